@@ -1,0 +1,1 @@
+"""Fused ops, one a file. Knows torch and triton, nothing of models."""

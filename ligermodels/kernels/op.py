@@ -1,0 +1,84 @@
+"""How an op is registered and dispatched. Knows torch and triton; must not know any particular op.
+
+Three paths, chosen per call:
+- CPU tensors: the public function runs its `<op>_reference` in plain PyTorch (`runs_kernels` says no).
+- CUDA or ROCm tensors, or any tensor under `TRITON_INTERPRET=1`: the Triton kernels, inside an `autograd.Function`. The
+  launcher is called directly, because the dispatcher costs several microseconds a call.
+- While something traces (torch.compile, fake tensors, selective checkpointing, FLOP counters): the same launcher
+  through the registered op `torch.ops.ligermodels.<name>`, which the tracer can see. As launchers only ever run on real
+  tensors, no Python float reaches Triton as fp64 by way of a compiler.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("ligermodels", "DEF")
+
+# Tests clear this to send CPU tensors to the reference although the kernels were built for the interpreter.
+interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference."""
+    return x.device.type != "cpu" or interpreting
+
+
+def traced(args: tuple[Any, ...]) -> bool:
+    """Whether a compiler, a dispatch mode or a tensor subclass must see the call as a registered op."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    return any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in tensors)
+
+
+def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers `ligermodels::<schema>` and returns the function to call it by.
+
+    schema: as in native_functions.yaml; an argument that is written to is declared, as `Tensor(a!)`.
+    launcher: runs the kernels; its first argument is a tensor, on whose device it runs.
+    fake: the outputs' shapes, dtypes and strides from the inputs' alone.
+    """
+    name = schema.partition("(")[0]
+    launcher = on_device_of_first_tensor(launcher)
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, launcher, "CUDA")  # ROCm's dispatch key as well
+    LIBRARY.impl(name, launcher, "CPU")  # reached under TRITON_INTERPRET=1 only
+    torch.library.register_fake(f"ligermodels::{name}", fake, lib=LIBRARY)
+    registered = getattr(torch.ops.ligermodels, name).default
+
+    def call(*args: Any) -> Any:
+        return registered(*args) if traced(args) else launcher(*args)
+
+    return call
+
+
+def on_device_of_first_tensor(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device: make that the tensor's."""
+
+    def launch(x: Tensor, *args: Any) -> Any:
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return launcher(x, *args)
+        with torch.cuda.device(x.device):
+            return launcher(x, *args)
+
+    return launch
+
+
+def widen(x: Tensor) -> Tensor:
+    """`x` in the dtype that references compute in: fp32 for the half precisions, else its own."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., N] as [rows, N] with unit stride along N and any stride between rows; a view where possible."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device; a few under the interpreter, so that persistent loops are exercised."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,0 +1,232 @@
+"""RMSNorm: y = h * rstd * (w + offset), rstd = rsqrt(mean(h²) + eps), where h = x, or h = x + residual (add_rms_norm).
+
+Backward, with g = dy * (w + offset) and n = h * rstd:
+    dh = rstd * (g - n * mean(g * n)) + (the gradient that reaches h on the residual stream)
+    dw = Σ_rows dy * n
+x, residual, y [..., N] any float dtype, w [N]; sums in fp32, one rounding at the end, rstd [rows] fp32. The norm reads
+h as it is stored, so that backward recomputes exactly what forward used. offset is 1 for Gemma, 0 elsewhere.
+Moves 2 M N elements forward, 3 M N backward (4 and 4 with the residual): bound by memory bandwidth.
+Maths: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kernels, widen
+
+MAX_COLUMNS = 65536
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    wide = widen(x)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (widen(weight) + offset)).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    hidden = x + residual
+    return rms_norm_reference(hidden, weight, eps, offset), hidden
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, hidden_ptr, rstd_ptr,
+    x_stride, residual_stride, rows, columns, eps, offset,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program norms ROWS whole rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = (row < rows) & (column < columns)
+    hidden = tl.load(x_ptr + row * x_stride + column, mask, other=0.0).to(tl.float32)
+    if ADD:
+        hidden += tl.load(residual_ptr + row * residual_stride + column, mask, other=0.0).to(tl.float32)
+        stored = hidden.to(hidden_ptr.dtype.element_ty)
+        tl.store(hidden_ptr + row * columns + column, stored, mask)
+        hidden = stored.to(tl.float32)
+    weight = tl.load(weight_ptr + column, column < columns, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(hidden * hidden, 1, keep_dims=True) / columns + eps)
+    y = hidden * rstd * (weight + offset)
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask)
+    tl.store(rstd_ptr + row, rstd, row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_kernel(
+    dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, dweight_ptr, y_ptr,
+    dy_stride, dhidden_stride, hidden_stride, rows, columns, offset,
+    ADD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One of a few persistent programs: strides over row tiles, keeps its share of dweight in registers."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    in_row = column < columns
+    weight = tl.load(weight_ptr + column, in_row, other=0.0).to(tl.float32) + offset
+    dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        mask = (row < rows) & in_row
+        dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
+        hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, row < rows, other=0.0)
+        normed = hidden * rstd
+        g = dy * weight
+        dx = rstd * (g - normed * (tl.sum(g * normed, 1, keep_dims=True) / columns))
+        if ADD:
+            dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask)
+        if EMIT:
+            tl.store(y_ptr + row * columns + column, (normed * weight).to(y_ptr.dtype.element_ty), mask)
+        if WEIGHT_GRAD:
+            dweight += dy * normed
+    if WEIGHT_GRAD:
+        tl.store(dweight_ptr + tl.program_id(0) * columns + column, tl.sum(dweight, 0)[None, :], in_row)
+
+
+def tile_of(columns: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of one program's tile: whole rows, several of them when they are short."""
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"rms_norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
+    width = triton.next_power_of_2(columns)
+    rows = max(1, 1024 // width)
+    return rows, width, min(16, max(4, width // 512))
+
+
+def _launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape, x = x.shape, as_rows(x)
+    rows, columns = x.shape
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    hidden = y if residual is None else torch.empty_like(y)
+    residual = x if residual is None else as_rows(residual)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    tile_rows, width, warps = tile_of(columns)
+    if rows:
+        _forward_kernel[(triton.cdiv(rows, tile_rows),)](
+            x, residual, weight, y, hidden, rstd, x.stride(0), residual.stride(0), rows, columns, eps, offset,
+            ADD=hidden is not y, ROWS=tile_rows, COLUMNS=width, num_warps=warps,
+        )  # fmt: skip
+    return y, hidden, rstd
+
+
+def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    y, _, rstd = _launch_forward(x, None, weight, eps, offset)
+    return y, rstd
+
+
+def _launch_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch_forward(x, residual, weight, eps, offset)
+
+
+def _launch_backward(
+    dy: Tensor, dhidden: Tensor | None, hidden: Tensor, rstd: Tensor, weight: Tensor, offset: float,
+    weight_grad: bool, emit: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    y = torch.empty_like(dx) if emit else dx.new_empty(0)
+    dy, hidden = as_rows(dy), as_rows(hidden)
+    residual_grad = dy if dhidden is None else as_rows(dhidden)
+    rows, columns = hidden.shape
+    tile_rows, width, warps = tile_of(columns)
+    programs = min(triton.cdiv(rows, tile_rows), 2 * multiprocessors(hidden.device))
+    partials = torch.empty(programs if weight_grad else 0, columns, dtype=torch.float32, device=hidden.device)
+    if rows:
+        _backward_kernel[(programs,)](
+            dy, residual_grad, hidden, rstd, weight, dx, partials, y,
+            dy.stride(0), residual_grad.stride(0), hidden.stride(0), rows, columns, offset,
+            ADD=dhidden is not None, WEIGHT_GRAD=weight_grad, EMIT=emit, ROWS=tile_rows, COLUMNS=width, num_warps=warps,
+        )  # fmt: skip
+    dweight = partials.sum(0).to(weight.dtype) if weight_grad else weight.new_empty(0)
+    return dx, dweight, y
+
+
+def _fake_rms_norm(x, weight, eps, offset):
+    return x.new_empty(x.shape), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+
+
+def _fake_add_rms_norm(x, residual, weight, eps, offset):
+    return x.new_empty(x.shape), *_fake_rms_norm(x, weight, eps, offset)
+
+
+def _fake_backward(dy, dhidden, hidden, rstd, weight, offset, weight_grad, emit):
+    dx = hidden.new_empty(hidden.shape)
+    dweight = weight.new_empty(weight.shape if weight_grad else 0)
+    return dx, dweight, hidden.new_empty(hidden.shape if emit else 0)
+
+
+rms_norm_forward = register(
+    "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
+    _launch_rms_norm,
+    _fake_rms_norm,
+)
+add_rms_norm_forward = register(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset)"
+    " -> (Tensor y, Tensor hidden, Tensor rstd)",
+    _launch_add_rms_norm,
+    _fake_add_rms_norm,
+)
+rms_norm_backward = register(
+    "rms_norm_backward(Tensor dy, Tensor? dhidden, Tensor hidden, Tensor rstd, Tensor weight, float offset,"
+    " bool weight_grad, bool emit) -> (Tensor dx, Tensor dweight, Tensor y)",
+    _launch_backward,
+    _fake_backward,
+)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset):
+        y, rstd = rms_norm_forward(x, weight, eps, offset)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, rstd, weight = ctx.saved_tensors
+        weight_grad = ctx.needs_input_grad[1]
+        dx, dweight, _ = rms_norm_backward(dy, None, x, rstd, weight, ctx.offset, weight_grad, False)
+        return dx, dweight if weight_grad else None, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset):
+        y, hidden, rstd = add_rms_norm_forward(x, residual, weight, eps, offset)
+        ctx.save_for_backward(hidden, rstd, weight)
+        ctx.offset = offset
+        return y, hidden
+
+    @staticmethod
+    def backward(ctx, dy, dhidden):
+        hidden, rstd, weight = ctx.saved_tensors
+        weight_grad = ctx.needs_input_grad[2]
+        dx, dweight, _ = rms_norm_backward(dy, dhidden, hidden, rstd, weight, ctx.offset, weight_grad, False)
+        return dx, dx, dweight if weight_grad else None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Root-mean-square norm over the last dimension.
+
+    x [..., N] float, weight [N] float -> y [..., N] in x's dtype. Raises ValueError where N exceeds 65536.
+    """
+    if not runs_kernels(x):
+        return rms_norm_reference(x, weight, eps, offset)
+    return _RMSNorm.apply(x, weight, eps, offset)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Norm of the sum x + residual, and the sum itself: the residual stream that goes on.
+
+    x, residual [..., N], weight [N] -> (y [..., N], hidden [..., N]), both in x's dtype.
+    Raises ValueError where N exceeds 65536.
+    """
+    if not runs_kernels(x):
+        return add_rms_norm_reference(x, residual, weight, eps, offset)
+    return _AddRMSNorm.apply(x, residual, weight, eps, offset)

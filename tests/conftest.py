@@ -1,0 +1,44 @@
+"""Without a GPU the Triton kernels are built for the interpreter, so this must run before anything imports triton."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+
+import ligermodels.kernels.op as op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def reference_on_cpu(monkeypatch):
+    """CPU tensors take the plain PyTorch reference, as they do for users; `kernels` turns the kernels on."""
+    monkeypatch.setattr(op, "interpreting", False)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def kernels(reference_on_cpu, monkeypatch):
+    """Runs the Triton kernels: natively on a GPU, under the interpreter on a CPU."""
+    monkeypatch.setattr(op, "interpreting", DEVICE == "cpu")
+
+
+@pytest.fixture
+def poisoned():
+    """Every torch.empty is filled with NaN, so that an element no kernel wrote is noticed."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
