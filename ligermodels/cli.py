@@ -1,0 +1,73 @@
+"""The command line: `ligermodels list`, `ligermodels generate`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from ligermodels import hub
+from ligermodels.architectures import ARCHITECTURES
+from ligermodels.errors import InputError
+from ligermodels.generate import model_stop_tokens, stream
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 2, after one line on stderr, for input that cannot be used."""
+    args = parser().parse_args(arguments)
+    try:
+        args.command(args)
+    except InputError as error:
+        print(f"ligermodels: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    root = argparse.ArgumentParser(prog="ligermodels", description="Decoder language models on fused Triton kernels.")
+    commands = root.add_subparsers(required=True, metavar="command")
+
+    listing = commands.add_parser("list", help="the architectures and their preset sizes")
+    listing.set_defaults(command=list_models)
+
+    generating = commands.add_parser("generate", help="continue a prompt", formatter_class=formatter)
+    generating.add_argument("model", help="a folder or a Hub id")
+    generating.add_argument("--prompt", required=True)
+    generating.add_argument("--max-new-tokens", type=int, default=128)
+    generating.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
+    generating.add_argument("--top-k", type=int)
+    generating.add_argument("--top-p", type=float)
+    generating.add_argument("--seed", type=int)
+    generating.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    generating.set_defaults(command=generate_text)
+    return root
+
+
+def list_models(args: argparse.Namespace) -> None:
+    for name, architecture in sorted(ARCHITECTURES.items()):
+        print(f"{name:12} {' '.join(architecture.SIZES)}")
+
+
+def generate_text(args: argparse.Namespace) -> None:
+    """Prints the prompt and, token by token, what follows it."""
+    folder = hub.resolve(args.model)
+    tokenizer = hub.load_tokenizer(folder)
+    model = hub.load(folder, device=args.device)
+    prompt, stops = tokenizer.encode(args.prompt), model_stop_tokens(model)
+    ids: list[int] = []
+    printed = 0
+    print(args.prompt, end="", flush=True)
+    for (token,) in stream(model, [prompt], args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed):
+        if token in stops:
+            break
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character's bytes are not all there yet
+            print(text[printed:], end="", flush=True)
+            printed = len(text)
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

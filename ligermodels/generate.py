@@ -1,0 +1,103 @@
+"""Text generation with a key-value cache. Knows models by their forward only."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.kv_cache import KVCache
+
+
+def generate(
+    model: CausalLM,
+    input_ids: Tensor | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop_tokens: Collection[int] | None = None,
+) -> list[list[int]]:
+    """Continues every prompt; returns each row's new tokens, its stop token included.
+
+    input_ids: [B, T], or a sequence of prompts of any lengths. temperature 0 takes the most likely token; otherwise tokens
+    are drawn from the top_k most likely, and of these from the smallest set whose probability reaches top_p.
+    stop_tokens: end a row; by default the end-of-text tokens of the checkpoint. Raises ValueError for an empty prompt.
+    """
+    prompts = [list(map(int, prompt)) for prompt in input_ids]
+    stops = model_stop_tokens(model) if stop_tokens is None else set(stop_tokens)
+    rows: list[list[int]] = [[] for _ in prompts]
+    running = [True] * len(prompts)
+    for tokens in stream(model, prompts, max_new_tokens, temperature, top_k, top_p, seed):
+        for row, token in enumerate(tokens):
+            if running[row]:
+                rows[row].append(token)
+                running[row] = token not in stops
+        if not any(running):
+            break
+    return rows
+
+
+@torch.no_grad()
+def stream(
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+) -> Iterator[list[int]]:
+    """Yields the next token of every row, step by step, without regard to stop tokens.
+
+    Shorter prompts are padded on the right: each row writes the cache at its own positions, and what padding leaves there
+    lies ahead of the row, unseen, until it is overwritten.
+    """
+    weight = model.lm_head.weight
+    if not all(prompts):
+        raise ValueError("generate: a prompt is empty; give each at least one token")
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=weight.device)
+    longest = max(len(prompt) for prompt in prompts)
+    padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)] = torch.tensor(prompt)
+    padded = padded.to(weight.device)
+    generator = None if seed is None else torch.Generator(weight.device).manual_seed(seed)
+
+    cache = KVCache(model.config.num_hidden_layers, len(prompts), longest + max_new_tokens, weight.device)
+    if longest > 1:
+        model(padded[:, :-1], cache=cache, logits_to_keep=1)
+    cache.lengths.copy_(lengths - 1)
+    token = padded.gather(1, lengths[:, None] - 1)  # each prompt's last token starts the loop
+    for _ in range(max_new_tokens):
+        logits = model(token, cache=cache).logits[:, -1]
+        token = sample(logits, temperature, top_k, top_p, generator)[:, None]
+        yield token[:, 0].tolist()
+
+
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    """One token a row, [B], from logits [B, V]."""
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if top_p is not None:
+        probability, order = logits.softmax(-1).sort(descending=True)
+        before = probability.cumsum(-1) - probability  # what likelier tokens hold; the likeliest always stays
+        dropped = torch.zeros_like(before, dtype=torch.bool).scatter_(1, order, before >= top_p)
+        logits = logits.masked_fill(dropped, -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+def model_stop_tokens(model: CausalLM) -> set[int]:
+    """eos_token_id of generation_config.json, which lists more than config.json's for chat models; else the latter's."""
+    eos = model.generation_config.get("eos_token_id", model.config.raw.get("eos_token_id"))
+    if eos is None:
+        return set()
+    return set(eos) if isinstance(eos, list) else {eos}

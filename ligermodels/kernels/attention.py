@@ -1,0 +1,170 @@
+"""Causal attention: the one door to the implementations that others keep fast. Nothing here is a kernel of ours.
+
+out = softmax(mask(softcap(scale * q kᵀ))) v, query head h reading kv head h // (Hq / Hkv).
+A query at position i sees key j iff j <= i, i - j < window (where there is one) and both lie in one document.
+q [B, T, Hq, D], k, v [B, S, Hkv, D] -> [B, T, Hq, D].
+
+What runs where:
+- plain causal: SDPA, cuDNN first on the GPU (fastest on Hopper), then FlashAttention;
+- packed documents or a window, in half precision on the GPU: FlashAttention's variable-length kernel;
+- softcap on the GPU: FlexAttention, compiled;
+- a key-value cache, fp32 on the GPU, and all of the above on the CPU: SDPA with a dense mask, or the reference for a softcap.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ligermodels.kernels.op import widen
+
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """Attention of q [B, T, Hq, D] over k, v [B, S, Hkv, D] -> [B, T, Hq, D], any strides with unit stride along D.
+
+    cu_seqlens: int32 [documents + 1] offsets of the documents packed into the one row (B = 1); max_seqlen their longest.
+    position_ids: [B, T] positions of the queries where the keys are a cache, key j being at position j.
+    Raises ValueError for packed documents in more than one row.
+    """
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(f"attention: cu_seqlens packs documents into one row, but the batch has {q.shape[0]}")
+    if window is not None and window >= k.shape[1]:
+        window = None
+    if softcap is None and window is None and cu_seqlens is None and position_ids is None:
+        return causal(q, k, v, scale)
+    if q.is_cuda and position_ids is None:
+        if softcap is not None:
+            return flex(q, k, v, scale, window, softcap, cu_seqlens)
+        if q.dtype in (torch.float16, torch.bfloat16):
+            return variable_length(q, k, v, scale, window, cu_seqlens, max_seqlen)
+    if softcap is not None:
+        return attention_reference(q, k, v, scale, window, softcap, cu_seqlens, position_ids)
+    mask = visible(q.shape[1], k.shape[1], q.device, window, cu_seqlens, position_ids)
+    return sdpa(q, k, v, scale, attn_mask=mask[:, None])
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", widen(q), widen(k)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    mask = visible(q.shape[1], k.shape[1], q.device, window, cu_seqlens, position_ids)
+    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", weights, widen(v)).to(q.dtype)
+
+
+def visible(
+    queries: int,
+    keys: int,
+    device: torch.device,
+    window: int | None,
+    cu_seqlens: Tensor | None,
+    position_ids: Tensor | None,
+) -> Tensor:
+    """The dense mask, bool [B or 1, T, S], true where the query sees the key."""
+    key = torch.arange(keys, device=device)
+    query = torch.arange(queries, device=device)[None] if position_ids is None else position_ids
+    distance = query[:, :, None] - key  # [B, T, S]
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    if cu_seqlens is not None:
+        document = document_of(key, cu_seqlens)
+        mask &= document[:, None] == document
+    return mask
+
+
+def document_of(position: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Which packed document each position of the row belongs to."""
+    return torch.bucketize(position, cu_seqlens[1:], right=True)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if not q.is_cuda:
+        return sdpa(q, k, v, scale, is_causal=True)
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        return sdpa(q, k, v, scale, is_causal=True)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **mask).transpose(1, 2)
+
+
+def variable_length(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Tensor:
+    """FlashAttention over documents (or, without cu_seqlens, over whole rows), with a window counted to the left."""
+    longest = max_seqlen or q.shape[1]
+    if cu_seqlens is not None:
+        q, k, v = (x[0] for x in (q, k, v))  # [T, H, D]
+    left = -1 if window is None else window - 1
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, False,
+        scale=scale, window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    return out if cu_seqlens is None else out[None]
+
+
+@functools.cache
+def compiled_flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float, cu_seqlens: Tensor | None
+) -> Tensor:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    length, device = q.shape[1], q.device
+    document = None if cu_seqlens is None else document_of(torch.arange(length, device=device), cu_seqlens)
+
+    def mask(batch, head, query, key):
+        seen = query >= key
+        if window is not None:
+            seen &= query - key < window
+        if document is not None:
+            seen &= document[query] == document[key]
+        return seen
+
+    def cap(score, batch, head, query, key):
+        return softcap * torch.tanh(score / softcap)
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    blocks = create_block_mask(mask, None, None, length, length, device=device)
+    grouped = q.shape[1] != k.shape[1]
+    attend = compiled_flex_attention()
+    return attend(q, k, v, score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=grouped).transpose(1, 2)

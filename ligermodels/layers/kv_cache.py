@@ -1,0 +1,36 @@
+"""Preallocated keys and values of a batch whose rows may differ in length."""
+
+import torch
+from torch import Tensor
+
+
+class LayerCache:
+    """Keys and values of one layer, [B, S, Hkv, D] each, row b's position p at [b, p]; allocated on the first write."""
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def update(self, k: Tensor, v: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes k, v [B, T, Hkv, D] at position_ids [B, T]; returns all keys and values, of which those after a row's
+        position are not its own yet and must be masked."""
+        if self.keys is None or self.values is None:
+            shape = (k.shape[0], self.max_length, *k.shape[2:])
+            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+        row = torch.arange(k.shape[0], device=k.device)[:, None]
+        self.keys[row, position_ids] = k
+        self.values[row, position_ids] = v
+        return self.keys, self.values
+
+
+class KVCache:
+    """One LayerCache a layer, and how many positions of each row are filled, `lengths` int64 [B]."""
+
+    def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device) -> None:
+        self.layers = [LayerCache(max_length) for _ in range(num_layers)]
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+
+    def next_positions(self, count: int) -> Tensor:
+        """Positions [B, count] of the next tokens of every row."""
+        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
