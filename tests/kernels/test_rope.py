@@ -1,0 +1,174 @@
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ligermodels.kernels.rope import rope_, rope_backward, rope_reference
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check
+
+HEADS = [(5, 1), (2, 2), (33, 3)]
+pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, device=DEVICE)
+
+
+def angles(rows, head_size):
+    phases = 100 * torch.rand(rows, head_size // 2, dtype=torch.float64, device=DEVICE)
+    return phases.cos().float(), phases.sin().float()
+
+
+def rotated_copy(qkv, cos, sin, heads):
+    return rope_(qkv.clone(), cos, sin, *heads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared positions", "positions per row"])
+@pytest.mark.parametrize("head_size", [32, 20])
+@pytest.mark.parametrize("heads", HEADS)
+def test_rope_is_within_the_error_budget(heads, head_size, shared, dtype):
+    batch, length = 2, 3
+    cos, sin = angles(length if shared else batch * length, head_size)
+    qkv = draw(batch, length, (heads[0] + 2 * heads[1]) * head_size)
+    check(
+        lambda qkv: rotated_copy(qkv, cos, sin, heads), lambda qkv: rope_reference(qkv, cos, sin, *heads), [qkv], dtype
+    )
+
+
+@pytest.mark.parametrize("function", [rotated_copy, lambda qkv, cos, sin, heads: rope_reference(qkv, cos, sin, *heads)])
+def test_rope_multiplies_complex_numbers(function):
+    batch, length, heads, head_size = 2, 4, (3, 1), 12
+    cos, sin = angles(batch * length, head_size)
+    qkv = draw(batch, length, 5 * head_size, dtype=torch.float32)
+    pairs = qkv.double().view(batch, length, 5, 2, head_size // 2)
+    phases = torch.complex(cos.double(), sin.double()).view(batch, length, 1, head_size // 2)
+    rotated = torch.complex(pairs[..., 0, :], pairs[..., 1, :])[:, :, :4] * phases
+    expected = torch.cat((rotated.real, rotated.imag), -1).float()
+    q, k, v = function(qkv, cos, sin, heads)
+    torch.testing.assert_close(q, expected[:, :, :3])
+    torch.testing.assert_close(k, expected[:, :, 3:])
+    assert torch.equal(v, qkv.view(batch, length, 5, head_size)[:, :, 4:])
+
+
+def test_rope_rotates_the_memory_of_the_projection():
+    qkv, (cos, sin) = draw(2, 3, 7 * 8, dtype=torch.float32), angles(3, 8)
+    qkv.requires_grad_()
+    projection = qkv * 1
+    original = projection.detach().clone()
+    q, k, v = rope_(projection, cos, sin, 5, 1)
+    assert q.data_ptr() == projection.data_ptr()
+    assert all(x.untyped_storage().data_ptr() == projection.data_ptr() for x in (k, v))
+    torch.testing.assert_close(q, rope_reference(original, cos, sin, 5, 1)[0])
+    assert q.requires_grad and k.requires_grad and v.requires_grad
+
+
+def test_rope_without_gradients_rotates_in_place_too():
+    qkv, (cos, sin) = draw(2, 3, 7 * 8, dtype=torch.float32), angles(3, 8)
+    expected = rope_reference(qkv.clone(), cos, sin, 5, 1)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            projection = qkv.clone()
+            q, k, _ = rope_(projection, cos, sin, 5, 1)
+            assert q.data_ptr() == projection.data_ptr() and not q.requires_grad
+            torch.testing.assert_close((q, k), expected[:2])
+
+
+def test_autograd_objects_if_the_projection_was_saved_for_backward():
+    x = draw(1, 2, 3 * 4, dtype=torch.float32).requires_grad_()
+    projection = x * 1
+    loss = projection.square().sum()
+    q, _, _ = rope_(projection, *angles(2, 4), 1, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + q.sum()).backward()
+
+
+def test_upstream_gradients_of_any_strides_are_packed_without_loss():
+    batch, length, heads, head_size = 2, 3, (6, 2), 20
+    cos, sin = angles(batch * length, head_size)
+    qkv = draw(batch, length, 10 * head_size, dtype=torch.float32).requires_grad_()
+    # Attention's own layout [B, H, T, D], one gradient expanded along every dimension, one cut out of something wider.
+    dq = draw(batch, heads[0], length, head_size, dtype=torch.float32).transpose(1, 2)
+    dk = draw(1, dtype=torch.float32).expand(batch, length, heads[1], head_size)
+    dv = draw(batch, length, heads[1], 2 * head_size, dtype=torch.float32)[..., :head_size]
+    reference = rope_reference(qkv, cos, sin, *heads)
+    (expected,) = torch.autograd.grad(reference, qkv, (dq, dk, dv))
+    (got,) = torch.autograd.grad(rotated_copy(qkv, cos, sin, heads), qkv, (dq, dk, dv))
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, expected)
+
+
+def test_infinite_gradients_stay_where_they_are():
+    dq = dk = torch.zeros(1, 1, 1, 8, device=DEVICE)
+    dv = torch.full((1, 1, 1, 8), float("inf"), device=DEVICE)
+    assert torch.equal(rope_backward(dq, dk, dv, *angles(1, 8))[0, 0, 16:], dv.flatten())
+
+
+def test_zero_tokens():
+    qkv = torch.empty(2, 0, 3 * 8, device=DEVICE, requires_grad=True)
+    q, k, v = rotated_copy(qkv, *angles(0, 8), (1, 1))
+    (q.sum() + k.sum() + v.sum()).backward()
+    assert q.shape == k.shape == v.shape == (2, 0, 1, 8)
+    assert qkv.grad.shape == qkv.shape
+
+
+@pytest.mark.parametrize("on_kernels", [True, False])
+def test_shapes_that_do_not_fit_are_refused(on_kernels, monkeypatch):
+    monkeypatch.setattr("ligermodels.kernels.op.interpreting", on_kernels)
+    cos, sin = angles(2, 8)
+    with pytest.raises(ValueError, match="even size"):
+        rope_(torch.zeros(1, 2, 3 * 7, device=DEVICE), cos, sin, 1, 1)
+    with pytest.raises(ValueError, match=r"needed \[2, 8\]"):
+        rope_(torch.zeros(1, 2, 3 * 16, device=DEVICE), cos, sin, 1, 1)
+    with pytest.raises(ValueError, match=r"or \[9, 4\]"):
+        rope_(torch.zeros(3, 3, 3 * 8, device=DEVICE), cos, sin, 1, 1)
+
+
+def test_opcheck():
+    ops, (cos, sin) = torch.ops.ligermodels, angles(6, 8)
+    qkv, heads = draw(2, 3, 7 * 8, dtype=torch.float32), [draw(2, 3, h, 8, dtype=torch.float32) for h in (5, 1, 1)]
+    torch.library.opcheck(ops.rope_.default, (qkv, cos, sin, 5, 1))
+    torch.library.opcheck(ops.rope_backward.default, (*heads, cos, sin))
+
+
+def projected_loss(x, weight, cos, sin):
+    q, k, v = rope_(torch.nn.functional.linear(x, weight), cos, sin, 3, 1)
+    return (q * q.sin()).sum() + (k * k.cos()).sum() + v.square().sum()
+
+
+def assert_gradients_equal(loss):
+    inputs, tables = [draw(2, 3, 16, dtype=torch.float32), draw(5 * 8, 16, dtype=torch.float32)], angles(3, 8)
+    inputs = [x.requires_grad_() for x in inputs]
+    expected, got = (torch.autograd.grad(f(*inputs, *tables), inputs) for f in (projected_loss, loss))
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_fullgraph_compile_gives_equal_gradients():
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    assert_gradients_equal(torch.compile(projected_loss, fullgraph=True, backend=backend))
+
+
+def test_selective_checkpointing_does_not_rotate_twice():
+    def policy(context, op, *args, **kwargs):
+        save = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context_fn = partial(create_selective_checkpoint_contexts, policy)
+    assert_gradients_equal(partial(checkpoint, projected_loss, use_reentrant=False, context_fn=context_fn))
+
+
+def test_plain_checkpointing_gives_equal_gradients():
+    assert_gradients_equal(partial(checkpoint, projected_loss, use_reentrant=False))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_to_the_31():
+    length, width = 2**17 + 1, 2**14
+    qkv = torch.zeros(1, length, width, device=DEVICE, dtype=torch.bfloat16)
+    qkv[:, -1] = torch.randn(width, device=DEVICE)
+    cos, sin = angles(length, 128)
+    expected = rope_reference(qkv[:, -1:].clone(), cos[-1:], sin[-1:], 96, 16)[0]
+    torch.testing.assert_close(rope_(qkv, cos, sin, 96, 16)[0][:, -1:], expected)
