@@ -101,8 +101,17 @@ class CausalLM(nn.Module, ABC):
         self.generation_config: dict[str, Any] = {}  # its generation_config.json
         self.model = Decoder(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _apply(self, fn, recurse=True):
+        """Ties again: to_empty() from the meta device gives every name a parameter of its own."""
+        super()._apply(fn, recurse)
+        self.tie_weights()
+        return self
 
     @abstractmethod
     def layer(self, config: Any, index: int) -> DecoderLayer:

@@ -1,0 +1,164 @@
+"""Whole training steps, one provider a process on the same GPU: tokens/s and peak memory of full fine-tuning in bf16.
+
+    python benchmarks/train_step.py --model llama-3-8b --batch 8 --length 2048 --output benchmarks/results/
+
+Weights and AdamW states are bf16 for all; random weights, random tokens; median of the timed steps after a warm-up. A provider
+is a function from a config.json's content to a model whose output has `.loss`. A provider that is not installed or fails is
+listed with its error.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+MODELS = {
+    "llama-3-8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    },
+    "qwen2-0.5b": {
+        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def hugging_face(raw, recompute):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**raw, use_cache=False)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def liger(raw, recompute):
+    import liger_kernel.transformers as patches
+
+    getattr(patches, f"apply_liger_kernel_to_{raw['model_type']}")()
+    return hugging_face(raw, recompute)
+
+
+def ligermodels(raw, recompute):
+    import ligermodels
+    from ligermodels.training.parallel import recompute_blocks
+
+    model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
+    if recompute:
+        recompute_blocks(model)
+    return model
+
+
+PROVIDERS = {"hugging face": hugging_face, "hugging face + liger": liger, "ligermodels": ligermodels}
+
+
+def measure(provider: str, model_name: str, batch: int, length: int, recompute: bool, steps: int) -> dict:
+    """One row; runs in a process of its own, because Liger patches the reference implementation in place."""
+    torch.manual_seed(0)
+    raw = MODELS[model_name]
+    model = PROVIDERS[provider](raw, recompute)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
+
+    def step():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in range(3):
+        loss = step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        loss = step()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return {
+        "tokens_per_second": round(1e3 * batch * length / statistics.median(times)),
+        "step_ms": round(statistics.median(times), 1),
+        "spread_ms": round(max(times) - min(times), 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "loss": round(loss.item(), 4),
+    }
+
+
+def ceilings() -> dict:
+    """What the hardware gives in this run: a 2 GiB copy and an 8192³ bf16 matrix product on random data."""
+    from triton.testing import do_bench
+
+    x = torch.randint(255, (2**31,), dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    copy = do_bench(lambda: y.copy_(x), return_mode="median")
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = do_bench(lambda: a @ b, rep=300, return_mode="median")
+    return {"copy_gb_per_s": round(2 * 2**31 / copy / 1e6), "matmul_tflop_per_s": round(2 * 8192**3 / product / 1e9)}
+
+
+def versions() -> dict:
+    found = {}
+    for package in ("torch", "triton", "transformers", "liger-kernel"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="folder for the dated JSON file")
+    parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "RECOMPUTE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row:
+        provider, recompute = args.row
+        print(json.dumps(measure(provider, args.model, args.batch, args.length, recompute == "full", args.steps)))
+        return
+
+    rows = []
+    for recompute in ("full", "none"):
+        for provider in PROVIDERS:
+            command = [sys.executable, __file__, *sys.argv[1:], "--row", provider, recompute]
+            result = subprocess.run(command, capture_output=True, text=True)
+            lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
+            row = json.loads(lines[-1]) if result.returncode == 0 else {"error": lines[-1][:200]}
+            rows.append({"provider": provider, "recompute": recompute} | row)
+            print(rows[-1], flush=True)
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "ceilings": ceilings(),
+        "model": args.model,
+        "batch": args.batch,
+        "length": args.length,
+        "rows": rows,
+    }
+    print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        name = f"{report['date']}-train-step-{args.model}-{args.batch}x{args.length}.json"
+        (args.output / name).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

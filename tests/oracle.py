@@ -1,0 +1,45 @@
+"""The reference implementation as the oracle: tiny random models of it, every parameter re-randomised."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The reference implementation of a config, eager attention, no parameter left at the value it starts with."""
+    config = AutoConfig.for_model(**raw)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.3 * noise)
+    return model.to(dtype).eval()
+
+
+def save_reference(raw: dict[str, Any], folder: Path) -> nn.Module:
+    """Writes the reference model's checkpoint, with config.json just as the case has it."""
+    model = reference_model(raw)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(raw, indent=2))
+    return model
+
+
+def tokens(raw: dict[str, Any], batch: int = 2, length: int = 23, seed: int = 3) -> Tensor:
+    """Token ids [batch, length], the padding id among them."""
+    ids = torch.randint(3, raw["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+    if "pad_token_id" in raw:
+        ids[0, 5] = raw["pad_token_id"]
+    return ids
+
+
+def labels_of(input_ids: Tensor) -> Tensor:
+    """input_ids with some positions unsupervised."""
+    labels = input_ids.clone()
+    labels[0, :4] = -100
+    labels[-1, -2:] = -100
+    return labels

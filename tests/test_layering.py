@@ -1,0 +1,60 @@
+"""Imports go down only, and architectures know layers and weights.mapping alone."""
+
+import ast
+from pathlib import Path
+
+import ligermodels
+
+PACKAGE = Path(ligermodels.__file__).parent
+# What each part may import of the others.
+MAY_IMPORT = {
+    "errors": set(),
+    "kernels": set(),
+    "weights": {"errors"},
+    "layers": {"errors", "kernels"},
+    "losses": {"errors", "kernels"},
+    "architectures": {"layers", "weights"},
+    "tokenizer": {"errors"},
+    "hub": {"errors", "architectures", "layers", "weights", "tokenizer"},
+    "generate": {"errors", "layers"},
+    "training": {"errors", "kernels", "layers", "losses", "architectures", "weights", "hub", "generate", "tokenizer"},
+    "cli": {"errors", "layers", "architectures", "hub", "generate", "tokenizer"},
+    "__init__": {"errors", "hub", "generate"},
+}
+
+
+def imports_of(path):
+    """Modules of the package that a file imports, as paths from the package: 'kernels.rope'."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "ligermodels" else [node.module]
+        yield from (name.removeprefix("ligermodels.") for name in names if name and name.startswith("ligermodels."))
+
+
+def part_of(path):
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def test_imports_go_down_only():
+    for path in PACKAGE.rglob("*.py"):
+        part = part_of(path)
+        upward = {name for name in imports_of(path) if name.split(".")[0] not in MAY_IMPORT[part] | {part}}
+        assert not upward, f"{path.relative_to(PACKAGE)} imports {sorted(upward)}"
+
+
+def test_an_architecture_imports_layers_and_the_weight_mapping_only():
+    for path in (PACKAGE / "architectures").glob("[!_]*.py"):
+        foreign = {n for n in imports_of(path) if not n.startswith("layers.") and n != "weights.mapping"}
+        assert not foreign, f"{path.name} imports {sorted(foreign)}"
+        assert 20 <= len(path.read_text().splitlines()) <= 90, path.name
+
+
+def test_the_product_does_not_import_the_oracle():
+    for path in PACKAGE.rglob("*.py"):
+        assert "transformers" not in {
+            name.split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        }, path.name

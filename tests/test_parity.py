@@ -1,0 +1,116 @@
+"""Every family and each of its switches against the reference implementation: logits, loss, one step, generation."""
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.weights.mapping import plan
+from tests.cases import CASES
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import FACTOR, relative_error
+from tests.oracle import labels_of, reference_model, save_reference, tokens
+
+LEARNING_RATE = 0.5
+# fp32 rounding, accumulated in other orders over three layers; logits here are of order 10.
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+# Cases that between them reach every kernel and every option of it; the others differ in what the kernels are given.
+ON_KERNELS = ["llama", "llama-tied", "llama-mlp-bias", "llama-gelu", "llama-gelu-tanh", "qwen2-sliding"]
+
+
+def hub_tensors(model):
+    """A model's weights under their Hub names."""
+    parameters = dict(model.named_parameters())
+    pieces = plan({name: p.shape for name, p in parameters.items()}, model.weight_rules())
+    return {piece.tensor: parameters[piece.parameter][piece.index].detach().cpu() for piece in pieces}
+
+
+def check_parity(name, folder):
+    """Logits, loss and the weights after one SGD step agree in fp32."""
+    raw = CASES[name]
+    reference = save_reference(raw, folder)
+    model = ligermodels.load(folder, device=DEVICE)
+    input_ids = tokens(raw)
+    labels = labels_of(input_ids)
+
+    expected = reference(input_ids=input_ids, labels=labels)
+    loss = model(input_ids.to(DEVICE), labels.to(DEVICE)).loss
+    torch.testing.assert_close(model(input_ids.to(DEVICE)).logits.cpu(), expected.logits, **CLOSE)
+    torch.testing.assert_close(loss.cpu(), expected.loss, rtol=1e-5, atol=0)
+
+    for each, value in ((reference, expected.loss), (model, loss)):
+        value.backward()
+        torch.optim.SGD(each.parameters(), lr=LEARNING_RATE).step()
+    stepped, updated = reference.state_dict(), hub_tensors(model)
+    for tensor, value in updated.items():
+        torch.testing.assert_close(value, stepped[tensor], **CLOSE, msg=lambda text, tensor=tensor: f"{tensor}: {text}")
+    assert set(stepped) - set(updated) <= {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fp32_parity(name, tmp_path):
+    check_parity(name, tmp_path)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ON_KERNELS)
+def test_fp32_parity_on_the_kernels(name, tmp_path):
+    check_parity(name, tmp_path)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["llama-attention-bias", "llama-rope-llama3", "qwen2-sliding"])
+def test_half_precision_is_within_the_error_budget(name, tmp_path):
+    """Against the reference in fp64, our error in a half precision is at most FACTOR times the reference's own."""
+    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    save_reference(CASES[name], tmp_path)
+    model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
+    input_ids = tokens(CASES[name], length=64)
+    plain = reference_model(CASES[name], dtype)
+    oracle = reference_model(CASES[name], dtype).double()(input_ids).logits
+    ours = relative_error(model(input_ids.to(DEVICE)).logits.cpu(), oracle)
+    theirs = relative_error(plain.to(DEVICE)(input_ids.to(DEVICE)).logits.cpu(), oracle)
+    assert ours <= FACTOR * theirs, f"ours {ours:.2e}, the reference's {theirs:.2e}"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-rope-llama3", "llama-tied", "qwen2", "qwen2-sliding", "qwen2-layer-types"])
+def test_greedy_generation_equals_the_reference_token_for_token(name, tmp_path):
+    """Prompts of different lengths, longer and shorter than the window, in one batch; the reference runs them one by one."""
+    reference = save_reference(CASES[name], tmp_path)
+    model = ligermodels.load(tmp_path, device=DEVICE)
+    prompts = [tokens(CASES[name], 1, length, seed=length)[0] for length in (1, 3, 9, 14)]
+    ours = ligermodels.generate(model, prompts, max_new_tokens=12, stop_tokens=())
+    for prompt, row in zip(prompts, ours, strict=True):
+        theirs = reference.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert row == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "llama-tied"])
+def test_packed_documents_equal_separate_runs(name):
+    model = ligermodels.create(CASES[name], device=DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10)  # sharp attention, so that a leak between documents shows
+    lengths = [7, 1, 12, 4]
+    row = tokens(CASES[name], 1, sum(lengths)).to(DEVICE)
+    cu_seqlens = torch.tensor([0, 7, 8, 20, 24], dtype=torch.int32, device=DEVICE)
+    packed = model(row, cu_seqlens=cu_seqlens, max_seqlen=12).logits
+    separate = [model(document).logits for document in row.split(lengths, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(separate, 1), **CLOSE)
+
+    supervised = sum(length - 1 for length in lengths)
+    loss = model(row, row, cu_seqlens=cu_seqlens, max_seqlen=12, num_items_in_batch=supervised).loss
+    parts = [model(d, d, num_items_in_batch=supervised).loss for d in row.split(lengths, dim=1)]
+    torch.testing.assert_close(loss, torch.stack(parts).sum(), rtol=1e-5, atol=0)
+
+
+def test_editing_one_document_does_not_change_another():
+    model = ligermodels.create(CASES["llama"], device=DEVICE)
+    row = tokens(CASES["llama"], 1, 20).to(DEVICE)
+    cu_seqlens = torch.tensor([0, 9, 20], dtype=torch.int32, device=DEVICE)
+    before = model(row, cu_seqlens=cu_seqlens).logits
+    row[0, 4] = (row[0, 4] + 1) % 99
+    after = model(row, cu_seqlens=cu_seqlens).logits
+    assert torch.equal(before[:, 9:], after[:, 9:])
+    assert not torch.equal(before[:, 4:9], after[:, 4:9])
