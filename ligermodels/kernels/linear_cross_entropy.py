@@ -1,0 +1,226 @@
+"""Linear layer and cross-entropy in one: the loss of logits = hidden @ weightᵀ, a chunk of rows at a time.
+
+hidden [T, H] and weight [V, H] of one float dtype, targets [T] int64; loss fp32. No more than one chunk of logits ever
+exists, in the inputs' dtype; its gradient overwrites it, and then
+
+    dhidden = dlogits @ weight        dweight = Σ_chunks dlogitsᵀ @ hidden, summed in fp32
+
+so that the chunk size changes the order of dweight's fp32 sums (a relative 1e-6) and nothing else.
+"mean" and "sum" know the gradient of every row beforehand and take both in the forward: 6 T H V FLOP, backward only
+multiplies by the upstream gradient. "none" keeps the rows' log-sum-exp and recomputes the logits: 8 T H V FLOP.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ligermodels.kernels.cross_entropy import (
+    OPTIONS,
+    check_arguments,
+    cross_entropy_reference,
+    supervised_count,
+    sweep,
+)
+from ligermodels.kernels.op import register, runs_kernels
+
+LOGITS_BYTES = 2**30
+FEWEST_ROWS, MOST_ROWS = 1024, 8192  # below, adding to dweight in fp32 costs more than the matrix products
+ALIGNMENT = 128  # rows of a chunk, and the elements from one row of logits to the next: tiles of a matrix product
+
+
+def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, **options) -> Tensor:
+    """Options as in `cross_entropy_reference`."""
+    return cross_entropy_reference(hidden @ weight.T, targets, **options)
+
+
+def chunk_rows(rows: int, vocab: int, dtype: torch.dtype) -> int:
+    """Rows of one chunk: as many as LOGITS_BYTES hold, spread evenly over the fewest chunks."""
+    limit = min(max(LOGITS_BYTES // (vocab * dtype.itemsize), FEWEST_ROWS), MOST_ROWS) // ALIGNMENT * ALIGNMENT
+    chunks = max(1, -(-rows // limit))
+    return round_up(-(-rows // chunks))
+
+
+def round_up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _chunks_of_logits(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits) of each chunk, all in the same buffer."""
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    chunk = min(chunk_rows(rows, vocab, hidden.dtype), rows)
+    buffer = torch.empty(chunk, round_up(vocab), dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, rows, max(chunk, 1)):
+        piece = slice(start, min(start + chunk, rows))
+        logits = buffer[: piece.stop - start, :vocab]
+        yield piece, torch.mm(hidden[piece], weight.T, out=logits)
+
+
+def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """total = beta * total + a @ b in total's fp32, whatever the dtype of a and b; beta 0 ignores what total holds."""
+    if total.is_cuda:
+        torch.addmm(total, a, b, total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
+
+
+def _gradients(hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool) -> tuple[Tensor, Tensor]:
+    """Room for dhidden in the inputs' dtype and dweight in fp32, of no elements where they are not wanted."""
+    dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=hidden.dtype, device=hidden.device)
+    make = torch.empty if hidden.shape[0] else torch.zeros
+    return dhidden, make(weight.shape if weight_grad else 0, dtype=torch.float32, device=weight.device)
+
+
+def _accumulate_gradients_(
+    dhidden: Tensor, dweight: Tensor, dlogits: Tensor, hidden: Tensor, weight: Tensor, piece: slice
+) -> None:
+    if dhidden.numel():
+        torch.mm(dlogits, weight, out=dhidden[piece])
+    if dweight.numel():
+        _accumulate_(dweight, dlogits.T, hidden[piece], beta=int(piece.start > 0))
+
+
+def _launch_forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, hidden_grad: bool, weight_grad: bool, *options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    lse = torch.empty_like(loss)
+    dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
+    for piece, logits in _chunks_of_logits(hidden, weight):
+        dlogits = logits if hidden_grad or weight_grad else None
+        sweep(logits, targets[piece], loss[piece], lse[piece], scale[piece], dlogits, *options)
+        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
+    return loss, lse, dhidden, dweight
+
+
+def _launch_backward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, scale: Tensor,
+    hidden_grad: bool, weight_grad: bool, *options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
+    for piece, logits in _chunks_of_logits(hidden, weight):
+        sweep(logits, targets[piece], None, lse[piece], scale[piece], logits, *options)
+        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
+    return dhidden, dweight
+
+
+def _fake_forward(hidden, weight, targets, scale, hidden_grad, weight_grad, *options):
+    loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    return loss, torch.empty_like(loss), *_fake_backward(hidden, weight, targets, loss, scale, hidden_grad, weight_grad)
+
+
+def _fake_backward(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options):
+    dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0)
+    return dhidden, weight.new_empty(weight.shape if weight_grad else 0, dtype=torch.float32)
+
+
+linear_cross_entropy_forward = register(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor scale, bool hidden_grad,"
+    f" bool weight_grad, {OPTIONS}) -> (Tensor loss, Tensor lse, Tensor dhidden, Tensor dweight)",
+    _launch_forward,
+    _fake_forward,
+)
+linear_cross_entropy_backward = register(
+    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor lse, Tensor scale,"
+    f" bool hidden_grad, bool weight_grad, {OPTIONS}) -> (Tensor dhidden, Tensor dweight)",
+    _launch_backward,
+    _fake_backward,
+)
+
+
+@register_flop_formula(torch.ops.ligermodels.linear_cross_entropy)
+def _forward_flops(hidden, weight, targets, scale, hidden_grad, weight_grad, *options, **_) -> int:
+    return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
+
+
+@register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_backward)
+def _backward_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options, **_) -> int:
+    return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * scale rounded once to `dtype`: in fp32, as scale is no scalar, and without a temporary."""
+    return torch.mul(gradient, scale.reshape(1, 1), out=torch.empty_like(gradient, dtype=dtype))
+
+
+class _ReducedLoss(torch.autograd.Function):
+    """Σ scale * loss, with both gradients taken in the forward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, scale, hidden_grad, weight_grad, *options):
+        loss, _, dhidden, dweight = linear_cross_entropy_forward(
+            hidden, weight, targets, scale, hidden_grad, weight_grad, *options
+        )
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.dtype, ctx.wanted = weight.dtype, (hidden_grad, weight_grad)
+        return (loss * scale).sum()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        hidden_grad, weight_grad = ctx.wanted
+        dhidden, dweight = ctx.saved_tensors
+        dhidden = _scaled(dhidden, dloss, dhidden.dtype) if hidden_grad else None
+        dweight = _scaled(dweight, dloss, ctx.dtype) if weight_grad else None
+        return dhidden, dweight, *[None] * 9
+
+
+class _RowLosses(torch.autograd.Function):
+    """The loss of each row; backward recomputes the logits."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, *options):
+        unscaled = hidden.new_ones((), dtype=torch.float32).expand(targets.shape)
+        loss, lse, _, _ = linear_cross_entropy_forward(hidden, weight, targets, unscaled, False, False, *options)
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.options = options
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        hidden_grad, weight_grad = ctx.needs_input_grad[:2]
+        hidden, weight, targets, lse = ctx.saved_tensors
+        dhidden, dweight = linear_cross_entropy_backward(
+            hidden, weight, targets, lse, dloss, hidden_grad, weight_grad, *ctx.options
+        )
+        dweight = dweight.to(weight.dtype) if weight_grad else None
+        return dhidden if hidden_grad else None, dweight, *[None] * 6
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, softcap: float | None = None,
+    logit_scale: float = 1.0, z_loss: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Cross-entropy of hidden @ weightᵀ, whose logits are never all in memory.
+
+    hidden [..., H] and weight [V, H] of one float dtype, targets [...] int64 in [0, V) or ignore_index; loss and
+    options as in `cross_entropy`. Raises ValueError where the shapes disagree.
+    """
+    check_arguments(hidden, targets, reduction)
+    options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
+    if not runs_kernels(hidden):
+        return linear_cross_entropy_reference(
+            hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+            z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
+        )  # fmt: skip
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
+    if reduction == "none":
+        return _RowLosses.apply(rows, weight, flat, *options).reshape(targets.shape)
+    scale = hidden.new_ones((), dtype=torch.float32)
+    if reduction == "mean":
+        scale = scale / supervised_count(targets, ignore_index)
+    wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    return _ReducedLoss.apply(rows, weight, flat, scale.expand(flat.shape), *wanted, *options)
+
+
+def token_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """log p(target) of each token under the softmax of hidden @ weightᵀ; 0 where the target is ignored.
+
+    Arguments as in `linear_cross_entropy` -> [...] fp32.
+    """
+    return -linear_cross_entropy(
+        hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, reduction="none"
+    )

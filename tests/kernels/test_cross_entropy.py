@@ -1,0 +1,237 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.kernels import cross_entropy as module
+from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check, relative_error, run
+
+SHAPES = [(20, 33), (3, 5, 257), (12, 1000)]
+OPTIONS = [
+    {},
+    {"softcap": 3.0},
+    {"logit_scale": 0.25},
+    {"z_loss": 0.01},
+    {"label_smoothing": 0.1},
+    {"softcap": 2.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.2},
+]
+TOGETHER = OPTIONS[-1]
+FP32_BOUND = 16 * torch.finfo(torch.float32).eps
+pytestmark = [
+    pytest.mark.usefixtures("kernels", "poisoned"),
+    # The interpreter warns of what NumPy computes in masked lanes.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
+]
+
+
+def draw(*shape, ignore_index=-100):
+    """Logits, and targets of which one is ignored and one is the last class."""
+    logits = 3 * torch.randn(shape, dtype=torch.float64, device=DEVICE)
+    targets = torch.randint(shape[-1], shape[:-1], device=DEVICE)
+    targets.view(-1)[1], targets.view(-1)[2] = ignore_index, shape[-1] - 1
+    return logits, targets
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Rows of several blocks, the last one not full."""
+    monkeypatch.setattr(module, "block_of", lambda columns: (64, 4))
+
+
+def check_loss(ours, reference, inputs, dtype, **options):
+    """The error budget in half precision, for the loss rounded to it; in fp32, where the plain path's own error is one
+    or two roundings, or none by luck, a fixed bound."""
+
+    def rounded(function):
+        return lambda *inputs: function(*inputs, **options).to(inputs[0].dtype)
+
+    if dtype != torch.float32:
+        return check(rounded(ours), rounded(reference), inputs, dtype)
+    inputs = [x.float() if x.is_floating_point() else x for x in inputs]
+    got, expected = (
+        run(rounded(f), inputs, precision, torch.Generator())
+        for f, precision in [(ours, torch.float32), (reference, torch.float64)]
+    )
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.shape == b.shape
+        assert relative_error(a, b) <= FP32_BOUND, f"tensor {index} of {len(got)}: error {relative_error(a, b):.3e}"
+
+
+def check_options(inputs, dtype, **options):
+    check_loss(cross_entropy, cross_entropy_reference, inputs, dtype, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_loss_of_half_precision_logits_is_fp32(options):
+    logits, targets = draw(20, 257)
+    logits = logits.half()
+    loss = cross_entropy(logits, targets, reduction="none", **options)
+    expected = cross_entropy_reference(logits.double(), targets, reduction="none", **options)
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, expected) <= FP32_BOUND
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_within_the_error_budget_under_non_uniform_upstream_gradients(shape, options, dtype):
+    check_options(draw(*shape), dtype, reduction="none", **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_rows_of_several_blocks(short_blocks, reduction, dtype):
+    check_options(draw(2, 3, 257), dtype, reduction=reduction, **TOGETHER)
+
+
+def test_ignore_index_is_an_argument():
+    check_options(draw(4, 33, ignore_index=7), torch.float32, ignore_index=7)
+
+
+def test_non_contiguous_rows(short_blocks):
+    logits, targets = draw(6, 4, 514)
+    check_options((logits.transpose(0, 1)[..., ::2], targets.T % 257), torch.float32, reduction="none")
+    check_options((logits[..., :257], targets % 257), torch.float32, reduction="none")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_reference_is_pytorchs_cross_entropy(reduction, label_smoothing):
+    logits, targets = draw(7, 33)
+    expected = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
+    got = cross_entropy_reference(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
+    torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_reference_options_have_their_formula():
+    logits, targets = draw(7, 33)
+    lse = (2 * torch.tanh(1.5 * logits / 2)).logsumexp(-1)
+    expected = F.cross_entropy(2 * torch.tanh(1.5 * logits / 2), targets, reduction="none") + 0.02 * lse**2
+    got = cross_entropy_reference(logits, targets, softcap=2.0, logit_scale=1.5, z_loss=0.02, reduction="none")
+    torch.testing.assert_close(got, expected.where(targets != -100, 0.0), rtol=1e-14, atol=1e-14)
+
+
+def test_small_logits_are_capped_to_full_accuracy():
+    """A loss that sees nothing but the differences of tiny logits: a tanh that cancels near zero fails it."""
+    logits = 1e-4 * torch.randn(4, 33, device=DEVICE)
+    expected = torch.tanh(logits.double()).float()
+    targets = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    capped, plain = (
+        torch.autograd.grad(cross_entropy(x.requires_grad_(), targets, softcap=cap, reduction="sum"), x)[0]
+        for x, cap in [(logits, 1.0), (expected, None)]
+    )
+    torch.testing.assert_close(capped, plain, rtol=2e-7, atol=2e-8)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("rows", [0, 5])
+def test_nothing_to_supervise_gives_zero_loss_and_zero_gradient(rows, reduction):
+    logits = torch.randn(rows, 33, device=DEVICE, requires_grad=True)
+    targets = torch.full((rows,), -100, device=DEVICE)
+    loss = cross_entropy(logits, targets, reduction=reduction)
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_masked_logits_get_no_probability(short_blocks):
+    """Minus infinity in whole blocks, the first one among them."""
+    logits = torch.randn(3, 257, device=DEVICE)
+    logits[:, :130] = -float("inf")
+    logits.requires_grad_()
+    targets = torch.tensor([130, 200, 256], device=DEVICE)
+    loss = cross_entropy(logits, targets)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    short = logits.detach()[:, 130:].requires_grad_()
+    expected = F.cross_entropy(short, targets - 130)
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(gradient[:, :130], torch.zeros_like(gradient[:, :130]))
+    torch.testing.assert_close(gradient[:, 130:], torch.autograd.grad(expected, short)[0])
+
+
+@pytest.mark.parametrize("target", [-1, 33, 2**40])
+def test_a_target_out_of_range_gives_an_infinite_loss(target):
+    logits = torch.randn(3, 33, device=DEVICE)
+    losses = cross_entropy(logits, torch.tensor([4, target, 5], device=DEVICE), reduction="none")
+    assert losses.isinf().tolist() == [False, True, False]
+
+
+def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
+    logits, targets = draw(6, 257)
+    logits = logits.half()
+    options = (-100, 2.0, 1.5, 0.02, 0.2)
+    scale = torch.rand(6, device=DEVICE)
+    loss, lse = module.cross_entropy_forward(logits, targets, *options)
+    expected = module.cross_entropy_backward(logits, targets, lse, scale, *options)
+    got_loss, got_lse, got = torch.empty_like(loss), torch.empty_like(lse), logits.clone()
+    module.sweep(got, targets, got_loss, got_lse, scale, got, *options)
+    for a, b in [(got_loss, loss), (got_lse, lse), (got, expected)]:
+        assert torch.equal(a, b)
+
+
+def test_logits_are_not_written_to():
+    logits, targets = draw(4, 33)
+    logits = logits.float().requires_grad_()
+    before = logits.detach().clone()
+    cross_entropy(logits, targets).backward()
+    assert torch.equal(logits, before)
+
+
+def test_mismatched_arguments_are_refused():
+    logits, targets = draw(4, 33)
+    with pytest.raises(ValueError, match=r"targets \(3,\).*\(4,\)"):
+        cross_entropy(logits, targets[:3])
+    with pytest.raises(ValueError, match=r"'median'.*mean, sum, none"):
+        cross_entropy(logits, targets, reduction="median")
+
+
+@pytest.mark.parametrize("options", [(-100, None, 1.0, 0.0, 0.0), (-100, 2.0, 1.5, 0.02, 0.2)])
+def test_opcheck(options):
+    logits, targets = draw(4, 33)
+    logits, lse, ops = logits.float(), torch.rand(4, device=DEVICE), torch.ops.ligermodels
+    torch.library.opcheck(ops.cross_entropy.default, (logits, targets, *options))
+    for scale in [torch.rand(4, device=DEVICE), torch.rand((), device=DEVICE).expand(4)]:
+        torch.library.opcheck(ops.cross_entropy_backward.default, (logits, targets, lse, scale, *options))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fullgraph_compile_gives_equal_gradients(reduction):
+    logits, targets = draw(2, 3, 33)
+    logits = logits.float().requires_grad_()
+
+    def loss(logits):
+        return (cross_entropy(logits, targets, reduction=reduction, **TOGETHER) * 0.3).square().sum()
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    expected, got = (torch.autograd.grad(f(logits), logits)[0] for f in (loss, compiled))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_to_the_31():
+    rows, columns = 2**13 + 1, 2**18
+    logits = torch.zeros(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+    logits[-1] = torch.randn(columns, device=DEVICE)
+    logits.requires_grad_()
+    targets = torch.full((rows,), columns - 1, device=DEVICE)
+    losses = cross_entropy(logits, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    last = logits[-1:].detach().clone().requires_grad_()
+    loss = cross_entropy(last, targets[-1:], reduction="sum")
+    assert torch.equal(losses[-1], loss)
+    assert torch.equal(gradient[-1:], torch.autograd.grad(loss, last)[0])
+    assert torch.equal(gradient[-2], gradient[0])
+
+
+@pytest.mark.gpu
+def test_no_synchronisation():
+    logits, targets = draw(8, 1000)
+    logits = logits.bfloat16().requires_grad_()
+    cross_entropy(logits, targets).backward()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cross_entropy(logits, targets).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

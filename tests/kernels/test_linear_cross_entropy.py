@@ -1,0 +1,245 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from ligermodels.kernels import linear_cross_entropy as module
+from ligermodels.kernels import op
+from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.linear_cross_entropy import (
+    chunk_rows,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    token_log_probs,
+)
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, relative_error
+from tests.kernels.test_cross_entropy import OPTIONS, TOGETHER, check_loss
+
+SHAPES = [(20, 17, 33), (3, 5, 31, 257), (12, 9, 1000)]  # [..., H, V]
+pytestmark = [
+    pytest.mark.usefixtures("kernels", "poisoned"),
+    # The interpreter warns of what NumPy computes in masked lanes.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
+]
+
+
+def draw(*shape, dtype=torch.float64):
+    """Hidden states, weight, and targets of which one is ignored."""
+    *rows, columns, vocab = shape
+    hidden = torch.randn(*rows, columns, dtype=torch.float64, device=DEVICE)
+    weight = torch.randn(vocab, columns, dtype=torch.float64, device=DEVICE) / 4
+    targets = torch.randint(vocab, rows, device=DEVICE)
+    targets.view(-1)[1] = -100
+    return hidden.to(dtype), weight.to(dtype), targets
+
+
+def leaves(*shape, dtype=torch.float32):
+    hidden, weight, targets = draw(*shape, dtype=dtype)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.fixture
+def chunks_of_16(monkeypatch):
+    monkeypatch.setattr(module, "chunk_rows", lambda rows, vocab, dtype: 16)
+
+
+def check_options(inputs, dtype, **options):
+    check_loss(linear_cross_entropy, linear_cross_entropy_reference, inputs, dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_are_within_the_error_budget(options, reduction, dtype):
+    check_options(draw(20, 17, 33), dtype, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_are_within_the_error_budget(shape, reduction, dtype):
+    check_options(draw(*shape), dtype, reduction=reduction, **TOGETHER)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_several_chunks_are_within_the_error_budget(chunks_of_16, reduction, dtype):
+    check_options(draw(45, 17, 33), dtype, reduction=reduction, **TOGETHER)
+
+
+def test_non_contiguous_inputs(chunks_of_16):
+    hidden, weight, targets = draw(6, 4, 34, 66)
+    inputs = hidden.transpose(0, 1)[..., ::2], weight[::2, ::2], targets.T.clamp_max(32)
+    check_options(inputs, torch.float32, reduction="none")
+    check_options(inputs, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_chunk_size_changes_only_the_order_of_fp32_sums(monkeypatch, reduction, dtype):
+    *inputs, targets = leaves(50, 17, 33, dtype=dtype)
+    results = []
+    for rows in (16, 64):
+        monkeypatch.setattr(module, "chunk_rows", lambda *a, rows=rows: rows)
+        loss = linear_cross_entropy(*inputs, targets, reduction=reduction, **TOGETHER)
+        results.append([loss.detach(), *torch.autograd.grad(loss.sum(), inputs)])
+    for few, all_rows in zip(*results, strict=True):
+        bound = 1e-6 if few.dtype == torch.float32 else torch.finfo(few.dtype).eps / 8
+        assert relative_error(few, all_rows.double()) <= bound
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_input_gets_no_gradient_and_the_other_the_same(chunks_of_16, frozen, reduction):
+    *inputs, targets = leaves(40, 17, 33)
+    expected = torch.autograd.grad(linear_cross_entropy(*inputs, targets, reduction=reduction).sum(), inputs)
+    inputs[frozen].requires_grad_(False)
+    linear_cross_entropy(*inputs, targets, reduction=reduction).sum().backward()
+    assert inputs[frozen].grad is None
+    assert torch.equal(inputs[1 - frozen].grad, expected[1 - frozen])
+
+
+def test_without_gradients_the_loss_is_the_same(chunks_of_16):
+    *inputs, targets = leaves(40, 17, 33)
+    expected = linear_cross_entropy(*inputs, targets)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(*inputs, targets), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("rows", [0, 5])
+def test_nothing_to_supervise_gives_zero_loss_and_zero_gradients(rows, reduction):
+    hidden = torch.randn(rows, 17, device=DEVICE, requires_grad=True)
+    weight = torch.randn(33, 17, device=DEVICE, requires_grad=True)
+    targets = torch.full((rows,), -100, device=DEVICE)
+    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction).sum()
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_can_run_twice(reduction):
+    *inputs, targets = leaves(5, 17, 33)
+    loss = linear_cross_entropy(*inputs, targets, reduction=reduction).sum()
+    first, second = (torch.autograd.grad(3 * loss, inputs, retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_weight_gradient_is_bit_identical_from_run_to_run(chunks_of_16):
+    hidden, weight, targets = leaves(70, 17, 33)
+    first, second = (torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), weight)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_weight_gradient_is_summed_in_fp32(chunks_of_16):
+    """320 equal rows in 20 chunks: a half-precision sum would round twenty times, this one once."""
+    hidden = torch.ones(320, 8, device=DEVICE, dtype=torch.float16)
+    weight = torch.zeros(33, 8, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    targets = torch.zeros(320, dtype=torch.int64, device=DEVICE)
+    (dweight,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, reduction="sum"), weight)
+    probability = torch.tensor(1 / 33).half().double().item()
+    expected = torch.full((32, 8), 320 * probability, device=DEVICE, dtype=torch.float64).half()
+    assert torch.equal(dweight[1:], expected)
+
+
+def test_upstream_gradient_is_not_rounded_to_half_precision():
+    """1/3 in fp16 is off by a relative 2e-4: so would be every gradient."""
+    hidden, weight, targets = leaves(40, 17, 33, dtype=torch.float16)
+    loss = linear_cross_entropy(hidden, weight, targets, reduction="sum")
+    full, third = (torch.autograd.grad(loss * s, (hidden, weight), retain_graph=True) for s in (1.0, 1 / 3))
+    # The gradient of hidden is scaled after it was rounded, that of weight before.
+    assert torch.equal(third[0], (full[0].float() / 3).half())
+    bias = (3 * third[1].double() - full[1].double()) * full[1].sign()
+    assert bias.sum().abs() < 5e-5 * full[1].double().abs().sum()
+
+
+def test_token_log_probs_are_log_softmax_at_the_targets(chunks_of_16):
+    hidden, weight, targets = draw(4, 10, 17, 33, dtype=torch.float32)
+    kept = targets != -100
+    log_probs = F.log_softmax(0.5 * hidden.double() @ weight.double().T, -1)
+    expected = log_probs.gather(-1, targets.clamp_min(0)[..., None])[..., 0].where(kept, 0.0)
+    got = token_log_probs(hidden, weight, targets, logit_scale=0.5)
+    torch.testing.assert_close(got, expected.float())
+
+
+def test_logits_beyond_one_chunk_never_exist(chunks_of_16, monkeypatch):
+    sizes, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **k: sizes.append(size) or empty(*size, **k))
+    *inputs, targets = leaves(100, 17, 1000)
+    linear_cross_entropy(*inputs, targets).backward()
+    assert (16, 1024) in sizes  # the vocabulary rounded up to a multiple of 128
+    assert not [s for s in sizes if s[0] == 100 and len(s) > 1 and s[1] >= 1000]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_cpu_runs_the_reference(monkeypatch, reduction):
+    monkeypatch.setattr(op, "interpreting", False)
+    inputs = [x.cpu() for x in draw(6, 17, 33, dtype=torch.float32)]
+    expected = linear_cross_entropy_reference(*inputs, reduction=reduction, **TOGETHER)
+    assert torch.equal(linear_cross_entropy(*inputs, reduction=reduction, **TOGETHER), expected)
+    logits = inputs[0] @ inputs[1].T
+    assert torch.equal(cross_entropy(logits, inputs[2], reduction=reduction, **TOGETHER), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype", "expected"),
+    [
+        (16384, 128256, torch.bfloat16, 4096),
+        (16384, 256000, torch.bfloat16, 2048),
+        (16384, 32000, torch.bfloat16, 8192),
+        (16384, 151936, torch.bfloat16, 3328),  # five chunks of at most 3456, of equal size
+        (16384, 262144, torch.float32, 1024),
+        (5, 128256, torch.bfloat16, 128),
+    ],
+)
+def test_chunks_hold_a_gibibyte_of_logits(rows, vocab, dtype, expected):
+    assert chunk_rows(rows, vocab, dtype) == expected
+
+
+@pytest.mark.parametrize(("reduction", "products"), [("mean", 3), ("none", 4)])
+def test_flops_are_counted(reduction, products):
+    *inputs, targets = leaves(6, 17, 33)
+    with FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(*inputs, targets, reduction=reduction).sum().backward()
+    assert counter.get_total_flops() == products * 2 * 6 * 17 * 33
+
+
+@pytest.mark.parametrize("options", [(-100, None, 1.0, 0.0, 0.0), (-100, 2.0, 1.5, 0.02, 0.2)])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
+def test_opcheck(wanted, options):
+    hidden, weight, targets = draw(6, 17, 33, dtype=torch.float32)
+    lse, scale, ops = torch.rand(6, device=DEVICE), torch.rand((), device=DEVICE).expand(6), torch.ops.ligermodels
+    inputs = hidden, weight, targets
+    torch.library.opcheck(ops.linear_cross_entropy.default, (*inputs, scale, *wanted, *options))
+    torch.library.opcheck(ops.linear_cross_entropy_backward.default, (*inputs, lse, scale, *wanted, *options))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fullgraph_compile_gives_equal_gradients(chunks_of_16, reduction):
+    *inputs, targets = leaves(2, 20, 17, 33)
+
+    def loss(hidden, weight):
+        losses = linear_cross_entropy(2 * hidden, weight, targets, reduction=reduction, **TOGETHER)
+        return (0.3 * losses).square().sum()
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    expected, got = (torch.autograd.grad(f(*inputs), inputs) for f in (loss, compiled))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_synchronisation(reduction):
+    *inputs, targets = leaves(40, 64, 1000, dtype=torch.bfloat16)
+    linear_cross_entropy(*inputs, targets, reduction=reduction).sum().backward()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear_cross_entropy(*inputs, targets, reduction=reduction).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
