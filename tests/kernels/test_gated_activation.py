@@ -1,0 +1,111 @@
+import math
+
+import pytest
+import torch
+
+from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference, geglu, swiglu
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check
+
+ACTIVATIONS = ["silu", "gelu_tanh", "gelu"]
+SHAPES = [(7, 10), (2, 3, 96), (5, 2600)]
+pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_activation_is_within_the_error_budget(shape, activation, dtype):
+    check(
+        lambda x: gated_activation(x, activation),
+        lambda x: gated_activation_reference(x, activation),
+        [3 * draw(*shape)],
+        dtype,
+    )
+
+
+def test_gate_comes_first():
+    gate, up = [-30.0, -2.0, 0.0, 0.5, 30.0], [3.0, -1.0, 5.0, 2.0, 0.25]
+    gate_up = torch.tensor(gate + up, device=DEVICE)
+    cubic = [math.sqrt(2 / math.pi) * (g + 0.044715 * g**3) for g in gate]
+    for result, activated in [
+        (swiglu(gate_up), [g / (1 + math.exp(-g)) for g in gate]),
+        (geglu(gate_up), [g * (1 + math.erf(g / math.sqrt(2))) / 2 for g in gate]),
+        (geglu(gate_up, approximate="tanh"), [g * (1 + math.tanh(u)) / 2 for g, u in zip(gate, cubic, strict=True)]),
+    ]:
+        expected = torch.tensor([a * u for a, u in zip(activated, up, strict=True)], device=DEVICE)
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_gates_saturate_without_nan(activation):
+    gate = torch.tensor([-6e4, -200.0, 200.0, 6e4], device=DEVICE, requires_grad=True)
+    y = gated_activation(torch.cat((gate, torch.ones_like(gate))), activation)
+    (slope,) = torch.autograd.grad(y.sum(), gate)
+    assert y.tolist() == [0, 0, 200, 60000]
+    assert slope.tolist() == [0, 0, 1, 1]
+
+
+def test_non_contiguous_rows_and_gradients():
+    gate_up = draw(6, 4, 160, dtype=torch.float32).transpose(0, 1)[..., 16:112].requires_grad_()
+    for dy in draw(6, 4, 48, dtype=torch.float32).transpose(0, 1), draw(1, dtype=torch.float32).expand(4, 6, 48):
+        (expected,) = torch.autograd.grad(gated_activation_reference(gate_up, "silu"), gate_up, dy)
+        (got,) = torch.autograd.grad(swiglu(gate_up), gate_up, dy)
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_backward_emits_the_product_of_forward_bit_for_bit(activation):
+    gate_up, dy = draw(3, 2200, dtype=torch.float32).half(), draw(3, 1100, dtype=torch.float32).half()
+    dgate_up, y = torch.ops.ligermodels.gated_activation_backward(dy, gate_up, activation, True)
+    plain, nothing = torch.ops.ligermodels.gated_activation_backward(dy, gate_up, activation, False)
+    assert torch.equal(y, gated_activation(gate_up, activation))
+    assert torch.equal(dgate_up, plain)
+    assert nothing.numel() == 0
+
+
+def test_zero_rows():
+    gate_up = torch.empty(0, 64, device=DEVICE, requires_grad=True)
+    y = swiglu(gate_up)
+    y.sum().backward()
+    assert y.shape == (0, 32)
+    assert gate_up.grad.shape == (0, 64)
+
+
+def test_unknown_activations_and_odd_widths_are_refused():
+    with pytest.raises(ValueError, match="'relu'; there are silu, gelu_tanh, gelu"):
+        gated_activation(torch.zeros(1, 4, device=DEVICE), "relu")
+    with pytest.raises(ValueError, match="even width"):
+        swiglu(torch.zeros(1, 5, device=DEVICE))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_opcheck(activation):
+    ops, gate_up, dy = torch.ops.ligermodels, draw(3, 80, dtype=torch.float32), draw(3, 40, dtype=torch.float32)
+    torch.library.opcheck(ops.gated_activation.default, (gate_up, activation))
+    for emit in (True, False):
+        torch.library.opcheck(ops.gated_activation_backward.default, (dy, gate_up, activation, emit))
+
+
+def test_fullgraph_compile_gives_equal_gradients():
+    gate_up = draw(4, 6, 96, dtype=torch.float32).requires_grad_()
+
+    def loss(x):
+        return (swiglu(x) * geglu(x) + geglu(x, approximate="tanh").sin()).sum()
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    expected, got = (torch.autograd.grad(f(gate_up), gate_up)[0] for f in (loss, compiled))
+    torch.testing.assert_close(expected, got)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_to_the_31():
+    rows, columns = 2**17 + 1, 2**14
+    gate_up = torch.zeros(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+    gate_up[-1] = torch.randn(columns, device=DEVICE)
+    assert torch.equal(swiglu(gate_up)[-1], swiglu(gate_up[-1].clone()))

@@ -1,0 +1,110 @@
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check
+from tests.kernels.test_linear import saved_bytes
+
+NAMES = ["x", "residual", "norm_weight", "weight", "bias"]
+pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, device=DEVICE)
+
+
+def draw_inputs(residual=True, dtype=torch.float32):
+    """x, residual, norm_weight, weight and bias of a layer that takes 48 columns to 20."""
+    x, residual = draw(2, 3, 48, dtype=dtype), draw(2, 3, 48, dtype=dtype) if residual else None
+    return [x, residual, draw(48, dtype=dtype), draw(20, 48, dtype=dtype) / 7, draw(20, dtype=dtype)]
+
+
+def loss(y, hidden):
+    """Uses both outputs, so that hidden has a gradient of its own."""
+    return y.sin().sum() + (hidden * hidden.cos()).sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("shape", "width"), [((33, 25), 7), ((2, 3, 96), 20)])
+def test_norm_linear_is_within_the_error_budget(shape, width, offset, dtype):
+    norm_weight, weight, bias = draw(shape[-1]), draw(width, shape[-1]), draw(width)
+    settings = {"eps": 1e-6, "offset": offset}
+    ours, reference = partial(norm_linear, **settings), partial(norm_linear_reference, **settings)
+    check(ours, reference, [draw(*shape), draw(*shape), norm_weight, weight, bias], dtype)
+    without_residual = [draw(*shape), norm_weight, weight, bias]
+    check(lambda x, *a: ours(x, None, *a), lambda x, *a: reference(x, None, *a), without_residual, dtype)
+
+
+def test_without_bias():
+    inputs = draw_inputs(dtype=torch.float64)[:4]
+    check(
+        lambda *a: norm_linear(*a, None, 1e-5), lambda *a: norm_linear_reference(*a, None, 1e-5), inputs, torch.float32
+    )
+
+
+@pytest.mark.parametrize("trained", [*((name,) for name in NAMES), *pairwise(NAMES), ("x", "weight"), ("x", "bias")])
+def test_frozen_inputs_get_no_gradient_and_change_no_other(trained):
+    inputs = draw_inputs()
+    leaves = [x.requires_grad_() for name, x in zip(NAMES, inputs, strict=True) if name in trained]
+    expected, got = (torch.autograd.grad(loss(*f(*inputs, 1e-6)), leaves) for f in (norm_linear_reference, norm_linear))
+    torch.testing.assert_close(got, expected)
+    loss(*norm_linear(*inputs, 1e-6)).backward()
+    assert [x.grad is not None for x in inputs] == [name in trained for name in NAMES]
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_only_hidden_and_rstd_are_kept_for_backward(residual):
+    inputs = [x if x is None else x.requires_grad_() for x in draw_inputs(residual)]
+    hidden, rstd = 6 * 48 * 4, 6 * 4
+    assert saved_bytes(lambda *a: norm_linear(*a, 1e-6), *inputs) == hidden + rstd
+
+
+def test_without_residual_hidden_is_the_memory_of_x():
+    inputs = draw_inputs(residual=False)
+    x = inputs[0].requires_grad_()
+    _, hidden = norm_linear(*inputs, 1e-6)
+    assert hidden.data_ptr() == x.data_ptr()
+
+
+def test_an_unused_output_counts_as_zero_gradient():
+    inputs = [x.requires_grad_() for x in draw_inputs()]
+    for index in (0, 1):
+        expected, got = (
+            torch.autograd.grad(f(*inputs, 1e-6)[index].sin().sum(), inputs[:2])
+            for f in (norm_linear_reference, norm_linear)
+        )
+        torch.testing.assert_close(got, expected)
+
+
+def test_zero_rows():
+    inputs = [x.requires_grad_() for x in draw_inputs()]
+    y, hidden = norm_linear(inputs[0][:0], inputs[1][:0], *inputs[2:], 1e-6)
+    loss(y, hidden).backward()
+    assert y.shape == (0, 3, 20)
+    assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in inputs)
+
+
+def test_gradients_are_bit_identical_from_run_to_run():
+    inputs = [x.requires_grad_() for x in draw_inputs()]
+    first, second = (torch.autograd.grad(loss(*norm_linear(*inputs, 1e-6)), inputs) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_fullgraph_compile_gives_equal_gradients(residual):
+    inputs = draw_inputs(residual)
+    leaves = [x.requires_grad_() for x in inputs if x is not None]
+
+    def step(*inputs):
+        return loss(*norm_linear(*inputs, 1e-6, 1.0))
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    expected, got = (torch.autograd.grad(f(*inputs), leaves) for f in (step, compiled))
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
