@@ -44,7 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_scaling": YARN
         | {"mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False, "original_max_position_embeddings": 64}
     },
-    "llama-rope-yarn-factor": LLAMA | {"rope_scaling": YARN | {"attention_factor": 1.3, "beta_fast": 8, "beta_slow": 2}},
+    "llama-rope-yarn-factor": LLAMA
+    | {"rope_scaling": YARN | {"attention_factor": 1.3, "beta_fast": 8, "beta_slow": 2}},
     "llama-rope-llama3": LLAMA
     | {
         "rope_scaling": {

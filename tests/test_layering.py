@@ -28,7 +28,11 @@ def imports_of(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "ligermodels" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "ligermodels"
+                else [node.module]
+            )
         yield from (name.removeprefix("ligermodels.") for name in names if name and name.startswith("ligermodels."))
 
 

@@ -74,7 +74,9 @@ def test_half_precision_is_within_the_error_budget(name, tmp_path):
     assert ours <= FACTOR * theirs, f"ours {ours:.2e}, the reference's {theirs:.2e}"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-rope-llama3", "llama-tied", "qwen2", "qwen2-sliding", "qwen2-layer-types"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-rope-llama3", "llama-tied", "qwen2", "qwen2-sliding", "qwen2-layer-types"]
+)
 def test_greedy_generation_equals_the_reference_token_for_token(name, tmp_path):
     """Prompts of different lengths, longer and shorter than the window, in one batch; the reference runs them one by one."""
     reference = save_reference(CASES[name], tmp_path)

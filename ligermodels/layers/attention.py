@@ -35,10 +35,9 @@ class Attention(nn.Module):
         self.num_key_value_heads = config.num_key_value_heads
         self.scale = config.head_dim**-0.5
         self.window = window
-        width = config.num_attention_heads * config.head_dim
-        packed = width + 2 * config.num_key_value_heads * config.head_dim
+        packed = config.query_size + 2 * config.key_value_size
         self.qkv_proj = nn.Linear(config.hidden_size, packed, bias=qkv_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=o_bias)
+        self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias=o_bias)
 
     def forward(
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None

@@ -78,13 +78,21 @@ class Config:
     def validate(self) -> None:
         """Refuses what the reference would compute and we would not, and sizes that contradict each other."""
         if self.raw.get("quantization_config"):
-            raise ConfigError("config.json: quantization_config: quantised checkpoints are not supported; load the original")
+            raise ConfigError(
+                "config.json: quantization_config: quantised checkpoints are not supported; load the original"
+            )
         if self.hidden_act not in ACTIVATIONS:
-            raise ConfigError(f"config.json: hidden_act {self.hidden_act!r} is not supported; one of {list(ACTIVATIONS)} is")
+            raise ConfigError(
+                f"config.json: hidden_act {self.hidden_act!r} is not supported; one of {list(ACTIVATIONS)} is"
+            )
         if self.attention_dropout:
-            raise ConfigError(f"config.json: attention_dropout {self.attention_dropout} is not supported; set it to 0.0")
+            raise ConfigError(
+                f"config.json: attention_dropout {self.attention_dropout} is not supported; set it to 0.0"
+            )
         if self.rope.partial_rotary_factor != 1.0:
-            raise ConfigError(f"config.json: partial_rotary_factor {self.rope.partial_rotary_factor} is not supported here")
+            raise ConfigError(
+                f"config.json: partial_rotary_factor {self.rope.partial_rotary_factor} is not supported here"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"config.json: num_key_value_heads {self.num_key_value_heads} must divide "
@@ -92,6 +100,16 @@ class Config:
             )
         if self.head_dim % 2:
             raise ConfigError(f"config.json: head_dim {self.head_dim} must be even: RoPE rotates pairs")
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.num_key_value_heads * self.head_dim
 
     @property
     def activation(self) -> str:
@@ -142,5 +160,3 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
     if isinstance(value, int | float) and bool not in kinds and value <= 0 and name not in MAY_BE_ZERO:
         raise ConfigError(f"config.json: {name} is {value!r}; must be positive")
     return value
-
-

@@ -92,6 +92,7 @@ class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
     Config: ClassVar[type[Config]]
+    hub_class: ClassVar[str]  # the reference implementation's name, for config.json's `architectures`
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets by name, each the content of a config.json
 
     def __init__(self, config: Config) -> None:
