@@ -2,13 +2,14 @@
 
     python benchmarks/train_step.py --model llama-3-8b --batch 8 --length 2048 --output benchmarks/results/
 
-Weights and AdamW states are bf16 for all; random weights, random tokens; median of the timed steps after a warm-up. A provider
-is a function from a config.json's content to a model whose output has `.loss`. A provider that is not installed or fails is
-listed with its error.
+Weights and AdamW states are bf16 for all; random weights, random tokens; median of the timed steps after a warm-up. A
+provider is a function from a config.json's content to a model whose output has `.loss`. A provider that is not
+installed or fails is listed with its error.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import subprocess
@@ -51,8 +52,9 @@ def liger(raw, recompute):
 
 
 def ligermodels(raw, recompute):
-    import ligermodels
     from ligermodels.training.parallel import recompute_blocks
+
+    import ligermodels
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
     if recompute:
@@ -88,7 +90,7 @@ def measure(provider: str, model_name: str, batch: int, length: int, recompute: 
         loss = step()
         event.record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return {
         "tokens_per_second": round(1e3 * batch * length / statistics.median(times)),
         "step_ms": round(statistics.median(times), 1),

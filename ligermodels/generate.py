@@ -22,8 +22,8 @@ def generate(
 ) -> list[list[int]]:
     """Continues every prompt; returns each row's new tokens, its stop token included.
 
-    input_ids: [B, T], or a sequence of prompts of any lengths. temperature 0 takes the most likely token; otherwise tokens
-    are drawn from the top_k most likely, and of these from the smallest set whose probability reaches top_p.
+    input_ids: [B, T], or a sequence of prompts of any lengths. temperature 0 takes the most likely token; otherwise
+    tokens are drawn from the top_k most likely, and of these from the smallest set whose probability reaches top_p.
     stop_tokens: end a row; by default the end-of-text tokens of the checkpoint. Raises ValueError for an empty prompt.
     """
     prompts = [list(map(int, prompt)) for prompt in input_ids]
@@ -52,8 +52,8 @@ def stream(
 ) -> Iterator[list[int]]:
     """Yields the next token of every row, step by step, without regard to stop tokens.
 
-    Shorter prompts are padded on the right: each row writes the cache at its own positions, and what padding leaves there
-    lies ahead of the row, unseen, until it is overwritten.
+    Shorter prompts are padded on the right: each row writes the cache at its own positions, and what padding leaves
+    there lies ahead of the row, unseen, until it is overwritten.
     """
     weight = model.lm_head.weight
     if not all(prompts):
@@ -96,7 +96,7 @@ def sample(
 
 
 def model_stop_tokens(model: CausalLM) -> set[int]:
-    """eos_token_id of generation_config.json, which lists more than config.json's for chat models; else the latter's."""
+    """eos_token_id of generation_config.json, which for chat models lists more than config.json's; else the latter's."""
     eos = model.generation_config.get("eos_token_id", model.config.raw.get("eos_token_id"))
     if eos is None:
         return set()

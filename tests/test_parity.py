@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from ligermodels.weights.mapping import plan
 
 import ligermodels
-from ligermodels.weights.mapping import plan
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
@@ -78,7 +78,7 @@ def test_half_precision_is_within_the_error_budget(name, tmp_path):
     "name", ["llama", "llama-rope-llama3", "llama-tied", "qwen2", "qwen2-sliding", "qwen2-layer-types"]
 )
 def test_greedy_generation_equals_the_reference_token_for_token(name, tmp_path):
-    """Prompts of different lengths, longer and shorter than the window, in one batch; the reference runs them one by one."""
+    """Prompts longer and shorter than the window, in one batch; the reference runs them one by one."""
     reference = save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, device=DEVICE)
     prompts = [tokens(CASES[name], 1, length, seed=length)[0] for length in (1, 3, 9, 14)]

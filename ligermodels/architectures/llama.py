@@ -1,9 +1,10 @@
 """Llama 2, 3, 3.1, 3.2, SmolLM2, DeepSeek-R1-Distill-Llama: pre-norm, grouped-query attention, RoPE, SwiGLU."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.config import Config
+from ligermodels.layers.config import Config, preset
 from ligermodels.layers.decoder import CausalLM, DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.weights.mapping import Rule, packed_gate_up, packed_qkv
@@ -21,9 +22,35 @@ class LlamaConfig(Config):
     mlp_bias: bool = False
 
 
+BASE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+LLAMA_3 = BASE | {"vocab_size": 128256, "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001}
+LLAMA_3_2 = LLAMA_3 | {
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
 class Llama(CausalLM):
     Config = LlamaConfig
+    hub_class = "LlamaForCausalLM"
+    SIZES: ClassVar = {
+        "tiny": preset(BASE, 192, 512, 4, 6, 2) | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "1b": preset(LLAMA_3_2, 2048, 8192, 16, 32, 8) | {"head_dim": 64},
+        "3b": preset(LLAMA_3_2, 3072, 8192, 28, 24, 8) | {"head_dim": 128},
+        "8b": preset(LLAMA_3, 4096, 14336, 32, 32, 8) | {"max_position_embeddings": 8192},
+    }
 
     def layer(self, config: LlamaConfig, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        config = self.config
+        return packed_qkv(config.query_size, config.key_value_size), packed_gate_up(config.intermediate_size)

@@ -1,9 +1,10 @@
-"""Qwen1.5, Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen: Llama's block with biases on q, k, v, and windowed upper layers."""
+"""Qwen1.5, Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen: Llama with biases on q, k, v and a window in the upper layers."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.config import Config
+from ligermodels.layers.config import Config, preset
 from ligermodels.layers.decoder import CausalLM, DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.weights.mapping import Rule, packed_gate_up, packed_qkv
@@ -32,9 +33,24 @@ class Qwen2Config(Config):
         return self.sliding_window if sliding else None
 
 
+BASE = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
+QWEN_2_5 = BASE | {"rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151643}
+
+
 class Qwen2(CausalLM):
     Config = Qwen2Config
+    hub_class = "Qwen2ForCausalLM"
+    SIZES: ClassVar = {
+        "tiny": preset(BASE, 192, 512, 4, 6, 2) | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "0.5b": preset(QWEN_2_5, 896, 4864, 24, 14, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
+        "1.5b": preset(QWEN_2_5, 1536, 8960, 28, 12, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
+        "7b": preset(QWEN_2_5, 3584, 18944, 28, 28, 4) | {"vocab_size": 152064},
+    }
 
     def layer(self, config: Qwen2Config, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=True, o_bias=False, window=config.window(index))
         return DecoderLayer(config, attention, GatedMLP(config))
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        config = self.config
+        return packed_qkv(config.query_size, config.key_value_size), packed_gate_up(config.intermediate_size)

@@ -8,7 +8,8 @@ What runs where:
 - plain causal: SDPA, cuDNN first on the GPU (fastest on Hopper), then FlashAttention;
 - packed documents or a window, in half precision on the GPU: FlashAttention's variable-length kernel;
 - softcap on the GPU: FlexAttention, compiled;
-- a key-value cache, fp32 on the GPU, and all of the above on the CPU: SDPA with a dense mask, or the reference for a softcap.
+- a key-value cache, fp32 on the GPU, and all of the above on the CPU: SDPA with a dense mask, or the reference for a
+  softcap.
 """
 
 import functools
@@ -42,7 +43,8 @@ def attention(
 ) -> Tensor:
     """Attention of q [B, T, Hq, D] over k, v [B, S, Hkv, D] -> [B, T, Hq, D], any strides with unit stride along D.
 
-    cu_seqlens: int32 [documents + 1] offsets of the documents packed into the one row (B = 1); max_seqlen their longest.
+    cu_seqlens: int32 [documents + 1] offsets of the documents packed into the one row (B = 1); max_seqlen their
+    longest.
     position_ids: [B, T] positions of the queries where the keys are a cache, key j being at position j.
     Raises ValueError for packed documents in more than one row.
     """

@@ -1,8 +1,8 @@
 """What every family's config.json has in common, read from both spellings (transformers 4 and 5).
 
-Field names are the Hub's. Class defaults are those of the reference implementation, for files that leave a key out. Keys
-that change nothing are kept in `raw` and written back; keys that would change the maths and are not supported are refused
-by name. Must not know any architecture: each one subclasses `Config` with what it adds.
+Field names are the Hub's. Class defaults are those of the reference implementation, for files that leave a key out.
+Keys that change nothing are kept in `raw` and written back; keys that would change the maths and are not supported
+are refused by name. Must not know any architecture: each one subclasses `Config` with what it adds.
 """
 
 import dataclasses
@@ -160,3 +160,14 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
     if isinstance(value, int | float) and bool not in kinds and value <= 0 and name not in MAY_BE_ZERO:
         raise ConfigError(f"config.json: {name} is {value!r}; must be positive")
     return value
+
+
+def preset(base: Mapping[str, Any], hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict:
+    """The content of a config.json with these sizes."""
+    return dict(base) | {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }

@@ -136,11 +136,13 @@ class CausalLM(nn.Module, ABC):
     ) -> CausalLMOutput:
         """input_ids [B, T] -> logits [B, T, V]; with labels [B, T], the loss alone.
 
-        labels: at the positions of input_ids (the shift happens here), -100 where unsupervised. The loss is the mean over
-        supervised tokens or, given num_items_in_batch, their sum divided by it: the count over all micro-batches and ranks.
+        labels: at the positions of input_ids (the shift happens here), -100 where unsupervised. The loss is the mean
+        over supervised tokens or, given num_items_in_batch, their sum divided by it: the count over all micro-batches
+        and ranks.
         position_ids: [B, T], RoPE's positions; they do not separate documents, cu_seqlens does.
-        cu_seqlens: int32 [documents + 1], offsets of documents packed into one row; none sees another, and no document's
-        last token is asked to predict the next one's first. max_seqlen: the longest of them, where the caller knows it.
+        cu_seqlens: int32 [documents + 1], offsets of documents packed into one row; none sees another, and no
+        document's last token is asked to predict the next one's first. max_seqlen: the longest of them, where the
+        caller knows it.
         cache: keys and values of earlier tokens; those of input_ids are added.
         logits_to_keep: compute the logits of this many last positions only; 0 for all.
         """

@@ -1,7 +1,7 @@
 """The one place that decides between a fused node and its parts.
 
-A fused node reads the weights of an ordinary `Linear`. Where a projection has been replaced (LoRA, float8) or is watched by
-a hook, the parts run one after the other, with the same numbers.
+A fused node reads the weights of an ordinary `Linear`. Where a projection has been replaced (LoRA, float8) or is
+watched by a hook, the parts run one after the other, with the same numbers.
 """
 
 from torch import Tensor, nn

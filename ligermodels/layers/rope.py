@@ -1,8 +1,9 @@
 """Rotary position embedding: from positions to cos and sin, for every scaling of the frequencies.
 
-R = head_dim, inv_freq[j] = theta^(-2j/R), angle = position * inv_freq, all in fp32 whatever the model's dtype: rounding the
-frequencies to bf16 is an error that grows with the position. Must not know which model asks.
-Sources: RoPE https://arxiv.org/abs/2104.09864, YaRN https://arxiv.org/abs/2309.00071, Llama 3.1's scaling as its reference has it.
+R = head_dim, inv_freq[j] = theta^(-2j/R), angle = position * inv_freq, all in fp32 whatever the model's dtype:
+rounding the frequencies to bf16 is an error that grows with the position. Must not know which model asks.
+Sources: RoPE https://arxiv.org/abs/2104.09864, YaRN https://arxiv.org/abs/2309.00071, Llama 3.1's scaling as its
+reference has it.
 """
 
 import math
@@ -30,7 +31,7 @@ class RotaryEmbedding(nn.Module):
         return SCALINGS[self.rope.rope_type](self.rope, self.head_dim, self.max_position_embeddings)
 
     def _apply(self, fn, recurse=True):
-        """Follows the model to its device but keeps fp32 values: .to(bfloat16) would round them, to_empty() lose them."""
+        """Follows the model to its device but stays fresh: .to(bfloat16) would round it, to_empty() lose it."""
         super()._apply(fn, recurse)
         device = self.inv_freq.device
         self.inv_freq = self.fresh_frequencies().to(device)

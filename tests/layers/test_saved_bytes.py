@@ -1,5 +1,5 @@
-"""What a block keeps for backward: the inputs of its two norms and their rstd, post-RoPE qkv, attention's output and its
-log-sum-exp, gate_up. Nothing else, and no matrix product is recomputed."""
+"""What a block keeps for backward: the inputs of its two norms and their rstd, post-RoPE qkv, attention's output and
+its log-sum-exp, gate_up. Nothing else, and no matrix product is recomputed."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ import ligermodels
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
 
-H, I, HQ, HKV, D = 256, 320, 4, 2, 64
+H, INNER, HQ, HKV, D = 256, 320, 4, 2, 64
 BATCH, LENGTH = 2, 32
 RAW = LLAMA | {
-    "hidden_size": H, "intermediate_size": I, "num_attention_heads": HQ, "num_key_value_heads": HKV,
+    "hidden_size": H, "intermediate_size": INNER, "num_attention_heads": HQ, "num_key_value_heads": HKV,
     "max_position_embeddings": 64,
 }  # fmt: skip
 
@@ -40,6 +40,6 @@ def saved_bytes(layers, dtype):
 def test_a_block_keeps_what_the_design_lists(dtype):
     size = dtype.itemsize
     per_token_and_layer = (saved_bytes(5, dtype) - saved_bytes(3, dtype)) / (2 * BATCH * LENGTH)
-    activations = (2 * H + (HQ + 2 * HKV) * D + HQ * D + 2 * I) * size
+    activations = (2 * H + (HQ + 2 * HKV) * D + HQ * D + 2 * INNER) * size
     statistics = (2 + HQ) * 4  # two rstd and the log-sum-exp of each head, fp32
     assert activations + 2 * 4 <= per_token_and_layer <= activations + statistics

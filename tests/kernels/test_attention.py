@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+from ligermodels.kernels.attention import attention, attention_reference
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check
+
+SCALE = 0.3
+HALVES = [dtype for dtype in DTYPES if dtype != torch.float32]
+
+
+def draw(batch=2, queries=37, keys=None, heads=6, kv_heads=2, size=16):
+    """q, k, v as views of one packed projection, as the layers have them."""
+    packed = torch.randn(batch, keys or queries, heads + 2 * kv_heads, size, dtype=torch.float64, device=DEVICE)
+    q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
+    return q[:, :queries], k, v
+
+
+def compare(inputs, dtype, **options):
+    """The door against the reference, both through autograd."""
+    reference = {k: v for k, v in options.items() if k != "max_seqlen"}
+    check(
+        lambda q, k, v: attention(q, k, v, scale=SCALE, **options),
+        lambda q, k, v: attention_reference(q, k, v, SCALE, **reference),
+        inputs,
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_causal(kv_heads, dtype):
+    compare(draw(kv_heads=kv_heads), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 36, 37, 100])
+def test_window(window, dtype):
+    compare(draw(), dtype, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_documents(window, dtype):
+    cu_seqlens = torch.tensor([0, 1, 12, 12, 37], dtype=torch.int32, device=DEVICE)  # one of them empty
+    compare(draw(batch=1), dtype, cu_seqlens=cu_seqlens, max_seqlen=25, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 7])
+def test_softcap(window, dtype):
+    q, k, v = draw(queries=128)
+    compare((5 * q, 5 * k, v), dtype, softcap=4.0, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softcap_over_packed_documents(dtype):
+    cu_seqlens = torch.tensor([0, 40, 128], dtype=torch.int32, device=DEVICE)
+    compare(draw(batch=1, queries=128), dtype, softcap=2.0, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 6])
+def test_queries_over_a_cache_of_longer_keys(window, dtype):
+    """Each row's queries stand at positions of their own; keys after a query are garbage it must not see."""
+    position_ids = torch.tensor([[3, 4, 5], [17, 18, 19]], device=DEVICE)
+    compare(draw(queries=3, keys=24), dtype, position_ids=position_ids, window=window)
+
+
+def test_the_reference_by_hand():
+    """Two positions, one head: the second query weighs both values by the softmax of its two scores."""
+    q = torch.tensor([1.0, 2.0], device=DEVICE).view(1, 2, 1, 1)
+    k = torch.tensor([3.0, 0.5], device=DEVICE).view(1, 2, 1, 1)
+    v = torch.tensor([10.0, 20.0], device=DEVICE).view(1, 2, 1, 1)
+    out = attention_reference(q, k, v, 0.5).flatten()
+    weight = torch.softmax(torch.tensor([3.0, 0.5]), 0)[0].item()  # 0.5 * 2 * k
+    torch.testing.assert_close(out.cpu(), torch.tensor([10.0, 10 * weight + 20 * (1 - weight)]))
+
+
+def test_documents_in_more_than_one_row_are_refused():
+    q, k, v = draw()
+    with pytest.raises(ValueError, match="one row"):
+        attention(q, k, v, scale=1.0, cu_seqlens=torch.tensor([0, 37], dtype=torch.int32))
+
+
+def test_fullgraph_compile_gives_equal_gradients():
+    inputs = [x.float().contiguous().requires_grad_() for x in draw()]
+
+    def loss(q, k, v):
+        return attention(q, k, v, scale=SCALE).square().sum() + attention(q, k, v, scale=SCALE, window=5).sum()
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    expected, got = (torch.autograd.grad(f(*inputs), inputs) for f in (loss, compiled))
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
