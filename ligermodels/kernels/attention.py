@@ -77,12 +77,12 @@ def attention_reference(
 ) -> Tensor:
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    scores = torch.einsum("bthd,bshd->bhts", widen(q), widen(k)) * scale
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     mask = visible(q.shape[1], k.shape[1], q.device, window, cu_seqlens, position_ids)
-    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
-    return torch.einsum("bhts,bshd->bthd", weights, widen(v)).to(q.dtype)
+    weights = widen(scores).masked_fill(~mask[:, None], -torch.inf).softmax(-1).to(q.dtype)
+    return torch.einsum("bhts,bshd->bthd", weights, v)
 
 
 def visible(
