@@ -52,13 +52,13 @@ def liger(raw, recompute):
 
 
 def ligermodels(raw, recompute):
-    from ligermodels.training.parallel import recompute_blocks
 
     import ligermodels
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
     if recompute:
-        recompute_blocks(model)
+        for block in model.model.layers:
+            block.recompute_in_backward()
     return model
 
 

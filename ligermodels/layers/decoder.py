@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels.attention import document_of
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
@@ -39,9 +40,23 @@ class DecoderLayer(nn.Module):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
+        self.recompute = False
+
+    def recompute_in_backward(self) -> None:
+        """Keeps only the block's inputs for backward. The down projection is then better not fused with its activation:
+        recomputation stops at the last tensor kept, which a linear of its own keeps before its matrix product."""
+        self.recompute = True
+        self.mlp.fused = False
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.block, x, residual, positions, cache, use_reentrant=False, preserve_rng_state=False)
+        return self.block(x, residual, positions, cache)
+
+    def block(
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
         return self.mlp(self.post_attention_layernorm, x, residual)

@@ -13,10 +13,11 @@ class GatedMLP(nn.Module):
     def __init__(self, config: Config, *, bias: bool = False) -> None:
         super().__init__()
         self.activation = config.activation
+        self.fused = True  # whether the down projection recomputes its input in backward instead of keeping it
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
 
     def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, residual [B, T, H] -> (the layer's output [B, T, H], the residual stream x + residual)."""
         gate_up, residual = norm_then_linear(norm, self.gate_up_proj, x, residual)
-        return gated_activation_then_linear(gate_up, self.activation, self.down_proj), residual
+        return gated_activation_then_linear(gate_up, self.activation, self.down_proj, self.fused), residual

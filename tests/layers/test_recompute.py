@@ -1,0 +1,35 @@
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import ligermodels
+from tests.cases import LLAMA
+from tests.conftest import DEVICE
+
+ROWS, LENGTH = 2, 16
+
+
+def step(recompute):
+    """Gradients of one step, and the FLOPs of its matrix products."""
+    model = ligermodels.create(LLAMA, device=DEVICE)
+    if recompute:
+        for block in model.model.layers:
+            block.recompute_in_backward()
+    ids = torch.randint(3, 99, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).loss.backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if "attention" not in str(op))
+    return [p.grad for p in model.parameters()], products
+
+
+@pytest.mark.parametrize("path", ["reference", pytest.param("kernels")])
+def test_recomputing_a_block_changes_no_gradient_and_skips_its_last_product(path, request):
+    if path == "kernels":
+        request.getfixturevalue("kernels")
+    (expected, once), (got, recomputed) = step(False), step(True)
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a, b)
+    hidden, inner, qkv = 48, 80, (6 + 2 * 2) * 8
+    a_token = 2 * (hidden * qkv + hidden * hidden + hidden * 2 * inner)  # qkv, o and gate_up, not down
+    assert recomputed - once == 3 * ROWS * LENGTH * a_token
