@@ -50,8 +50,7 @@ def export_weights(
 ) -> None:
     """Writes `model` to `folder`, which must be empty or not yet exist: weights, config.json, tokenizer files.
 
-    model: where its parameters are DTensors every rank calls; rank 0 writes, and the folder is complete when its call
-        returns.
+    model: where its parameters are DTensors every rank calls; rank 0 writes, and all return when the folder is there.
     source: the folder the model was loaded from, whose other files are copied.
     max_shard_size: bytes of tensors per file, unless a single one is larger.
     Raises CheckpointError where `folder` is in use or cannot be written; then nothing is left behind.
@@ -64,12 +63,14 @@ def export_weights(
     if distributed.is_initialized() and distributed.get_rank() > 0:
         for _ in tensors:  # takes part in gathering
             pass
-        return
-    with committed(folder) as temporary:
-        write_shards(temporary, parameters, pieces, tensors, max_shard_size)
-        write_config(temporary, model, next(iter(parameters.values())).dtype, source)
-        if source is not None:
-            copy_files(Path(source), temporary)
+    else:
+        with committed(folder) as temporary:
+            write_shards(temporary, parameters, pieces, tensors, max_shard_size)
+            write_config(temporary, model, next(iter(parameters.values())).dtype, source)
+            if source is not None:
+                copy_files(Path(source), temporary)
+    if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        distributed.barrier()
 
 
 def hub_tensors(parameters: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Iterator[Tensor]:
