@@ -1,0 +1,127 @@
+"""A checkpoint folder into a model's parameters, strictly and without a copy of either.
+
+Each Hub tensor is read by slice from the memory map straight into its place in a packed parameter; of a parameter that
+is a DTensor, each rank reads only what meets its own shard. Nothing is copied before every name, shape and dtype is
+known to fit. Knows parameters, rules and folders; no family.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ligermodels.weights.files import Checkpoint, CheckpointError, open_checkpoint, shortened
+from ligermodels.weights.mapping import Piece, Rule, plan
+
+# Old files store what every reader recomputes from the configuration.
+STALE = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class HubModel(Protocol):
+    """What loading and exporting ask of a module: its parameters, and how the Hub knows them."""
+
+    @property
+    def config(self) -> Any:
+        """`raw`, the dict of its config.json, and `tie_word_embeddings`."""
+
+    @property
+    def hub_class(self) -> str:
+        """config.json's `architectures` where the raw configuration has none."""
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        """The rules that lead to the Hub's names; parameters they leave out have them already."""
+
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """As of torch.nn.Module."""
+
+
+@torch.no_grad()
+def load_weights(model: HubModel, folder: str | Path) -> None:
+    """Fills the parameters of `model`, in their own dtypes and where they are, from the safetensors of `folder`.
+
+    model: its parameters may be DTensors, but not on the meta device.
+    A tied model's folder may hold the tied tensor twice, if both are equal. Stale rotary buffers are passed over.
+    Raises CheckpointError, before anything is copied, where the folder is damaged or a tensor is missing, unexpected,
+    of the wrong shape or not floating; ValueError where the model is not ready to be filled.
+    """
+    refuse_unready(model)
+    checkpoint = open_checkpoint(folder)
+    parameters = dict(model.named_parameters())
+    pieces = {p.tensor: p for p in plan({name: p.shape for name, p in parameters.items()}, model.weight_rules())}
+    copies = {copy: original for copy, original in tied_tensors(model).items() if copy in checkpoint.tensors}
+    refuse_misfits(checkpoint, pieces, copies)
+    refuse_unequal(checkpoint, copies)
+    for name, stored in checkpoint.slices(pieces):
+        fill(parameters[pieces[name].parameter], pieces[name], stored)
+
+
+def fill(parameter: Tensor, piece: Piece, stored: Any) -> None:
+    """Copies the part of a lazy slice that lies in this rank's part of a parameter."""
+    local, offset = local_part(parameter)
+    starts = [max(box.start, begin) for box, begin in zip(piece.index, offset, strict=True)]
+    stops = [min(box.stop, begin + n) for box, begin, n in zip(piece.index, offset, local.shape, strict=True)]
+    if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
+        return
+    source = [slice(a - box.start, b - box.start) for a, b, box in zip(starts, stops, piece.index, strict=True)]
+    target = [slice(a - begin, b - begin) for a, b, begin in zip(starts, stops, offset, strict=True)]
+    leading = len(piece.index) - len(piece.shape)
+    local[tuple(target)].copy_(stored[tuple(source[leading:])])
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of a parameter, and the offset of that in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.dim()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return parameter.to_local(), compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
+
+
+def tied_tensors(model: HubModel) -> dict[str, str]:
+    """The Hub names under which a tied parameter would be stored again -> those under which it is stored."""
+    owner = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if owner[id(parameter)] != name:
+            copies, originals = (plan({n: parameter.shape}, model.weight_rules()) for n in (name, owner[id(parameter)]))
+            tied |= {copy.tensor: original.tensor for copy, original in zip(copies, originals, strict=True)}
+    return tied
+
+
+def refuse_unready(model: HubModel) -> None:
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if meta:
+        raise ValueError(f"parameters on the meta device: {shortened(meta)}; call model.to_empty(device=...) first")
+    if model.config.tie_word_embeddings and not tied_tensors(model):
+        raise ValueError("tie_word_embeddings is true, but the model shares no parameter: tie it again after to_empty")
+
+
+def refuse_misfits(checkpoint: Checkpoint, pieces: Mapping[str, Piece], copies: Mapping[str, str]) -> None:
+    stored = checkpoint.tensors
+    missing = [name for name in pieces if name not in stored]
+    unexpected = [name for name in stored if name not in pieces and name not in copies and not STALE.fullmatch(name)]
+    fitting = {name: piece for name, piece in pieces.items() if name in stored}
+    shapes = [
+        f"{name} is {list(stored[name].shape)} instead of {list(piece.shape)}"
+        for name, piece in fitting.items()
+        if stored[name].shape != piece.shape
+    ]
+    dtypes = [f"{name} is {stored[name].dtype}" for name in fitting if stored[name].dtype not in FLOATS]
+    faults = {"missing": missing, "unexpected": unexpected, "misshapen": shapes, "not floating (quantized?)": dtypes}
+    found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
+    if found:
+        raise CheckpointError(f"{checkpoint.folder}: the weights do not fit its config.json: {'; '.join(found)}")
+
+
+def refuse_unequal(checkpoint: Checkpoint, copies: Mapping[str, str]) -> None:
+    for copy, original in copies.items():
+        if not checkpoint.bit_equal(copy, original):
+            raise CheckpointError(
+                f"{checkpoint.tensors[copy].file}: {copy} differs from {original}, which config.json ties it to; "
+                "set tie_word_embeddings to false in config.json to load both"
+            )

@@ -1,0 +1,215 @@
+import json
+from dataclasses import dataclass
+
+import huggingface_hub.errors
+import pytest
+import torch
+from torch import nn
+
+from ligermodels import hub
+from ligermodels.hub import HubError
+from ligermodels.weights.files import CheckpointError
+from tests.weights.tiny import RAW, Tiny, randomized
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    raw: dict
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_dict(cls, raw):
+        return cls(raw, raw.get("tie_word_embeddings", False))
+
+
+class Fake(Tiny):
+    """The tiny model with what the registry asks of an architecture."""
+
+    Config = FakeConfig
+    SIZES = {"tiny": RAW, "tied": RAW | {"tie_word_embeddings": True}}  # noqa: RUF012
+    source = None
+
+    def to_empty(self, **where):
+        super().to_empty(**where)
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        return self
+
+    def initialize(self, seed):
+        randomized(self, seed)
+
+
+@pytest.fixture(autouse=True)
+def architectures(monkeypatch):
+    monkeypatch.setattr(hub, "ARCHITECTURES", {"tiny": Fake, "other": Fake})
+
+
+def download_fails(monkeypatch, error, token=None):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    monkeypatch.setattr(hub, "get_token", lambda: token)
+
+
+def of_kind(kind) -> Exception:
+    """An error of the Hub's client without the HTTP response it was made from."""
+    return kind.__new__(kind)
+
+
+def same(model, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("size", ["tiny", "tied"])
+def test_create_export_load_gives_the_same_model(tmp_path, size):
+    model = hub.create("tiny", size=size, seed=3)
+    hub.export(model, tmp_path / "out")
+    loaded = hub.load(tmp_path / "out")
+    assert same(model, loaded) and loaded.source == tmp_path / "out"
+    assert not loaded.training and model.training
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == (size == "tied")
+
+
+def test_load_takes_the_dtype_of_the_config_unless_told(tmp_path):
+    hub.export(hub.create("tiny", size="tiny", dtype=torch.bfloat16), tmp_path / "out")
+    assert hub.load(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16
+    assert hub.load(tmp_path / "out", dtype=torch.float32).lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("absent", ["missing", None])
+def test_load_takes_the_stored_dtype_where_the_config_has_none(tmp_path, absent):
+    hub.export(hub.create("tiny", size="tiny", dtype=torch.float16), tmp_path / "out")
+    raw = RAW | {"torch_dtype": None}
+    if absent == "missing":
+        del raw["torch_dtype"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(raw))
+    assert hub.load(tmp_path / "out").lm_head.weight.dtype == torch.float16
+
+
+def test_unknown_dtype_is_refused(tmp_path):
+    hub.export(hub.create("tiny", size="tiny"), tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text(json.dumps(RAW | {"torch_dtype": "int4"}))
+    with pytest.raises(CheckpointError, match=r"config\.json: dtype 'int4' is not one of"):
+        hub.load(tmp_path / "out")
+
+
+def test_create_takes_a_dict_a_file_and_a_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    models = [hub.create(source) for source in (RAW, tmp_path, str(tmp_path / "config.json"))]
+    assert all(same(models[0], model) for model in models)
+    assert not same(models[0], hub.create(RAW, seed=1))
+
+
+def test_create_on_meta_allocates_nothing():
+    model = hub.create("tiny", size="tiny", device="meta", dtype=torch.bfloat16)
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_architectures_are_listed_in_order():
+    assert hub.list_architectures() == ["other", "tiny"]
+
+
+def test_unknown_model_type_names_the_nearest_and_the_supported(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(RAW | {"model_type": "tinny", "auto_map": {"AutoModel": "x.Y"}}))
+    with pytest.raises(HubError) as caught:
+        hub.load(tmp_path)
+    assert "model_type 'tinny' is not supported; did you mean 'tiny'?; there is: other, tiny" in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", [None, 5, ["tiny"]])
+def test_model_type_of_the_wrong_kind(model_type):
+    with pytest.raises(HubError, match=r"config: model_type .* is not supported"):
+        hub.create(RAW | {"model_type": model_type})
+
+
+def test_auto_map_of_a_known_model_type_is_ignored(tmp_path):
+    hub.export(hub.create(RAW | {"auto_map": {"AutoModel": "evil.Model"}}), tmp_path / "out")
+    (tmp_path / "out" / "evil.py").write_text("raise SystemExit('remote code was run')")
+    assert isinstance(hub.load(tmp_path / "out"), nn.Module)
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "names"),
+    [
+        ("tiny", "tinny", "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; there is: tied, tiny"),
+        ("tiny", None, "tiny: size None is not a preset; there is: tied, tiny"),
+        ("tinny", None, "tinny: is no architecture and no config.json; did you mean 'tiny'?"),
+        ("tinny", "tiny", "tinny: size 'tiny' goes with the name of an architecture; did you mean 'tiny'?"),
+    ],
+)
+def test_create_of_what_there_is_not(source, size, names):
+    with pytest.raises(HubError) as caught:
+        hub.create(source, size=size)
+    assert names in str(caught.value)
+
+
+def test_an_existing_folder_is_used_as_it_is(tmp_path, monkeypatch):
+    download_fails(monkeypatch, AssertionError("asked the Hub"))
+    assert hub.resolve(tmp_path) == tmp_path
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
+def test_only_safe_files_at_the_top_are_asked_for(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **how: asked.update(how, name=name) or "/cache/x")
+    assert str(hub.resolve("owner/model", revision="main", token="t")) == "/cache/x"
+    assert (asked["name"], asked["revision"], asked["token"]) == ("owner/model", "main", "t")
+    files = [
+        "config.json",
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
+        "LICENSE",
+        "pytorch_model.bin",
+        "modeling.py",
+        "consolidated.safetensors",
+        "original/consolidated.00.pth",
+        "onnx/model.safetensors",
+        "README.md",
+    ]
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(huggingface_hub.utils.filter_repo_objects(files, **patterns)) == files[:8]
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "names"),
+    [
+        ("RepositoryNotFoundError", None, "not a repository of the Hub, or private, which needs HF_TOKEN"),
+        ("RepositoryNotFoundError", "t", "not a repository of the Hub, or the token cannot see it"),
+        ("GatedRepoError", None, "gated and there is no token"),
+        ("GatedRepoError", "t", "gated and the token has no access"),
+        ("RevisionNotFoundError", None, "no revision 'v9'"),
+        ("LocalEntryNotFoundError", None, "not completely, in the Hub's cache"),
+        ("HFValidationError", None, "neither a folder nor a Hub name"),
+    ],
+)
+def test_failures_of_the_hub_are_one_clear_line(monkeypatch, kind, token, names):
+    download_fails(monkeypatch, of_kind(getattr(huggingface_hub.errors, kind)), token)
+    with pytest.raises(HubError) as caught:
+        hub.load("owner/model", revision="v9")
+    assert str(caught.value).startswith("owner/model: ") and names in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_failures_of_a_download_keep_their_first_line(monkeypatch):
+    download_fails(monkeypatch, ConnectionResetError("reset by peer\nmore"))
+    with pytest.raises(HubError, match=r"owner/model: could not be downloaded \(ConnectionResetError: reset by peer\)"):
+        hub.resolve("owner/model")
+
+
+def test_offline_and_not_cached_through_the_real_client(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(HubError, match="owner/model: is not, or not completely, in the Hub's cache"):
+        hub.resolve("owner/model")
+
+
+@pytest.mark.parametrize("name", ["./no/such/folder", "a/b/c", "/no/such/folder"])
+def test_a_path_that_does_not_exist(name):
+    with pytest.raises(HubError, match=f"{name}: is neither a folder nor a Hub name"):
+        hub.resolve(name)

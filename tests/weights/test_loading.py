@@ -1,0 +1,201 @@
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ligermodels.weights import loading
+from ligermodels.weights.files import SINGLE_FILE, CheckpointError
+from ligermodels.weights.loading import load_weights
+from tests.weights.tiny import HIDDEN, Tiny, TinyConfig, hub_state, randomized
+
+
+def tied():
+    return Tiny(TinyConfig(tie_word_embeddings=True))
+
+
+def equal(model, other) -> bool:
+    pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
+    return all(n == m and torch.equal(p, q) and p.dtype == q.dtype for (n, p), (m, q) in pairs)
+
+
+def zeroed(model):
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path
+
+
+@pytest.fixture
+def source():
+    return randomized(Tiny())
+
+
+def refused(model, folder) -> str:
+    """The message, after checking that nothing was copied."""
+    zeroed(model)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, folder)
+    assert all(not p.any() for p in model.parameters())
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_parameter_is_filled_from_the_hub_names(folder, source):
+    save_file(hub_state(source), folder / SINGLE_FILE)
+    model = zeroed(Tiny())
+    load_weights(model, folder)
+    assert equal(model, source)
+
+
+def test_parameters_keep_their_dtype(folder, source):
+    save_file({name: x.bfloat16() for name, x in hub_state(source).items()}, folder / SINGLE_FILE)
+    model = Tiny()
+    load_weights(model, folder)
+    assert equal(model, source.bfloat16().float())
+
+
+def test_missing_unexpected_and_misshapen_are_listed_in_one_error(folder, source):
+    state = hub_state(source)
+    del state["model.layers.1.self_attn.k_proj.bias"], state["model.norm.weight"]
+    state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(HIDDEN, 5)
+    state["score.weight"] = torch.zeros(1)
+    state["lm_head.weight"] = state["lm_head.weight"].to(torch.uint8)
+    save_file(state, folder / SINGLE_FILE)
+    message = refused(Tiny(), folder)
+    assert "2 missing: model.layers.1.self_attn.k_proj.bias, model.norm.weight" in message
+    assert "1 unexpected: score.weight" in message
+    assert "1 misshapen: model.layers.0.mlp.up_proj.weight is [6, 5] instead of [5, 6]" in message
+    assert "1 not floating (quantized?): lm_head.weight is torch.uint8" in message
+
+
+def test_long_lists_are_shortened(folder):
+    save_file({"x": torch.zeros(1)}, folder / SINGLE_FILE)
+    assert " and 17 more; 1 unexpected: x" in refused(Tiny(), folder)
+
+
+def test_stale_rotary_buffers_are_passed_over(folder, source):
+    stale = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "rotary_emb.inv_freq": torch.zeros(4)}
+    save_file(hub_state(source) | stale, folder / SINGLE_FILE)
+    model = Tiny()
+    load_weights(model, folder)
+    assert equal(model, source)
+
+
+@pytest.mark.parametrize("stored_twice", [False, True])
+def test_tied_model(folder, stored_twice):
+    source, model = randomized(tied()), tied()
+    state = hub_state(source)
+    assert "lm_head.weight" not in state
+    if stored_twice:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, folder / SINGLE_FILE)
+    load_weights(model, folder)
+    assert equal(model, source)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: x.double(), lambda x: x[1:]])
+def test_tied_model_whose_copy_differs_is_refused(folder, change):
+    state = hub_state(randomized(tied()))
+    state["lm_head.weight"] = change(state["model.embed_tokens.weight"]).clone()
+    save_file(state, folder / SINGLE_FILE)
+    message = refused(tied(), folder)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in message
+    assert "tie_word_embeddings to false" in message
+
+
+def test_untied_model_without_a_head_is_refused(folder):
+    save_file(hub_state(tied()), folder / SINGLE_FILE)
+    assert "1 missing: lm_head.weight" in refused(Tiny(), folder)
+
+
+def test_a_lost_tie_is_noticed(folder):
+    with torch.device("meta"):
+        model = tied()
+    model.to_empty(device="cpu")  # makes one parameter of each name
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        load_weights(model, folder)
+
+
+def test_meta_parameters_are_refused(folder):
+    with torch.device("meta"), pytest.raises(ValueError, match=r"meta device: model\.embed_tokens\.weight.*to_empty"):
+        load_weights(Tiny(), folder)
+
+
+def as_shard(parameter, mesh, placements):
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    stride = parameter.stride()
+    local = torch.full(shape, float("nan"))
+    return torch.nn.Parameter(
+        DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
+    )
+
+
+def shard(model, mesh, placements):
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, as_shard(parameter, mesh, placements))
+    return model
+
+
+@pytest.fixture
+def rank_of():
+    """Makes this process believe it is one rank of several; nothing is communicated."""
+
+    def pretend(rank, mesh_shape):
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        world = torch.Size(mesh_shape).numel()
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        # Meshes compare equal whatever the rank, unless their names differ, and DTensor caches by mesh.
+        return init_device_mesh("cpu", mesh_shape, mesh_dim_names=[f"{rank}/{dim}" for dim in range(len(mesh_shape))])
+
+    yield pretend
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 16])
+def test_each_rank_reads_exactly_its_own_rows(folder, source, rank_of, ranks, monkeypatch):
+    """Rows that do not divide evenly, packed boxes cut by a shard's edge, ranks without any row."""
+    save_file(hub_state(source), folder / SINGLE_FILE)
+    read = []
+    fill = loading.fill
+
+    class Counting:
+        def __init__(self, lazy):
+            self.lazy = lazy
+
+        def __getitem__(self, index):
+            read.append(self.lazy[index].numel())
+            return self.lazy[index]
+
+    monkeypatch.setattr(loading, "fill", lambda parameter, piece, lazy: fill(parameter, piece, Counting(lazy)))
+    locals_by_name = {name: [] for name, _ in source.named_parameters()}
+    for rank in range(ranks):
+        model = shard(Tiny(), rank_of(rank, (ranks,)), [Shard(0)])
+        load_weights(model, folder)
+        for name, parameter in model.named_parameters():
+            locals_by_name[name].append(parameter.to_local().detach())
+    for name, parameter in source.named_parameters():
+        assert torch.equal(torch.cat(locals_by_name[name]), parameter), name
+    assert sum(read) == sum(parameter.numel() for parameter in source.parameters())
+
+
+def test_replicated_and_column_shards(folder, source, rank_of):
+    save_file(hub_state(source), folder / SINGLE_FILE)
+    weight = "model.layers.1.mlp.gate_up_proj.weight"
+    expected = dict(source.named_parameters())[weight]
+    for rank in range(4):
+        mesh = rank_of(rank, (2, 2))
+        model = Tiny()
+        model.model.layers[1].mlp.gate_up_proj.weight = as_shard(expected, mesh, [Replicate(), Shard(1)])
+        load_weights(model, folder)
+        half = slice(0, 3) if rank % 2 == 0 else slice(3, 6)
+        assert torch.equal(dict(model.named_parameters())[weight].to_local(), expected[:, half])
