@@ -100,11 +100,12 @@ def test_a_frozen_input_gets_no_gradient_and_the_other_the_same(chunks_of_16, fr
     assert torch.equal(inputs[1 - frozen].grad, expected[1 - frozen])
 
 
-def test_without_gradients_the_loss_is_the_same(chunks_of_16):
+def test_without_gradients_the_loss_is_the_same_and_costs_one_product(chunks_of_16):
     *inputs, targets = leaves(40, 17, 33)
     expected = linear_cross_entropy(*inputs, targets)
-    with torch.no_grad():
-        assert torch.equal(linear_cross_entropy(*inputs, targets), expected)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        torch.testing.assert_close(linear_cross_entropy(*inputs, targets), expected.detach())
+    assert counter.get_total_flops() == 2 * 40 * 17 * 33
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
