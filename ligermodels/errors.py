@@ -14,3 +14,7 @@ class ConfigError(InputError):
 
 class CheckpointError(InputError):
     """Files that are not the safetensors checkpoint the config describes."""
+
+
+class HubError(InputError):
+    """A name for which there is no model to be had."""

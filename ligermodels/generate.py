@@ -96,7 +96,7 @@ def sample(
 
 
 def model_stop_tokens(model: CausalLM) -> set[int]:
-    """eos_token_id of generation_config.json, which for chat models lists more than config.json's; else the latter's."""
+    """eos_token_id of generation_config.json, which lists more for chat models, or else config.json's."""
     eos = model.generation_config.get("eos_token_id", model.config.raw.get("eos_token_id"))
     if eos is None:
         return set()

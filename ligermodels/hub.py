@@ -12,18 +12,17 @@ import torch
 from huggingface_hub import errors, get_token, snapshot_download
 
 from ligermodels.architectures import ARCHITECTURES
-from ligermodels.weights.config_file import CONFIG_FILE, read_config
+from ligermodels.errors import CheckpointError, HubError
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_BYTES, export_weights
-from ligermodels.weights.files import CheckpointError, open_checkpoint
+from ligermodels.weights.files import open_checkpoint
 from ligermodels.weights.loading import FLOATS, load_weights
 
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*", "USE_POLICY*"]
 # Weights in the vendor's own layout, and whatever lies in sub-folders (other formats of the same weights).
 NOT_DOWNLOADED = ["consolidated*", "*/*"]
-
-
-class HubError(ValueError):
-    """A name for which there is no model to be had: one line with the name, the reason, the remedy."""
 
 
 def list_architectures() -> list[str]:
@@ -38,11 +37,11 @@ def load(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     token: str | None = None,
-) -> torch.nn.Module:
+) -> CausalLM:
     """A model with the weights of a Hub repository or a folder, in evaluation mode.
 
     dtype: of all parameters; None takes config.json's, or where it has none that of the stored weights.
-    Raises HubError, ConfigError or CheckpointError (all ValueError).
+    Raises HubError, ConfigError or CheckpointError (all InputError).
     """
     folder = resolve(name_or_folder, revision=revision, token=token)
     raw = read_config(folder)
@@ -50,7 +49,13 @@ def load(
     model.to_empty(device=device)
     load_weights(model, folder)
     model.source = folder
+    model.generation_config = read_generation_config(folder)
     return model.eval()
+
+
+def load_tokenizer(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Tokenizer:
+    """The tokenizer of a Hub repository or a folder. Raises HubError, or CheckpointError where there is none."""
+    return Tokenizer.from_folder(resolve(name_or_folder, revision=revision, token=token))
 
 
 def create(
@@ -60,7 +65,7 @@ def create(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     seed: int = 0,
-) -> torch.nn.Module:
+) -> CausalLM:
     """A model with random weights, in training mode; on the meta device without any.
 
     architecture_or_config: a name of `list_architectures()`, which needs a `size` among its presets; or a config.json

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from ligermodels import hub
-from ligermodels.hub import HubError
-from ligermodels.weights.files import CheckpointError
+from ligermodels.errors import CheckpointError, HubError
 from tests.weights.tiny import RAW, Tiny, randomized
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from ligermodels.weights.mapping import plan
 
 import ligermodels
+from ligermodels.weights.mapping import plan
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error

@@ -40,29 +40,33 @@ def attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     position_ids: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention of q [B, T, Hq, D] over k, v [B, S, Hkv, D] -> [B, T, Hq, D], any strides with unit stride along D.
 
     cu_seqlens: int32 [documents + 1] offsets of the documents packed into the one row (B = 1); max_seqlen their
     longest.
     position_ids: [B, T] positions of the queries where the keys are a cache, key j being at position j.
-    Raises ValueError for packed documents in more than one row.
+    dropout: probability of dropping a weight of the softmax.
+    Raises ValueError for packed documents in more than one row, and for dropout together with a softcap.
     """
+    if dropout and softcap is not None:
+        raise ValueError("attention: dropout cannot be combined with a softcap")
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(f"attention: cu_seqlens packs documents into one row, but the batch has {q.shape[0]}")
     if window is not None and window >= k.shape[1]:
         window = None
     if softcap is None and window is None and cu_seqlens is None and position_ids is None:
-        return causal(q, k, v, scale)
+        return causal(q, k, v, scale, dropout)
     if q.is_cuda and position_ids is None:
         if softcap is not None:
             return flex(q, k, v, scale, window, softcap, cu_seqlens)
         if q.dtype in (torch.float16, torch.bfloat16):
-            return variable_length(q, k, v, scale, window, cu_seqlens, max_seqlen)
+            return variable_length(q, k, v, scale, window, cu_seqlens, max_seqlen, dropout)
     if softcap is not None:
         return attention_reference(q, k, v, scale, window, softcap, cu_seqlens, position_ids)
     mask = visible(q.shape[1], k.shape[1], q.device, window, cu_seqlens, position_ids)
-    return sdpa(q, k, v, scale, attn_mask=mask[:, None])
+    return sdpa(q, k, v, scale, dropout, attn_mask=mask[:, None])
 
 
 def attention_reference(
@@ -111,29 +115,31 @@ def document_of(position: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(position, cu_seqlens[1:], right=True)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
     if not q.is_cuda:
-        return sdpa(q, k, v, scale, is_causal=True)
+        return sdpa(q, k, v, scale, dropout, is_causal=True)
     with sdpa_kernel(BACKENDS, set_priority=True):
-        return sdpa(q, k, v, scale, is_causal=True)
+        return sdpa(q, k, v, scale, dropout, is_causal=True)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **mask) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, **mask) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **mask).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, dropout_p=dropout, enable_gqa=grouped, **mask)
+    return out.transpose(1, 2)
 
 
 def variable_length(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu_seqlens: Tensor | None,
+    max_seqlen: int | None, dropout: float,
+) -> Tensor:  # fmt: skip
     """FlashAttention over documents (or, without cu_seqlens, over whole rows), with a window counted to the left."""
     longest = max_seqlen or q.shape[1]
     if cu_seqlens is not None:
         q, k, v = (x[0] for x in (q, k, v))  # [T, H, D]
     left = -1 if window is None else window - 1
     out, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, False,
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout, True, False,
         scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
     return out if cu_seqlens is None else out[None]

@@ -35,6 +35,7 @@ class Attention(nn.Module):
         self.num_key_value_heads = config.num_key_value_heads
         self.scale = config.head_dim**-0.5
         self.window = window
+        self.dropout = config.attention_dropout
         packed = config.query_size + 2 * config.key_value_size
         self.qkv_proj = nn.Linear(config.hidden_size, packed, bias=qkv_bias)
         self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias=o_bias)
@@ -46,10 +47,9 @@ class Attention(nn.Module):
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
         q, k, v = rope_(qkv, positions.cos, positions.sin, self.num_heads, self.num_key_value_heads)
         if cache is None:
-            out = attention(
-                q, k, v, scale=self.scale, window=self.window,
-                cu_seqlens=positions.cu_seqlens, max_seqlen=positions.max_seqlen,
-            )  # fmt: skip
+            documents = {"cu_seqlens": positions.cu_seqlens, "max_seqlen": positions.max_seqlen}
+            dropout = self.dropout if self.training else 0.0
+            out = attention(q, k, v, scale=self.scale, window=self.window, dropout=dropout, **documents)
         else:
             k, v = cache.update(k, v, positions.position_ids)
             out = attention(q, k, v, scale=self.scale, window=self.window, position_ids=positions.position_ids)

@@ -85,10 +85,6 @@ class Config:
             raise ConfigError(
                 f"config.json: hidden_act {self.hidden_act!r} is not supported; one of {list(ACTIVATIONS)} is"
             )
-        if self.attention_dropout:
-            raise ConfigError(
-                f"config.json: attention_dropout {self.attention_dropout} is not supported; set it to 0.0"
-            )
         if self.rope.partial_rotary_factor != 1.0:
             raise ConfigError(
                 f"config.json: partial_rotary_factor {self.rope.partial_rotary_factor} is not supported here"

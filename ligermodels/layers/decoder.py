@@ -52,7 +52,9 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor]:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.block, x, residual, positions, cache, use_reentrant=False, preserve_rng_state=False)
+            random = self.self_attn.dropout > 0
+            inputs = x, residual, positions, cache
+            return checkpoint(self.block, *inputs, use_reentrant=False, preserve_rng_state=random)
         return self.block(x, residual, positions, cache)
 
     def block(

@@ -13,11 +13,19 @@ import torch
 from ligermodels.weights.files import read_json, safe_file
 
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The folder's config.json. Raises CheckpointError naming the file and the field."""
     return read_json(safe_file(Path(folder), CONFIG_FILE))
+
+
+def read_generation_config(folder: str | Path) -> dict[str, Any]:
+    """The folder's generation_config.json, empty where it has none. Raises CheckpointError as read_config does."""
+    if not (Path(folder) / GENERATION_CONFIG_FILE).exists():
+        return {}
+    return read_json(safe_file(Path(folder), GENERATION_CONFIG_FILE))
 
 
 def both_spellings(raw: dict[str, Any]) -> dict[str, Any]:

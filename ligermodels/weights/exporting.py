@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
+from ligermodels.errors import CheckpointError
 from ligermodels.weights.config_file import CONFIG_FILE, both_spellings, read_config, with_dtype
-from ligermodels.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, safe_file
+from ligermodels.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE, safe_file
 from ligermodels.weights.loading import HubModel
 from ligermodels.weights.mapping import Piece, plan
 

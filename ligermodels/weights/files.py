@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from ligermodels.errors import CheckpointError
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
@@ -40,10 +42,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-class CheckpointError(ValueError):
-    """A folder that cannot be read or does not fit: one line that names the file, what is wrong in it, the remedy."""
 
 
 @dataclass(frozen=True)

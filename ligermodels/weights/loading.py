@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ligermodels.weights.files import Checkpoint, CheckpointError, open_checkpoint, shortened
+from ligermodels.errors import CheckpointError
+from ligermodels.weights.files import Checkpoint, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan
 
 # Old files store what every reader recomputes from the configuration.

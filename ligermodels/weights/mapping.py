@@ -108,3 +108,17 @@ def translator(pattern: str, name: str) -> Callable[[str], str] | None:
         return None
     *numbers, rest = found.groups(default="")
     return lambda other: other.format(*numbers) + rest
+
+
+def packed_qkv(query: int, key_value: int) -> Concat:
+    """self_attn.qkv_proj from q_proj, k_proj and v_proj. query, key_value: their rows."""
+    layer = "model.layers.{}.self_attn."
+    return Concat(
+        layer + "qkv_proj", (layer + "q_proj", layer + "k_proj", layer + "v_proj"), (query, key_value, key_value)
+    )
+
+
+def packed_gate_up(intermediate: int) -> Concat:
+    """mlp.gate_up_proj from gate_proj and up_proj. intermediate: the rows of each."""
+    layer = "model.layers.{}.mlp."
+    return Concat(layer + "gate_up_proj", (layer + "gate_proj", layer + "up_proj"), (intermediate, intermediate))

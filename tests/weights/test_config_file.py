@@ -3,8 +3,8 @@ import json
 import pytest
 import torch
 
+from ligermodels.errors import CheckpointError
 from ligermodels.weights.config_file import both_spellings, read_config, with_dtype
-from ligermodels.weights.files import CheckpointError
 
 NESTED = "[" * 200_000 + "]" * 200_000
 
