@@ -54,7 +54,10 @@ BREAKS = {
     ),
     "rope_theta ignored": Sabotage(f"{ROPE}:default", "rope.rope_theta", "10000.0", "llama"),
     "gate and up swapped": Sabotage(
-        "ligermodels.weights.mapping:packed_gate_up", '"gate_proj", "up_proj"', '"up_proj", "gate_proj"', "llama"
+        "ligermodels.weights.mapping:packed_gate_up",
+        '(layer + "gate_proj", layer + "up_proj")',
+        '(layer + "up_proj", layer + "gate_proj")',
+        "llama",
     ),
     "exact gelu for tanh": Sabotage(
         "ligermodels.layers.config:Config.activation", "ACTIVATIONS[self.hidden_act]", '"gelu"', "llama-gelu-tanh"
