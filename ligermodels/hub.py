@@ -166,9 +166,7 @@ def reason(error: Exception, name: str, revision: str | None, token: str | None)
         case errors.RevisionNotFoundError():
             return f"has no revision {revision!r}; see {page}/commits"
         case errors.LocalEntryNotFoundError():
-            return (
-                "is not, or not completely, in the Hub's cache, and the Hub cannot be reached; connect or pass a folder"
-            )
+            return "is not completely in the Hub's cache, and the Hub cannot be reached; connect, or pass a folder"
     return f"could not be downloaded ({type(error).__name__}: {first_line(error)}); what is complete is kept: try again"
 
 

@@ -183,7 +183,7 @@ def test_only_safe_files_at_the_top_are_asked_for(monkeypatch):
         ("GatedRepoError", None, "gated and there is no token"),
         ("GatedRepoError", "t", "gated and the token has no access"),
         ("RevisionNotFoundError", None, "no revision 'v9'"),
-        ("LocalEntryNotFoundError", None, "not completely, in the Hub's cache"),
+        ("LocalEntryNotFoundError", None, "not completely in the Hub's cache"),
         ("HFValidationError", None, "neither a folder nor a Hub name"),
     ],
 )
@@ -204,7 +204,7 @@ def test_other_failures_of_a_download_keep_their_first_line(monkeypatch):
 def test_offline_and_not_cached_through_the_real_client(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(HubError, match="owner/model: is not, or not completely, in the Hub's cache"):
+    with pytest.raises(HubError, match="owner/model: is not completely in the Hub's cache"):
         hub.resolve("owner/model")
 
 

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ligermodels.weights import exporting
-from ligermodels.weights.exporting import export_weights
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError
+from ligermodels.weights.exporting import export_weights, split
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint
 from ligermodels.weights.loading import load_weights
+from ligermodels.weights.mapping import Piece
 from tests.weights.tiny import RAW, Tiny, TinyConfig, hub_state, randomized
 
 EXTRAS = {
@@ -89,6 +90,13 @@ def test_mixed_dtypes_stay_aligned(tmp_path):
     model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data[:, :1].contiguous()  # 11 elements
     export_weights(model, tmp_path / "out")
     same_bits(read_all(tmp_path / "out"), hub_state(model))
+    assert all(x.begin % x.dtype.itemsize == 0 for x in open_checkpoint(tmp_path / "out").tensors.values())
+
+
+def test_shards_are_filled_up_and_a_larger_tensor_stands_alone():
+    entries = [(Piece(str(size), "", (), (size,)), torch.uint8) for size in (3, 3, 1, 9, 3, 2, 2)]
+    shards = [[piece.shape[0] for piece, _ in shard] for shard in split(entries, 6)]
+    assert shards == [[3, 3], [1], [9], [3, 2], [2]]
 
 
 @pytest.mark.parametrize("limit", [1, 300, 600])
@@ -174,6 +182,7 @@ def sharded_round_trip(rank, folder, out, store):
     load_weights(model, folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     export_weights(model, out, max_shard_size=300)
+    assert (out / "config.json").exists()
     torch.distributed.destroy_process_group()
 
 

@@ -101,10 +101,12 @@ def test_tied_model(folder, stored_twice):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: x.double(), lambda x: x[1:]])
+@pytest.mark.parametrize(
+    "change", [lambda x: x + 1, lambda x: x.double(), lambda x: x[1:], lambda x: x.reshape(HIDDEN, -1)]
+)
 def test_tied_model_whose_copy_differs_is_refused(folder, change):
     state = hub_state(randomized(tied()))
-    state["lm_head.weight"] = change(state["model.embed_tokens.weight"]).clone()
+    state["lm_head.weight"] = change(state["model.embed_tokens.weight"]).clone().contiguous()
     save_file(state, folder / SINGLE_FILE)
     message = refused(tied(), folder)
     assert "lm_head.weight differs from model.embed_tokens.weight" in message
