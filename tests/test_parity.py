@@ -1,9 +1,12 @@
 """Every family and each of its switches against the reference implementation: logits, loss, one step, generation."""
 
+import copy
+
 import pytest
 import torch
 
 import ligermodels
+from ligermodels.layers.decoder import CausalLM
 from ligermodels.weights.mapping import plan
 from tests.cases import CASES
 from tests.conftest import DEVICE
@@ -11,8 +14,8 @@ from tests.kernels.error_budget import FACTOR, relative_error
 from tests.oracle import labels_of, reference_model, save_reference, tokens
 
 LEARNING_RATE = 0.5
-# fp32 rounding, accumulated in other orders over three layers; logits here are of order 10.
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+# Against the reference in fp64, our fp32 error may be this many times the reference's own: sums in other orders.
+FP32_FACTOR = 4.0
 
 
 # Cases that between them reach every kernel and every option of it; the others differ in what the kernels are given.
@@ -23,29 +26,37 @@ def hub_tensors(model):
     """A model's weights under their Hub names."""
     parameters = dict(model.named_parameters())
     pieces = plan({name: p.shape for name, p in parameters.items()}, model.weight_rules())
-    return {piece.tensor: parameters[piece.parameter][piece.index].detach().cpu() for piece in pieces}
+    return {piece.tensor: parameters[piece.parameter].detach()[piece.index] for piece in pieces}
 
 
 def check_parity(name, folder):
-    """Logits, loss and the weights after one SGD step agree in fp32."""
+    """Logits, loss and the change of every weight in one SGD step, in fp32."""
     raw = CASES[name]
     reference = save_reference(raw, folder)
     model = ligermodels.load(folder, device=DEVICE)
     input_ids = tokens(raw)
     labels = labels_of(input_ids)
+    oracle = results(copy.deepcopy(reference).double(), input_ids, labels)
+    theirs = results(reference, input_ids, labels)
+    ours = results(model, input_ids.to(DEVICE), labels.to(DEVICE))
+    assert set(oracle) - set(ours) <= {"lm_head.weight"}
+    for what, value in ours.items():
+        error, allowed = relative_error(value, oracle[what]), relative_error(theirs[what], oracle[what])
+        allowed = max(FP32_FACTOR * allowed, FP32_FACTOR * torch.finfo(torch.float32).eps)
+        assert error <= allowed, f"{what}: error {error:.1e}, allowed {allowed:.1e}"
 
-    expected = reference(input_ids=input_ids, labels=labels)
-    loss = model(input_ids.to(DEVICE), labels.to(DEVICE)).loss
-    torch.testing.assert_close(model(input_ids.to(DEVICE)).logits.cpu(), expected.logits, **CLOSE)
-    torch.testing.assert_close(loss.cpu(), expected.loss, rtol=1e-5, atol=0)
 
-    for each, value in ((reference, expected.loss), (model, loss)):
-        value.backward()
-        torch.optim.SGD(each.parameters(), lr=LEARNING_RATE).step()
-    stepped, updated = reference.state_dict(), hub_tensors(model)
-    for tensor, value in updated.items():
-        torch.testing.assert_close(value, stepped[tensor], **CLOSE, msg=lambda text, tensor=tensor: f"{tensor}: {text}")
-    assert set(stepped) - set(updated) <= {"lm_head.weight"}
+def results(model, input_ids, labels):
+    """Logits, loss, and by Hub name how far one SGD step moves each weight."""
+    named = hub_tensors if isinstance(model, CausalLM) else torch.nn.Module.state_dict
+    with torch.no_grad():
+        logits = model(input_ids).logits
+    loss = model(input_ids=input_ids, labels=labels).loss
+    before = {name: value.clone() for name, value in named(model).items()}
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+    steps = {name: value - before[name] for name, value in named(model).items()}
+    return {name: value.detach().cpu() for name, value in ({"logits": logits, "loss": loss} | steps).items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,7 +110,8 @@ def test_packed_documents_equal_separate_runs(name):
     cu_seqlens = torch.tensor([0, 7, 8, 20, 24], dtype=torch.int32, device=DEVICE)
     packed = model(row, cu_seqlens=cu_seqlens, max_seqlen=12).logits
     separate = [model(document).logits for document in row.split(lengths, dim=1)]
-    torch.testing.assert_close(packed, torch.cat(separate, 1), **CLOSE)
+    # fp32 rounding, grown by three layers of sharp attention; a leak is an error of order one.
+    assert relative_error(packed, torch.cat(separate, 1).double()) < 1e-5
 
     supervised = sum(length - 1 for length in lengths)
     loss = model(row, row, cu_seqlens=cu_seqlens, max_seqlen=12, num_items_in_batch=supervised).loss

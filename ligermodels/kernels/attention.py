@@ -125,6 +125,10 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Ten
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, **mask) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
     grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and q.dtype == torch.float32:
+        # The one fused implementation for fp32 cannot group heads; without it all scores would be materialised.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
     out = F.scaled_dot_product_attention(q, k, v, scale=scale, dropout_p=dropout, enable_gqa=grouped, **mask)
     return out.transpose(1, 2)
 
@@ -163,9 +167,9 @@ def flex(
     def mask(batch, head, query, key):
         seen = query >= key
         if window is not None:
-            seen &= query - key < window
+            seen = seen & (query - key < window)
         if document is not None:
-            seen &= document[query] == document[key]
+            seen = seen & (document[query] == document[key])
         return seen
 
     def cap(score, batch, head, query, key):

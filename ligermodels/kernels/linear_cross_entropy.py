@@ -66,8 +66,8 @@ def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
 
 
 def _gradients(hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool) -> tuple[Tensor, Tensor]:
-    """Room for dhidden in the inputs' dtype and dweight in fp32, of no elements where they are not wanted."""
-    dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=hidden.dtype, device=hidden.device)
+    """Room for both, in fp32 as the upstream gradient is yet to come; of no elements where they are not wanted."""
+    dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=torch.float32, device=hidden.device)
     make = torch.empty if hidden.shape[0] else torch.zeros
     return dhidden, make(weight.shape if weight_grad else 0, dtype=torch.float32, device=weight.device)
 
@@ -76,7 +76,7 @@ def _accumulate_gradients_(
     dhidden: Tensor, dweight: Tensor, dlogits: Tensor, hidden: Tensor, weight: Tensor, piece: slice
 ) -> None:
     if dhidden.numel():
-        torch.mm(dlogits, weight, out=dhidden[piece])
+        _accumulate_(dhidden[piece], dlogits, weight, beta=0)
     if dweight.numel():
         _accumulate_(dweight, dlogits.T, hidden[piece], beta=int(piece.start > 0))
 
@@ -111,7 +111,7 @@ def _fake_forward(hidden, weight, targets, scale, hidden_grad, weight_grad, *opt
 
 
 def _fake_backward(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options):
-    dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0)
+    dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0, dtype=torch.float32)
     return dhidden, weight.new_empty(weight.shape if weight_grad else 0, dtype=torch.float32)
 
 
@@ -160,7 +160,7 @@ class _ReducedLoss(torch.autograd.Function):
     def backward(ctx, dloss):
         hidden_grad, weight_grad = ctx.wanted
         dhidden, dweight = ctx.saved_tensors
-        dhidden = _scaled(dhidden, dloss, dhidden.dtype) if hidden_grad else None
+        dhidden = _scaled(dhidden, dloss, ctx.dtype) if hidden_grad else None
         dweight = _scaled(dweight, dloss, ctx.dtype) if weight_grad else None
         return dhidden, dweight, *[None] * 9
 
@@ -183,8 +183,9 @@ class _RowLosses(torch.autograd.Function):
         dhidden, dweight = linear_cross_entropy_backward(
             hidden, weight, targets, lse, dloss, hidden_grad, weight_grad, *ctx.options
         )
+        dhidden = dhidden.to(hidden.dtype) if hidden_grad else None
         dweight = dweight.to(weight.dtype) if weight_grad else None
-        return dhidden if hidden_grad else None, dweight, *[None] * 6
+        return dhidden, dweight, *[None] * 6
 
 
 def linear_cross_entropy(
