@@ -70,7 +70,8 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
     if args.data and is_new:
         data = datasets.text_file(args.data, None, END_OF_TEXT_ID, vocab_size, args.sequence_length)
     elif args.data:
-        tokenizer, end = ligermodels.load_tokenizer(args.model).tokenizer, end_of_text(model.config.raw, args.model)
+        tokenizer = ligermodels.load_tokenizer(args.model).tokenizer
+        end = end_of_text(model.generation_config | dict(model.config.raw), args.model)
         data = datasets.text_file(args.data, tokenizer, end, vocab_size, args.sequence_length)
     elif vocab_size == datasets.CORPUS_VOCABULARY:
         data = datasets.corpus(args.sequence_length)
@@ -169,7 +170,8 @@ if __name__ == "__main__":
         sys.exit(2)
     except torch.OutOfMemoryError as error:
         print(
-            f"train.py: out of GPU memory with --batch-size {args.batch_size} --sequence-length {args.sequence_length}: "
+            f"train.py: out of GPU memory with --batch-size {args.batch_size} "
+            f"--sequence-length {args.sequence_length}: "
             f"lower them (--accumulate makes up for it), or add --dtype bfloat16 or --recompute full. {error}",
             file=sys.stderr,
         )

@@ -44,7 +44,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def end_of_text(config: Mapping[str, Any], name: str) -> int:
-    """eos_token_id of config.json's content, the first where there are several. name: the model's, for the error."""
+    """The eos_token_id of a model's config, the first where there are several. name: the model's, for the error."""
     end = config.get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]
