@@ -1,0 +1,1 @@
+"""What train.py is made of. Knows models by their interface only: forward with labels, `config`, `model.layers`."""

@@ -1,0 +1,99 @@
+import functools
+import itertools
+import math
+import re
+
+import pytest
+
+from ligermodels.training import corpus
+from ligermodels.training.corpus import Story, stories
+
+
+def every_story():
+    """All derivations of the grammar, counted through by the digits of their choices, the last one fastest."""
+    digits = []
+    while True:
+        radices = []
+        story = Story(functools.partial(follow, digits, radices))
+        yield story.tell(), story.nats
+        digits += [0] * (len(radices) - len(digits))
+        while digits and digits[-1] + 1 == radices[len(digits) - 1]:
+            digits.pop()
+        if not digits:
+            return
+        digits[-1] += 1
+
+
+def follow(digits, radices, options):
+    """A draw that takes the next digit, 0 once they are used up, and notes how many options there were."""
+    radices.append(options)
+    return digits[len(radices) - 1] if len(radices) <= len(digits) else 0
+
+
+@pytest.fixture
+def tiny_grammar(monkeypatch):
+    for name in ("NAMES", "ANIMALS", "PLACES", "THINGS", "LOSSES", "OPENINGS", "SUMS", "DIFFERENCES", "ENDINGS"):
+        monkeypatch.setattr(corpus, name, getattr(corpus, name)[:2])
+    monkeypatch.setattr(corpus, "ADDENDS", range(1, 4))
+    monkeypatch.setattr(corpus, "MINUENDS", range(2, 5))
+
+
+def test_all_stories_of_a_tiny_grammar_have_probabilities_that_sum_to_one(tiny_grammar):
+    told = list(every_story())
+    assert math.isclose(math.fsum(math.exp(-nats) for _, nats in told), 1.0, rel_tol=1e-12)
+    assert len({text for text, _ in told}) == len(told) > 1000
+
+
+def derivations(text):
+    """(number of derivations, nats of one), found by matching regular expressions: shares only the word lists."""
+    words = {
+        "hero": corpus.NAMES, "friend": corpus.NAMES, "animal": corpus.ANIMALS, "place": corpus.PLACES,
+        "thing": corpus.THINGS, "loss": corpus.LOSSES,
+    }  # fmt: skip
+    found = []
+    for events, opening, ending in itertools.product(
+        (corpus.SUMS, corpus.DIFFERENCES), range(len(corpus.OPENINGS)), range(len(corpus.ENDINGS))
+    ):
+        for event in events:
+            template = " ".join((corpus.OPENINGS[opening], event, corpus.ENDINGS[ending]))
+            slots = match(template, text, words)
+            if slots:
+                choices = [2, len(corpus.OPENINGS), len(events), len(corpus.ENDINGS)]
+                choices += [len(words[slot]) - (slot == "friend") for slot in slots if slot in words]
+                choices += [20, 20] if "sum" in slots else [39, int(slots["many"]) - 1]
+                found.append(sum(math.log(n) for n in choices))
+    return len(found), found[0] if found else math.inf
+
+
+def match(template, text, words):
+    pattern, seen = "", set()
+    for literal, slot in re.findall(r"([^{]*)(?:\{(\w+)\})?", template):
+        pattern += re.escape(literal)
+        if slot:
+            values = "|".join(map(re.escape, words[slot])) if slot in words else r"\d+"
+            pattern += f"(?P={slot})" if slot in seen else f"(?P<{slot}>{values})"
+            seen.add(slot)
+    found = re.fullmatch(pattern, text)
+    return found.groupdict() if found else None
+
+
+def test_nats_match_an_independent_recount_with_exactly_one_derivation():
+    for text, nats in stories(seed=3, count=40):
+        number, recount = derivations(text)
+        assert number == 1, text
+        assert math.isclose(nats, recount, rel_tol=1e-12), text
+
+
+def test_no_value_of_a_slot_begins_another():
+    """Else a story could be read in two ways without two templates matching."""
+    for values in (corpus.NAMES, corpus.ANIMALS, corpus.PLACES, corpus.THINGS, corpus.LOSSES):
+        assert not [(a, b) for a, b in itertools.permutations(values, 2) if b.startswith(a)]
+
+
+def test_stories_are_the_same_for_a_seed_and_their_sums_are_right():
+    first, again, other = (list(stories(seed, 200)) for seed in (5, 5, 6))
+    assert first == again != other
+    assert first[0][0].startswith("There is a legend about Tilda, the brave walrus who filled the royal kitchen")
+    for text, _ in first:
+        a, sign, b, c = re.search(r"(\d+) ([+-]) (\d+) = (\d+)", text).groups()
+        assert int(a) + int(sign + b) == int(c) <= 40

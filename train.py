@@ -1,0 +1,180 @@
+"""Trains a decoder language model.
+
+    python train.py --model qwen2                 the tiny preset on the embedded stories: two minutes on two cores
+    python train.py --model llama --size 8b --dtype bfloat16 --steps 10 --no-export          only speed and memory
+    torchrun --nproc-per-node 8 train.py --model meta-llama/Meta-Llama-3-8B --data my.jsonl --dtype bfloat16
+
+--dtype is what is computed in. One process also keeps weights and AdamW states in it; under torchrun they are fp32 and
+sharded over the ranks. Which rows a step takes depends on --seed and their number, not on how many ranks share them.
+"""
+
+import argparse
+import itertools
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+import ligermodels
+from ligermodels.errors import InputError
+from ligermodels.training import data as datasets
+from ligermodels.training import optimizer as optim
+from ligermodels.training import parallel
+from ligermodels.training.metrics import Metrics
+from ligermodels.training.tokens import END_OF_TEXT_ID, end_of_text, save_tokenizer
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, help="an architecture (new weights), a Hub id or a folder")
+    add("--size", default="tiny", help="preset of the architecture (default: tiny)")
+    add("--data", help=".txt, or .jsonl with a field text (default: the embedded stories, or random tokens)")
+    add("--output", type=Path, help="a new folder for the model (default: runs/<model>, numbered if it exists)")
+    add("--steps", type=int, default=600)
+    add("--batch-size", type=int, default=8, help="rows a rank takes at a time (default: 8)")
+    add("--accumulate", type=int, default=1, help="such batches a step (default: 1)")
+    add("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
+    add("--learning-rate", type=float, help="the peak (default: 1e-5; new weights: 3e-3 at width 192, 1 / width)")
+    add("--warmup", type=int, default=30, help="steps to the peak (default: 30)")
+    add("--weight-decay", type=float, default=0.1, help="of matrices (default: 0.1)")
+    add("--clip", type=float, default=1.0, help="largest gradient norm (default: 1.0)")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--recompute", choices=["none", "full"], default="none", help="full: keep only each block's input for backward")
+    add("--seed", type=int, default=0)
+    add("--eval-every", type=int, default=200, help="steps between validations (default: 200)")
+    add("--no-export", action="store_true", help="write no model")
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace, world: parallel.World) -> None:
+    output = args.output or unused_folder(Path("runs") / Path(args.model).name)
+    if output.exists() and not args.no_export:
+        raise InputError(f"{output}: exists already; give another --output")
+
+    # The model: an architecture without weights yet, or a checkpoint.
+    dtype = getattr(torch, args.dtype)
+    stored = dtype if world.size == 1 else torch.float32
+    is_new = args.model in ligermodels.list_architectures()
+    if is_new:
+        model = ligermodels.create(args.model, size=args.size, dtype=stored, device="meta")
+    else:
+        model = ligermodels.load(args.model, dtype=stored, device=world.device if world.size == 1 else "cpu")
+
+    # Data: the file asked for; else the stories, if the vocabulary is theirs; else random tokens.
+    vocab_size = model.config.vocab_size
+    if args.data and is_new:
+        data = datasets.text_file(args.data, None, END_OF_TEXT_ID, vocab_size, args.sequence_length)
+    elif args.data:
+        tokenizer = ligermodels.load_tokenizer(args.model).tokenizer
+        end = end_of_text(model.generation_config | dict(model.config.raw), args.model)
+        data = datasets.text_file(args.data, tokenizer, end, vocab_size, args.sequence_length)
+    elif vocab_size == datasets.CORPUS_VOCABULARY:
+        data = datasets.corpus(args.sequence_length)
+    else:
+        data = datasets.synthetic(vocab_size, args.sequence_length)
+
+    # Recompute, shard, and give new weights their memory and values.
+    if args.recompute == "full":
+        parallel.recompute_blocks(model)
+    parallel.shard(model, world, dtype)
+    if is_new:
+        model.to_empty(device=world.device)
+        model.initialize(args.seed)
+    model.train()
+
+    optimizer = optim.adamw(model, args.weight_decay)
+    peak = args.learning_rate or (optim.default_learning_rate(model.config.hidden_size) if is_new else 1e-5)
+    tokens_per_step = args.accumulate * world.size * args.batch_size * args.sequence_length
+    log = Path(f"{output}.metrics.jsonl")
+    with Metrics(log, args.steps, tokens_per_step, world.device, enabled=world.is_first) as metrics:
+        metrics.say(
+            f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters; {data.description}: "
+            f"{len(data.training):,} rows; {tokens_per_step:,} tokens a step = {args.accumulate} batches of "
+            f"{args.batch_size} x {args.sequence_length} on {world.size} x {world.device.type}"
+        )
+        for step in range(args.steps):
+            # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
+            batches = datasets.micro_batches(data.training, args.seed, step, args.accumulate, args.batch_size, world)
+            count = parallel.total(torch.stack([datasets.supervised(labels) for _, labels in batches]).sum())
+            loss = torch.zeros((), device=world.device)
+            for number, (input_ids, labels) in enumerate(batches, 1):
+                parallel.reduce_gradients(model, now=number == args.accumulate)
+                share = model(input_ids, labels, num_items_in_batch=count.clamp_min(1)).loss
+                share.backward()
+                loss += share.detach()
+
+            # One wait for the device a step; nothing is updated from a loss or gradient that is not finite.
+            norm = parallel.clip_gradients(model, args.clip)
+            loss, norm = torch.stack([parallel.total(loss), norm.float()]).tolist()
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                raise InputError(f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update")
+            learning_rate = optim.cosine(step, args.steps, args.warmup, peak)
+            optim.set_learning_rate(optimizer, learning_rate)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            metrics.step(step, loss, norm, learning_rate)
+            if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
+                metrics.validation(step + 1, validate(model, data.validation, args.batch_size, world), data.floor)
+
+    if data.prompt and data.new_tokenizer:
+        continuation = sample(model, data.new_tokenizer, data.prompt)
+        metrics.say(f"\nAn unseen story, to be continued from its sum on:\n{data.prompt} |{continuation}\n")
+    metrics.say(metrics.summary())
+    if args.no_export:
+        return
+    ligermodels.export(model.to(dtype), output)
+    if world.is_first and data.new_tokenizer:
+        save_tokenizer(data.new_tokenizer, output)
+    metrics.say(f"Saved {output}. To generate from it, and to train the same on two devices:")
+    metrics.say(f'  ligermodels generate {shlex.quote(str(output))} --prompt "Once upon a time"')
+    metrics.say(f"  torchrun --nproc-per-node 2 train.py {shlex.join(sys.argv[1:])}")
+
+
+def unused_folder(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3, … that does not exist."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([path], numbered) if not folder.exists())
+
+
+@torch.no_grad()
+def validate(model: torch.nn.Module, rows: datasets.Rows, batch_size: int, world: parallel.World) -> float:
+    """Nats per predicted token, over all rows and ranks."""
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for input_ids, labels in datasets.validation_batches(rows, batch_size, world):
+        totals[0] += model(input_ids, labels, num_items_in_batch=1).loss
+        totals[1] += datasets.supervised(labels)
+    loss, count = parallel.total(totals).tolist()
+    return loss / count
+
+
+def sample(model: torch.nn.Module, tokenizer: Tokenizer, prompt: str) -> str:
+    """The likeliest continuation of the prompt."""
+    prompt_ids = tokenizer.encode(prompt).ids
+    new = ligermodels.generate(model, [prompt_ids], max_new_tokens=40, stop_tokens=[END_OF_TEXT_ID])[0]
+    return tokenizer.decode(new)
+
+
+if __name__ == "__main__":
+    args = arguments()
+    try:
+        main(args, parallel.start())
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        print(
+            f"train.py: out of GPU memory with --batch-size {args.batch_size} "
+            f"--sequence-length {args.sequence_length}: "
+            f"lower them (--accumulate makes up for it), or add --dtype bfloat16 or --recompute full. {error}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    finally:
+        parallel.stop()
