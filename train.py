@@ -21,11 +21,13 @@ from tokenizers import Tokenizer
 
 import ligermodels
 from ligermodels.errors import InputError
+from ligermodels.hub import resolve
 from ligermodels.training import data as datasets
 from ligermodels.training import optimizer as optim
 from ligermodels.training import parallel
 from ligermodels.training.metrics import Metrics
-from ligermodels.training.tokens import END_OF_TEXT_ID, end_of_text, save_tokenizer
+from ligermodels.training.tokens import END_OF_TEXT_ID, save_tokenizer
+from ligermodels.weights.loading import load_weights
 
 
 def arguments() -> argparse.Namespace:
@@ -35,8 +37,8 @@ def arguments() -> argparse.Namespace:
     add("--size", default="tiny", help="preset of the architecture (default: tiny)")
     add("--data", help=".txt, or .jsonl with a field text (default: the embedded stories, or random tokens)")
     add("--output", type=Path, help="a new folder for the model (default: runs/<model>, numbered if it exists)")
-    add("--steps", type=int, default=600)
-    add("--batch-size", type=int, default=8, help="rows a rank takes at a time (default: 8)")
+    add("--steps", type=int, default=1200, help="(default: 1200)")
+    add("--batch-size", type=int, default=4, help="rows a rank takes at a time (default: 4)")
     add("--accumulate", type=int, default=1, help="such batches a step (default: 1)")
     add("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
     add("--learning-rate", type=float, help="the peak (default: 1e-5; new weights: 3e-3 at width 192, 1 / width)")
@@ -46,7 +48,7 @@ def arguments() -> argparse.Namespace:
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--recompute", choices=["none", "full"], default="none", help="full: keep only each block's input for backward")
     add("--seed", type=int, default=0)
-    add("--eval-every", type=int, default=200, help="steps between validations (default: 200)")
+    add("--eval-every", type=int, default=300, help="steps between validations (default: 300)")
     add("--no-export", action="store_true", help="write no model")
     return parser.parse_args()
 
@@ -56,39 +58,37 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
     if output.exists() and not args.no_export:
         raise InputError(f"{output}: exists already; give another --output")
 
-    # The model: an architecture without weights yet, or a checkpoint.
+    # The model, without its weights yet.
     dtype = getattr(torch, args.dtype)
     stored = dtype if world.size == 1 else torch.float32
-    is_new = args.model in ligermodels.list_architectures()
-    if is_new:
-        model = ligermodels.create(args.model, size=args.size, dtype=stored, device="meta")
-    else:
-        model = ligermodels.load(args.model, dtype=stored, device=world.device if world.size == 1 else "cpu")
+    folder = None if args.model in ligermodels.list_architectures() else resolve(args.model)
+    size = args.size if folder is None else None
+    model = ligermodels.create(folder or args.model, size=size, dtype=stored, device="meta")
 
     # Data: the file asked for; else the stories, if the vocabulary is theirs; else random tokens.
     vocab_size = model.config.vocab_size
-    if args.data and is_new:
-        data = datasets.text_file(args.data, None, END_OF_TEXT_ID, vocab_size, args.sequence_length)
-    elif args.data:
-        tokenizer = ligermodels.load_tokenizer(args.model).tokenizer
-        end = end_of_text(model.generation_config | dict(model.config.raw), args.model)
-        data = datasets.text_file(args.data, tokenizer, end, vocab_size, args.sequence_length)
+    if args.data:
+        data = datasets.text_file(args.data, folder, vocab_size, args.sequence_length)
     elif vocab_size == datasets.CORPUS_VOCABULARY:
         data = datasets.corpus(args.sequence_length)
     else:
         data = datasets.synthetic(vocab_size, args.sequence_length)
 
-    # Recompute, shard, and give new weights their memory and values.
+    # Recompute, shard, then give each rank's share of the weights its memory and its values.
     if args.recompute == "full":
-        parallel.recompute_blocks(model)
+        for block in model.model.layers:
+            block.recompute_in_backward()
     parallel.shard(model, world, dtype)
-    if is_new:
-        model.to_empty(device=world.device)
+    model.to_empty(device=world.device)
+    if folder is None:
         model.initialize(args.seed)
+    else:
+        load_weights(model, folder)
+        model.source = folder
     model.train()
 
     optimizer = optim.adamw(model, args.weight_decay)
-    peak = args.learning_rate or (optim.default_learning_rate(model.config.hidden_size) if is_new else 1e-5)
+    peak = args.learning_rate or (1e-5 if folder else optim.default_learning_rate(model.config.hidden_size))
     tokens_per_step = args.accumulate * world.size * args.batch_size * args.sequence_length
     log = Path(f"{output}.metrics.jsonl")
     with Metrics(log, args.steps, tokens_per_step, world.device, enabled=world.is_first) as metrics:
@@ -123,17 +123,17 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
                 metrics.validation(step + 1, validate(model, data.validation, args.batch_size, world), data.floor)
 
     if data.prompt and data.new_tokenizer:
-        continuation = sample(model, data.new_tokenizer, data.prompt)
+        continuation = sample(model.eval(), data.new_tokenizer, data.prompt)
         metrics.say(f"\nAn unseen story, to be continued from its sum on:\n{data.prompt} |{continuation}\n")
     metrics.say(metrics.summary())
-    if args.no_export:
-        return
-    ligermodels.export(model.to(dtype), output)
-    if world.is_first and data.new_tokenizer:
-        save_tokenizer(data.new_tokenizer, output)
-    metrics.say(f"Saved {output}. To generate from it, and to train the same on two devices:")
-    metrics.say(f'  ligermodels generate {shlex.quote(str(output))} --prompt "Once upon a time"')
-    metrics.say(f"  torchrun --nproc-per-node 2 train.py {shlex.join(sys.argv[1:])}")
+    if not args.no_export:
+        ligermodels.export(model.to(dtype), output)
+        if world.is_first and data.new_tokenizer:
+            save_tokenizer(data.new_tokenizer, output)
+        metrics.say(f"Saved {output}. To generate from it, and to train the same on two devices:")
+        metrics.say(f'  ligermodels generate {shlex.quote(str(output))} --prompt "Once upon a time"')
+        metrics.say(f"  torchrun --nproc-per-node 2 train.py {shlex.join(sys.argv[1:])}")
+    parallel.wait_for_all()
 
 
 def unused_folder(path: Path) -> Path:
@@ -145,10 +145,12 @@ def unused_folder(path: Path) -> Path:
 @torch.no_grad()
 def validate(model: torch.nn.Module, rows: datasets.Rows, batch_size: int, world: parallel.World) -> float:
     """Nats per predicted token, over all rows and ranks."""
+    model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for input_ids, labels in datasets.validation_batches(rows, batch_size, world):
         totals[0] += model(input_ids, labels, num_items_in_batch=1).loss
         totals[1] += datasets.supervised(labels)
+    model.train()
     loss, count = parallel.total(totals).tolist()
     return loss / count
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.training.corpus import stories
 from ligermodels.training.parallel import World
-from ligermodels.training.tokens import END_OF_TEXT_ID, train_tokenizer
+from ligermodels.training.tokens import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 IGNORED = -100
 CORPUS_VOCABULARY = 1024
@@ -76,16 +76,14 @@ def corpus(length: int) -> Data:
     return Data("the embedded stories", training, validation, tokenizer, floor, prompt)
 
 
-def text_file(path: str, tokenizer: Tokenizer | None, end: int, vocab_size: int, length: int) -> Data:
+def text_file(path: str, folder: Path | None, vocab_size: int, length: int) -> Data:
     """A .txt file (one document) or .jsonl file (one a line, in its field text); every hundredth row is for validation.
 
-    tokenizer: the model's, with its end-of-text token; None trains one of `vocab_size` entries on the file.
+    folder: the model's, whose tokenizer is used; None trains one of `vocab_size` entries on the file.
     Raises InputError naming file and line.
     """
     texts = list(read_documents(Path(path)))
-    new_tokenizer = None
-    if tokenizer is None:
-        tokenizer, end = new_tokenizer, _ = train_tokenizer(texts, vocab_size), END_OF_TEXT_ID
+    tokenizer, end = load_tokenizer(folder) if folder else (train_tokenizer(texts, vocab_size), END_OF_TEXT_ID)
     rows = pack(encode(tokenizer, texts, end), length, end)
     if len(rows) < 2:
         raise InputError(f"{path}: fills {len(rows)} row of {length} tokens; 2 are needed: lower --sequence-length")
@@ -97,7 +95,7 @@ def text_file(path: str, tokenizer: Tokenizer | None, end: int, vocab_size: int,
     order = permutation(len(rows), 0, 0)
     held_out = max(1, len(rows) // 100)
     validation, training = (Rows(rows.input_ids[i], rows.labels[i]) for i in (order[:held_out], order[held_out:]))
-    return Data(path, training, validation, new_tokenizer)
+    return Data(path, training, validation, None if folder else tokenizer)
 
 
 def synthetic(vocab_size: int, length: int) -> Data:

@@ -6,7 +6,6 @@ AdamW states in the run's dtype. The loss is divided by the global token count b
 over ranks, never averaged. Knows of a model that its blocks are `model.model.layers` and the rest is the root's.
 """
 
-import functools
 import os
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 
@@ -54,18 +52,18 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+def wait_for_all() -> None:
+    """At the end of a run: a rank that leaves early closes connections that others may still be using."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def total(x: Tensor) -> Tensor:
     """The sum of `x` over all ranks, on all ranks; a new tensor."""
     x = x.clone()
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
-
-
-def recompute_blocks(model: nn.Module) -> None:
-    """Keeps only each block's input for backward. Call before `shard`, whose hooks go around the recomputation."""
-    for block in blocks(model):
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:

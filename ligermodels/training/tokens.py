@@ -5,13 +5,14 @@ its first word, too, is predicted from something, and generation starts as train
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ligermodels.errors import InputError
+from ligermodels.tokenizer import Tokenizer as FolderTokenizer
+from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 0
 
@@ -43,11 +44,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generate, indent=2) + "\n")
 
 
-def end_of_text(config: Mapping[str, Any], name: str) -> int:
-    """The eos_token_id of a model's config, the first where there are several. name: the model's, for the error."""
-    end = config.get("eos_token_id")
+def load_tokenizer(folder: Path) -> tuple[Tokenizer, int]:
+    """The tokenizer of a model folder, and its end-of-text token: config.json's, the first where there are several."""
+    end = (read_generation_config(folder) | read_config(folder)).get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]
     if not isinstance(end, int):
-        raise InputError(f"{name}: config.json: eos_token_id is {end!r}; it must name the token that ends a document")
-    return end
+        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is {end!r}; it must be the token that ends a document")
+    return FolderTokenizer.from_folder(folder).tokenizer, end

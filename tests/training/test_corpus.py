@@ -93,7 +93,7 @@ def test_no_value_of_a_slot_begins_another():
 def test_stories_are_the_same_for_a_seed_and_their_sums_are_right():
     first, again, other = (list(stories(seed, 200)) for seed in (5, 5, 6))
     assert first == again != other
-    assert first[0][0].startswith("There is a legend about Tilda, the brave walrus who filled the royal kitchen")
+    assert first[0][0].startswith("There is a legend about Tilda, the brave walrus who filled the post office")
     for text, _ in first:
         a, sign, b, c = re.search(r"(\d+) ([+-]) (\d+) = (\d+)", text).groups()
         assert int(a) + int(sign + b) == int(c) <= 40

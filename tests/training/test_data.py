@@ -10,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.training import data
 from ligermodels.training.corpus import stories
 from ligermodels.training.parallel import World
-from ligermodels.training.tokens import END_OF_TEXT, end_of_text, save_tokenizer, train_tokenizer
+from ligermodels.training.tokens import END_OF_TEXT, load_tokenizer, save_tokenizer, train_tokenizer
 
 CPU = torch.device("cpu")
 IGNORED = data.IGNORED
@@ -73,12 +73,12 @@ def test_the_floor_is_the_nats_of_the_validation_stories_over_their_predicted_to
     monkeypatch.setattr(data, "VALIDATION_STORIES", 30)
     corpus = data.corpus(128)
     unseen = list(stories(1, 30))
-    tokens = sum(len(corpus.tokenizer.encode(text, add_special_tokens=False).ids) + 1 for text, _ in unseen)
+    tokens = sum(len(corpus.new_tokenizer.encode(text, add_special_tokens=False).ids) + 1 for text, _ in unseen)
     assert corpus.floor == pytest.approx(sum(nats for _, nats in unseen) / tokens, rel=1e-12)
     assert 0.45 < corpus.floor < 0.8
     assert not {text for text, _ in unseen} & {text for text, _ in stories(0, 300)}
     again = data.corpus(128)
-    assert corpus.tokenizer.to_str() == again.tokenizer.to_str()
+    assert corpus.new_tokenizer.to_str() == again.new_tokenizer.to_str()
     assert torch.equal(corpus.training.input_ids, again.training.input_ids)
 
 
@@ -106,29 +106,31 @@ def write(path, *lines):
 def test_a_bad_line_is_named(tmp_path, line, complaint):
     path = write(tmp_path / "d.jsonl", b'{"text": "fine"}', line)
     with pytest.raises(InputError, match=rf"d\.jsonl{complaint}"):
-        data.text_file(path, None, 0, 300, 16)
+        data.text_file(path, None, 300, 16)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"short"])
 def test_a_file_without_two_rows_of_text_is_refused(tmp_path, content):
     path = write(tmp_path / "d.txt", content)
     with pytest.raises(InputError, match=r"d\.txt"):
-        data.text_file(path, None, 0, 300, 16)
+        data.text_file(path, None, 300, 16)
     with pytest.raises(InputError, match=r"missing\.txt"):
-        data.text_file(str(tmp_path / "missing.txt"), None, 0, 300, 16)
+        data.text_file(str(tmp_path / "missing.txt"), None, 300, 16)
 
 
-def test_a_file_is_tokenised_by_the_tokenizer_given_or_by_a_new_one(tmp_path):
+def test_a_file_is_tokenised_by_the_models_tokenizer_or_by_a_new_one(tmp_path):
     texts = [text for text, _ in stories(1, 30)]
     path = write(tmp_path / "d.jsonl", *[json.dumps({"text": text}).encode() for text in texts])
     given = train_tokenizer([text for text, _ in stories(0, 50)], 300)
-    read = data.text_file(path, given, 7, 300, 512)
+    save_tokenizer(given, tmp_path)
+    write(tmp_path / "config.json", b'{"eos_token_id": [7, 8]}')
+    read = data.text_file(path, tmp_path, 300, 512)
     assert read.new_tokenizer is None
     rows = torch.cat([read.training.input_ids, read.validation.input_ids])
     assert all([*given.encode(text).ids, 7] in windows(rows, len(given.encode(text).ids) + 1) for text in texts[:3])
     with pytest.raises(InputError, match=r"d\.jsonl: token id \d+ .* vocabulary of 200"):
-        data.text_file(path, given, 7, 200, 64)
-    assert data.text_file(path, None, 0, 300, 64).new_tokenizer.to_str() == train_tokenizer(texts, 300).to_str()
+        data.text_file(path, tmp_path, 200, 64)
+    assert data.text_file(path, None, 300, 64).new_tokenizer.to_str() == train_tokenizer(texts, 300).to_str()
 
 
 def windows(rows, length):
@@ -143,8 +145,19 @@ def test_a_trained_tokenizer_is_saved_with_its_end_of_text(tmp_path):
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 0
 
 
-def test_the_end_of_text_of_a_model_is_its_configs():
-    assert end_of_text({"eos_token_id": 5}, "m") == 5
-    assert end_of_text({"eos_token_id": [6, 7]}, "m") == 6
-    with pytest.raises(InputError, match=r"m: config\.json: eos_token_id is None"):
-        end_of_text({}, "m")
+def test_the_end_of_text_is_config_jsons_then_generation_config_jsons_and_else_an_error(tmp_path):
+    save_tokenizer(train_tokenizer(["a b c"], 300), tmp_path)
+    write(tmp_path / "config.json", b'{"eos_token_id": 5}')
+    assert load_tokenizer(tmp_path)[1] == 5
+    write(tmp_path / "config.json", b"{}")
+    assert load_tokenizer(tmp_path)[1] == 0
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(InputError, match=r"config\.json: eos_token_id is None"):
+        load_tokenizer(tmp_path)
+
+
+def test_random_tokens_stay_within_the_vocabulary():
+    random = data.synthetic(vocab_size=50, length=32)
+    assert (int(random.training.input_ids.min()), int(random.training.input_ids.max())) == (0, 49)
+    assert random.floor == pytest.approx(3.912, abs=1e-3)
+    assert random.new_tokenizer is None

@@ -26,7 +26,8 @@ def train(model, accumulate=1, batch_size=4, steps=4, recompute=False):
     world = parallel.start()
     model = ligermodels.create(model, dtype=torch.float32, device="meta")
     if recompute:
-        parallel.recompute_blocks(model)
+        for block in model.model.layers:
+            block.recompute_in_backward()
     parallel.shard(model, world, torch.float32)
     model.to_empty(device=world.device)
     model.initialize(1)
@@ -59,4 +60,5 @@ if __name__ == "__main__":
     result = train(**json.loads(sys.argv[2]))
     if result["is_first"]:
         torch.save(result, sys.argv[1])
+    parallel.wait_for_all()
     parallel.stop()
