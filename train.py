@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.hub import resolve
+from ligermodels.layers.decoder import CausalLM
 from ligermodels.training import data as datasets
 from ligermodels.training import optimizer as optim
 from ligermodels.training import parallel
@@ -76,8 +77,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
     # Recompute, shard, then give each rank's share of the weights its memory and its values.
     if args.recompute == "full":
-        for block in model.model.layers:
-            block.recompute_in_backward()
+        model.recompute_in_backward()
     parallel.shard(model, world, dtype)
     model.to_empty(device=world.device)
     if folder is None:
@@ -143,7 +143,7 @@ def unused_folder(path: Path) -> Path:
 
 
 @torch.no_grad()
-def validate(model: torch.nn.Module, rows: datasets.Rows, batch_size: int, world: parallel.World) -> float:
+def validate(model: CausalLM, rows: datasets.Rows, batch_size: int, world: parallel.World) -> float:
     """Nats per predicted token, over all rows and ranks."""
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -155,7 +155,7 @@ def validate(model: torch.nn.Module, rows: datasets.Rows, batch_size: int, world
     return loss / count
 
 
-def sample(model: torch.nn.Module, tokenizer: Tokenizer, prompt: str) -> str:
+def sample(model: CausalLM, tokenizer: Tokenizer, prompt: str) -> str:
     """The likeliest continuation of the prompt."""
     prompt_ids = tokenizer.encode(prompt).ids
     new = ligermodels.generate(model, [prompt_ids], max_new_tokens=40, stop_tokens=[END_OF_TEXT_ID])[0]

@@ -57,8 +57,7 @@ def ligermodels(raw, recompute):
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
     if recompute:
-        for block in model.model.layers:
-            block.recompute_in_backward()
+        model.recompute_in_backward()
     return model
 
 

@@ -47,9 +47,10 @@ class Attention(nn.Module):
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
         q, k, v = rope_(qkv, positions.cos, positions.sin, self.num_heads, self.num_key_value_heads)
         if cache is None:
-            documents = {"cu_seqlens": positions.cu_seqlens, "max_seqlen": positions.max_seqlen}
-            dropout = self.dropout if self.training else 0.0
-            out = attention(q, k, v, scale=self.scale, window=self.window, dropout=dropout, **documents)
+            out = attention(
+                q, k, v, scale=self.scale, window=self.window, dropout=self.dropout if self.training else 0.0,
+                cu_seqlens=positions.cu_seqlens, max_seqlen=positions.max_seqlen,
+            )  # fmt: skip
         else:
             k, v = cache.update(k, v, positions.position_ids)
             out = attention(q, k, v, scale=self.scale, window=self.window, position_ids=positions.position_ids)

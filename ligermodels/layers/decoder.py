@@ -6,7 +6,7 @@ know any architecture; each one subclasses `CausalLM` and says in `layer` what i
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.kernels.attention import document_of
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Attention, Positions
-from ligermodels.layers.config import Config
+from ligermodels.layers.config import Config as AnyConfig
 from ligermodels.layers.kv_cache import KVCache, LayerCache
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
@@ -34,7 +34,7 @@ class CausalLMOutput(NamedTuple):
 class DecoderLayer(nn.Module):
     """Pre-norm block: x = x + attention(norm(x)); x = x + mlp(norm(x))."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP) -> None:
+    def __init__(self, config: AnyConfig, attention: Attention, mlp: GatedMLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention
@@ -67,7 +67,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, final norm: token ids [B, T] -> hidden states [B, T, H]."""
 
-    def __init__(self, config: Config, layers: list[DecoderLayer]) -> None:
+    def __init__(self, config: AnyConfig, layers: list[DecoderLayer]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.layers = nn.ModuleList(layers)
@@ -108,11 +108,11 @@ def default_positions(input_ids: Tensor, cu_seqlens: Tensor | None, cache: KVCac
 class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
-    Config: ClassVar[type[Config]]
+    Config: ClassVar[type[AnyConfig]]
     hub_class: ClassVar[str]  # the reference implementation's name, for config.json's `architectures`
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets by name, each the content of a config.json
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: AnyConfig) -> None:
         super().__init__()
         self.config = config
         self.source: Path | None = None  # the folder the model was loaded from
@@ -173,6 +173,11 @@ class CausalLM(nn.Module, ABC):
         if num_items_in_batch is None:
             return linear_cross_entropy(hidden, self.lm_head.weight, targets)
         return linear_cross_entropy(hidden, self.lm_head.weight, targets, reduction="sum") / num_items_in_batch
+
+    def recompute_in_backward(self) -> None:
+        """Keeps only each block's inputs for backward, and computes the block again there."""
+        for block in self.model.layers:
+            cast(DecoderLayer, block).recompute_in_backward()
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

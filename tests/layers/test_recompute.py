@@ -13,8 +13,7 @@ def step(recompute):
     """Gradients of one step, and the FLOPs of its matrix products."""
     model = ligermodels.create(LLAMA, device=DEVICE)
     if recompute:
-        for block in model.model.layers:
-            block.recompute_in_backward()
+        model.recompute_in_backward()
     ids = torch.randint(3, 99, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).loss.backward()
