@@ -1,0 +1,23 @@
+import pytest
+import torch
+
+import ligermodels
+from tests.cases import CASES
+from tests.conftest import DEVICE
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding"])
+def test_a_whole_training_step_compiles_as_one_graph_with_equal_gradients(name):
+    model = ligermodels.create(CASES[name], device=DEVICE)
+    ids = torch.randint(3, 99, (2, 16), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def loss(ids):
+        return model(ids, ids).loss
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    parameters = list(model.parameters())
+    expected, got = (torch.autograd.grad(f(ids), parameters) for f in (loss, compiled))
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
