@@ -4,6 +4,7 @@ Usage: worker.py OUTPUT.pt JSON, where JSON gives model (a config), accumulate, 
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -61,4 +62,4 @@ if __name__ == "__main__":
     if result["is_first"]:
         torch.save(result, sys.argv[1])
     parallel.wait_for_all()
-    parallel.stop()
+    os._exit(0)  # gloo's threads outlive destroy_process_group and at times abort the interpreter's own exit
