@@ -29,16 +29,16 @@ def hub_tensors(model):
     return {piece.tensor: parameters[piece.parameter].detach()[piece.index] for piece in pieces}
 
 
-def check_parity(name, folder):
+def check_parity(name, folder, device=DEVICE):
     """Logits, loss and the change of every weight in one SGD step, in fp32."""
     raw = CASES[name]
     reference = save_reference(raw, folder)
-    model = ligermodels.load(folder, device=DEVICE)
+    model = ligermodels.load(folder, device=device)
     input_ids = tokens(raw)
     labels = labels_of(input_ids)
     oracle = results(copy.deepcopy(reference).double(), input_ids, labels)
     theirs = results(reference, input_ids, labels)
-    ours = results(model, input_ids.to(DEVICE), labels.to(DEVICE))
+    ours = results(model, input_ids.to(device), labels.to(device))
     assert set(oracle) - set(ours) <= {"lm_head.weight"}
     for what, value in ours.items():
         error, allowed = relative_error(value, oracle[what]), relative_error(theirs[what], oracle[what])

@@ -5,6 +5,7 @@ import pytest
 from tests.sabotage import Sabotage
 from tests.test_parity import check_parity
 
+CPU = "cpu"  # where the ops are their references, which can be broken in place; kernels have tests of their own
 ATTENTION = "ligermodels.kernels.attention"
 ROPE = "ligermodels.layers.rope"
 DECODER = "ligermodels.layers.decoder"
@@ -83,10 +84,10 @@ def test_a_break_is_noticed(name, tmp_path, monkeypatch):
     sabotage = BREAKS[name]
     sabotage.apply(monkeypatch)
     with pytest.raises(AssertionError):
-        check_parity(sabotage.case, tmp_path)
+        check_parity(sabotage.case, tmp_path, CPU)
 
 
 @pytest.mark.parametrize("case", sorted({sabotage.case for sabotage in BREAKS.values()}))
 def test_the_unbroken_code_passes(case, tmp_path):
     """Without a break the same check is silent, so what the tests above notice is the break."""
-    check_parity(case, tmp_path)
+    check_parity(case, tmp_path, CPU)

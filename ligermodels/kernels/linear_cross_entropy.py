@@ -6,8 +6,9 @@ exists, in the inputs' dtype; its gradient overwrites it, and then
     dhidden = dlogits @ weight        dweight = Σ_chunks dlogitsᵀ @ hidden, summed in fp32
 
 so that the chunk size changes the order of dweight's fp32 sums (a relative 1e-6) and nothing else.
-"mean" and "sum" know the gradient of every row beforehand and take both in the forward: 6 T H V FLOP, backward only
-multiplies by the upstream gradient. "none" keeps the rows' log-sum-exp and recomputes the logits: 8 T H V FLOP.
+"mean" and "sum" take both in the forward, unscaled and in fp32: 6 T H V FLOP; backward only multiplies by the upstream
+gradient and rounds, so that 1 / T never pushes a half precision dlogits among its subnormals. "none" keeps the rows'
+log-sum-exp and recomputes the logits: 8 T H V FLOP.
 """
 
 from collections.abc import Iterator
@@ -82,14 +83,15 @@ def _accumulate_gradients_(
 
 
 def _launch_forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, hidden_grad: bool, weight_grad: bool, *options
+    hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool, *options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     lse = torch.empty_like(loss)
+    unscaled = loss.new_ones(1).expand_as(loss)
     dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
     for piece, logits in _chunks_of_logits(hidden, weight):
         dlogits = logits if hidden_grad or weight_grad else None
-        sweep(logits, targets[piece], loss[piece], lse[piece], scale[piece], dlogits, *options)
+        sweep(logits, targets[piece], loss[piece], lse[piece], unscaled[piece], dlogits, *options)
         _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
     return loss, lse, dhidden, dweight
 
@@ -105,9 +107,9 @@ def _launch_backward(
     return dhidden, dweight
 
 
-def _fake_forward(hidden, weight, targets, scale, hidden_grad, weight_grad, *options):
+def _fake_forward(hidden, weight, targets, hidden_grad, weight_grad, *options):
     loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-    return loss, torch.empty_like(loss), *_fake_backward(hidden, weight, targets, loss, scale, hidden_grad, weight_grad)
+    return loss, torch.empty_like(loss), *_fake_backward(hidden, weight, targets, loss, loss, hidden_grad, weight_grad)
 
 
 def _fake_backward(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options):
@@ -116,7 +118,7 @@ def _fake_backward(hidden, weight, targets, lse, scale, hidden_grad, weight_grad
 
 
 linear_cross_entropy_forward = register(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor scale, bool hidden_grad,"
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, bool hidden_grad,"
     f" bool weight_grad, {OPTIONS}) -> (Tensor loss, Tensor lse, Tensor dhidden, Tensor dweight)",
     _launch_forward,
     _fake_forward,
@@ -130,7 +132,7 @@ linear_cross_entropy_backward = register(
 
 
 @register_flop_formula(torch.ops.ligermodels.linear_cross_entropy)
-def _forward_flops(hidden, weight, targets, scale, hidden_grad, weight_grad, *options, **_) -> int:
+def _forward_flops(hidden, weight, targets, hidden_grad, weight_grad, *options, **_) -> int:
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
 
 
@@ -144,25 +146,24 @@ def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, scale.reshape(1, 1), out=torch.empty_like(gradient, dtype=dtype))
 
 
-class _ReducedLoss(torch.autograd.Function):
-    """Σ scale * loss, with both gradients taken in the forward."""
+class _SummedLoss(torch.autograd.Function):
+    """Σ loss, with both gradients taken in the forward and scaled in the backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, scale, hidden_grad, weight_grad, *options):
+    def forward(ctx, hidden, weight, targets, hidden_grad, weight_grad, *options):
         loss, _, dhidden, dweight = linear_cross_entropy_forward(
-            hidden, weight, targets, scale, hidden_grad, weight_grad, *options
+            hidden, weight, targets, hidden_grad, weight_grad, *options
         )
         ctx.save_for_backward(dhidden, dweight)
         ctx.dtype, ctx.wanted = weight.dtype, (hidden_grad, weight_grad)
-        return (loss * scale).sum()
+        return loss.sum()
 
     @staticmethod
     def backward(ctx, dloss):
-        hidden_grad, weight_grad = ctx.wanted
-        dhidden, dweight = ctx.saved_tensors
+        (dhidden, dweight), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
         dhidden = _scaled(dhidden, dloss, ctx.dtype) if hidden_grad else None
         dweight = _scaled(dweight, dloss, ctx.dtype) if weight_grad else None
-        return dhidden, dweight, *[None] * 9
+        return dhidden, dweight, *[None] * 8
 
 
 class _RowLosses(torch.autograd.Function):
@@ -170,8 +171,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, *options):
-        unscaled = hidden.new_ones((), dtype=torch.float32).expand(targets.shape)
-        loss, lse, _, _ = linear_cross_entropy_forward(hidden, weight, targets, unscaled, False, False, *options)
+        loss, lse, _, _ = linear_cross_entropy_forward(hidden, weight, targets, False, False, *options)
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.options = options
         return loss
@@ -207,11 +207,9 @@ def linear_cross_entropy(
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
     if reduction == "none":
         return _RowLosses.apply(rows, weight, flat, *options).reshape(targets.shape)
-    scale = hidden.new_ones((), dtype=torch.float32)
-    if reduction == "mean":
-        scale = scale / supervised_count(targets, ignore_index)
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    return _ReducedLoss.apply(rows, weight, flat, scale.expand(flat.shape), *wanted, *options)
+    loss = _SummedLoss.apply(rows, weight, flat, *wanted, *options)
+    return loss / supervised_count(targets, ignore_index) if reduction == "mean" else loss
 
 
 def token_log_probs(

@@ -8,6 +8,12 @@ from tests.kernels.error_budget import DTYPES, check
 SCALE = 0.3
 
 
+@pytest.fixture(autouse=True)
+def compile_afresh():
+    """Each test compiles FlexAttention anew; together they would reach the limit of versions of one function."""
+    torch._dynamo.reset()
+
+
 def draw(batch=2, queries=37, keys=None, heads=6, kv_heads=2, size=16):
     """q, k, v as views of one packed projection, as the layers have them."""
     packed = torch.randn(batch, keys or queries, heads + 2 * kv_heads, size, dtype=torch.float64, device=DEVICE)
