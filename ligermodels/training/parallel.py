@@ -6,6 +6,7 @@ AdamW states in the run's dtype. The loss is divided by the global token count b
 over ranks, never averaged. Knows of a model that its blocks are `model.model.layers` and the rest is the root's.
 """
 
+import gc
 import os
 from dataclasses import dataclass
 
@@ -48,7 +49,10 @@ def start() -> World:
 
 
 def stop() -> None:
+    """Leaves the process group. A sharded model that is garbage by now holds it still, in cycles, and with it gloo's
+    threads, which must not live to see the interpreter shut down: they abort."""
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -4,7 +4,6 @@ Usage: worker.py OUTPUT.pt JSON, where JSON gives model (a config), accumulate, 
 """
 
 import json
-import os
 import sys
 
 import torch
@@ -27,8 +26,7 @@ def train(model, accumulate=1, batch_size=4, steps=4, recompute=False):
     world = parallel.start()
     model = ligermodels.create(model, dtype=torch.float32, device="meta")
     if recompute:
-        for block in model.model.layers:
-            block.recompute_in_backward()
+        model.recompute_in_backward()
     parallel.shard(model, world, torch.float32)
     model.to_empty(device=world.device)
     model.initialize(1)
@@ -62,4 +60,4 @@ if __name__ == "__main__":
     if result["is_first"]:
         torch.save(result, sys.argv[1])
     parallel.wait_for_all()
-    os._exit(0)  # gloo's threads outlive destroy_process_group and at times abort the interpreter's own exit
+    parallel.stop()
