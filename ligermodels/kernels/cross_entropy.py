@@ -24,15 +24,18 @@ def cross_entropy_reference(
     logits: Tensor, targets: Tensor, *, ignore_index: int = -100, softcap: float | None = None,
     logit_scale: float = 1.0, z_loss: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    logits = widen(logits) * logit_scale
+    logits = widen(logits)
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     kept = targets != ignore_index
-    lse = logits.logsumexp(-1)
-    target_logit = logits.gather(-1, torch.where(kept, targets, 0)[..., None]).squeeze(-1)
-    loss = lse - (1 - label_smoothing) * target_logit + z_loss * lse.square()
+    log_probs = logits.log_softmax(-1)
+    loss = (label_smoothing - 1) * log_probs.gather(-1, torch.where(kept, targets, 0)[..., None]).squeeze(-1)
     if label_smoothing:
-        loss = loss - label_smoothing * logits.mean(-1)
+        loss = loss - label_smoothing * log_probs.mean(-1)
+    if z_loss:
+        loss = loss + z_loss * logits.logsumexp(-1).square()
     return _reduce(torch.where(kept, loss, 0.0), targets, ignore_index, reduction)
 
 
