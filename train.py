@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
     add("--size", default="tiny", help="preset of the architecture (default: tiny)")
     add("--data", help=".txt, or .jsonl with a field text (default: the embedded stories, or random tokens)")
     add("--output", type=Path, help="a new folder for the model (default: runs/<model>, numbered if it exists)")
-    add("--steps", type=int, default=1200, help="(default: 1200)")
+    add("--steps", type=int, default=1400, help="(default: 1400)")
     add("--batch-size", type=int, default=4, help="rows a rank takes at a time (default: 4)")
     add("--accumulate", type=int, default=1, help="such batches a step (default: 1)")
     add("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--recompute", choices=["none", "full"], default="none", help="full: keep only each block's input for backward")
     add("--seed", type=int, default=0)
-    add("--eval-every", type=int, default=300, help="steps between validations (default: 300)")
+    add("--eval-every", type=int, default=350, help="steps between validations (default: 350)")
     add("--no-export", action="store_true", help="write no model")
     return parser.parse_args()
 
