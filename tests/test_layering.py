@@ -12,12 +12,11 @@ MAY_IMPORT = {
     "kernels": set(),
     "weights": {"errors"},
     "layers": {"errors", "kernels"},
-    "losses": {"errors", "kernels"},
     "architectures": {"layers", "weights"},
     "tokenizer": {"errors"},
     "hub": {"errors", "architectures", "layers", "weights", "tokenizer"},
     "generate": {"errors", "layers"},
-    "training": {"errors", "kernels", "layers", "losses", "architectures", "weights", "hub", "generate", "tokenizer"},
+    "training": {"errors", "kernels", "layers", "architectures", "weights", "hub", "generate", "tokenizer"},
     "cli": {"errors", "layers", "architectures", "hub", "generate", "tokenizer"},
     "__init__": {"errors", "hub", "generate"},
 }

@@ -28,19 +28,12 @@ def config(model_type, tied):
     }  # fmt: skip
 
 
-def torchrun(tmp_path, ranks, **settings):
+def torchrun(ranks, *command, folder=ROOT):
+    """Runs a script or module under torchrun on the CPU, in `folder`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
-    command = [
-        *launcher,
-        f"--master-port={port}",
-        "-m",
-        "tests.training.worker",
-        str(tmp_path / "r.pt"),
-        json.dumps(settings),
-    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {
         "OMP_NUM_THREADS": "1",
@@ -48,7 +41,12 @@ def torchrun(tmp_path, ranks, **settings):
         "TRITON_INTERPRET": "0",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    command = [*launcher, f"--master-port={port}", *command]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def two_workers(tmp_path, **settings):
+    done = torchrun(2, "-m", "tests.training.worker", str(tmp_path / "r.pt"), json.dumps(settings))
     assert done.returncode == 0, done.stderr[:4000]
     return torch.load(tmp_path / "r.pt")
 
@@ -74,7 +72,7 @@ def test_two_ranks_train_as_one_process_does(model_type, tied, tmp_path, on_cpu)
     model = config(model_type, tied)
     alone = train(model, batch_size=4)
     assert alone["losses"][-1] < alone["losses"][0]
-    assert_same_run(torchrun(tmp_path, 2, model=model, batch_size=1, accumulate=2, recompute=tied), alone)
+    assert_same_run(two_workers(tmp_path, model=model, batch_size=1, accumulate=2, recompute=tied), alone)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

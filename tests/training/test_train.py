@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import ligermodels
 from ligermodels.training.corpus import stories
+from tests.training.test_parallel import torchrun
 
 ROOT = Path(__file__).parents[2]
 FEW = ["--steps", "3", "--eval-every", "2", "--batch-size", "2", "--sequence-length", "64"]
@@ -67,3 +70,50 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update_and_exports_n
     assert done.returncode == 2
     assert "stopped before the update" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "runs/llama").exists()
+
+
+def losses(path):
+    return [record["loss"] for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
+
+
+def test_two_ranks_load_train_and_export_as_one_process_does(tmp_path):
+    """From a checkpoint's slices into the shards, and from the shards to a checkpoint."""
+    ligermodels.export(ligermodels.create("llama", size="tiny", seed=5), tmp_path / "start")
+    (tmp_path / "own.txt").write_text("".join(text for text, _ in stories(3, 60)))
+    assert train(tmp_path, "--model", "llama", *FEW, "--output", "first").returncode == 0
+    for file in ("tokenizer.json", "config.json"):
+        (tmp_path / "start" / file).write_bytes((tmp_path / "first" / file).read_bytes())
+    config = json.loads((tmp_path / "start" / "config.json").read_text()) | {"eos_token_id": 0}
+    (tmp_path / "start" / "config.json").write_text(json.dumps(config))
+
+    few = [
+        "--model",
+        "start",
+        "--data",
+        "own.txt",
+        "--steps",
+        "3",
+        "--sequence-length",
+        "64",
+        "--learning-rate",
+        "1e-3",
+    ]
+    alone = train(tmp_path, *few, "--batch-size", "4", "--output", "one")
+    together = torchrun(2, str(ROOT / "train.py"), *few, "--batch-size", "2", "--output", "two", folder=tmp_path)
+    assert alone.returncode == together.returncode == 0, alone.stderr + together.stderr
+    one, two = losses(tmp_path / "one.metrics.jsonl"), losses(tmp_path / "two.metrics.jsonl")
+    torch.testing.assert_close(one, two, rtol=2e-6, atol=0)
+    for a, b in zip(*(ligermodels.load(tmp_path / name).parameters() for name in ("one", "two")), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert (tmp_path / "one/config.json").read_bytes() == (tmp_path / "two/config.json").read_bytes()
+
+
+def test_weights_that_do_not_fit_end_the_run_with_one_line_and_nothing_written(tmp_path):
+    ligermodels.export(ligermodels.create("llama", size="tiny"), tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    before = sorted(tmp_path.rglob("*"))
+    done = train(tmp_path, "--model", "model", *FEW)
+    assert done.returncode == 2
+    assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1 and "model.safetensors" in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
