@@ -6,9 +6,8 @@ exists, in the inputs' dtype; its gradient overwrites it, and then
     dhidden = dlogits @ weight        dweight = Σ_chunks dlogitsᵀ @ hidden, summed in fp32
 
 so that the chunk size changes the order of dweight's fp32 sums (a relative 1e-6) and nothing else.
-"mean" and "sum" take both in the forward, unscaled and in fp32: 6 T H V FLOP; backward only multiplies by the upstream
-gradient and rounds, so that 1 / T never pushes a half precision dlogits among its subnormals. "none" keeps the rows'
-log-sum-exp and recomputes the logits: 8 T H V FLOP.
+"mean" and "sum" take both in the forward, in fp32: 6 T H V FLOP; backward only multiplies by the upstream gradient and
+rounds. "none" keeps the rows' log-sum-exp and recomputes the logits: 8 T H V FLOP.
 """
 
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from ligermodels.kernels.cross_entropy import (
 )
 from ligermodels.kernels.op import register, runs_kernels
 
+GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
 LOGITS_BYTES = 2**30
 FEWEST_ROWS, MOST_ROWS = 1024, 8192  # below, adding to dweight in fp32 costs more than the matrix products
 ALIGNMENT = 128  # rows of a chunk, and the elements from one row of logits to the next: tiles of a matrix product
@@ -87,11 +87,11 @@ def _launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     lse = torch.empty_like(loss)
-    unscaled = loss.new_ones(1).expand_as(loss)
+    scale = loss.new_full((1,), GRADIENT_SCALE).expand_as(loss)
     dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
     for piece, logits in _chunks_of_logits(hidden, weight):
         dlogits = logits if hidden_grad or weight_grad else None
-        sweep(logits, targets[piece], loss[piece], lse[piece], unscaled[piece], dlogits, *options)
+        sweep(logits, targets[piece], loss[piece], lse[piece], scale[piece], dlogits, *options)
         _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
     return loss, lse, dhidden, dweight
 
@@ -161,8 +161,9 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         (dhidden, dweight), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
-        dhidden = _scaled(dhidden, dloss, ctx.dtype) if hidden_grad else None
-        dweight = _scaled(dweight, dloss, ctx.dtype) if weight_grad else None
+        scale = dloss / GRADIENT_SCALE
+        dhidden = _scaled(dhidden, scale, ctx.dtype) if hidden_grad else None
+        dweight = _scaled(dweight, scale, ctx.dtype) if weight_grad else None
         return dhidden, dweight, *[None] * 8
 
 
