@@ -10,7 +10,7 @@ from ligermodels.layers.mlp import GatedMLP
 from ligermodels.weights.mapping import Rule, packed_gate_up, packed_qkv
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LlamaConfig(Config):
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -41,7 +41,7 @@ class Llama(CausalLM):
     Config = LlamaConfig
     hub_class = "LlamaForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 192, 512, 4, 6, 2) | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": preset(BASE, 128, 384, 4, 4, 2) | {"vocab_size": 1024, "max_position_embeddings": 512},
         "1b": preset(LLAMA_3_2, 2048, 8192, 16, 32, 8) | {"head_dim": 64},
         "3b": preset(LLAMA_3_2, 3072, 8192, 28, 24, 8) | {"head_dim": 128},
         "8b": preset(LLAMA_3, 4096, 14336, 32, 32, 8) | {"max_position_embeddings": 8192},

@@ -10,7 +10,7 @@ from ligermodels.layers.mlp import GatedMLP
 from ligermodels.weights.mapping import Rule, packed_gate_up, packed_qkv
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Qwen2Config(Config):
     vocab_size: int = 151936
     hidden_size: int = 4096
@@ -41,7 +41,7 @@ class Qwen2(CausalLM):
     Config = Qwen2Config
     hub_class = "Qwen2ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 192, 512, 4, 6, 2) | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": preset(BASE, 128, 384, 4, 4, 2) | {"vocab_size": 1024, "max_position_embeddings": 512},
         "0.5b": preset(QWEN_2_5, 896, 4864, 24, 14, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
         "1.5b": preset(QWEN_2_5, 1536, 8960, 28, 12, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
         "7b": preset(QWEN_2_5, 3584, 18944, 28, 28, 4) | {"vocab_size": 152064},

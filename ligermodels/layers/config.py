@@ -38,8 +38,10 @@ class Rope:
     truncate: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Config:
+    """Not frozen: trainers write fields of their own to a model's config."""
+
     model_type: str
     vocab_size: int
     hidden_size: int

@@ -108,6 +108,7 @@ def default_positions(input_ids: Tensor, cu_seqlens: Tensor | None, cache: KVCac
 class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
+    accepts_loss_kwargs = True  # tells Hugging Face's Trainer to pass num_items_in_batch
     Config: ClassVar[type[AnyConfig]]
     hub_class: ClassVar[str]  # the reference implementation's name, for config.json's `architectures`
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets by name, each the content of a config.json

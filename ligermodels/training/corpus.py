@@ -67,8 +67,8 @@ ENDINGS = (
     "Suddenly a hundred mushrooms sang a lullaby.",
     "{friend} wrote a terrible poem about it, which {hero} pretended to enjoy.",
 )
-ADDENDS = range(1, 21)
-MINUENDS = range(2, 41)
+ADDENDS = range(1, 13)
+MINUENDS = range(2, 25)
 
 SLOTS: dict[str, Callable[["Story"], Any]] = {
     "hero": lambda story: story.choose(NAMES),

@@ -29,8 +29,8 @@ def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
 
 
 def default_learning_rate(hidden_size: int) -> float:
-    """Peak for training from random weights: 3e-3 at the width of the tiny presets, falling as 1 / width."""
-    return 3e-3 * 192 / hidden_size
+    """Peak for training from random weights: 4.5e-3 at the width of the tiny presets, falling as 1 / width."""
+    return 4.5e-3 * 128 / hidden_size
 
 
 def cosine(step: int, steps: int, warmup: int, peak: float) -> float:
