@@ -1,6 +1,6 @@
 """Trains a decoder language model.
 
-    python train.py --model qwen2                 the tiny preset on the embedded stories: two minutes on two cores
+    python train.py --model qwen2                         the tiny preset on the embedded stories, on a CPU in minutes
     python train.py --model llama --size 8b --dtype bfloat16 --steps 10 --no-export          only speed and memory
     torchrun --nproc-per-node 8 train.py --model meta-llama/Meta-Llama-3-8B --data my.jsonl --dtype bfloat16
 

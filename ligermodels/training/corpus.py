@@ -34,7 +34,7 @@ THINGS = (
 LOSSES = (
     "fell into the river", "flew out of the window", "ended up in a goose", "rolled under the bed",
     "sank in the porridge", "turned out to be painted stones", "vanished during breakfast", "went to the mayor",
-    "dissolved in lemonade", "got swapped for a trombone",
+    "dissolved in lemonade", "got swapped for a trombone", "fell asleep on a glacier", "joined the circus",
 )  # fmt: skip
 OPENINGS = (
     "Once upon a time {hero} the {animal} lived in {place} and collected {thing}.",
