@@ -108,17 +108,20 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
                 share.backward()
                 loss += share.detach()
 
-            # One wait for the device a step; nothing is updated from a loss or gradient that is not finite.
-            norm = parallel.clip_gradients(model, args.clip)
-            loss, norm = torch.stack([parallel.total(loss), norm.float()]).tolist()
-            if not math.isfinite(loss) or not math.isfinite(norm):
-                raise InputError(f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update")
+            # Nothing is updated from a loss or gradient that is not finite; the host reads them while the update runs.
+            loss, norm = parallel.total(loss), parallel.gradient_norm(model)
+            read = parallel.read_later(torch.stack([loss, norm]))
             learning_rate = optim.cosine(step, args.steps, args.warmup, peak)
             optim.set_learning_rate(optimizer, learning_rate)
-            optimizer.step()
+            optim.clipped_step(optimizer, loss, norm, args.clip)
             optimizer.zero_grad()
+            loss_value, norm_value = read()
+            if not math.isfinite(loss_value) or not math.isfinite(norm_value):
+                raise InputError(
+                    f"step {step}: loss {loss_value}, gradient norm {norm_value}: stopped before the update"
+                )
 
-            metrics.step(step, loss, norm, learning_rate)
+            metrics.step(step, loss_value, norm_value, learning_rate)
             if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
                 metrics.validation(step + 1, validate(model, data.validation, args.batch_size, world), data.floor)
 

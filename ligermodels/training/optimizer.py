@@ -1,9 +1,10 @@
 """AdamW with weight decay on matrices only, and a cosine schedule with warmup. Must not know the data."""
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 BETAS = (0.9, 0.95)
 FINAL_FRACTION = 0.1
@@ -44,3 +45,14 @@ def cosine(step: int, steps: int, warmup: int, peak: float) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+
+
+def clipped_step(optimizer: Any, loss: Tensor, norm: Tensor, largest: float) -> None:
+    """One update of `adamw`'s optimizer by the gradients scaled to a joint norm of at most `largest`; none if loss or norm is not finite.
+
+    loss, norm: device scalars; nothing waits for them. The fused kernel scales gradients as it reads them, by the
+    protocol of torch's GradScaler, instead of a pass over them beforehand.
+    """
+    optimizer.grad_scale = (norm / largest).clamp_min(1.0)  # divides the gradients
+    optimizer.found_inf = 1.0 - (loss.isfinite() & norm.isfinite()).float()
+    optimizer.step()

@@ -8,6 +8,7 @@ over ranks, never averaged. Knows of a model that its blocks are `model.model.la
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -117,7 +118,22 @@ def reduce_gradients(model: nn.Module, now: bool) -> None:
         model.set_requires_gradient_sync(now)
 
 
-def clip_gradients(model: nn.Module, largest: float) -> Tensor:
-    """Scales all gradients to a joint norm of at most `largest`; returns the norm before that, a device scalar."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The joint norm of all gradients, over all ranks: a device scalar, fp32."""
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+
+
+def read_later(x: Tensor) -> Callable[[], list[float]]:
+    """Starts to copy a device vector to the host; what it returns waits for that copy, not for work queued since."""
+    if not x.is_cuda:
+        return x.tolist
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read

@@ -1,10 +1,11 @@
+import copy
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
-from ligermodels.training.optimizer import adamw, cosine, decay_groups
+from ligermodels.training.optimizer import adamw, clipped_step, cosine, decay_groups, set_learning_rate
 
 
 class Small(nn.Module):
@@ -62,3 +63,43 @@ def test_the_schedule_rises_to_its_peak_and_falls_to_a_tenth():
 @pytest.mark.parametrize("steps, warmup", [(1, 0), (1, 30), (2, 1), (10, 30)])
 def test_the_schedule_is_defined_for_runs_shorter_than_the_warmup(steps, warmup):
     assert all(0 < cosine(step, steps, warmup, 1.0) <= 1.0 for step in range(steps))
+
+
+def gradients(model, scale):
+    for parameter in model.parameters():
+        parameter.grad = scale * torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+        )
+
+
+@pytest.mark.parametrize("scale", [1e-3, 10.0])
+def test_a_clipped_step_is_clipping_and_then_a_step(scale):
+    """Gradients below the largest norm are left as they are, larger ones scaled down to it."""
+    torch.manual_seed(0)
+    ours = Small(tied=False)
+    theirs = copy.deepcopy(ours)
+    for model in (ours, theirs):
+        optimizer = adamw(model, weight_decay=0.1)
+        set_learning_rate(optimizer, 1e-2)
+        for _ in range(3):
+            gradients(model, scale)
+            if model is theirs:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+            else:
+                norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+                clipped_step(optimizer, torch.tensor(1.0), norm, 0.5)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("loss, norm", [(float("nan"), 1.0), (1.0, float("inf")), (1.0, float("nan"))])
+def test_nothing_is_updated_from_a_loss_or_gradient_that_is_not_finite(loss, norm):
+    model = Small(tied=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = adamw(model, weight_decay=0.1)
+    set_learning_rate(optimizer, 1e-2)
+    gradients(model, 1.0)
+    clipped_step(optimizer, torch.tensor(loss), torch.tensor(norm), 1.0)
+    for a, b in zip(model.parameters(), before, strict=True):
+        assert torch.equal(a, b)

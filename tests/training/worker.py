@@ -43,9 +43,10 @@ def train(model, accumulate=1, batch_size=4, steps=4, recompute=False):
             share = model(input_ids, labels, num_items_in_batch=count).loss
             share.backward()
             loss += share.detach()
-        norms.append(float(parallel.clip_gradients(model, 1.0)))
-        losses.append(float(parallel.total(loss)))
-        adamw.step()
+        loss, norm = parallel.total(loss), parallel.gradient_norm(model)
+        optimizer.clipped_step(adamw, loss, norm, 1.0)
+        losses.append(float(loss))
+        norms.append(float(norm))
         adamw.zero_grad()
     weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights, "is_first": world.is_first}
