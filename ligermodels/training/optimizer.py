@@ -48,7 +48,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def clipped_step(optimizer: Any, loss: Tensor, norm: Tensor, largest: float) -> None:
-    """One update of `adamw`'s optimizer by the gradients scaled to a joint norm of at most `largest`; none if loss or norm is not finite.
+    """One update of `adamw`'s optimizer by the gradients scaled to a joint norm of at most `largest`; none if loss or
+    norm is not finite.
 
     loss, norm: device scalars; nothing waits for them. The fused kernel scales gradients as it reads them, by the
     protocol of torch's GradScaler, instead of a pass over them beforehand.
