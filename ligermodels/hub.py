@@ -147,7 +147,8 @@ def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: s
             )
         )
     except Exception as error:  # the Hub's client lets through those of its HTTP library, which differs by version
-        raise HubError(f"{name}: {reason(error, name, revision, token)}") from error
+        architecture = "" if "/" in name else hint(name, ARCHITECTURES)  # a name like these is more likely meant as one
+        raise HubError(f"{name}: {reason(error, name, revision, token)}{architecture}") from error
 
 
 def reason(error: Exception, name: str, revision: str | None, token: str | None) -> str:

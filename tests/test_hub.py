@@ -212,3 +212,12 @@ def test_offline_and_not_cached_through_the_real_client(monkeypatch, tmp_path):
 def test_a_path_that_does_not_exist(name):
     with pytest.raises(HubError, match=f"{name}: is neither a folder nor a Hub name"):
         hub.resolve(name)
+
+
+def test_a_name_without_an_owner_gets_the_nearest_architecture(monkeypatch):
+    download_fails(monkeypatch, of_kind(huggingface_hub.errors.LocalEntryNotFoundError))
+    with pytest.raises(HubError, match="did you mean 'tiny'"):
+        hub.resolve("tony")
+    with pytest.raises(HubError) as refused:
+        hub.resolve("owner/tony")
+    assert "did you mean" not in str(refused.value)
