@@ -16,7 +16,14 @@ from ligermodels.errors import ConfigError
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 MAY_BE_ZERO = ("pad_token_id", "attention_dropout", "initializer_range", "max_window_layers")
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+# The supported scalings of RoPE, and what a file must say for each.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +136,9 @@ def head_dim(hidden_size: int, num_attention_heads: int) -> int:
 
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> Rope:
     """rope_scaling wins over rope_parameters; what the dict lacks is looked up at the top level."""
-    scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"config.json: rope_scaling is {scaling!r}; must be an object or null")
     values: dict[str, Any] = {"rope_theta": default_theta}
     annotations = typing.get_type_hints(Rope)
     for source in (raw, scaling):
@@ -139,6 +148,9 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> Rope:
         raise ConfigError(
             f"config.json: rope type {values['rope_type']!r} is not supported; one of {list(ROPE_TYPES)} is"
         )
+    missing = [key for key in ROPE_TYPES[values["rope_type"]] if key not in values]
+    if missing:
+        raise ConfigError(f"config.json: rope_scaling of type {values['rope_type']!r} lacks {', '.join(missing)}")
     return Rope(**values)
 
 
