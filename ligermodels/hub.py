@@ -80,12 +80,12 @@ def create(
     return model
 
 
-def export(model: Any, folder: str | Path, *, max_shard_size: int = MAX_SHARD_BYTES) -> None:
+def export(model: CausalLM, folder: str | Path, *, max_shard_size: int = MAX_SHARD_BYTES) -> None:
     """Writes a folder that transformers 4 and 5 and vLLM read. Raises CheckpointError where `folder` is in use."""
     export_weights(model, folder, source=model.source, max_shard_size=max_shard_size)
 
 
-def build(raw: dict[str, Any], origin: str | Path, dtype: torch.dtype) -> Any:
+def build(raw: dict[str, Any], origin: str | Path, dtype: torch.dtype) -> CausalLM:
     """The model of a raw configuration on the meta device. origin: names the configuration in errors."""
     model_type = raw.get("model_type")
     if model_type not in list_architectures():

@@ -54,15 +54,15 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
         factor, trained = self.rope.factor, self.max_position_embeddings
         length = (position_ids.max() + 1).clamp_min(trained).float()
         stretch = (factor * length / trained - (factor - 1)) ** (self.head_dim / (self.head_dim - 2))
-        return (self.rope.rope_theta * stretch) ** -exponents(self.head_dim).to(length.device)
+        return (self.rope.rope_theta * stretch) ** -exponents(self.head_dim, length.device)
 
 
 def rotary_embedding(config: Config) -> RotaryEmbedding:
     return DynamicRotaryEmbedding(config) if config.rope.rope_type == "dynamic" else RotaryEmbedding(config)
 
 
-def exponents(head_dim: int) -> Tensor:
-    return torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+def exponents(head_dim: int, device: str | torch.device = "cpu") -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
 
 
 def default(rope: Rope, head_dim: int, max_position_embeddings: int) -> Tensor:
