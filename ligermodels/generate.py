@@ -55,25 +55,27 @@ def stream(
     Shorter prompts are padded on the right: each row writes the cache at its own positions, and what padding leaves
     there lies ahead of the row, unseen, until it is overwritten.
     """
-    weight = model.lm_head.weight
+    device, switch = model.lm_head.weight.device, model.config.rope_switch
     if not all(prompts):
         raise ValueError("generate: a prompt is empty; give each at least one token")
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=weight.device)
     longest = max(len(prompt) for prompt in prompts)
-    padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    padded = torch.zeros(len(prompts), longest + max_new_tokens, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = torch.tensor(prompt)
-    padded = padded.to(weight.device)
-    generator = None if seed is None else torch.Generator(weight.device).manual_seed(seed)
+    history = padded.to(device)
+    last = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
 
-    cache = KVCache(model.config.num_hidden_layers, len(prompts), longest + max_new_tokens, weight.device)
-    if longest > 1:
-        model(padded[:, :-1], cache=cache, logits_to_keep=1)
-    cache.lengths.copy_(lengths - 1)
-    token = padded.gather(1, lengths[:, None] - 1)  # each prompt's last token starts the loop
-    for _ in range(max_new_tokens):
-        logits = model(token, cache=cache).logits[:, -1]
+    cache = KVCache(model.config.num_hidden_layers, len(prompts), history.shape[1], device)
+    for length in range(longest, longest + max_new_tokens):
+        if length in (longest, (switch or -1) + 1):  # at first, and where RoPE's frequencies change for all positions
+            cache.lengths.zero_()
+            model(history[:, :length], cache=cache, logits_to_keep=1)
+            cache.lengths.copy_(last[:, 0])
+        logits = model(history.gather(1, last), cache=cache).logits[:, -1]
         token = sample(logits, temperature, top_k, top_p, generator)[:, None]
+        last = last + 1
+        history.scatter_(1, last, token)
         yield token[:, 0].tolist()
 
 

@@ -1,10 +1,43 @@
 """The families, one file a model_type. This page is the registry: `config.json`'s model_type to the class."""
 
+from ligermodels.architectures.gemma import Gemma
+from ligermodels.architectures.gemma2 import Gemma2
+from ligermodels.architectures.gemma3 import Gemma3, Gemma3Text
+from ligermodels.architectures.glm import Glm
+from ligermodels.architectures.glm4 import Glm4
+from ligermodels.architectures.granite import Granite
+from ligermodels.architectures.granitemoe import GraniteMoe
 from ligermodels.architectures.llama import Llama
+from ligermodels.architectures.mistral import Mistral
+from ligermodels.architectures.mixtral import Mixtral
+from ligermodels.architectures.olmo2 import Olmo2
+from ligermodels.architectures.olmo3 import Olmo3
+from ligermodels.architectures.phi3 import Phi3
 from ligermodels.architectures.qwen2 import Qwen2
+from ligermodels.architectures.qwen2_moe import Qwen2Moe
+from ligermodels.architectures.qwen3 import Qwen3
+from ligermodels.architectures.qwen3_moe import Qwen3Moe
+from ligermodels.architectures.smollm3 import SmolLM3
 from ligermodels.layers.decoder import CausalLM
 
 ARCHITECTURES: dict[str, type[CausalLM]] = {
+    "gemma": Gemma,
+    "gemma2": Gemma2,
+    "gemma3": Gemma3,
+    "gemma3_text": Gemma3Text,
+    "glm": Glm,
+    "glm4": Glm4,
+    "granite": Granite,
+    "granitemoe": GraniteMoe,
     "llama": Llama,
+    "mistral": Mistral,
+    "mixtral": Mixtral,
+    "olmo2": Olmo2,
+    "olmo3": Olmo3,
+    "phi3": Phi3,
     "qwen2": Qwen2,
+    "qwen2_moe": Qwen2Moe,
+    "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
+    "smollm3": SmolLM3,
 }

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.config import Config, preset
-from ligermodels.layers.decoder import CausalLM, DecoderLayer
+from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rule, packed_gate_up, packed_qkv
+from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
@@ -52,5 +53,4 @@ class Llama(CausalLM):
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
 
     def weight_rules(self) -> tuple[Rule, ...]:
-        config = self.config
-        return packed_qkv(config.query_size, config.key_value_size), packed_gate_up(config.intermediate_size)
+        return packed_projections(self.config)

@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.config import Config, preset
-from ligermodels.layers.decoder import CausalLM, DecoderLayer
+from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.config import SlidingConfig, preset
+from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rule, packed_gate_up, packed_qkv
+from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
-class Qwen2Config(Config):
+class Qwen2Config(SlidingConfig):
     vocab_size: int = 151936
     hidden_size: int = 4096
     intermediate_size: int = 22016
@@ -22,15 +23,9 @@ class Qwen2Config(Config):
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 28
-    layer_types: tuple[str, ...] | None = None
 
-    def window(self, layer: int) -> int | None:
-        if not self.use_sliding_window:
-            return None
-        sliding = layer >= self.max_window_layers
-        if self.layer_types is not None:
-            sliding = self.layer_types[layer] == "sliding_attention"
-        return self.sliding_window if sliding else None
+    def slides(self, layer: int) -> bool:
+        return self.use_sliding_window and layer >= self.max_window_layers
 
 
 BASE = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
@@ -48,9 +43,8 @@ class Qwen2(CausalLM):
     }
 
     def layer(self, config: Qwen2Config, index: int) -> DecoderLayer:
-        attention = Attention(config, qkv_bias=True, o_bias=False, window=config.window(index))
+        attention = Attention(config, qkv_bias=True, window=config.window(index))
         return DecoderLayer(config, attention, GatedMLP(config))
 
     def weight_rules(self) -> tuple[Rule, ...]:
-        config = self.config
-        return packed_qkv(config.query_size, config.key_value_size), packed_gate_up(config.intermediate_size)
+        return packed_projections(self.config)

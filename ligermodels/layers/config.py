@@ -1,4 +1,4 @@
-"""What every family's config.json has in common, read from both spellings (transformers 4 and 5).
+"""What every family's config.json has in common, and what several families add to it.
 
 Field names are the Hub's. Class defaults are those of the reference implementation, for files that leave a key out.
 Keys that change nothing are kept in `raw` and written back; keys that would change the maths and are not supported
@@ -6,43 +6,16 @@ are refused by name. Must not know any architecture: each one subclasses `Config
 """
 
 import dataclasses
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ligermodels.errors import ConfigError
+from ligermodels.layers.fields import checked
+from ligermodels.layers.rope_parameters import FULL, SLIDING, Rope, read_rope
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-MAY_BE_ZERO = ("pad_token_id", "attention_dropout", "initializer_range", "max_window_layers")
-# The supported scalings of RoPE, and what a file must say for each.
-ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding: theta and the scaling applied to its frequencies (layers/rope.py has the maths)."""
-
-    rope_theta: float
-    rope_type: str = "default"
-    partial_rotary_factor: float = 1.0
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
 
 
 @dataclass(kw_only=True)
@@ -58,7 +31,7 @@ class Config:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    rope: Rope
+    ropes: Mapping[str, Rope]  # by layer type; where all layers share one, it is that of the full ones
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -67,22 +40,49 @@ class Config:
     attention_dropout: float = 0.0
     raw: Mapping[str, Any] = field(compare=False, repr=False)
 
-    default_rope_theta: typing.ClassVar[float] = 10_000.0
+    default_rope_theta: ClassVar[float] = 10_000.0
+    default_partial_rotary_factor: ClassVar[float] = 1.0
+    partial_rotary: ClassVar[bool] = False  # whether the family may rotate the first part of each head only
+    also_named: ClassVar[Mapping[str, str]] = {}  # fields that the other version of transformers calls otherwise
+    # What enters the maths of the whole model; a family that departs from these says so.
+    norm_offset: ClassVar[float] = 0.0  # added to the weight of every norm
+
+    @property
+    def embedding_scale(self) -> float:
+        """Multiplies the embeddings."""
+        return 1.0
+
+    @property
+    def logit_scale(self) -> float:
+        """Multiplies the logits."""
+        return 1.0
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """Bounds the logits: softcap * tanh(logits / softcap)."""
+        return None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         """Reads the content of a config.json; raises ConfigError naming the field."""
         annotations = typing.get_type_hints(cls)
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in ("rope", "raw")]
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in ("ropes", "raw")]
         values = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
-        values |= {name: checked(name, raw[name], annotations[name]) for name in names if name in raw}
+        for name in names:
+            key = name if name in raw else cls.also_named.get(name, name)
+            if key in raw:
+                values[name] = checked(key, raw[key], annotations[name])
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = values["num_attention_heads"]
         if values.get("head_dim") is None:
             values["head_dim"] = head_dim(values["hidden_size"], values["num_attention_heads"])
-        config = cls(**values, rope=read_rope(raw, cls.default_rope_theta), raw=dict(raw))
+        config = cls(**values, ropes=cls.read_ropes(raw), raw=dict(raw))
         config.validate()
         return config
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
+        return {FULL: read_rope(raw, cls.default_rope_theta, cls.default_partial_rotary_factor)}
 
     def validate(self) -> None:
         """Refuses what the reference would compute and we would not, and sizes that contradict each other."""
@@ -90,21 +90,37 @@ class Config:
             raise ConfigError(
                 "config.json: quantization_config: quantised checkpoints are not supported; load the original"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            raise ConfigError(
-                f"config.json: hidden_act {self.hidden_act!r} is not supported; one of {list(ACTIVATIONS)} is"
-            )
-        if self.rope.partial_rotary_factor != 1.0:
-            raise ConfigError(
-                f"config.json: partial_rotary_factor {self.rope.partial_rotary_factor} is not supported here"
-            )
+        supported_activation("hidden_act", self.hidden_act)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"config.json: num_key_value_heads {self.num_key_value_heads} must divide "
                 f"num_attention_heads {self.num_attention_heads}"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"config.json: head_dim {self.head_dim} must be even: RoPE rotates pairs")
+        for rope in self.ropes.values():
+            self.validate_rope(rope)
+
+    def refuse(self, *names: str) -> None:
+        """Raises ConfigError where one of these fields, which would change the maths, is set."""
+        for name in names:
+            if getattr(self, name):
+                raise ConfigError(f"config.json: {name} {getattr(self, name)!r} is not supported; leave it out")
+
+    def validate_rope(self, rope: Rope) -> None:
+        if rope.partial_rotary_factor != 1.0 and not self.partial_rotary:
+            raise ConfigError(f"config.json: partial_rotary_factor {rope.partial_rotary_factor} is not supported here")
+        rotary_dim = int(self.head_dim * rope.partial_rotary_factor)
+        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"config.json: head_dim {self.head_dim} * partial_rotary_factor {rope.partial_rotary_factor} must be "
+                "even and within the head: RoPE rotates pairs"
+            )
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(rope, name)
+            if factors and len(factors) != rotary_dim // 2:
+                raise ConfigError(
+                    f"config.json: {name} has {len(factors)} numbers; must be one for each of the "
+                    f"{rotary_dim // 2} rotated pairs"
+                )
 
     @property
     def query_size(self) -> int:
@@ -118,11 +134,148 @@ class Config:
 
     @property
     def activation(self) -> str:
-        return ACTIVATIONS[self.hidden_act]
+        """The kernels' name of the activation."""
+        return supported_activation("hidden_act", self.hidden_act)
+
+    @property
+    def rope_switch(self) -> int | None:
+        """The length beyond which longrope takes other frequencies, for the tokens before it as well."""
+        switching = [rope for rope in self.ropes.values() if rope.rope_type == "longrope"]
+        if not switching:
+            return None
+        return switching[0].original_max_position_embeddings or self.max_position_embeddings
+
+
+@dataclass(kw_only=True)
+class SlidingConfig(Config):
+    """Adds layers that see only a window of the keys before them."""
+
+    sliding_window: int | None = None  # how many keys a query sees, its own included
+    layer_types: tuple[str, ...] | None = None
+
+    def slides(self, layer: int) -> bool:
+        """Whether this layer has the window, where the file has no layer_types."""
+        return True
+
+    def layer_type(self, layer: int) -> str:
+        if self.layer_types is not None:
+            return self.layer_types[layer]
+        return SLIDING if self.slides(layer) else FULL
 
     def window(self, layer: int) -> int | None:
-        """How many keys a query of this layer sees, itself included; None for all before it."""
-        return None
+        return (self.sliding_window or None) if self.layer_type(layer) == SLIDING else None
+
+    def validate(self) -> None:
+        super().validate()
+        if self.layer_types is None:
+            return
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ConfigError(
+                f"config.json: layer_types has {len(self.layer_types)} entries; must have num_hidden_layers, "
+                f"{self.num_hidden_layers}"
+            )
+        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
+        if unknown:
+            raise ConfigError(f"config.json: layer_types: {unknown[0]!r} is not supported; {FULL!r} and {SLIDING!r} are")
+
+
+@dataclass(kw_only=True)
+class UnitOffsetConfig(Config):
+    """Norms that add one to their weight, and tied embeddings that enter times the root of their width."""
+
+    head_dim: int = 256
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    attention_bias: bool = False
+    use_bidirectional_attention: bool | None = None
+
+    norm_offset = 1.0
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.hidden_size**0.5
+
+    def validate(self) -> None:
+        super().validate()
+        self.refuse("use_bidirectional_attention")
+
+
+@dataclass(kw_only=True)
+class SoftcapConfig(UnitOffsetConfig, SlidingConfig):
+    """Adds bounds on the scores and the logits, and a scale of the scores that is not that of the head size."""
+
+    sliding_window: int | None = 4096
+    hidden_activation: str = "gelu_pytorch_tanh"
+    query_pre_attn_scalar: float = 256.0
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+
+    @property
+    def activation(self) -> str:
+        return supported_activation("hidden_activation", self.hidden_activation)
+
+    @property
+    def attention_scale(self) -> float:
+        return self.query_pre_attn_scalar**-0.5
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return self.final_logit_softcapping
+
+    def validate(self) -> None:
+        super().validate()
+        supported_activation("hidden_activation", self.hidden_activation)
+        if self.attn_logit_softcapping:
+            self.refuse("attention_dropout")
+
+
+@dataclass(kw_only=True)
+class MultiplierConfig(Config):
+    """Multipliers of the embeddings, the scores and both branches, and a divisor of the logits."""
+
+    attention_bias: bool = False
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.embedding_multiplier
+
+    @property
+    def logit_scale(self) -> float:
+        return 1.0 / self.logits_scaling
+
+
+@dataclass(kw_only=True)
+class MoEConfig(Config):
+    """Adds a router and its load-balancing loss."""
+
+    num_experts_per_tok: int = 2
+    output_router_logits: bool = False  # whether the training loss includes that of the router
+    router_aux_loss_coef: float = 0.001
+
+
+@dataclass(kw_only=True)
+class SparseStepConfig(MoEConfig):
+    """Adds dense layers among those with experts, whose width is their own."""
+
+    num_experts: int = 128
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer has experts."""
+        return layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
+
+
+def supported_activation(name: str, value: str) -> str:
+    if value not in ACTIVATIONS:
+        raise ConfigError(f"config.json: {name} {value!r} is not supported; one of {list(ACTIVATIONS)} is")
+    return ACTIVATIONS[value]
 
 
 def head_dim(hidden_size: int, num_attention_heads: int) -> int:
@@ -132,44 +285,6 @@ def head_dim(hidden_size: int, num_attention_heads: int) -> int:
             "where head_dim is not given"
         )
     return hidden_size // num_attention_heads
-
-
-def read_rope(raw: Mapping[str, Any], default_theta: float) -> Rope:
-    """rope_scaling wins over rope_parameters; what the dict lacks is looked up at the top level."""
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(scaling, Mapping):
-        raise ConfigError(f"config.json: rope_scaling is {scaling!r}; must be an object or null")
-    values: dict[str, Any] = {"rope_theta": default_theta}
-    annotations = typing.get_type_hints(Rope)
-    for source in (raw, scaling):
-        values |= {k: checked(k, source[k], annotations[k]) for k in annotations if source.get(k) is not None}
-    values["rope_type"] = scaling.get("rope_type", scaling.get("type", "default"))
-    if values["rope_type"] not in ROPE_TYPES:
-        raise ConfigError(
-            f"config.json: rope type {values['rope_type']!r} is not supported; one of {list(ROPE_TYPES)} is"
-        )
-    missing = [key for key in ROPE_TYPES[values["rope_type"]] if key not in values]
-    if missing:
-        raise ConfigError(f"config.json: rope_scaling of type {values['rope_type']!r} lacks {', '.join(missing)}")
-    return Rope(**values)
-
-
-def checked(name: str, value: Any, annotation: Any) -> Any:
-    """`value` if it is of the annotated type (an int passes for a float) and sizes are positive; else ConfigError."""
-    allowed = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    if value is None and (types.NoneType in allowed or name in ("num_key_value_heads", "head_dim")):
-        return None
-    kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if tuple in kinds and isinstance(value, list):
-        return tuple(value)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        expected = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
-        raise ConfigError(f"config.json: {name} is {value!r}; must be {expected}")
-    if isinstance(value, int | float) and bool not in kinds and value <= 0 and name not in MAY_BE_ZERO:
-        raise ConfigError(f"config.json: {name} is {value!r}; must be positive")
-    return value
 
 
 def preset(base: Mapping[str, Any], hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict:

@@ -1,7 +1,6 @@
-"""The decoder: blocks, the stack of them, and the causal language model with its fused loss.
+"""The decoder: the stack of blocks, and the causal language model with its fused loss.
 
-The residual stream travels as a pair (x, residual) whose sum it is: the addition happens inside the next norm. Must not
-know any architecture; each one subclasses `CausalLM` and says in `layer` what its blocks are made of.
+Must not know any architecture; each one subclasses `CausalLM` and says in `layer` what its blocks are made of.
 """
 
 from abc import ABC, abstractmethod
@@ -12,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels.attention import document_of
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
-from ligermodels.layers.attention import Attention, Positions
+from ligermodels.layers.attention import Positions
+from ligermodels.layers.block import Block
 from ligermodels.layers.config import Config as AnyConfig
-from ligermodels.layers.kv_cache import KVCache, LayerCache
-from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.config import MoEConfig
+from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.moe import load_balancing_loss
+from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
 
 IGNORE_INDEX = -100
@@ -31,48 +31,21 @@ class CausalLMOutput(NamedTuple):
     logits: Tensor | None  # [B, T, V]; None where a loss was computed: logits are never materialised for it
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm block: x = x + attention(norm(x)); x = x + mlp(norm(x))."""
-
-    def __init__(self, config: AnyConfig, attention: Attention, mlp: GatedMLP) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp
-        self.recompute = False
-
-    def recompute_in_backward(self) -> None:
-        """Keeps only the block's inputs for backward. The down projection is then better not fused with its activation:
-        recomputation stops at the last tensor kept, which a linear of its own keeps before its matrix product."""
-        self.recompute = True
-        self.mlp.fused = False
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if self.recompute and torch.is_grad_enabled():
-            random = self.self_attn.dropout > 0
-            inputs = x, residual, positions, cache
-            return checkpoint(self.block, *inputs, use_reentrant=False, preserve_rng_state=random)
-        return self.block(x, residual, positions, cache)
-
-    def block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
-        return self.mlp(self.post_attention_layernorm, x, residual)
-
-
 class Decoder(nn.Module):
     """Embedding, blocks, final norm: token ids [B, T] -> hidden states [B, T, H]."""
 
-    def __init__(self, config: AnyConfig, layers: list[DecoderLayer]) -> None:
+    def __init__(self, config: AnyConfig, layers: list[Block]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.embedding_scale = config.embedding_scale
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = rotary_embedding(config)
+        self.norm = hidden_norm(config)
+        self.rotary_emb = nn.ModuleDict(
+            {
+                name: rotary_embedding(rope, config.head_dim, config.max_position_embeddings)
+                for name, rope in config.ropes.items()
+            }
+        )
 
     def forward(
         self,
@@ -81,17 +54,25 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cache: KVCache | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The hidden states, and the logits [B * T, E] of every router."""
         if position_ids is None:
             position_ids = default_positions(input_ids, cu_seqlens, cache)
-        cos, sin = self.rotary_emb(position_ids)
-        positions = Positions(position_ids, cos, sin, cu_seqlens, max_seqlen)
-        x, residual = self.embed_tokens(input_ids), None
+        angles = {name: rotary(position_ids) for name, rotary in self.rotary_emb.items()}
+        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen)
+        x, residual, routers = self.embed(input_ids), None, []
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, positions, None if cache is None else cache.layers[index])
+            x, residual, router_logits = layer(x, residual, positions, None if cache is None else cache.layers[index])
+            if router_logits is not None:
+                routers.append(router_logits)
         if cache is not None:
             cache.lengths += input_ids.shape[1]
-        return self.norm(x, residual)[0]
+        return self.norm(x, residual)[0], routers
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """The scale is rounded to the embedding's dtype: so the models that have one were trained."""
+        x = self.embed_tokens(input_ids)
+        return x if self.embedding_scale == 1.0 else x * x.new_full((), self.embedding_scale)
 
 
 def default_positions(input_ids: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
@@ -133,12 +114,16 @@ class CausalLM(nn.Module, ABC):
         return self
 
     @abstractmethod
-    def layer(self, config: Any, index: int) -> DecoderLayer:
+    def layer(self, config: Any, index: int) -> Block:
         """The block at this depth."""
 
     @abstractmethod
     def weight_rules(self) -> tuple[Any, ...]:
         """How packed parameters are made from the checkpoint's tensors: rules of weights.mapping."""
+
+    def other_weight_rules(self) -> tuple[tuple[Any, ...], ...]:
+        """Further layouts of the checkpoint that loading accepts; an export writes that of `weight_rules`."""
+        return ()
 
     def forward(
         self,
@@ -152,7 +137,8 @@ class CausalLM(nn.Module, ABC):
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int = 0,
     ) -> CausalLMOutput:
-        """input_ids [B, T] -> logits [B, T, V]; with labels [B, T], the loss alone.
+        """input_ids [B, T] -> logits [B, T, V]; with labels [B, T], the loss alone (with the routers' load-balancing loss
+        where config.json asks for it by output_router_logits).
 
         labels: at the positions of input_ids (the shift happens here), -100 where unsupervised. The loss is the mean
         over supervised tokens or, given num_items_in_batch, their sum divided by it: the count over all micro-batches
@@ -164,25 +150,39 @@ class CausalLM(nn.Module, ABC):
         cache: keys and values of earlier tokens; those of input_ids are added.
         logits_to_keep: compute the logits of this many last positions only; 0 for all.
         """
-        hidden = self.model(input_ids, position_ids, cu_seqlens, max_seqlen, cache)
+        hidden, routers = self.model(input_ids, position_ids, cu_seqlens, max_seqlen, cache)
         if labels is None:
-            return CausalLMOutput(None, self.lm_head(hidden[:, -logits_to_keep:]))
-        return CausalLMOutput(self.loss(hidden, next_tokens(labels, cu_seqlens), num_items_in_batch), None)
+            return CausalLMOutput(None, self.logits(hidden[:, -logits_to_keep:]))
+        loss = self.loss(hidden, next_tokens(labels, cu_seqlens), num_items_in_batch)
+        config = self.config
+        if isinstance(config, MoEConfig) and config.output_router_logits:
+            loss = loss + config.router_aux_loss_coef * load_balancing_loss(routers, config.num_experts_per_tok)
+        return CausalLMOutput(loss, None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, V]."""
+        logits, softcap = self.lm_head(hidden), self.config.logit_softcap
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def loss(self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Cross-entropy of hidden [B, T, H] against targets [B, T], already shifted."""
-        if num_items_in_batch is None:
-            return linear_cross_entropy(hidden, self.lm_head.weight, targets)
-        return linear_cross_entropy(hidden, self.lm_head.weight, targets, reduction="sum") / num_items_in_batch
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = linear_cross_entropy(
+            hidden, self.lm_head.weight, targets, softcap=self.config.logit_softcap,
+            logit_scale=self.config.logit_scale, reduction=reduction,
+        )  # fmt: skip
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
     def recompute_in_backward(self) -> None:
         """Keeps only each block's inputs for backward, and computes the block again there."""
         for block in self.model.layers:
-            cast(DecoderLayer, block).recompute_in_backward()
+            cast(Block, block).recompute_in_backward()
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Random weights: normal with the config's initializer_range, norms one, biases zero.
+        """Random weights: normal with the config's initializer_range, norms such that they only norm, biases zero.
 
         Every rank draws every parameter whole and keeps its shard, so that the weights do not depend on the sharding.
         """
@@ -193,7 +193,7 @@ class CausalLM(nn.Module, ABC):
             if name.endswith("bias"):
                 value.zero_()
             elif parameter.ndim == 1:
-                value.fill_(1.0)
+                value.fill_(1.0 - getattr(self.get_submodule(name.rpartition(".")[0]), "offset", 0.0))
             else:
                 value.normal_(0.0, self.config.initializer_range, generator=generator)
             if isinstance(parameter, DTensor):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
+from ligermodels.layers.config import Config
 
 
 class RMSNorm(nn.Module):
@@ -23,3 +24,8 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
+
+
+def hidden_norm(config: Config) -> RMSNorm:
+    """A norm of the residual stream."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)

@@ -1,0 +1,50 @@
+"""Gemma 2B and 7B: Llama with GeGLU, norms that add one to their weight, and embeddings scaled by the root of H."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.config import ACTIVATIONS, UnitOffsetConfig, preset
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.weights.mapping import Rule, packed_projections
+
+
+@dataclass(kw_only=True)
+class GemmaConfig(UnitOffsetConfig):
+    vocab_size: int = 256000
+    hidden_size: int = 3072
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    max_position_embeddings: int = 8192
+    hidden_act: str = "gelu_pytorch_tanh"
+
+    @property
+    def activation(self) -> str:
+        """Files that say "gelu" mean its approximation by tanh."""
+        return "gelu_tanh" if self.hidden_act == "gelu" else ACTIVATIONS[self.hidden_act]
+
+
+BASE = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "head_dim": 256}
+HUB = BASE | {"vocab_size": 256000, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+
+
+class Gemma(CausalLM):
+    Config = GemmaConfig
+    hub_class = "GemmaForCausalLM"
+    SIZES: ClassVar = {
+        "tiny": preset(BASE, 128, 384, 4, 4, 1)
+        | {"head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 512},
+        "2b": preset(HUB, 2048, 16384, 18, 8, 1),
+        "7b": preset(HUB, 3072, 24576, 28, 16, 16),
+    }
+
+    def layer(self, config: GemmaConfig, index: int) -> DecoderLayer:
+        attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        return DecoderLayer(config, attention, GatedMLP(config))
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return packed_projections(self.config)

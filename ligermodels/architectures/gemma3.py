@@ -1,0 +1,96 @@
+"""Gemma 3, the text models and the text side of the multimodal ones: Gemma 2 with a norm on every query and key head in
+place of the bounds, five windowed layers to one full, and a RoPE of their own for the windowed ones."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from ligermodels.layers.attention import NormedAttention
+from ligermodels.layers.block import SandwichLayer
+from ligermodels.layers.config import SoftcapConfig, preset
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.rope_parameters import Rope, read_ropes
+from ligermodels.layers.vision import SiglipProjector, SiglipTower, read_vision_config
+from ligermodels.weights.mapping import Rename, Rule, packed_projections
+
+
+@dataclass(kw_only=True)
+class Gemma3Config(SoftcapConfig):
+    vocab_size: int = 262208
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 131072
+    sliding_window_pattern: int = 6
+
+    def slides(self, layer: int) -> bool:
+        return (layer + 1) % self.sliding_window_pattern != 0
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
+        return read_ropes(raw, 1_000_000.0, raw.get("rope_local_base_freq") or 10_000.0)
+
+
+@dataclass(kw_only=True)
+class Gemma3MultimodalConfig(Gemma3Config):
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """The text model's configuration is a part of the file; the reference gives it no bound on the logits."""
+        tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+        config = super().from_dict({"model_type": "gemma3_text"} | tied | dict(raw.get("text_config") or {}))
+        config.refuse("final_logit_softcapping")
+        config.raw = dict(raw)
+        return config
+
+
+BASE = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
+HUB = BASE | {"vocab_size": 262144, "head_dim": 256, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+
+
+class Gemma3Text(CausalLM):
+    Config = Gemma3Config
+    hub_class = "Gemma3ForCausalLM"
+    SIZES: ClassVar = {
+        "tiny": preset(BASE, 128, 384, 4, 4, 2)
+        | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2}
+        | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "1b": preset(HUB, 1152, 6912, 26, 4, 1) | {"max_position_embeddings": 32768, "sliding_window": 512},
+    }
+
+    def layer(self, config: Gemma3Config, index: int) -> SandwichLayer:
+        attention = NormedAttention(
+            config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, window=config.window(index),
+            scale=config.attention_scale, softcap=config.attn_logit_softcapping, rope=config.layer_type(index),
+        )  # fmt: skip
+        return SandwichLayer(config, attention, GatedMLP(config))
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return packed_projections(self.config)
+
+
+class Gemma3(Gemma3Text):
+    Config = Gemma3MultimodalConfig
+    hub_class = "Gemma3ForConditionalGeneration"
+    SIZES: ClassVar = {}
+
+    def __init__(self, config: Gemma3MultimodalConfig) -> None:
+        super().__init__(config)
+        vision = read_vision_config(config.raw)
+        self.vision_tower = SiglipTower(vision)
+        self.multi_modal_projector = SiglipProjector(vision, config.hidden_size)
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return (
+            Rename("language_model.model", "model", packed_projections(self.config)),
+            Rename("language_model.lm_head", "lm_head"),
+        )
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """What version 5 saves of a model made from scratch, and the names it has in memory."""
+        bare = Rename("vision_tower", "vision_tower.vision_model")
+        text = Rename("model.language_model", "model", packed_projections(self.config))
+        parts = [Rename(f"model.{part}", part) for part in ("vision_tower", "multi_modal_projector")]
+        return (*self.weight_rules(), bare), (text, *parts), (text, Rename("model.vision_tower", bare.ours), *parts)

@@ -1,0 +1,56 @@
+"""GLM-4-0414: GLM with norms on both sides of each branch."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import SandwichLayer
+from ligermodels.layers.config import Config, preset
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.weights.mapping import Rename, Rule, packed_qkv
+
+
+@dataclass(kw_only=True)
+class Glm4Config(Config):
+    vocab_size: int = 151552
+    hidden_size: int = 4096
+    intermediate_size: int = 13696
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 2
+    head_dim: int = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1.5625e-07
+    pad_token_id: int | None = 151329
+    attention_bias: bool = True
+
+    default_partial_rotary_factor = 0.5
+    partial_rotary = True
+
+
+BASE = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+
+
+class Glm4(CausalLM):
+    Config = Glm4Config
+    hub_class = "Glm4ForCausalLM"
+    SIZES: ClassVar = {
+        "tiny": preset(BASE, 128, 384, 4, 4, 2)
+        | {"head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 512, "pad_token_id": None},
+        "9b": preset(BASE, 4096, 13696, 40, 32, 2) | {"head_dim": 128, "vocab_size": 151552},
+    }
+
+    def layer(self, config: Glm4Config, index: int) -> SandwichLayer:
+        attention = Attention(config, qkv_bias=config.attention_bias, interleaved=True)
+        return SandwichLayer(config, attention, GatedMLP(config))
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        """The Hub's post_attention_layernorm is the norm before the MLP."""
+        layer = "model.layers.{}."
+        return (
+            packed_qkv(self.config.query_size, self.config.key_value_size),
+            Rename(layer + "post_self_attn_layernorm", layer + "post_attention_layernorm"),
+            Rename(layer + "post_attention_layernorm", layer + "pre_feedforward_layernorm"),
+            Rename(layer + "post_mlp_layernorm", layer + "post_feedforward_layernorm"),
+        )

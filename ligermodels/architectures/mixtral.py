@@ -1,0 +1,64 @@
+"""Mixtral 8x7B and 8x22B: Mistral with eight experts in every layer, two to a token, whose weights sum to one."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.config import MoEConfig, SlidingConfig, preset
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.moe import MoE
+from ligermodels.weights.mapping import Rename, Rule, packed_projections, stacked_experts
+
+
+@dataclass(kw_only=True)
+class MixtralConfig(MoEConfig, SlidingConfig):
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    num_local_experts: int = 8
+    router_jitter_noise: float = 0.0
+
+    default_rope_theta = 1_000_000.0
+
+    def validate(self) -> None:
+        super().validate()
+        self.refuse("router_jitter_noise")
+
+
+BASE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+HUB = BASE | {"sliding_window": None, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+class Mixtral(CausalLM):
+    Config = MixtralConfig
+    hub_class = "MixtralForCausalLM"
+    SIZES: ClassVar = {
+        "tiny": preset(BASE, 128, 192, 4, 4, 2)
+        | {"vocab_size": 1024, "max_position_embeddings": 512, "num_local_experts": 4},
+        "8x7b": preset(HUB, 4096, 14336, 32, 32, 8) | {"max_position_embeddings": 32768},
+        "8x22b": preset(HUB, 6144, 16384, 56, 48, 8) | {"max_position_embeddings": 65536},
+    }
+
+    def layer(self, config: MixtralConfig, index: int) -> DecoderLayer:
+        experts = MoE(
+            config, intermediate_size=config.intermediate_size, num_experts=config.num_local_experts,
+            experts_per_token=config.num_experts_per_tok, normalize=True,
+        )  # fmt: skip
+        return DecoderLayer(config, Attention(config, window=config.window(index)), experts)
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return (
+            *packed_projections(self.config),
+            *stacked_experts("block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+            Rename("model.layers.{}.block_sparse_moe.gate", "model.layers.{}.mlp.gate"),
+        )
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """The names that version 5 has in memory."""
+        return (packed_projections(self.config),)

@@ -1,0 +1,69 @@
+"""Qwen1.5-MoE, Qwen2-57B-A14B: Qwen2 with routed experts and one that every token shares, behind a gate of its own."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.config import SlidingConfig, SparseStepConfig, preset
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.moe import MoE
+from ligermodels.weights.mapping import Rule, packed_gate_up, packed_projections, stacked_experts
+
+
+@dataclass(kw_only=True)
+class Qwen2MoeConfig(SparseStepConfig, SlidingConfig):
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    qkv_bias: bool = True
+    num_experts: int = 60
+    num_experts_per_tok: int = 4
+    moe_intermediate_size: int = 1408
+    shared_expert_intermediate_size: int = 5632
+
+    def slides(self, layer: int) -> bool:
+        return self.use_sliding_window and layer < self.max_window_layers and layer % 2 == 0
+
+
+BASE = {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu"}
+TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 192}
+HUB = BASE | {"rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151643}
+
+
+class Qwen2Moe(CausalLM):
+    Config = Qwen2MoeConfig
+    hub_class = "Qwen2MoeForCausalLM"
+    SIZES: ClassVar = {
+        "tiny": preset(BASE, 128, 384, 4, 4, 2) | TINY | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "a2.7b": preset(HUB, 2048, 5632, 24, 16, 16) | {"max_position_embeddings": 8192},
+        "57b-a14b": preset(HUB, 3584, 18944, 28, 28, 4)
+        | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
+        | {"shared_expert_intermediate_size": 20480},
+    }
+
+    def layer(self, config: Qwen2MoeConfig, index: int) -> DecoderLayer:
+        attention = Attention(config, qkv_bias=config.qkv_bias, window=config.window(index))
+        if not config.is_sparse(index):
+            return DecoderLayer(config, attention, GatedMLP(config))
+        experts = MoE(
+            config, intermediate_size=config.moe_intermediate_size, num_experts=config.num_experts,
+            experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob,
+            shared_intermediate_size=config.shared_expert_intermediate_size,
+        )  # fmt: skip
+        return DecoderLayer(config, attention, experts)
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return (
+            *packed_projections(self.config),
+            packed_gate_up(self.config.shared_expert_intermediate_size, "mlp.shared_expert"),
+            *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        )

@@ -1,0 +1,63 @@
+"""Qwen3-30B-A3B, Qwen3-235B-A22B: Qwen3 with routed experts, in all layers or in some."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ligermodels.layers.attention import NormedAttention
+from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.config import SlidingConfig, SparseStepConfig, preset
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.moe import MoE
+from ligermodels.weights.mapping import Rule, packed_projections, stacked_experts
+
+
+@dataclass(kw_only=True)
+class Qwen3MoeConfig(SparseStepConfig, SlidingConfig):
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+
+    also_named: ClassVar = {"num_experts": "num_local_experts"}
+
+    def slides(self, layer: int) -> bool:
+        return self.use_sliding_window
+
+
+BASE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "head_dim": 128}
+TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 64}
+HUB = BASE | {"rope_theta": 1000000.0, "max_position_embeddings": 40960, "norm_topk_prob": True}
+
+
+class Qwen3Moe(CausalLM):
+    Config = Qwen3MoeConfig
+    hub_class = "Qwen3MoeForCausalLM"
+    SIZES: ClassVar = {
+        "tiny": preset(BASE, 128, 384, 4, 4, 2) | TINY | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "30b-a3b": preset(HUB, 2048, 6144, 48, 32, 4),
+        "235b-a22b": preset(HUB, 4096, 12288, 94, 64, 4) | {"moe_intermediate_size": 1536},
+    }
+
+    def layer(self, config: Qwen3MoeConfig, index: int) -> DecoderLayer:
+        bias = config.attention_bias
+        attention = NormedAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
+        if not config.is_sparse(index):
+            return DecoderLayer(config, attention, GatedMLP(config))
+        experts = MoE(
+            config, intermediate_size=config.moe_intermediate_size, num_experts=config.num_experts,
+            experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob,
+        )  # fmt: skip
+        return DecoderLayer(config, attention, experts)
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return (*packed_projections(self.config), *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
