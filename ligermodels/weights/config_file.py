@@ -2,9 +2,17 @@
 
 Version 5 reads either spelling. Version 4 silently takes its defaults for what only the new one says, so an export
 adds the old one: `rope_theta`, `rope_scaling` and `partial_rotary_factor` beside `rope_parameters`, and `torch_dtype`
-beside `dtype`. Knows field names that all families share; no family.
+beside `dtype`. Version 5 prefers `rope_scaling` where a file has both, so each spelling must say all there is.
+
+    rope_parameters                        the old spelling
+    one for all layers                     its theta, its partial factor; the rest is the scaling, null if default
+    {full_attention, sliding_attention}    the same of full_attention; the sliding theta is rope_local_base_freq
+    of type longrope                       original_max_position_embeddings is at the top level, not in the scaling
+
+What has no old spelling (a scaling of the sliding layers) is in the new one alone. Knows field names; no family.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +22,8 @@ from ligermodels.weights.files import read_json, safe_file
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+PARTS = ("text_config", "vision_config")  # of a multimodal model: configurations of their own
+DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -28,19 +38,43 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
     return read_json(safe_file(Path(folder), GENERATION_CONFIG_FILE))
 
 
-def both_spellings(raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw` and the fields that version 4 needs; where the fields were sorted, they stay so."""
-    rope = dict(raw.get("rope_parameters") or {})
-    old = {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """`raw`, with its parts, and the fields that version 4 needs; where the fields were sorted, they stay so.
+
+    also_named: fields that version 5 renamed and writes under the new name alone, old name -> new name.
+    """
+    old = {before: raw[now] for before, now in (also_named or {}).items() if now in raw}
     if raw.get("rope_parameters"):
-        old["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+        old |= old_rope(raw["rope_parameters"])
     if "dtype" in raw:
         old["torch_dtype"] = raw["dtype"]
     both = raw | {key: value for key, value in old.items() if key not in raw}
+    both |= {part: both_spellings(raw[part]) for part in PARTS if part in raw}
     return dict(sorted(both.items())) if list(raw) == sorted(raw) else both
 
 
+def old_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of version 4 that say what `rope_parameters` says."""
+    scaling = dict(parameters.get("full_attention", parameters))
+    sliding = parameters.get("sliding_attention", {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    moved = ["rope_theta", "partial_rotary_factor"]
+    if kind == "longrope":
+        # Phi-3's reader of version 4 refuses a scaling of any other keys than type, short_factor and long_factor.
+        moved.append("original_max_position_embeddings")
+        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key != "rope_type"}
+    old = {key: scaling.pop(key) for key in moved if key in scaling}
+    if "rope_theta" in sliding:
+        old["rope_local_base_freq"] = sliding["rope_theta"]
+    return old | {"rope_scaling": None if kind == "default" else scaling}
+
+
 def with_dtype(raw: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """`raw` for weights stored in `dtype`, in whichever spelling it uses; `torch_dtype` where it uses none."""
-    keys = [key for key in ("dtype", "torch_dtype") if key in raw] or ["torch_dtype"]
-    return raw | dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    """`raw` and those of its parts that name a dtype, for weights stored in `dtype`, in whichever spelling they use.
+
+    Where `raw` uses none it is `torch_dtype`.
+    """
+    keys = [key for key in DTYPE_KEYS if key in raw] or ["torch_dtype"]
+    parts = [part for part in PARTS if any(key in raw.get(part, ()) for key in DTYPE_KEYS)]
+    both = raw | {part: with_dtype(raw[part], dtype) for part in parts}
+    return both | dict.fromkeys(keys, str(dtype).removeprefix("torch."))

@@ -29,7 +29,7 @@ class HubModel(Protocol):
 
     @property
     def config(self) -> Any:
-        """`raw`, the dict of its config.json, and `tie_word_embeddings`."""
+        """`raw`, the dict of its config.json; `tie_word_embeddings`; `also_named`, see both_spellings."""
 
     @property
     def hub_class(self) -> str:
@@ -37,6 +37,9 @@ class HubModel(Protocol):
 
     def weight_rules(self) -> tuple[Rule, ...]:
         """The rules that lead to the Hub's names; parameters they leave out have them already."""
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """Further layouts that loading accepts, such as the one that transformers 5 has in memory."""
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         """As of torch.nn.Module."""
@@ -47,6 +50,7 @@ def load_weights(model: HubModel, folder: str | Path) -> None:
     """Fills the parameters of `model`, in their own dtypes and where they are, from the safetensors of `folder`.
 
     model: its parameters may be DTensors, but not on the meta device.
+    The folder may have any of the model's layouts; faults are reported against the Hub's own, unless another is whole.
     A tied model's folder may hold the tied tensor twice, if both are equal. Stale rotary buffers are passed over.
     Raises CheckpointError, before anything is copied, where the folder is damaged or a tensor is missing, unexpected,
     of the wrong shape or not floating; ValueError where the model is not ready to be filled.
@@ -54,12 +58,23 @@ def load_weights(model: HubModel, folder: str | Path) -> None:
     refuse_unready(model)
     checkpoint = open_checkpoint(folder)
     parameters = dict(model.named_parameters())
-    pieces = {p.tensor: p for p in plan({name: p.shape for name, p in parameters.items()}, model.weight_rules())}
-    copies = {copy: original for copy, original in tied_tensors(model).items() if copy in checkpoint.tensors}
+    rules = layout_of(checkpoint, model)
+    pieces = {p.tensor: p for p in plan({name: p.shape for name, p in parameters.items()}, rules)}
+    copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     refuse_misfits(checkpoint, pieces, copies)
     refuse_unequal(checkpoint, copies)
     for name, stored in checkpoint.slices(pieces):
         fill(parameters[pieces[name].parameter], pieces[name], stored)
+
+
+def layout_of(checkpoint: Checkpoint, model: HubModel) -> tuple[Rule, ...]:
+    """The first of the model's layouts of which the checkpoint lacks no tensor; the Hub's own where it lacks some."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    canonical = model.weight_rules()
+    for rules in (canonical, *model.other_weight_rules()):
+        if all(piece.tensor in checkpoint.tensors for piece in plan(shapes, rules)):
+            return rules
+    return canonical
 
 
 def fill(parameter: Tensor, piece: Piece, stored: Any) -> None:
@@ -83,13 +98,13 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local(), compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
 
 
-def tied_tensors(model: HubModel) -> dict[str, str]:
+def tied_tensors(model: HubModel, rules: tuple[Rule, ...]) -> dict[str, str]:
     """The Hub names under which a tied parameter would be stored again -> those under which it is stored."""
     owner = {id(parameter): name for name, parameter in model.named_parameters()}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if owner[id(parameter)] != name:
-            copies, originals = (plan({n: parameter.shape}, model.weight_rules()) for n in (name, owner[id(parameter)]))
+            copies, originals = (plan({n: parameter.shape}, rules) for n in (name, owner[id(parameter)]))
             tied |= {copy.tensor: original.tensor for copy, original in zip(copies, originals, strict=True)}
     return tied
 
@@ -98,7 +113,7 @@ def refuse_unready(model: HubModel) -> None:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ValueError(f"parameters on the meta device: {shortened(meta)}; call model.to_empty(device=...) first")
-    if model.config.tie_word_embeddings and not tied_tensors(model):
+    if model.config.tie_word_embeddings and not tied_tensors(model, model.weight_rules()):
         raise ValueError("tie_word_embeddings is true, but the model shares no parameter: tie it again after to_empty")
 
 

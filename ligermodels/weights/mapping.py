@@ -1,8 +1,8 @@
 """How a model's parameters correspond to the tensors of a Hub checkpoint, in both directions.
 
 A rule relates patterns of names. A pattern matches a name, or the start of one that ends at a dot: what follows
-(`.weight`, `.bias`, a whole subtree) is carried over. `{}` stands for a number, a layer's index. The first rule that
-matches a parameter decides; a parameter that no rule matches has the same name on the Hub.
+(`.weight`, `.bias`, a whole subtree) is carried over. `{}` stands for a number: a layer's index, then an expert's. The
+first rule that matches a parameter decides; a parameter that no rule matches has the same name on the Hub.
 
 All rules reduce to a plan, a list of pieces: a bijection between the Hub's tensors and the boxes that tile the
 parameters. Loading and exporting run over the same plan. Knows names and shapes only; no file, no tensor, no family.
@@ -10,7 +10,7 @@ parameters. Loading and exporting run over the same plan. Knows names and shapes
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -38,14 +38,25 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Rename:
-    """A tensor, or everything below a module, that has another name on the Hub."""
+    """A tensor, or everything below a module, that has another name on the Hub.
+
+    rules: those of what lies below, where it is not only renamed; they speak of `ours` on both sides.
+    """
 
     hub: str
     ours: str
+    rules: tuple[Rule, ...] = ()
 
     def pieces(self, name: str, shape: Shape) -> list[Piece] | None:
-        translate = translator(self.ours, name)
-        return None if translate is None else [Piece(translate(self.hub), name, whole(shape), shape)]
+        if translator(self.ours, name) is None:
+            return None
+        return [replace(piece, tensor=self.renamed(piece.tensor)) for piece in pieces_of(name, shape, self.rules)]
+
+    def renamed(self, tensor: str) -> str:
+        translate = translator(self.ours, tensor)
+        if translate is None:
+            raise ValueError(f"{tensor} is not below {self.ours}, which its rule renames to {self.hub}")
+        return translate(self.hub)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,36 @@ class Concat:
         return [
             Piece(translate(hub), name, (slice(stop - size, stop), *whole(shape[1:])), (size, *shape[1:]))
             for hub, size, stop in zip(self.hub, self.sizes, accumulate(self.sizes), strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A parameter of all experts, dimension 0, each expert's part made of one or several of the Hub's tensors.
+
+    hub: tensors of one expert, its index the last `{}`; they follow one another along dimension 1 in equal parts.
+    """
+
+    ours: str
+    hub: tuple[str, ...]
+
+    def pieces(self, name: str, shape: Shape) -> list[Piece] | None:
+        translate = translator(self.ours, name)
+        if translate is None:
+            return None
+        experts, rows, *rest = shape
+        if rows % len(self.hub):
+            raise ValueError(f"{name} has {rows} rows an expert, which its rule splits equally for {self.hub}")
+        part = rows // len(self.hub)
+        return [
+            Piece(
+                translate(hub, expert),
+                name,
+                (slice(expert, expert + 1), slice(row, row + part), *whole(tuple(rest))),
+                (part, *rest),
+            )
+            for expert in range(experts)
+            for row, hub in zip(range(0, rows, part), self.hub, strict=True)
         ]
 
 
@@ -100,14 +141,35 @@ def whole(shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in shape)
 
 
-def translator(pattern: str, name: str) -> Callable[[str], str] | None:
-    """Where `name` matches `pattern`: the function from another pattern to what `name` is called under it."""
+def translator(pattern: str, name: str) -> Callable[..., str] | None:
+    """Where `name` matches `pattern`: the function from another pattern to what `name` is called under it.
+
+    That pattern may have more numbers than `pattern`; they are the function's further arguments.
+    """
     numbered = re.escape(pattern).replace(re.escape("{}"), r"(\d+)")
     found = re.fullmatch(rf"{numbered}(\..+)?", name)
     if not found:
         return None
     *numbers, rest = found.groups(default="")
-    return lambda other: other.format(*numbers) + rest
+    return lambda other, *more: other.format(*numbers, *more) + rest
+
+
+class ProjectionSizes(Protocol):
+    """The sizes of a configuration that say how the packed projections are split."""
+
+    @property
+    def query_size(self) -> int: ...
+
+    @property
+    def key_value_size(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+
+def packed_projections(config: ProjectionSizes) -> tuple[Rule, ...]:
+    """The rules of nearly every family: packed_qkv and packed_gate_up."""
+    return packed_qkv(config.query_size, config.key_value_size), packed_gate_up(config.intermediate_size)
 
 
 def packed_qkv(query: int, key_value: int) -> Concat:
@@ -118,7 +180,19 @@ def packed_qkv(query: int, key_value: int) -> Concat:
     )
 
 
-def packed_gate_up(intermediate: int) -> Concat:
-    """mlp.gate_up_proj from gate_proj and up_proj. intermediate: the rows of each."""
-    layer = "model.layers.{}.mlp."
+def packed_gate_up(intermediate: int, mlp: str = "mlp") -> Concat:
+    """gate_up_proj of a layer's module `mlp` from gate_proj and up_proj. intermediate: the rows of each."""
+    layer = f"model.layers.{{}}.{mlp}."
     return Concat(layer + "gate_up_proj", (layer + "gate_proj", layer + "up_proj"), (intermediate, intermediate))
+
+
+def stacked_experts(experts: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """mlp.experts.gate_up_proj and down_proj from the tensors of each expert.
+
+    experts: where the Hub keeps them within a layer, such as `mlp.experts`. gate, up, down: what it calls the three.
+    """
+    layer, ours = f"model.layers.{{}}.{experts}.{{}}.", "model.layers.{}.mlp.experts."
+    return (
+        Stack(ours + "gate_up_proj", (f"{layer}{gate}.weight", f"{layer}{up}.weight")),
+        Stack(ours + "down_proj", (f"{layer}{down}.weight",)),
+    )

@@ -1,11 +1,12 @@
 """A throw-away model with the names that the contract between models and weights/ speaks of."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from ligermodels.weights.mapping import Concat
+from ligermodels.weights.mapping import Concat, Rename
 
 VOCAB, HIDDEN, Q, KV, INNER, LAYERS = 11, 6, 8, 2, 5, 2
 
@@ -23,6 +24,7 @@ RAW = {
 class TinyConfig:
     raw: dict = field(default_factory=lambda: dict(RAW))
     tie_word_embeddings: bool = False
+    also_named: ClassVar = {"experts": "local_experts"}
 
 
 class TinyAttention(nn.Module):
@@ -78,6 +80,10 @@ class Tiny(nn.Module):
             Concat(attention + "qkv_proj", tuple(attention + f"{x}_proj" for x in "qkv"), (Q, KV, KV)),
             Concat(mlp + "gate_up_proj", (mlp + "gate_proj", mlp + "up_proj"), (INNER, INNER)),
         )
+
+    def other_weight_rules(self):
+        """Packed, as in memory, with everything below `model` one level deeper."""
+        return ((Rename("model.language_model", "model"),),)
 
 
 def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
