@@ -30,6 +30,32 @@ MODELS = {
         "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "rope_theta": 1000000.0,
         "max_position_embeddings": 32768, "tie_word_embeddings": True,
     },
+    "phi-3-mini": {
+        "model_type": "phi3", "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 4096, "pad_token_id": 32000,
+    },
+    "gemma-2-2b": {
+        "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
+        "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "sliding_window": 512, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b-8-layers": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+    "mixtral-3-layers": {
+        "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 32768,
+    },
 }  # fmt: skip
 
 
@@ -38,7 +64,7 @@ def hugging_face(raw, recompute):
 
     config = AutoConfig.for_model(**raw, use_cache=False)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # its default attention
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -47,7 +73,7 @@ def hugging_face(raw, recompute):
 def liger(raw, recompute):
     import liger_kernel.transformers as patches
 
-    getattr(patches, f"apply_liger_kernel_to_{raw['model_type']}")()
+    getattr(patches, f"apply_liger_kernel_to_{raw['model_type'].removesuffix('_text')}")()
     return hugging_face(raw, recompute)
 
 
@@ -69,6 +95,7 @@ def measure(provider: str, model_name: str, batch: int, length: int, recompute: 
     torch.manual_seed(0)
     raw = MODELS[model_name]
     model = PROVIDERS[provider](raw, recompute)
+    attention = getattr(model.config, "_attn_implementation", None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
 
@@ -96,7 +123,7 @@ def measure(provider: str, model_name: str, batch: int, length: int, recompute: 
         "spread_ms": round(max(times) - min(times), 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "loss": round(loss.item(), 4),
-    }
+    } | ({"attention": attention} if attention else {})
 
 
 def ceilings() -> dict:
@@ -128,6 +155,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path, help="folder for the dated JSON file")
+    parser.add_argument("--recompute", choices=("full", "none"), nargs="+", default=["full", "none"])
     parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "RECOMPUTE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
@@ -136,7 +164,7 @@ def main() -> None:
         return
 
     rows = []
-    for recompute in ("full", "none"):
+    for recompute in args.recompute:
         for provider in PROVIDERS:
             command = [sys.executable, __file__, *sys.argv[1:], "--row", provider, recompute]
             result = subprocess.run(command, capture_output=True, text=True)

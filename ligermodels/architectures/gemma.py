@@ -36,8 +36,7 @@ class Gemma(CausalLM):
     Config = GemmaConfig
     hub_class = "GemmaForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 1)
-        | {"head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": preset(BASE, 128, 384, 4, 4, 1) | {"head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 512},
         "2b": preset(HUB, 2048, 16384, 18, 8, 1),
         "7b": preset(HUB, 3072, 24576, 28, 16, 16),
     }

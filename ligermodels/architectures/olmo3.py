@@ -36,7 +36,12 @@ class Olmo3Config(SlidingConfig):
 
 BASE = {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
 HUB = BASE | {"vocab_size": 100278, "max_position_embeddings": 65536, "pad_token_id": 100277}
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2079441541679836}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+}
 
 
 class Olmo3(CausalLM):

@@ -39,8 +39,7 @@ class Qwen3(CausalLM):
     Config = Qwen3Config
     hub_class = "Qwen3ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2)
-        | {"head_dim": 64, "vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": preset(BASE, 128, 384, 4, 4, 2) | {"head_dim": 64, "vocab_size": 1024, "max_position_embeddings": 512},
         "0.6b": preset(TIED, 1024, 3072, 28, 16, 8),
         "1.7b": preset(TIED, 2048, 6144, 28, 16, 8),
         "4b": preset(TIED, 2560, 9728, 36, 32, 8),

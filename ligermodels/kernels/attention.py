@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ligermodels.kernels.op import widen
 
@@ -159,10 +160,39 @@ def compiled_flex_attention():
 def flex(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float, cu_seqlens: Tensor | None
 ) -> Tensor:
-    from torch.nn.attention.flex_attention import create_block_mask
+    def cap(score, batch, head, query, key):
+        return softcap * torch.tanh(score / softcap)
 
-    length, device = q.shape[1], q.device
-    document = None if cu_seqlens is None else document_of(torch.arange(length, device=device), cu_seqlens)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    blocks = visible_blocks(q.shape[2], q.device, window, cu_seqlens)
+    grouped = q.shape[1] != k.shape[1]
+    attend = compiled_flex_attention()
+    return attend(q, k, v, score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
+def visible_blocks(length: int, device: torch.device, window: int | None, cu_seqlens: Tensor | None):
+    """FlexAttention's mask, made once for all layers: it costs more than an attention."""
+    if cu_seqlens is None:
+        return unpacked_blocks(length, device, window)
+    known = PACKED_BLOCKS.setdefault(cu_seqlens, {})
+    key = length, window, cu_seqlens._version  # a batch may be written over the one before
+    if key not in known:
+        document = document_of(torch.arange(length, device=device), cu_seqlens)
+        known.clear()
+        known[key] = blocks_of(length, device, window, document)
+    return known[key]
+
+
+PACKED_BLOCKS = WeakTensorKeyDictionary()
+
+
+@functools.lru_cache(maxsize=64)
+def unpacked_blocks(length: int, device: torch.device, window: int | None):
+    return blocks_of(length, device, window, None)
+
+
+def blocks_of(length: int, device: torch.device, window: int | None, document: Tensor | None):
+    from torch.nn.attention.flex_attention import create_block_mask
 
     def mask(batch, head, query, key):
         seen = query >= key
@@ -172,11 +202,4 @@ def flex(
             seen = seen & (document[query] == document[key])
         return seen
 
-    def cap(score, batch, head, query, key):
-        return softcap * torch.tanh(score / softcap)
-
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    blocks = create_block_mask(mask, None, None, length, length, device=device)
-    grouped = q.shape[1] != k.shape[1]
-    attend = compiled_flex_attention()
-    return attend(q, k, v, score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    return create_block_mask(mask, None, None, length, length, device=device)

@@ -101,7 +101,15 @@ class NormedAttention(Attention):
         cos, sin = positions.angles[self.rope]
         q_norm, k_norm = self.q_norm, self.k_norm
         return qk_norm_rope(
-            qkv, q_norm.weight, k_norm.weight, cos, sin, self.num_heads, self.num_key_value_heads, q_norm.eps, q_norm.offset
+            qkv,
+            q_norm.weight,
+            k_norm.weight,
+            cos,
+            sin,
+            self.num_heads,
+            self.num_key_value_heads,
+            q_norm.eps,
+            q_norm.offset,
         )
 
 

@@ -60,9 +60,7 @@ class DecoderLayer(Block):
         self.input_layernorm = hidden_norm(config)
         self.post_attention_layernorm = hidden_norm(config)
 
-    def block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
-    ) -> BlockOutput:
+    def block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None) -> BlockOutput:
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
         return self.mlp(self.post_attention_layernorm, x, residual)
 
@@ -74,9 +72,7 @@ class ScaledLayer(DecoderLayer):
         super().__init__(config, attention, mlp)
         self.multiplier = multiplier
 
-    def block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
-    ) -> BlockOutput:
+    def block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None) -> BlockOutput:
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
         x, residual, router_logits = self.mlp(self.post_attention_layernorm, x * self.multiplier, residual)
         return x * self.multiplier, residual, router_logits
@@ -90,9 +86,7 @@ class SandwichLayer(DecoderLayer):
         self.pre_feedforward_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
 
-    def block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
-    ) -> BlockOutput:
+    def block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None) -> BlockOutput:
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
         x, _ = self.post_attention_layernorm(x)
         x, residual, router_logits = self.mlp(self.pre_feedforward_layernorm, x, residual)
@@ -108,9 +102,7 @@ class PostNormLayer(Block):
         self.post_attention_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
 
-    def block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
-    ) -> BlockOutput:
+    def block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None) -> BlockOutput:
         x, residual = self.self_attn(None, x, residual, positions, cache)
         x, _ = self.post_attention_layernorm(x)
         x, residual, router_logits = self.mlp(None, x, residual)

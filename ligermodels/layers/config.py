@@ -176,7 +176,9 @@ class SlidingConfig(Config):
             )
         unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
         if unknown:
-            raise ConfigError(f"config.json: layer_types: {unknown[0]!r} is not supported; {FULL!r} and {SLIDING!r} are")
+            raise ConfigError(
+                f"config.json: layer_types: {unknown[0]!r} is not supported; {FULL!r} and {SLIDING!r} are"
+            )
 
 
 @dataclass(kw_only=True)
