@@ -85,24 +85,22 @@ def test_of_a_rope_by_layer_type_the_full_one_is_the_old_one():
 def test_longrope_has_exactly_the_three_keys_that_its_old_reader_accepts():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
     factors = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 2.5]}
-    expected = {
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": 4096,
-        "rope_scaling": {"type": "longrope"} | factors,
-    }
     for parameters in (rope | factors, rope | factors | {"type": "longrope"}):
-        raw = {"rope_parameters": parameters}
-        assert both_spellings(raw) == raw | expected
+        raw = {"original_max_position_embeddings": 4096, "rope_parameters": parameters}
+        assert both_spellings(raw) == raw | {"rope_theta": 1e4, "rope_scaling": {"type": "longrope"} | factors}
 
 
-def test_a_longrope_with_more_to_say_says_it_in_both_spellings():
-    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "attention_factor": 1.2}
-    assert both_spellings({"rope_parameters": rope})["rope_scaling"] == {
-        "type": "longrope",
-        "short_factor": [1.0],
-        "long_factor": [2.0],
-        "attention_factor": 1.2,
-    }
+def test_a_longrope_that_says_more_says_it_in_both_spellings():
+    rope = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "attention_factor": 1.2}
+    rope["original_max_position_embeddings"] = 16
+    assert both_spellings({"rope_parameters": rope})["rope_scaling"] == rope
+
+
+def test_a_longrope_of_any_family_reads_to_the_same_values():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2, "rope_theta": 1e4}
+    rope |= {"original_max_position_embeddings": 16, "factor": 4.0}
+    raw = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "rope_parameters": rope}
+    assert as_read(both_spellings(raw))["rope_parameters"] == as_read(raw)["rope_parameters"] | {"type": "longrope"}
 
 
 def test_the_parts_of_a_multimodal_config_get_the_old_spelling_too():
