@@ -1,5 +1,4 @@
 import json
-from dataclasses import dataclass
 
 import huggingface_hub.errors
 import pytest
@@ -8,14 +7,10 @@ from torch import nn
 
 from ligermodels import hub
 from ligermodels.errors import CheckpointError, HubError
-from tests.weights.tiny import RAW, Tiny, randomized
+from tests.weights.tiny import RAW, Tiny, TinyConfig, randomized
 
 
-@dataclass(frozen=True)
-class FakeConfig:
-    raw: dict
-    tie_word_embeddings: bool
-
+class FakeConfig(TinyConfig):
     @classmethod
     def from_dict(cls, raw):
         return cls(raw, raw.get("tie_word_embeddings", False))

