@@ -61,7 +61,8 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
-        return self.mlp(self.post_attention_layernorm, x, residual)
+        x, residual, _ = self.mlp(self.post_attention_layernorm, x, residual)
+        return x, residual
 
 
 class Decoder(nn.Module):

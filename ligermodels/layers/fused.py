@@ -18,8 +18,13 @@ def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
-def norm_then_linear(norm: RMSNorm, linear: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x, residual [B, T, H] -> (linear(norm(x + residual)) [B, T, N], x + residual)."""
+def norm_then_linear(
+    norm: RMSNorm | None, linear: nn.Module, x: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x, residual [B, T, H] -> (linear(norm(x + residual)) [B, T, N], x + residual); without a norm, of the sum."""
+    if norm is None:
+        hidden = x if residual is None else x + residual
+        return linear(hidden), hidden
     if is_plain(linear) and type(norm) is RMSNorm:
         return norm_linear(x, residual, norm.weight, linear.weight, linear.bias, norm.eps, norm.offset)
     normed, hidden = norm(x, residual)

@@ -1,0 +1,218 @@
+"""A layer of gated experts as one autograd node: y_t = Σ_j w_tj D_e (act(G_e x_t) * U_e x_t), e token t's j-th expert.
+
+Each token's k slots are rows of their own, sorted by expert: row r has a token t, an expert e and a weight w.
+    forward   p_r = w act(g) * u, [g, u] = GU_e x_t;   y_t = Σ over the token's rows of D_e p_r
+    backward  dp_r = D_eᵀ dy_t;  dw_r = Σ dp_r act(g) u;  d[g, u] = w dp_r * ∂(act(g) u);  dD_e = Σ dy_t p_rᵀ;
+              dGU_e = Σ d[g, u] x_tᵀ;  dx_t = Σ over the token's rows of GU_eᵀ d[g, u]
+The weight multiplies the inner activation, where a row is I wide, not the output, where it is H wide. Kept for
+backward: x, [g, u] and the routing; the sorted copy of x, p (emitted again by the activation's backward) and the rows'
+outputs are not. Rows go back to tokens by a gather and a sum in fp32: no atomics, equal bits from run to run.
+
+x [T, H], GU [E, 2 I, H] (the gate's rows first) and D [E, H, I] in one float dtype; index [T, k] int64; w [T, k] fp32.
+6 T k H I FLOP forward, twice that backward. Nothing here waits for the device: no size depends on the routing.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.gated_activation import _activate, check_gated, gated_activation_reference, grid_of
+from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
+from ligermodels.kernels.op import register, runs_kernels, widen
+
+
+def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The k likeliest experts of each token: logits [T, E] -> (weights [T, k] fp32, indices [T, k] int64).
+
+    The weights are probabilities under a softmax over all experts; with `normalize` divided by their sum, which makes
+    them a softmax over the k.
+    """
+    weight, index = torch.softmax(logits, -1, dtype=torch.float32).topk(k)
+    return (weight / weight.sum(-1, keepdim=True) if normalize else weight), index
+
+
+def experts_reference(
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str
+) -> Tensor:
+    y = torch.zeros_like(widen(x))
+    for expert in range(gate_up.shape[0]):
+        token, slot = torch.where(expert_index == expert)
+        product = gated_activation_reference(F.linear(x[token], gate_up[expert]), activation)
+        rows = widen(F.linear(product, down[expert])) * expert_weight[token, slot, None]
+        y = y.index_add(0, token, rows)
+    return y.to(x.dtype)
+
+
+@triton.jit
+def _product_kernel(gate_up_ptr, weight_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
+    """One program computes TILE columns of one row's weighted product."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < columns
+    gate_ptr = gate_up_ptr + row * (2 * columns) + column
+    gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
+    activated, _ = _activate(gate, ACTIVATION)
+    product = tl.load(weight_ptr + row) * activated * up
+    tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _product_backward_kernel(
+    dproduct_ptr, gate_up_ptr, weight_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
+    ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program walks over one row's dgate, dup and, where asked to, weighted product, and sums its dweight."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weight_ptr + row)
+    dweight = tl.zeros([TILE], tl.float32)
+    for step in range(tl.cdiv(columns, TILE)):
+        column = tl.arange(0, TILE) + step * TILE
+        mask = column < columns
+        gate_ptr = gate_up_ptr + row * (2 * columns) + column
+        dgate_ptr = dgate_up_ptr + row * (2 * columns) + column
+        gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
+        dproduct = tl.load(dproduct_ptr + row * columns + column, mask, other=0.0).to(tl.float32)
+        activated, slope = _activate(gate, ACTIVATION)
+        dweight += dproduct * activated * up
+        tl.store(dgate_ptr, (weight * dproduct * up * slope).to(dgate_up_ptr.dtype.element_ty), mask)
+        tl.store(dgate_ptr + columns, (weight * dproduct * activated).to(dgate_up_ptr.dtype.element_ty), mask)
+        if EMIT:
+            product = weight * activated * up
+            tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
+    tl.store(dweight_ptr + row, tl.sum(dweight, 0))
+
+
+@triton.jit
+def _gather_sum_kernel(rows_ptr, position_ptr, y_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
+    """One program sums TILE columns of one token's SLOTS rows."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < columns
+    total = tl.zeros([TILE], tl.float32)
+    for slot in tl.static_range(SLOTS):
+        row = tl.load(position_ptr + token * SLOTS + slot)
+        total += tl.load(rows_ptr + row * columns + column, mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * columns + column, total.to(y_ptr.dtype.element_ty), mask)
+
+
+def _launch_product(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    product = _fake_product(gate_up, weight, activation)
+    grid, tile = grid_of(*product.shape)
+    if product.numel():
+        gate_up = gate_up.contiguous()
+        _product_kernel[grid](gate_up, weight, product, product.shape[1], ACTIVATION=activation, TILE=tile)
+    return product
+
+
+def _launch_product_backward(
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, activation: str, emit: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, activation, emit)
+    rows, columns = dproduct.shape
+    _, tile = grid_of(rows, columns)
+    if rows:
+        dproduct, gate_up = dproduct.contiguous(), gate_up.contiguous()
+        _product_backward_kernel[(rows,)](
+            dproduct, gate_up, weight, dgate_up, dweight, product, columns,
+            ACTIVATION=activation, EMIT=emit, TILE=tile,
+        )  # fmt: skip
+    return dgate_up, dweight, product
+
+
+def _launch_gather_sum(rows: Tensor, position: Tensor) -> Tensor:
+    y = _fake_gather_sum(rows, position)
+    grid, tile = grid_of(*y.shape)
+    if y.numel():
+        rows, position = rows.contiguous(), position.contiguous()
+        _gather_sum_kernel[grid](rows, position, y, y.shape[1], SLOTS=position.shape[1], TILE=tile)
+    return y
+
+
+def _fake_product(gate_up, weight, activation):
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+def _fake_product_backward(dproduct, gate_up, weight, activation, emit):
+    product = dproduct.new_empty(dproduct.shape if emit else 0)
+    return gate_up.new_empty(gate_up.shape), weight.new_empty(weight.shape), product
+
+
+def _fake_gather_sum(rows, position):
+    return rows.new_empty(position.shape[0], rows.shape[1])
+
+
+experts_product = register(
+    "experts_product(Tensor gate_up, Tensor weight, str activation) -> Tensor", _launch_product, _fake_product
+)
+experts_product_backward = register(
+    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, str activation, bool emit)"
+    " -> (Tensor dgate_up, Tensor dweight, Tensor product)",
+    _launch_product_backward,
+    _fake_product_backward,
+)
+experts_gather_sum = register(
+    "experts_gather_sum(Tensor rows, Tensor position) -> Tensor", _launch_gather_sum, _fake_gather_sum
+)
+
+
+def sort_by_expert(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """expert_index [T, k] -> (slot of each row [T k], row of each slot [T, k], end of each expert's rows int32 [E])."""
+    ranked, slot = expert_index.flatten().int().sort(stable=True)  # 32 bits: half the passes of a radix sort
+    every = torch.arange(num_experts, dtype=torch.int32, device=slot.device)
+    offsets = torch.searchsorted(ranked, every, right=True, out_int32=True)
+    row = torch.empty_like(slot).scatter_(0, slot, torch.arange(slot.shape[0], device=slot.device))
+    return slot, row.view_as(expert_index), offsets
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, expert_index, expert_weight, gate_up_weight, down_weight, activation):
+        slot, row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
+        token = slot // expert_index.shape[1]
+        weight = expert_weight.flatten()[slot]
+        gate_up = grouped_linear(x[token], gate_up_weight, offsets)
+        rows = grouped_linear(experts_product(gate_up, weight, activation), down_weight, offsets)
+        ctx.save_for_backward(x, gate_up, token, row, weight, offsets, gate_up_weight, down_weight)
+        ctx.activation = activation
+        return experts_gather_sum(rows, row)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, gate_up, token, row, weight, offsets, gate_up_weight, down_weight = ctx.saved_tensors
+        needs_x, _, needs_weight, needs_gate_up, needs_down, _ = ctx.needs_input_grad
+        dx = dexpert_weight = dgate_up_weight = ddown_weight = dgate_up = None
+        dy = dy[token]
+        if needs_x or needs_weight or needs_gate_up:
+            dproduct = grouped_input_gradient(dy, down_weight, offsets)
+            dgate_up, dweight, product = experts_product_backward(dproduct, gate_up, weight, ctx.activation, needs_down)
+            dexpert_weight = dweight[row] if needs_weight else None
+            del dproduct
+        elif needs_down:
+            product = experts_product(gate_up, weight, ctx.activation)
+        if needs_down:
+            ddown_weight = grouped_weight_gradient(dy, product, offsets)
+        del dy, product
+        if needs_gate_up:
+            dgate_up_weight = grouped_weight_gradient(dgate_up, x[token], offsets)
+        if needs_x:
+            dx = experts_gather_sum(grouped_input_gradient(dgate_up, gate_up_weight, offsets), row)
+        return dx, None, dexpert_weight, dgate_up_weight, ddown_weight, None
+
+
+def experts(
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str
+) -> Tensor:
+    """Σ over each token's experts e of expert_weight * down_e (activation(gate_e x) * up_e x).
+
+    x [T, H] float, expert_index [T, k] int64, expert_weight [T, k] fp32, gate_up [E, 2 I, H] with the gate's rows
+    first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu" -> [T, H] in x's dtype. An expert without tokens
+    gets a zero gradient; frozen arguments cost none. Raises ValueError for any other activation and for an odd 2 I.
+    """
+    check_gated(gate_up.mT, activation)
+    if not runs_kernels(x):
+        return experts_reference(x, expert_index, expert_weight, gate_up, down, activation)
+    return _Experts.apply(x, expert_index, expert_weight, gate_up, down, activation)
