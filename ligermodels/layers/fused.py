@@ -21,7 +21,7 @@ def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
 def norm_then_linear(
     norm: RMSNorm | None, linear: nn.Module, x: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [B, T, H] -> (linear(norm(x + residual)) [B, T, N], x + residual); None norms nothing."""
+    """x, residual [B, T, H] -> (linear(norm(x + residual)) [B, T, N], x + residual); without a norm, of the sum."""
     if norm is None:
         hidden = x if residual is None else x + residual
         return linear(hidden), hidden

@@ -1,0 +1,125 @@
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig, Qwen2MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+from ligermodels.architectures.llama import LlamaConfig
+from ligermodels.layers.moe import MoE, load_balancing_loss
+from ligermodels.layers.norm import RMSNorm
+from tests.cases import LLAMA
+from tests.conftest import DEVICE
+
+HIDDEN, INNER, SHARED, NUM_EXPERTS, PER_TOKEN = 48, 20, 28, 6, 2
+
+
+def build(normalize, shared):
+    config = LlamaConfig.from_dict(LLAMA)
+    sizes = {"intermediate_size": INNER, "num_experts": NUM_EXPERTS, "experts_per_token": PER_TOKEN}
+    moe = MoE(config, **sizes, normalize=normalize, shared_intermediate_size=SHARED if shared else None)
+    return randomize(moe), randomize(RMSNorm(HIDDEN, 1e-6))
+
+
+def randomize(module):
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return module.to(DEVICE)
+
+
+def gradients(outputs, leaves):
+    """Under a fixed random upstream gradient for each output."""
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(y.shape, generator=generator).to(DEVICE) for y in outputs]
+    return torch.autograd.grad(outputs, leaves, upstream)
+
+
+def mixtral(moe):
+    config = MixtralConfig(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=NUM_EXPERTS, num_experts_per_tok=PER_TOKEN
+    )
+    config._experts_implementation = "eager"
+    block = MixtralSparseMoeBlock(config).to(DEVICE)
+    block.load_state_dict(moe.state_dict())
+    return block
+
+
+def qwen2_moe(moe):
+    config = Qwen2MoeConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INNER,
+        shared_expert_intermediate_size=SHARED,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=PER_TOKEN,
+        norm_topk_prob=moe.normalize,
+    )
+    config._experts_implementation = "eager"
+    block = Qwen2MoeSparseMoeBlock(config).to(DEVICE)
+    state = moe.state_dict()
+    gate, up = state.pop("shared_expert.gate_up_proj.weight").chunk(2)
+    block.load_state_dict(state | {"shared_expert.gate_proj.weight": gate, "shared_expert.up_proj.weight": up})
+    return block
+
+
+@pytest.mark.parametrize("path", ["reference", "kernels"])
+@pytest.mark.parametrize(
+    ("block", "normalize", "shared"), [(mixtral, True, False), (qwen2_moe, False, True), (qwen2_moe, True, True)]
+)
+def test_output_and_gradients_are_those_of_the_reference_implementation(block, normalize, shared, path, request):
+    if path == "kernels":
+        request.getfixturevalue("kernels")
+    moe, norm = build(normalize, shared)
+    theirs = block(moe)
+    x, residual = (torch.randn(2, 5, HIDDEN, device=DEVICE, requires_grad=True) for _ in range(2))
+    out, stream, router_logits = moe(norm, x, residual)
+    expected = theirs(norm(x, residual)[0])
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stream, x + residual)
+    torch.testing.assert_close(router_logits, moe.gate(norm(x, residual)[0]).flatten(0, 1))
+    names = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
+    ours, reference = ([dict(m.named_parameters())[name] for name in names] for m in (moe, theirs))
+    got, wanted = gradients([out], [x, residual, *ours]), gradients([expected], [x, residual, *reference])
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_recomputing_the_layer_changes_no_gradient():
+    moe, norm = build(normalize=True, shared=True)
+    x, residual = (torch.randn(1, 5, HIDDEN, device=DEVICE, requires_grad=True) for _ in range(2))
+    leaves = [x, residual, *norm.parameters(), *moe.parameters()]
+    plain = gradients(moe(norm, x, residual), leaves)
+    recomputed = gradients(checkpoint(moe, norm, x, residual, use_reentrant=False), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_fullgraph_compile_gives_equal_gradients():
+    moe, norm = build(normalize=True, shared=True)
+    x = torch.randn(1, 5, HIDDEN, device=DEVICE, requires_grad=True)
+    leaves = [x, *norm.parameters(), *moe.parameters()]
+
+    def step(x):
+        out, residual, router_logits = moe(norm, x, None)
+        return out + residual, load_balancing_loss((router_logits,), PER_TOKEN)
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for a, b in zip(gradients(step(x), leaves), gradients(compiled(x), leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_load_balancing_loss_is_that_of_the_reference_implementation():
+    router_logits = tuple(3 * torch.randn(11, NUM_EXPERTS, requires_grad=True) for _ in range(3))
+    expected = load_balancing_loss_func(router_logits, NUM_EXPERTS, PER_TOKEN)
+    loss = load_balancing_loss(router_logits, PER_TOKEN)
+    torch.testing.assert_close(loss, expected)
+    got, wanted = (torch.autograd.grad(value, router_logits) for value in (loss, expected))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_load_balancing_loss_of_even_use_is_the_number_of_choices():
+    even = 20 * torch.eye(NUM_EXPERTS) + 20 * torch.eye(NUM_EXPERTS).roll(1, 1)
+    loss = load_balancing_loss((even.bfloat16(),), PER_TOKEN)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, torch.tensor(2.0))
