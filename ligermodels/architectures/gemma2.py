@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with norms on both sides of each branch, soft bounds on scores and logits, every other layer windowed."""
+"""Gemma 2: Gemma with norms on both sides of each branch, bounded scores and logits, and every other layer windowed."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""GLM-4 9B: Llama with biases on q, k, v, interleaved RoPE on half of each head, and a packed MLP in its checkpoints."""
+"""GLM-4 9B: Llama with biases on q, k, v, interleaved RoPE on half of each head, and an MLP stored packed."""
 
 from dataclasses import dataclass
 from typing import ClassVar

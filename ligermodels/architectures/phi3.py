@@ -1,4 +1,4 @@
-"""Phi-3 and 3.5 mini, Phi-4, Phi-4-mini: Llama whose checkpoints are packed already, with LongRoPE on part of each head."""
+"""Phi-3 and 3.5 mini, Phi-4, Phi-4-mini: Llama stored packed, with a window or with LongRoPE, on part of each head."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.gated_activation import _activate, check_gated, gated_activation_reference, grid_of
+from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference, grid_of
 from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
 from ligermodels.kernels.op import register, runs_kernels, widen
 
@@ -54,7 +54,7 @@ def _product_kernel(gate_up_ptr, weight_ptr, product_ptr, columns, ACTIVATION: t
     gate_ptr = gate_up_ptr + row * (2 * columns) + column
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
-    activated, _ = _activate(gate, ACTIVATION)
+    activated, _ = activate(gate, ACTIVATION)
     product = tl.load(weight_ptr + row) * activated * up
     tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
 
@@ -76,7 +76,7 @@ def _product_backward_kernel(
         gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
         up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
         dproduct = tl.load(dproduct_ptr + row * columns + column, mask, other=0.0).to(tl.float32)
-        activated, slope = _activate(gate, ACTIVATION)
+        activated, slope = activate(gate, ACTIVATION)
         dweight += dproduct * activated * up
         tl.store(dgate_ptr, (weight * dproduct * up * slope).to(dgate_up_ptr.dtype.element_ty), mask)
         tl.store(dgate_ptr + columns, (weight * dproduct * activated).to(dgate_up_ptr.dtype.element_ty), mask)

@@ -36,7 +36,7 @@ def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def _activate(gate, ACTIVATION: tl.constexpr):
+def activate(gate, ACTIVATION: tl.constexpr):
     """The activation and its derivative at `gate`."""
     if ACTIVATION == "gelu":
         sigmoid = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
@@ -66,7 +66,7 @@ def _forward_kernel(gate_up_ptr, y_ptr, gate_up_stride, columns, ACTIVATION: tl.
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
-    activated, _ = _activate(gate, ACTIVATION)
+    activated, _ = activate(gate, ACTIVATION)
     tl.store(y_ptr + row * columns + column, (activated * up).to(y_ptr.dtype.element_ty), mask)
 
 
@@ -84,7 +84,7 @@ def _backward_kernel(
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
-    activated, slope = _activate(gate, ACTIVATION)
+    activated, slope = activate(gate, ACTIVATION)
     tl.store(dgate_ptr, (dy * up * slope).to(dgate_up_ptr.dtype.element_ty), mask)
     tl.store(dgate_ptr + columns, (dy * activated).to(dgate_up_ptr.dtype.element_ty), mask)
     if EMIT:

@@ -171,8 +171,8 @@ class CausalLM(nn.Module, ABC):
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int = 0,
     ) -> CausalLMOutput:
-        """input_ids [B, T] -> logits [B, T, V]; with labels [B, T], the loss alone (with the routers' load-balancing loss
-        where config.json asks for it by output_router_logits).
+        """input_ids [B, T] -> logits [B, T, V]; with labels [B, T], the loss alone. The routers' load-balancing loss is
+        part of it where config.json asks for that by output_router_logits.
 
         labels: at the positions of input_ids (the shift happens here), -100 where unsupervised. The loss is the mean
         over supervised tokens or, given num_items_in_batch, their sum divided by it: the count over all micro-batches
