@@ -17,12 +17,19 @@ from torch import Tensor
 
 from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kernels
 from ligermodels.kernels.rms_norm import rms_norm_reference
-from ligermodels.kernels.rope import check_shapes, copy_heads, load_angles, rotate, rotate_reference, split_heads
-from ligermodels.kernels.rope import unit_stride as with_unit_stride
+from ligermodels.kernels.rope import (
+    check_shapes,
+    copy_heads,
+    load_angles,
+    rotate,
+    rotate_reference,
+    split_heads,
+    with_unit_stride,
+)
 
-TILE_PAIRS = 1024  # at a time, of heads that are normed alone; a row that is normed whole is one tile
 PAIRS_PER_WARP = 256
-WARPS_PER_MULTIPROCESSOR = 32  # in backward: as many as 64 registers a thread allow
+WARPS_PER_MULTIPROCESSOR = 16  # of backward: they share 65536 registers and
+PREFETCH_BYTES = 64 * 1024  # of shared memory each program, at most, for the tokens read ahead
 
 
 def qk_norm_rope_reference(
@@ -30,168 +37,157 @@ def qk_norm_rope_reference(
     num_heads: int, num_kv_heads: int, eps: float, offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        rows = x.unflatten(2, (-1, 1)) if len(weight) == x.shape[-1] else x.unsqueeze(2)
-        return rms_norm_reference(rows.flatten(3), weight, eps, offset).view(x.shape)
+        rows = x if len(weight) == x.shape[-1] else x.flatten(2)
+        return rms_norm_reference(rows, weight, eps, offset).view(x.shape)
 
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     return rotate_reference(norm(q, q_weight), cos, sin), rotate_reference(norm(k, k_weight), cos, sin), v
 
 
 @triton.jit
-def _load_halves(x_ptr, half: tl.constexpr, mask):
-    first = tl.load(x_ptr, mask, other=0.0).to(tl.float32)
-    return first, tl.load(x_ptr + half, mask, other=0.0).to(tl.float32)
+def _places(stride, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    """Offsets of the first halves of one token's heads [TILE, PAIRS], and which of them there are."""
+    head = tl.arange(0, TILE)[:, None].to(tl.int64)
+    column = tl.arange(0, PAIRS)[None, :]
+    return head * stride + column, (head < HEADS) & (column < SIZE // 2)
 
 
 @triton.jit
-def _store_halves(x_ptr, half: tl.constexpr, mask, first, second):
-    tl.store(x_ptr, first, mask)
-    tl.store(x_ptr + half, second, mask)
+def _load_heads(x_ptr, stride, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    """Both halves of one token's heads, fp32 [TILE, PAIRS]."""
+    place, mask = _places(stride, HEADS, SIZE, TILE, PAIRS)
+    first = tl.load(x_ptr + place, mask, other=0.0).to(tl.float32)
+    return first, tl.load(x_ptr + place + SIZE // 2, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _mean(x, NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr):
-    """Of each head, or of all of them."""
+def _store_heads(x_ptr, x1, x2, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    place, mask = _places(SIZE, HEADS, SIZE, TILE, PAIRS)
+    tl.store(x_ptr + place, x1, mask)
+    tl.store(x_ptr + place + SIZE // 2, x2, mask)
+
+
+@triton.jit
+def _mean(x, HEADS: tl.constexpr, SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr):
+    """Of each head, or of all of them, from their halves' sum."""
     total = tl.sum(x, 1, keep_dims=True)
-    return tl.sum(total, 0, keep_dims=True) / (NUM_HEADS * HEAD_SIZE) if WHOLE_ROW else total / HEAD_SIZE
+    return tl.sum(total, 0, keep_dims=True) / (HEADS * SIZE) if WHOLE_ROW else total / SIZE
 
 
 @triton.jit
 def _norm_heads(
     x_ptr, weight_ptr, y_ptr, cos, sin, eps, offset,
-    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Norms and rotates one token's heads, HEADS at a time."""
-    half: tl.constexpr = HEAD_SIZE // 2
-    column = tl.arange(0, PAIRS)[None, :]
-    for start in range(0, NUM_HEADS, HEADS):
-        head = start + tl.arange(0, HEADS)[:, None]
-        mask = (head < NUM_HEADS) & (column < half)
-        place = head * HEAD_SIZE + column
-        x1, x2 = _load_halves(x_ptr + place, half, mask)
-        w1, w2 = _load_halves(weight_ptr + (place if WHOLE_ROW else head * 0 + column), half, mask)
-        rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, NUM_HEADS, HEAD_SIZE, WHOLE_ROW) + eps)
-        y1, y2 = rotate(x1 * rstd * (w1 + offset), x2 * rstd * (w2 + offset), cos, sin)
-        _store_halves(y_ptr + place, half, mask, y1, y2)
+    """Norms and rotates one token's heads."""
+    w1, w2 = _load_heads(weight_ptr, SIZE if WHOLE_ROW else 0, HEADS, SIZE, TILE, PAIRS)
+    x1, x2 = _load_heads(x_ptr, SIZE, HEADS, SIZE, TILE, PAIRS)
+    rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, HEADS, SIZE, WHOLE_ROW) + eps)
+    y1, y2 = rotate(x1 * rstd * (w1 + offset), x2 * rstd * (w2 + offset), cos, sin)
+    _store_heads(y_ptr, y1, y2, HEADS, SIZE, TILE, PAIRS)
 
 
 @triton.jit
 def _norm_heads_backward(
-    dy_ptr, dy_stride, x_ptr, weight_ptr, dx_ptr, dweight1, dweight2, cos, sin, eps, offset, WEIGHT_GRAD: tl.constexpr,
-    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    dy_ptr, dy_stride, x_ptr, dx_ptr, w1, w2, dw1, dw2, cos, sin, eps, offset, WEIGHT_GRAD: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of one token's heads; returns the halves of the weight's, [HEADS, PAIRS], that much larger."""
-    half: tl.constexpr = HEAD_SIZE // 2
-    column = tl.arange(0, PAIRS)[None, :]
-    for start in range(0, NUM_HEADS, HEADS):
-        head = start + tl.arange(0, HEADS)[:, None]
-        mask = (head < NUM_HEADS) & (column < half)
-        place = head * HEAD_SIZE + column
-        x1, x2 = _load_halves(x_ptr + place, half, mask)
-        dy1, dy2 = _load_halves(dy_ptr + head.to(tl.int64) * dy_stride + column, half, mask)
-        w1, w2 = _load_halves(weight_ptr + (place if WHOLE_ROW else head * 0 + column), half, mask)
-        rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, NUM_HEADS, HEAD_SIZE, WHOLE_ROW) + eps)
-        u1, u2 = rotate(dy1, dy2, cos, -sin)
-        n1 = x1 * rstd
-        n2 = x2 * rstd
-        g1 = u1 * (w1 + offset)
-        g2 = u2 * (w2 + offset)
-        mean = _mean(g1 * n1 + g2 * n2, NUM_HEADS, HEAD_SIZE, WHOLE_ROW)
-        _store_halves(dx_ptr + place, half, mask, rstd * (g1 - n1 * mean), rstd * (g2 - n2 * mean))
-        if WEIGHT_GRAD:
-            dweight1 += u1 * n1
-            dweight2 += u2 * n2
-    return dweight1, dweight2
+    """Writes the gradient of one token's heads; returns dw1 and dw2 [TILE, PAIRS] with that of the weight added."""
+    x1, x2 = _load_heads(x_ptr, SIZE, HEADS, SIZE, TILE, PAIRS)
+    dy1, dy2 = _load_heads(dy_ptr, dy_stride, HEADS, SIZE, TILE, PAIRS)
+    rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, HEADS, SIZE, WHOLE_ROW) + eps)
+    u1, u2 = rotate(dy1, dy2, cos, -sin)
+    n1, n2 = x1 * rstd, x2 * rstd
+    g1, g2 = u1 * (w1 + offset), u2 * (w2 + offset)
+    mean = _mean(g1 * n1 + g2 * n2, HEADS, SIZE, WHOLE_ROW)
+    _store_heads(dx_ptr, rstd * (g1 - n1 * mean), rstd * (g2 - n2 * mean), HEADS, SIZE, TILE, PAIRS)
+    if WEIGHT_GRAD:
+        dw1 += u1 * n1
+        dw2 += u2 * n2
+    return dw1, dw2
 
 
 @triton.jit
 def _store_weight_grad(
-    dweight_ptr, dweight1, dweight2,
-    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    dweight_ptr, dw1, dw2,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    half: tl.constexpr = HEAD_SIZE // 2
-    column = tl.arange(0, PAIRS)[None, :]
     if WHOLE_ROW:
-        head = tl.arange(0, HEADS)[:, None]
-        mask = (head < NUM_HEADS) & (column < half)
-        _store_halves(dweight_ptr + head * HEAD_SIZE + column, half, mask, dweight1, dweight2)
+        _store_heads(dweight_ptr, dw1, dw2, HEADS, SIZE, TILE, PAIRS)
     else:
-        first = tl.sum(dweight1, 0, keep_dims=True)
-        second = tl.sum(dweight2, 0, keep_dims=True)
-        _store_halves(dweight_ptr + column, half, column < half, first, second)
+        _store_heads(dweight_ptr, tl.sum(dw1, 0)[None, :], tl.sum(dw2, 0)[None, :], 1, SIZE, 1, PAIRS)
 
 
 @triton.jit(do_not_specialize=["angle_rows"])
 def _forward_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, qk_ptr, qkv_stride, angle_rows, eps, offset,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr,
-    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, PAIRS: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr,
+    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """One program norms and rotates all query and key heads of one token."""
     token = tl.program_id(0).to(tl.int64)
-    cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, HEAD_SIZE, PAIRS)
+    cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, PAIRS)
     q_ptr = qkv_ptr + token * qkv_stride
-    y_ptr = qk_ptr + token * ((NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE)
-    q_size: tl.constexpr = NUM_HEADS * HEAD_SIZE
-    _norm_heads(
-        q_ptr, q_weight_ptr, y_ptr, cos, sin, eps, offset,
-        NUM_HEADS, HEAD_SIZE, WHOLE_ROW, Q_TILE, PAIRS,
-    )  # fmt: skip
-    _norm_heads(
-        q_ptr + q_size, k_weight_ptr, y_ptr + q_size, cos, sin, eps, offset,
-        NUM_KV_HEADS, HEAD_SIZE, WHOLE_ROW, K_TILE, PAIRS,
-    )  # fmt: skip
+    y_ptr = qk_ptr + token * ((Q_HEADS + K_HEADS) * SIZE)
+    _norm_heads(q_ptr, q_weight_ptr, y_ptr, cos, sin, eps, offset, Q_HEADS, SIZE, Q_TILE, PAIRS, WHOLE_ROW)
+    k_ptr = q_ptr + Q_HEADS * SIZE
+    y_ptr += Q_HEADS * SIZE
+    _norm_heads(k_ptr, k_weight_ptr, y_ptr, cos, sin, eps, offset, K_HEADS, SIZE, K_TILE, PAIRS, WHOLE_ROW)
 
 
 @triton.jit(do_not_specialize=["angle_rows", "length", "tokens"])
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, dweight_ptr,
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head,
-    qkv_stride, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr,
-    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, PAIRS: tl.constexpr,
+    qkv_stride, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr,
+    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over tokens, keeps its share of the weights' gradients in registers."""
-    q_size: tl.constexpr = NUM_HEADS * HEAD_SIZE
-    k_size: tl.constexpr = NUM_KV_HEADS * HEAD_SIZE
-    dwq1 = tl.zeros([Q_TILE, PAIRS], tl.float32)
-    dwq2 = tl.zeros([Q_TILE, PAIRS], tl.float32)
-    dwk1 = tl.zeros([K_TILE, PAIRS], tl.float32)
-    dwk2 = tl.zeros([K_TILE, PAIRS], tl.float32)
-    for token in range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0)):
+    weight_stride: tl.constexpr = SIZE if WHOLE_ROW else 0
+    wq1, wq2 = _load_heads(q_weight_ptr, weight_stride, Q_HEADS, SIZE, Q_TILE, PAIRS)
+    wk1, wk2 = _load_heads(k_weight_ptr, weight_stride, K_HEADS, SIZE, K_TILE, PAIRS)
+    dwq1, dwq2 = tl.zeros([Q_TILE, PAIRS], tl.float32), tl.zeros([Q_TILE, PAIRS], tl.float32)
+    dwk1, dwk2 = tl.zeros([K_TILE, PAIRS], tl.float32), tl.zeros([K_TILE, PAIRS], tl.float32)
+    for token in tl.range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0), num_stages=STAGES):
         batch, time = token // length, token % length
-        cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, HEAD_SIZE, PAIRS)
-        q_ptr = qkv_ptr + token * qkv_stride
-        target_ptr = dqkv_ptr + token * (q_size + 2 * k_size)
+        cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, PAIRS)
+        x_ptr = qkv_ptr + token * qkv_stride
+        dx_ptr = dqkv_ptr + token * ((Q_HEADS + 2 * K_HEADS) * SIZE)
         dwq1, dwq2 = _norm_heads_backward(
-            dq_ptr + batch * dq_batch + time * dq_token, dq_head, q_ptr, q_weight_ptr, target_ptr,
-            dwq1, dwq2, cos, sin, eps, offset, WEIGHT_GRAD, NUM_HEADS, HEAD_SIZE, WHOLE_ROW, Q_TILE, PAIRS,
+            dq_ptr + batch * dq_batch + time * dq_token, dq_head, x_ptr, dx_ptr,
+            wq1, wq2, dwq1, dwq2, cos, sin, eps, offset, WEIGHT_GRAD, Q_HEADS, SIZE, Q_TILE, PAIRS, WHOLE_ROW,
         )  # fmt: skip
         dwk1, dwk2 = _norm_heads_backward(
-            dk_ptr + batch * dk_batch + time * dk_token, dk_head, q_ptr + q_size, k_weight_ptr, target_ptr + q_size,
-            dwk1, dwk2, cos, sin, eps, offset, WEIGHT_GRAD, NUM_KV_HEADS, HEAD_SIZE, WHOLE_ROW, K_TILE, PAIRS,
+            dk_ptr + batch * dk_batch + time * dk_token, dk_head, x_ptr + Q_HEADS * SIZE, dx_ptr + Q_HEADS * SIZE,
+            wk1, wk2, dwk1, dwk2, cos, sin, eps, offset, WEIGHT_GRAD, K_HEADS, SIZE, K_TILE, PAIRS, WHOLE_ROW,
         )  # fmt: skip
         values_ptr = dv_ptr + batch * dv_batch + time * dv_token
-        copy_heads(values_ptr, dv_head, target_ptr + (q_size + k_size), 0, NUM_KV_HEADS, HEAD_SIZE, K_TILE, 2 * PAIRS)
+        copy_heads(values_ptr, dv_head, dx_ptr + (Q_HEADS + K_HEADS) * SIZE, 0, K_HEADS, SIZE, K_TILE, 2 * PAIRS)
     if WEIGHT_GRAD:
-        q_width: tl.constexpr = q_size if WHOLE_ROW else HEAD_SIZE
-        k_width: tl.constexpr = k_size if WHOLE_ROW else HEAD_SIZE
+        q_width: tl.constexpr = Q_HEADS * SIZE if WHOLE_ROW else SIZE
+        k_width: tl.constexpr = K_HEADS * SIZE if WHOLE_ROW else SIZE
         dweight_ptr += tl.program_id(0) * (q_width + k_width)
-        _store_weight_grad(dweight_ptr, dwq1, dwq2, NUM_HEADS, HEAD_SIZE, WHOLE_ROW, Q_TILE, PAIRS)
-        _store_weight_grad(dweight_ptr + q_width, dwk1, dwk2, NUM_KV_HEADS, HEAD_SIZE, WHOLE_ROW, K_TILE, PAIRS)
+        _store_weight_grad(dweight_ptr, dwq1, dwq2, Q_HEADS, SIZE, Q_TILE, PAIRS, WHOLE_ROW)
+        _store_weight_grad(dweight_ptr + q_width, dwk1, dwk2, K_HEADS, SIZE, K_TILE, PAIRS, WHOLE_ROW)
 
 
 def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool) -> dict[str, int]:
-    """The constants that both kernels are built with."""
-    pairs = triton.next_power_of_2(head_size // 2)
-    q_tile, k_tile = (triton.next_power_of_2(heads) for heads in (num_heads, num_kv_heads))
-    if not whole_row:
-        q_tile, k_tile = (min(heads, max(1, TILE_PAIRS // pairs)) for heads in (q_tile, k_tile))
+    """The constants that both kernels are built with: a token's queries are one tile, its keys another."""
+    q_tile, k_tile, pairs = map(triton.next_power_of_2, (num_heads, num_kv_heads, head_size // 2))
+    warps = min(16, max(1, (q_tile + k_tile) * pairs // PAIRS_PER_WARP))
     return {
-        "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_SIZE": head_size, "WHOLE_ROW": whole_row,
-        "Q_TILE": q_tile, "K_TILE": k_tile, "PAIRS": pairs,
-        "num_warps": min(16, max(1, q_tile * pairs // PAIRS_PER_WARP)),
+        "Q_HEADS": num_heads, "K_HEADS": num_kv_heads, "SIZE": head_size, "WHOLE_ROW": whole_row,
+        "Q_TILE": q_tile, "K_TILE": k_tile, "PAIRS": pairs, "num_warps": 1 << (warps.bit_length() - 1),
     }  # fmt: skip
+
+
+def pipeline_of(layout: dict[str, int], itemsize: int) -> dict[str, int]:
+    """What backward is built with beside: 1 stage, and 1 for each of up to 2 tokens read ahead; registers a thread."""
+    token = (2 * layout["Q_TILE"] + 3 * layout["K_TILE"]) * 2 * layout["PAIRS"] * itemsize
+    stages = 1 + min(2, PREFETCH_BYTES // token)
+    limit = {} if torch.version.hip else {"maxnreg": 65536 // (32 * WARPS_PER_MULTIPROCESSOR)}
+    return {"STAGES": stages, **limit}
 
 
 def _launch_forward(
@@ -216,14 +212,15 @@ def _launch_backward(
     rows, (_, length, num_heads, head_size) = as_rows(qkv), dq.shape
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     layout = layout_of(num_heads, dk.shape[2], head_size, len(q_weight) > head_size)
-    programs = min(len(rows), multiprocessors(qkv.device) * max(1, WARPS_PER_MULTIPROCESSOR // layout["num_warps"]))
+    programs = min(len(rows), WARPS_PER_MULTIPROCESSOR // layout["num_warps"] * multiprocessors(qkv.device))
     widths = len(q_weight), len(k_weight)
     partials = torch.empty(programs if weight_grad else 0, sum(widths), dtype=torch.float32, device=qkv.device)
     if len(rows):
         _backward_kernel[(programs,)](
             dq, dk, dv, rows, q_weight, k_weight, cos, sin, dqkv, partials,
             *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            rows.stride(0), len(cos), length, len(rows), eps, offset, WEIGHT_GRAD=weight_grad, **layout,
+            rows.stride(0), len(cos), length, len(rows), eps, offset,
+            WEIGHT_GRAD=weight_grad, **layout, **pipeline_of(layout, qkv.itemsize),
         )  # fmt: skip
     if not weight_grad:
         return dqkv, q_weight.new_empty(0), k_weight.new_empty(0)
@@ -268,10 +265,8 @@ class _QKNormRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         weight_grad = any(ctx.needs_input_grad[1:3])
-        dqkv, dq_weight, dk_weight = qk_norm_rope_backward(
-            dq, dk, dv, *ctx.saved_tensors, ctx.eps, ctx.offset, weight_grad
-        )
-        dweights = (dq_weight, dk_weight) if weight_grad else (None, None)
+        dqkv, *dweights = qk_norm_rope_backward(dq, dk, dv, *ctx.saved_tensors, ctx.eps, ctx.offset, weight_grad)
+        dweights = dweights if weight_grad else (None, None)
         return dqkv, *dweights, None, None, None, None, None, None
 
 
@@ -289,13 +284,13 @@ def qk_norm_rope(
     check_shapes("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads)
     head_size = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     if 2 * cos.shape[1] != head_size:
-        raise ValueError(f"qk_norm_rope: {2 * cos.shape[1]} of {head_size} dimensions would be rotated; all are needed")
-    shapes = (len(q_weight), len(k_weight))
-    if shapes not in ((head_size, head_size), (num_heads * head_size, num_kv_heads * head_size)):
         raise ValueError(
-            f"qk_norm_rope: q_weight and k_weight have {shapes[0]} and {shapes[1]} elements; needed {head_size} each,"
-            f" or {num_heads * head_size} and {num_kv_heads * head_size} to norm all heads together"
+            f"qk_norm_rope: cos and sin rotate {2 * cos.shape[1]} of {head_size} dimensions; all are needed"
         )
+    widths = len(q_weight), len(k_weight)
+    if widths not in ((head_size, head_size), (num_heads * head_size, num_kv_heads * head_size)):
+        needed = f"{head_size} each, or {num_heads * head_size} and {num_kv_heads * head_size}"
+        raise ValueError(f"qk_norm_rope: q_weight and k_weight have {widths} elements; needed {needed}")
     if not runs_kernels(qkv):
         return qk_norm_rope_reference(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)

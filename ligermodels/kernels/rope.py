@@ -159,7 +159,7 @@ def check_shapes(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int,
         )
 
 
-def unit_stride(*heads: Tensor) -> Iterator[Tensor]:
+def with_unit_stride(*heads: Tensor) -> Iterator[Tensor]:
     """Each [B, T, H, D] with unit stride along D, any others; a copy only where that must be."""
     return (x if x.stride(-1) == 1 else x.contiguous() for x in heads)
 
@@ -179,7 +179,7 @@ def _launch_forward_(
 
 
 def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    dq, dk, dv = unit_stride(dq, dk, dv)
+    dq, dk, dv = with_unit_stride(dq, dk, dv)
     dqkv = _fake_backward(dq, dk, dv, cos, sin, interleaved)
     batch, length, num_heads, head_size = dq.shape
     rotated = 2 * cos.shape[1]
