@@ -46,4 +46,4 @@ class Glm(CausalLM):
         return DecoderLayer(config, attention, GatedMLP(config))
 
     def weight_rules(self) -> tuple[Rule, ...]:
-        return (packed_qkv(self.config.query_size, self.config.key_value_size),)
+        return (packed_qkv(self.config),)

@@ -49,7 +49,7 @@ class Glm4(CausalLM):
         """The Hub's post_attention_layernorm is the norm before the MLP."""
         layer = "model.layers.{}."
         return (
-            packed_qkv(self.config.query_size, self.config.key_value_size),
+            packed_qkv(self.config),
             Rename(layer + "post_self_attn_layernorm", layer + "post_attention_layernorm"),
             Rename(layer + "post_attention_layernorm", layer + "pre_feedforward_layernorm"),
             Rename(layer + "post_mlp_layernorm", layer + "post_feedforward_layernorm"),

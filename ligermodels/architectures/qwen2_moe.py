@@ -64,6 +64,6 @@ class Qwen2Moe(CausalLM):
     def weight_rules(self) -> tuple[Rule, ...]:
         return (
             *packed_projections(self.config),
-            packed_gate_up(self.config.shared_expert_intermediate_size, "mlp.shared_expert"),
+            packed_gate_up("mlp.shared_expert"),
             *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
         )

@@ -92,6 +92,8 @@ class Attention(nn.Module):
 class NormedAttention(Attention):
     """Attention whose queries and keys are normed before they are rotated, each head by itself."""
 
+    rope: str
+
     def __init__(self, config: Config, **options) -> None:
         super().__init__(config, **options)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)

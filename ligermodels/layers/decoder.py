@@ -31,40 +31,6 @@ class CausalLMOutput(NamedTuple):
     logits: Tensor | None  # [B, T, V]; None where a loss was computed: logits are never materialised for it
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm block: x = x + attention(norm(x)); x = x + mlp(norm(x))."""
-
-    def __init__(self, config: AnyConfig, attention: Attention, mlp: GatedMLP) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp
-        self.recompute = False
-
-    def recompute_in_backward(self) -> None:
-        """Keeps only the block's inputs for backward. The down projection is then better not fused with its activation:
-        recomputation stops at the last tensor kept, which a linear of its own keeps before its matrix product."""
-        self.recompute = True
-        self.mlp.fused = False
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if self.recompute and torch.is_grad_enabled():
-            random = self.self_attn.dropout > 0
-            inputs = x, residual, positions, cache
-            return checkpoint(self.block, *inputs, use_reentrant=False, preserve_rng_state=random)
-        return self.block(x, residual, positions, cache)
-
-    def block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
-        x, residual, _ = self.mlp(self.post_attention_layernorm, x, residual)
-        return x, residual
-
-
 class Decoder(nn.Module):
     """Embedding, blocks, final norm: token ids [B, T] -> hidden states [B, T, H]."""
 

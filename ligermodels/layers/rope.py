@@ -52,7 +52,7 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
     """NTK-aware scaling of theta by the longest position of the call, once that passes max_position_embeddings."""
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
-        factor, trained = self.rope.factor, self.max_position_embeddings
+        factor, trained = self.rope.stretch, self.max_position_embeddings
         length = (position_ids.max() + 1).clamp_min(trained).float()
         stretch = (factor * length / trained - (factor - 1)) ** (self.rotary_dim / (self.rotary_dim - 2))
         return (self.rope.rope_theta * stretch) ** -exponents(self.rotary_dim, length.device)
@@ -81,7 +81,7 @@ def default(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor
 
 
 def linear(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
-    return default(rope, rotary_dim, max_position_embeddings) / rope.factor
+    return default(rope, rotary_dim, max_position_embeddings) / rope.stretch
 
 
 def llama3(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
@@ -91,7 +91,7 @@ def llama3(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
     wavelength = 2 * math.pi / inv_freq
     keep = (trained / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0, 1)
-    return (1 - keep) * inv_freq / rope.factor + keep * inv_freq
+    return (1 - keep) * inv_freq / rope.stretch + keep * inv_freq
 
 
 def yarn(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
@@ -108,7 +108,7 @@ def yarn(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
     low, high = max(low, 0), min(high, rotary_dim - 1)
     ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
     ramp = ramp.clamp(0, 1)
-    return inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)
+    return inv_freq / rope.stretch * ramp + inv_freq * (1 - ramp)
 
 
 def longrope(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:

@@ -45,6 +45,11 @@ class Rope:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
+    @property
+    def stretch(self) -> float:
+        """The factor, by which most scalings stretch the wavelengths."""
+        return 1.0 if self.factor is None else self.factor
+
 
 def read_rope(
     raw: Mapping[str, Any],

@@ -63,22 +63,23 @@ class Rename:
 class Concat:
     """A packed parameter: the Hub's tensors one after another along dimension 0.
 
-    sizes: how many rows each of them has.
+    sizes: how many rows each of them has; None for equally many.
     """
 
     ours: str
     hub: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] | None = None
 
     def pieces(self, name: str, shape: Shape) -> list[Piece] | None:
         translate = translator(self.ours, name)
         if translate is None:
             return None
-        if len(self.sizes) != len(self.hub) or sum(self.sizes) != shape[0]:
-            raise ValueError(f"{name} has {shape[0]} rows, which its rule splits into {self.sizes} for {self.hub}")
+        sizes = self.sizes or (shape[0] // len(self.hub),) * len(self.hub)
+        if len(sizes) != len(self.hub) or sum(sizes) != shape[0]:
+            raise ValueError(f"{name} has {shape[0]} rows, which its rule splits into {sizes} for {self.hub}")
         return [
             Piece(translate(hub), name, (slice(stop - size, stop), *whole(shape[1:])), (size, *shape[1:]))
-            for hub, size, stop in zip(self.hub, self.sizes, accumulate(self.sizes), strict=True)
+            for hub, size, stop in zip(self.hub, sizes, accumulate(sizes), strict=True)
         ]
 
 
@@ -154,8 +155,8 @@ def translator(pattern: str, name: str) -> Callable[..., str] | None:
     return lambda other, *more: other.format(*numbers, *more) + rest
 
 
-class ProjectionSizes(Protocol):
-    """The sizes of a configuration that say how the packed projections are split."""
+class HeadSizes(Protocol):
+    """The sizes of a configuration that say how packed queries, keys and values are split."""
 
     @property
     def query_size(self) -> int: ...
@@ -163,27 +164,22 @@ class ProjectionSizes(Protocol):
     @property
     def key_value_size(self) -> int: ...
 
-    @property
-    def intermediate_size(self) -> int: ...
 
-
-def packed_projections(config: ProjectionSizes) -> tuple[Rule, ...]:
+def packed_projections(config: HeadSizes) -> tuple[Rule, ...]:
     """The rules of nearly every family: packed_qkv and packed_gate_up."""
-    return packed_qkv(config.query_size, config.key_value_size), packed_gate_up(config.intermediate_size)
+    return packed_qkv(config), packed_gate_up()
 
 
-def packed_qkv(query: int, key_value: int) -> Concat:
-    """self_attn.qkv_proj from q_proj, k_proj and v_proj. query, key_value: their rows."""
-    layer = "model.layers.{}.self_attn."
-    return Concat(
-        layer + "qkv_proj", (layer + "q_proj", layer + "k_proj", layer + "v_proj"), (query, key_value, key_value)
-    )
+def packed_qkv(config: HeadSizes) -> Concat:
+    """self_attn.qkv_proj from q_proj, k_proj and v_proj."""
+    layer, sizes = "model.layers.{}.self_attn.", (config.query_size, config.key_value_size, config.key_value_size)
+    return Concat(layer + "qkv_proj", (layer + "q_proj", layer + "k_proj", layer + "v_proj"), sizes)
 
 
-def packed_gate_up(intermediate: int, mlp: str = "mlp") -> Concat:
-    """gate_up_proj of a layer's module `mlp` from gate_proj and up_proj. intermediate: the rows of each."""
+def packed_gate_up(mlp: str = "mlp") -> Concat:
+    """gate_up_proj of a layer's module `mlp` from gate_proj and up_proj."""
     layer = f"model.layers.{{}}.{mlp}."
-    return Concat(layer + "gate_up_proj", (layer + "gate_proj", layer + "up_proj"), (intermediate, intermediate))
+    return Concat(layer + "gate_up_proj", (layer + "gate_proj", layer + "up_proj"))
 
 
 def stacked_experts(experts: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:

@@ -79,7 +79,7 @@ def test_experts_that_do_not_split_equally_are_refused():
 
 def test_packed_projections_and_a_shared_expert_of_another_width():
     config = SimpleNamespace(query_size=8, key_value_size=2, intermediate_size=5)
-    rules = (*packed_projections(config), packed_gate_up(3, "mlp.shared_expert"))
+    rules = (*packed_projections(config), packed_gate_up("mlp.shared_expert"))
     layer = "model.layers.4."
     packed = {"self_attn.qkv_proj.bias": 12, "mlp.gate_up_proj.weight": 10, "mlp.shared_expert.gate_up_proj.weight": 6}
     assert {p.tensor: p.index[0] for p in plan({layer + name: (n,) for name, n in packed.items()}, rules)} == {
