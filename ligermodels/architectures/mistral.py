@@ -1,4 +1,4 @@
-"""Mistral 7B v0.1 to v0.3, Nemo, Devstral: Llama with a window in every layer (v0.1 only), a free choice of head size."""
+"""Mistral 7B v0.1 to v0.3, Nemo, Devstral: Llama with a window in every layer (v0.1) or a head size of its own."""
 
 from dataclasses import dataclass
 from typing import ClassVar

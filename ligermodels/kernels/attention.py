@@ -28,6 +28,12 @@ BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+HOPPER_MEMORY = 227 * 1024  # bytes of shared memory that one program may use
+WIDE_HEAD_TILES = {
+    "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 2,
+    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
+    "bwd_num_warps": 8, "bwd_num_stages": 2,
+}  # fmt: skip
 
 
 def attention(
@@ -161,13 +167,25 @@ def flex(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float, cu_seqlens: Tensor | None
 ) -> Tensor:
     def cap(score, batch, head, query, key):
+        if score.dtype != q.dtype:  # computed in fp32 for half precision: tanh by a sigmoid, at a third of the time
+            return (2 * softcap) * torch.sigmoid(score * (2 / softcap)) - softcap
         return softcap * torch.tanh(score / softcap)
 
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    blocks = visible_blocks(q.shape[2], q.device, window, cu_seqlens)
-    grouped = q.shape[1] != k.shape[1]
+    blocks = visible_blocks(q.shape[1], q.device, window, cu_seqlens)
+    grouped = q.shape[2] != k.shape[2]
+    options = flex_options(q)
     attend = compiled_flex_attention()
-    return attend(q, k, v, score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    out = attend(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        score_mod=cap, block_mask=blocks, scale=scale, enable_gqa=grouped, kernel_options=options,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def flex_options(q: Tensor) -> dict[str, int] | None:
+    """Tiles for heads of 256, where FlexAttention's own are a third slower (H200); they fill Hopper's shared memory."""
+    memory = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    return WIDE_HEAD_TILES if q.shape[-1] == 256 and q.element_size() == 2 and memory >= HOPPER_MEMORY else None
 
 
 def visible_blocks(length: int, device: torch.device, window: int | None, cu_seqlens: Tensor | None):

@@ -61,13 +61,16 @@ def _reduce(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 @triton.jit
-def _tanh(x):
-    """To fp32 accuracy: the exponential form cancels near zero, where the Taylor series takes over."""
-    square = x * x
-    series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+def _tanh(x, SINGLE: tl.constexpr):
+    """The exponential form cancels near zero: what is left serves half precision; for SINGLE a series takes over."""
     decay = tl.exp(-2 * tl.abs(x))
     size = 1 - 2 * decay / (1 + decay)
-    return tl.where(tl.abs(x) < 0.3, series, tl.where(x < 0, -size, size))
+    tanh = tl.where(x < 0, -size, size)
+    if SINGLE:
+        square = x * x
+        series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        tanh = tl.where(tl.abs(x) < 0.3, series, tanh)
+    return tanh
 
 
 @triton.jit
@@ -76,7 +79,7 @@ def _load_logits(row_ptr, column, columns, logit_scale, softcap, SOFTCAP: tl.con
     inside = (column >= 0) & (column < columns)
     logits = tl.load(row_ptr + column, inside, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
-        logits = softcap * _tanh(logits * (1 / softcap))
+        logits = softcap * _tanh(logits * (1 / softcap), row_ptr.dtype.element_ty == tl.float32)
     return tl.where(inside, logits, -float("inf"))
 
 
