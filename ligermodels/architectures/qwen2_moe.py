@@ -67,3 +67,8 @@ class Qwen2Moe(CausalLM):
             packed_gate_up(self.config.shared_expert_intermediate_size, "mlp.shared_expert"),
             *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
         )
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """The names that version 5 has in memory: its experts are stacked as ours."""
+        shared = packed_gate_up(self.config.shared_expert_intermediate_size, "mlp.shared_expert")
+        return ((*packed_projections(self.config), shared),)
