@@ -39,7 +39,7 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
 
 
 def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`raw`, with its parts, and the fields that version 4 needs; where the fields were sorted, they stay so.
+    """`raw`, with its parts, and the fields that version 4 needs where they are absent or null; sorted fields stay so.
 
     also_named: fields that version 5 renamed and writes under the new name alone, old name -> new name.
     """
@@ -48,7 +48,7 @@ def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = N
         old |= old_rope(raw["rope_parameters"])
     if "dtype" in raw:
         old["torch_dtype"] = raw["dtype"]
-    both = raw | {key: value for key, value in old.items() if key not in raw}
+    both = raw | {key: value for key, value in old.items() if raw.get(key) is None}
     both |= {part: both_spellings(raw[part]) for part in PARTS if part in raw}
     return dict(sorted(both.items())) if list(raw) == sorted(raw) else both
 
@@ -62,7 +62,7 @@ def old_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "longrope":
         # Phi-3's reader of version 4 refuses a scaling of any other keys than type, short_factor and long_factor.
         moved.append("original_max_position_embeddings")
-        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key != "rope_type"}
+        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
     old = {key: scaling.pop(key) for key in moved if key in scaling}
     if "rope_theta" in sliding:
         old["rope_local_base_freq"] = sliding["rope_theta"]
