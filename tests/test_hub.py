@@ -1,5 +1,6 @@
 import json
 from dataclasses import dataclass
+from typing import ClassVar
 
 import huggingface_hub.errors
 import pytest
@@ -15,6 +16,7 @@ from tests.weights.tiny import RAW, Tiny, randomized
 class FakeConfig:
     raw: dict
     tie_word_embeddings: bool
+    also_named: ClassVar = {}
 
     @classmethod
     def from_dict(cls, raw):
