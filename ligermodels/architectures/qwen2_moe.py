@@ -40,6 +40,7 @@ HUB = BASE | {"rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 1
 
 
 class Qwen2Moe(CausalLM):
+    config: Qwen2MoeConfig
     Config = Qwen2MoeConfig
     hub_class = "Qwen2MoeForCausalLM"
     SIZES: ClassVar = {
