@@ -45,8 +45,8 @@ def load(
     """
     folder = resolve(name_or_folder, revision=revision, token=token)
     raw = read_config(folder)
-    model = build(raw, folder / CONFIG_FILE, dtype or stored_dtype(raw, folder))
-    model.to_empty(device=device)
+    model = build(raw, folder / CONFIG_FILE)
+    model.to(dtype or stored_dtype(raw, folder)).to_empty(device=device)
     load_weights(model, folder)
     model.source = folder
     model.generation_config = read_generation_config(folder)
@@ -72,7 +72,7 @@ def create(
     as a dict, its path or that of its folder.
     """
     raw, origin = raw_config(architecture_or_config, size)
-    model = build(raw, origin, dtype)
+    model = build(raw, origin).to(dtype)
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)
@@ -85,14 +85,14 @@ def export(model: CausalLM, folder: str | Path, *, max_shard_size: int = MAX_SHA
     export_weights(model, folder, source=model.source, max_shard_size=max_shard_size)
 
 
-def build(raw: dict[str, Any], origin: str | Path, dtype: torch.dtype) -> CausalLM:
-    """The model of a raw configuration on the meta device. origin: names the configuration in errors."""
+def build(raw: dict[str, Any], origin: str | Path) -> CausalLM:
+    """The model of a raw configuration on the meta device, in fp32. origin: names the configuration in errors."""
     model_type = raw.get("model_type")
     if model_type not in list_architectures():
         raise HubError(f"{origin}: model_type {model_type!r} is not supported{hint(str(model_type), ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
     with torch.device("meta"):
-        return architecture(architecture.Config.from_dict(raw)).to(dtype)
+        return architecture(architecture.Config.from_dict(raw))
 
 
 def raw_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[dict[str, Any], str | Path]:

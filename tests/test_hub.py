@@ -1,4 +1,6 @@
 import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import huggingface_hub.errors
 import pytest
@@ -10,7 +12,12 @@ from ligermodels.errors import CheckpointError, HubError
 from tests.weights.tiny import RAW, Tiny, TinyConfig, randomized
 
 
-class FakeConfig(TinyConfig):
+@dataclass(frozen=True)
+class FakeConfig:
+    raw: dict
+    tie_word_embeddings: bool
+    also_named: ClassVar = {}
+
     @classmethod
     def from_dict(cls, raw):
         return cls(raw, raw.get("tie_word_embeddings", False))

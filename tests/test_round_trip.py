@@ -1,26 +1,59 @@
-"""Load and export give back the same bytes and fields, and the reference implementation reads what was written."""
+"""Load and export give back the same bytes and fields, and the reference implementation reads what was written.
+
+Transformers 4 cannot be installed beside 5. What it needs is asserted on the files: its tensor names, which version 5
+writes too, and its config fields, from which alone both readers at hand must get the same model.
+"""
 
 import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ligermodels
+from ligermodels.architectures import ARCHITECTURES
 from ligermodels.weights.exporting import export_weights
 from tests.cases import CASES
 from tests.oracle import reference_model, save_reference, tokens
 
+FAMILIES = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # the first case of each model_type
+MAY_BE_FILLED = ("rope_theta", "rope_scaling", "rope_local_base_freq")  # by an export, where the file has null
+NEW_FIELDS = ("rope_parameters", "dtype", "num_local_experts")  # which transformers 4 does not know everywhere
+HUB_NAMES = {"vision_tower.": "vision_tower.vision_model."}  # where version 5 saves others than those of the Hub
+
+
+def weights(folder):
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
 
 def bits(folder):
-    """The tensors of a folder by name, as raw bytes with dtype and shape."""
-    tensors = {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
-    return {name: (x.dtype, x.shape, x.contiguous().view(torch.uint8).tolist()) for name, x in tensors.items()}
+    """The tensors of a folder by their Hub name, as raw bytes with dtype and shape."""
+    return {
+        on_the_hub(name): (x.dtype, x.shape, x.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, x in weights(folder).items()
+    }
+
+
+def on_the_hub(name):
+    for saved, hub in HUB_NAMES.items():
+        if name.startswith(saved) and not name.startswith(hub):
+            return hub + name.removeprefix(saved)
+    return name
 
 
 def config(folder):
     return json.loads((folder / "config.json").read_text())
+
+
+def reread(folder, dtype=torch.float32):
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager)
+
+
+def parameters_equal(model, other):
+    pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
+    return all(name == same and torch.equal(a, b) for (name, a), (same, b) in pairs)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -30,39 +63,167 @@ def test_export_gives_back_what_was_loaded(name, tmp_path):
     ligermodels.export(model, tmp_path / "out")
 
     assert bits(tmp_path / "out") == bits(tmp_path / "in")
-    written = config(tmp_path / "out")
-    assert {key: written[key] for key in CASES[name]} == CASES[name]
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager", dtype=torch.float32)
-    input_ids = tokens(CASES[name])
-    assert torch.equal(read(input_ids).logits, reference(input_ids).logits)
+    assert all(on_the_hub(tensor) == tensor for tensor in weights(tmp_path / "out"))
+    assert includes(config(tmp_path / "out"), config(tmp_path / "in"))
+    read, input_ids = reread(tmp_path / "out"), tokens(CASES[name])
+    assert parameters_equal(read, reference)
+    torch.testing.assert_close(read(input_ids).logits, reference(input_ids).logits)  # their memory is aligned otherwise
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_spelling_of_transformers_5_reads_to_the_same_model(name, tmp_path):
-    """What save_pretrained writes: rope_parameters, layer_types, dtype. Exported, both spellings are there."""
-    reference_model(CASES[name]).save_pretrained(tmp_path / "new")
-    save_reference(CASES[name], tmp_path / "old")
-    assert "rope_parameters" in config(tmp_path / "new") and "rope_theta" not in config(tmp_path / "new")
-    old, new = (ligermodels.load(tmp_path / folder) for folder in ("old", "new"))
+    """What save_pretrained writes: rope_parameters, layer_types, dtype. Exported, the old spelling is there too, and it
+    alone says the same."""
+    save_reference(CASES[name], tmp_path / "old").save_pretrained(tmp_path / "new")
+    new = config(tmp_path / "new")
+    text = new.get("text_config", new)
+    assert "rope_parameters" in text and not {"rope_theta", "rope_scaling", "torch_dtype"} & text.keys()
+    old_model, new_model = (ligermodels.load(tmp_path / folder) for folder in ("old", "new"))
     input_ids = tokens(CASES[name])
-    assert torch.equal(old(input_ids).logits, new(input_ids).logits)
+    assert torch.equal(old_model(input_ids).logits, new_model(input_ids).logits)
 
-    ligermodels.export(new, tmp_path / "out")
+    ligermodels.export(new_model, tmp_path / "out")
     written = config(tmp_path / "out")
-    assert written["rope_theta"] == CASES[name]["rope_theta"]
+    assert includes(written, new)
+    assert {"rope_theta", "rope_scaling"} <= written.get("text_config", written).keys()
     assert written["torch_dtype"] == written["dtype"] == "float32"
-    assert written.items() >= config(tmp_path / "new").items()
+    old_spelling = without_new_fields(written)
+    assert type(new_model.config).from_dict(old_spelling) == new_model.config
+    (tmp_path / "stripped").mkdir()
+    (tmp_path / "stripped" / "config.json").write_text(json.dumps(old_spelling))
+    expected, *read = (read_by_version_5(tmp_path / folder) for folder in ("new", "out", "stripped"))
+    assert all(includes(values, expected) for values in read)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sharded_half_precision(name, dtype, tmp_path):
-    reference_model(CASES[name], dtype).save_pretrained(tmp_path / "in", max_shard_size="40KB")
-    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
+def read_by_version_5(folder):
+    """Its fields, without those that it does not look at."""
+    fields = AutoConfig.from_pretrained(folder).to_dict()
+    fields.get("rope_parameters", {}).pop("type", None)  # the rope_type of the file, perhaps by a former name
+    return fields | {"_name_or_path": None}
+
+
+def includes(values, others):
+    """Whether a config has all fields of another, as have its parts."""
+    for key, other in others.items():
+        if key.endswith("_config"):
+            assert includes(values[key], other)
+        elif other is not None or key not in MAY_BE_FILLED:
+            assert values[key] == other, key
+    return True
+
+
+def without_new_fields(raw):
+    """What a reader of version 4 sees. num_local_experts is an old name too, where num_experts is none."""
+    unknown = [key for key in NEW_FIELDS if key != "num_local_experts" or "num_experts" in raw]
+    old = {key: value for key, value in raw.items() if key not in unknown}
+    return {key: without_new_fields(value) if isinstance(value, dict) else value for key, value in old.items()}
+
+
+def exported_from_version_5(raw, tmp_path):
+    """The config.json of an export of what save_pretrained writes."""
+    reference_model(raw).save_pretrained(tmp_path / "new")
+    ligermodels.export(ligermodels.load(tmp_path / "new"), tmp_path / "out")
+    return config(tmp_path / "out")
+
+
+def with_rope(family, **scaling):
+    raw = {
+        key: value for key, value in CASES[FAMILIES[family]].items() if key not in ("rope_scaling", "rope_parameters")
+    }
+    return raw | scaling
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "attention_factor": 1.25}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"rope_theta": 700.0, "rope_scaling": None}),
+        ("llama", {"rope_theta": 700.0, "rope_scaling": LINEAR}),
+        ("glm", {"rope_theta": 700.0, "rope_scaling": None, "partial_rotary_factor": 0.5}),
+        ("glm4", {"rope_theta": 700.0, "rope_scaling": None, "partial_rotary_factor": 0.5}),
+        ("gemma3_text", {"rope_theta": 700.0, "rope_scaling": LINEAR, "rope_local_base_freq": 90.0}),
+        ("olmo3", {"rope_theta": 700.0, "rope_scaling": YARN}),
+    ],
+)
+def test_version_4_finds_its_rope_fields(family, fields, tmp_path):
+    written = exported_from_version_5(with_rope(family, **json.loads(json.dumps(fields))), tmp_path)
+    assert {key: written[key] for key in fields} == fields
+
+
+def test_version_4_finds_exactly_three_keys_in_the_scaling_of_phi3(tmp_path):
+    """It counts them. The length they switch at is at the top level."""
+    raw = with_rope("phi3", original_max_position_embeddings=8, max_position_embeddings=32)
+    pairs = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"]) // 2
+    factors = {"short_factor": [1.0 + 0.1 * j for j in range(pairs)], "long_factor": [2.0 + j for j in range(pairs)]}
+    written = exported_from_version_5(
+        raw | {"partial_rotary_factor": 1.0, "rope_scaling": {"type": "longrope"} | factors}, tmp_path
+    )
+    assert written["rope_scaling"] == {"type": "longrope"} | factors
+    assert written["original_max_position_embeddings"] == 8
+
+
+def test_version_4_finds_the_number_of_experts_of_qwen3_moe(tmp_path):
+    raw = CASES[FAMILIES["qwen3_moe"]]
+    written = exported_from_version_5(raw, tmp_path)
+    assert written["num_experts"] == written["num_local_experts"] == raw["num_experts"]
+
+
+def test_version_4_finds_the_rope_fields_of_the_text_part(tmp_path):
+    raw = CASES[FAMILIES["gemma3"]]
+    fields = {"rope_theta": 700.0, "rope_scaling": LINEAR, "rope_local_base_freq": 90.0}
+    raw = raw | {"text_config": raw["text_config"] | json.loads(json.dumps(fields))}
+    written = exported_from_version_5(raw, tmp_path)
+    assert written["text_config"].items() >= (fields | {"torch_dtype": "float32"}).items()
+    assert written["vision_config"]["torch_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_sharded_half_precision(family, tmp_path):
+    dtype = torch.float16 if family == "llama" else torch.bfloat16
+    raw = CASES[FAMILIES[family]]
+    reference = reference_model(raw, dtype)
+    reference.save_pretrained(tmp_path / "in", max_shard_size="40KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
     model = ligermodels.load(tmp_path / "in")
-    assert model.lm_head.weight.dtype == dtype
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     export_weights(model, tmp_path / "out", source=tmp_path / "in", max_shard_size=40_000)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert bits(tmp_path / "out") == bits(tmp_path / "in")
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
-    assert read.state_dict().keys() == reference_model(CASES[name]).state_dict().keys()
+    assert parameters_equal(reread(tmp_path / "out", dtype), reference)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3"])
+def test_the_names_that_version_5_has_in_memory_load_to_the_same_model(family, tmp_path):
+    """As save_pretrained(save_original_format=False) writes them: experts stacked, other prefixes. They are exported
+    under the names of the Hub."""
+    reference = save_reference(CASES[FAMILIES[family]], tmp_path / "hub")
+    reference.save_pretrained(tmp_path / "memory", save_original_format=False)
+    stored, names = weights(tmp_path / "memory"), reference.state_dict().keys()
+    assert stored.keys() <= names and stored.keys() != weights(tmp_path / "hub").keys()
+    model = ligermodels.load(tmp_path / "memory")
+    assert parameters_equal(model, ligermodels.load(tmp_path / "hub"))
+    ligermodels.export(model, tmp_path / "out")
+    assert bits(tmp_path / "out") == bits(tmp_path / "hub")
+
+
+@pytest.mark.parametrize("text", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("tower", ["vision_tower.", "vision_tower.vision_model."])
+def test_gemma3_loads_under_either_prefix_with_and_without_vision_model(text, tower, tmp_path):
+    save_reference(CASES[FAMILIES["gemma3"]], tmp_path / "in")
+    expected = bits(tmp_path / "in")
+    outer = "model." if text.startswith("model.") else ""
+    renamed = {}
+    for name, x in weights(tmp_path / "in").items():
+        if name.startswith("language_model.model."):
+            name = text + name.removeprefix("language_model.model.")
+        elif name.startswith("vision_tower."):
+            name = outer + tower + name.removeprefix("vision_tower.").removeprefix("vision_model.")
+        else:
+            name = outer + name
+        renamed[name] = x
+    save_file(renamed, tmp_path / "in" / "model.safetensors")
+    ligermodels.export(ligermodels.load(tmp_path / "in"), tmp_path / "out")
+    assert bits(tmp_path / "out") == expected

@@ -56,3 +56,9 @@ class GraniteMoe(CausalLM):
             Rename(f"{hub}.output_linear.weight", f"{ours}.experts.down_proj"),
             Rename(f"{hub}.router.layer", f"{ours}.gate"),
         )
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """The names that version 5 has in memory."""
+        hub, ours = "model.layers.{}.block_sparse_moe", "model.layers.{}.mlp"
+        router = Rename(f"{hub}.router", f"{ours}.gate")
+        return ((*packed_projections(self.config), router, Rename(f"{hub}.experts", f"{ours}.experts")),)

@@ -60,5 +60,5 @@ class Mixtral(CausalLM):
         )
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that version 5 has in memory."""
+        """The names that version 5 has in memory: its experts are stacked as ours."""
         return (packed_projections(self.config),)

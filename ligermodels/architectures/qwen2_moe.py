@@ -40,6 +40,7 @@ HUB = BASE | {"rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 1
 
 
 class Qwen2Moe(CausalLM):
+    config: Qwen2MoeConfig
     Config = Qwen2MoeConfig
     hub_class = "Qwen2MoeForCausalLM"
     SIZES: ClassVar = {
@@ -67,3 +68,8 @@ class Qwen2Moe(CausalLM):
             packed_gate_up("mlp.shared_expert"),
             *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
         )
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """The names that version 5 has in memory: its experts are stacked as ours."""
+        shared = packed_gate_up(self.config.shared_expert_intermediate_size, "mlp.shared_expert")
+        return ((*packed_projections(self.config), shared),)

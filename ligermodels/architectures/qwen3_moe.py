@@ -61,3 +61,7 @@ class Qwen3Moe(CausalLM):
 
     def weight_rules(self) -> tuple[Rule, ...]:
         return (*packed_projections(self.config), *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """The names that version 5 has in memory: its experts are stacked as ours."""
+        return (packed_projections(self.config),)

@@ -107,7 +107,10 @@ class Config:
 
     def validate_rope(self, rope: Rope) -> None:
         if rope.partial_rotary_factor != 1.0 and not self.partial_rotary:
-            raise ConfigError(f"config.json: partial_rotary_factor {rope.partial_rotary_factor} is not supported here")
+            raise ConfigError(
+                f"config.json: partial_rotary_factor {rope.partial_rotary_factor} must be 1: "
+                f"a {self.model_type} rotates whole heads"
+            )
         rotary_dim = int(self.head_dim * rope.partial_rotary_factor)
         if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
             raise ConfigError(
@@ -258,6 +261,17 @@ class MoEConfig(Config):
     output_router_logits: bool = False  # whether the training loss includes that of the router
     router_aux_loss_coef: float = 0.001
 
+    experts_field: ClassVar[str] = "num_local_experts"
+
+    def validate(self) -> None:
+        super().validate()
+        num_experts = getattr(self, self.experts_field)
+        if 0 < num_experts < self.num_experts_per_tok:
+            raise ConfigError(
+                f"config.json: num_experts_per_tok {self.num_experts_per_tok} must be at most "
+                f"{self.experts_field}, {num_experts}"
+            )
+
 
 @dataclass(kw_only=True)
 class SparseStepConfig(MoEConfig):
@@ -269,9 +283,12 @@ class SparseStepConfig(MoEConfig):
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] | None = None
 
+    experts_field = "num_experts"
+
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""
-        return layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
+        chosen = layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
+        return chosen and self.num_experts > 0
 
 
 def supported_activation(name: str, value: str) -> str:

@@ -65,16 +65,23 @@ def read_rope(
 
 
 def read_ropes(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Rope]:
-    """By layer type. Unless rope_parameters are nested by it, theta and the scaling are those of the full layers."""
-    nested = raw.get("rope_parameters") or {}
-    if not isinstance(nested, Mapping):
-        raise ConfigError(f"config.json: rope_parameters is {nested!r}; must be an object or null")
-    full, sliding = nested.get(FULL) or {}, nested.get(SLIDING) or {}
+    """By layer type, as rope_parameters are. In the old spelling theta and the scaling are those of the full layers."""
+    nested = mapping("rope_parameters", raw.get("rope_parameters"))
+    if not nested.keys() <= {FULL, SLIDING}:
+        raise ConfigError(f"config.json: rope_parameters must be given by layer type here, {FULL!r} and {SLIDING!r}")
+    full = {**mapping(FULL, nested.get(FULL)), **mapping("rope_scaling", raw.get("rope_scaling"))}
     without_theta = {key: value for key, value in raw.items() if key != "rope_theta"}
     return {
-        FULL: rope_of(full | (raw.get("rope_scaling") or {}), raw, full_theta),
-        SLIDING: rope_of(sliding, without_theta, sliding_theta),
+        FULL: rope_of(full, raw, full_theta),
+        SLIDING: rope_of(nested.get(SLIDING), without_theta, sliding_theta),
     }
+
+
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """`value`, empty where it is null."""
+    if not isinstance(value or {}, Mapping):
+        raise ConfigError(f"config.json: {name} is {value!r}; must be an object or null")
+    return value or {}
 
 
 def rope_of(
@@ -82,9 +89,7 @@ def rope_of(
     former_names: Mapping[str, str] = FORMER_NAMES,
 ) -> Rope:  # fmt: skip
     """One rotary embedding from its dict, and the top level of the file for what the dict lacks."""
-    scaling = scaling or {}
-    if not isinstance(scaling, Mapping):
-        raise ConfigError(f"config.json: rope_scaling is {scaling!r}; must be an object or null")
+    scaling = mapping("rope_scaling", scaling)
     values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial}
     annotations = typing.get_type_hints(Rope)
     for source in (raw, scaling):
@@ -95,8 +100,8 @@ def rope_of(
     named = scaling.get("rope_type", scaling.get("type", "default"))
     values["rope_type"] = former_names.get(named, named)
     if values["rope_type"] not in ROPE_TYPES:
-        raise ConfigError(f"config.json: rope type {named!r} is not supported; one of {list(ROPE_TYPES)} is")
+        raise ConfigError(f"config.json: rope_scaling: type {named!r} is not supported; one of {list(ROPE_TYPES)} is")
     missing = [key for key in ROPE_TYPES[values["rope_type"]] if key not in values]
     if missing:
-        raise ConfigError(f"config.json: rope_scaling of type {named!r} lacks {', '.join(missing)}")
+        raise ConfigError(f"config.json: rope_scaling of type {named!r} lacks {', '.join(missing)}; add it")
     return Rope(**values)

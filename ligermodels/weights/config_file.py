@@ -39,7 +39,7 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
 
 
 def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`raw`, with its parts, and the fields that version 4 needs; where the fields were sorted, they stay so.
+    """`raw`, with its parts, and the fields that version 4 needs where they are absent or null; sorted fields stay so.
 
     also_named: fields that version 5 renamed and writes under the new name alone, old name -> new name.
     """
@@ -48,7 +48,7 @@ def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = N
         old |= old_rope(raw)
     if "dtype" in raw:
         old["torch_dtype"] = raw["dtype"]
-    both = raw | {key: value for key, value in old.items() if key not in raw}
+    both = raw | {key: value for key, value in old.items() if raw.get(key) is None}
     both |= {part: both_spellings(raw[part]) for part in PARTS if part in raw}
     return dict(sorted(both.items())) if list(raw) == sorted(raw) else both
 
@@ -61,9 +61,9 @@ def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "longrope":
         # Phi-3's reader of version 4 refuses a scaling of any other keys than type, short_factor and long_factor.
-        said = {"rope_type"} | ({"original_max_position_embeddings"} & raw.keys())
-        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key not in said}
-    old = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
+        moved.append("original_max_position_embeddings")
+        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
+    old = {key: scaling.pop(key) for key in moved if key in scaling}
     if "rope_theta" in sliding:
         old["rope_local_base_freq"] = sliding["rope_theta"]
     return old | {"rope_scaling": None if kind == "default" else scaling}

@@ -3,15 +3,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
-from tests.cases import LLAMA
+from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 
 ROWS, LENGTH = 2, 16
 
 
-def step(recompute):
+def step(recompute, raw=LLAMA):
     """Gradients of one step, and the FLOPs of its matrix products."""
-    model = ligermodels.create(LLAMA, device=DEVICE)
+    model = ligermodels.create(raw, device=DEVICE)
     if recompute:
         model.recompute_in_backward()
     ids = torch.randint(3, 99, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -32,3 +32,13 @@ def test_recomputing_a_block_changes_no_gradient_and_skips_its_last_product(path
     hidden, inner, qkv = 48, 80, (6 + 2 * 2) * 8
     a_token = 2 * (hidden * qkv + hidden * hidden + hidden * 2 * inner)  # qkv, o and gate_up, not down
     assert recomputed - once == 3 * ROWS * LENGTH * a_token
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "granite", "qwen3", "qwen2_moe-aux-loss"])
+def test_every_kind_of_block_is_recomputed_to_the_same_gradients(name):
+    raw = CASES[name] | {"num_hidden_layers": 1}
+    (expected, once), (got, recomputed) = step(False, raw), step(True, raw)
+    assert recomputed > once
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a, b)

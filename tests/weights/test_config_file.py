@@ -155,6 +155,20 @@ def test_old_fields_that_are_there_are_kept():
     assert both_spellings(raw) == raw
 
 
+def test_old_fields_that_are_null_are_filled():
+    """Version 5 prefers the scaling, and would take its default for a theta that it does not find beside it."""
+    both = both_spellings(
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}, "rope_theta": None}
+    )
+    assert both["rope_theta"] == 9.0 and both["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_a_longrope_of_a_former_name_gets_the_name_of_today():
+    parameters = {"rope_type": "longrope", "type": "su", "short_factor": [1.0], "long_factor": [2.0], "rope_theta": 9.0}
+    both = both_spellings({"rope_parameters": parameters})
+    assert both["rope_scaling"] == {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
 def test_dtype_is_written_in_the_spelling_in_use():
     assert with_dtype({"dtype": "float16"}, torch.bfloat16) == {"dtype": "bfloat16"}
     both = {"dtype": "float16", "torch_dtype": "float16"}
