@@ -49,6 +49,7 @@ CASES = {
             "aux-loss": AUX_LOSS,
             "window": {"sliding_window": 6},
             "one-expert": {"num_experts_per_tok": 1},
+            "every-expert": {"num_experts_per_tok": 5},
             "tied": {"tie_word_embeddings": True},
         },
     ),
@@ -56,6 +57,7 @@ CASES = {
         QWEN2_MOE,
         {
             "norm-topk": {"norm_topk_prob": True},
+            "every-expert": {"num_experts_per_tok": 7},
             "qkv-bias-off": {"qkv_bias": False},
             "mlp-only-layers": {"mlp_only_layers": [0, 2]},
             "sparse-step": {"decoder_sparse_step": 2},
@@ -82,6 +84,7 @@ CASES = {
     **family(
         GRANITEMOE,
         {
+            "every-expert": {"num_experts_per_tok": 5},
             "aux-loss": AUX_LOSS,
             "attention-bias": {"attention_bias": True},
             "tied": {"tie_word_embeddings": True},
