@@ -1,5 +1,6 @@
 """The reference implementation as the oracle: tiny random models of it, every parameter re-randomised."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 
 def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The reference implementation of a config, eager attention, no parameter left at the value it starts with."""
-    config = AutoConfig.for_model(**raw)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    """The reference implementation of a config, nothing of it fused, no parameter left at the value it starts with."""
+    config = AutoConfig.for_model(**copy.deepcopy(raw))  # which it writes to
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -29,11 +32,21 @@ def save_reference(raw: dict[str, Any], folder: Path) -> nn.Module:
     return model
 
 
+def hub_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The reference's weights under their Hub names, which differ from those it has in memory."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return {
+        name.replace("vision_tower.", "vision_tower.vision_model."): value
+        for name, value in revert_weight_conversion(model, state).items()
+    }
+
+
 def tokens(raw: dict[str, Any], batch: int = 2, length: int = 23, seed: int = 3) -> Tensor:
     """Token ids [batch, length], the padding id among them."""
-    ids = torch.randint(3, raw["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
-    if "pad_token_id" in raw:
-        ids[0, 5] = raw["pad_token_id"]
+    text = raw.get("text_config", raw)
+    ids = torch.randint(3, text["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+    if "pad_token_id" in text and length > 5:
+        ids[0, 5] = text["pad_token_id"]
     return ids
 
 

@@ -8,6 +8,7 @@ import torch
 import ligermodels
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.weights.mapping import plan
+from tests import oracle
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
@@ -19,7 +20,26 @@ FP32_FACTOR = 4.0
 
 
 # Cases that between them reach every kernel and every option of it; the others differ in what the kernels are given.
-ON_KERNELS = ["llama", "llama-tied", "llama-mlp-bias", "llama-gelu", "llama-gelu-tanh", "qwen2-sliding"]
+ON_KERNELS = [
+    "llama", "llama-mlp-bias", "llama-gelu", "qwen2-sliding", "gemma2", "gemma3_text", "olmo2", "glm4",
+    "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers",
+]  # fmt: skip
+# Every kind of norm, of QK-norm, of RoPE and of experts. With fewer experts than all, rounding flips the choice between
+# two nearly equal ones, an error that is not ours to bound.
+IN_HALF_PRECISION = [
+    "llama-attention-bias", "llama-rope-llama3", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2",
+    "olmo3-rope-yarn", "glm4", "granite", "phi3-longrope-long", "mixtral-every-expert", "qwen2_moe-every-expert",
+    "granitemoe-every-expert",
+]  # fmt: skip
+GENERATING = [
+    *(name for name in CASES if "-" not in name), "llama-rope-llama3", "llama-tied", "qwen2-sliding",
+    "qwen2-layer-types", "qwen3-sliding", "mistral-no-window", "mixtral-window", "qwen2_moe-sliding",
+    "qwen3_moe-sliding", "phi3-window", "smollm3-sliding", "olmo3-rope-yarn", "gemma2-untied", "gemma3_text-untied",
+]  # fmt: skip
+PACKED = [
+    "llama", "llama-tied", "qwen2-sliding", "qwen3", "gemma2", "gemma3_text", "smollm3-sliding", "olmo3-rope-yarn",
+    "glm4", "granite", "phi3-window", "mixtral", "qwen2_moe",
+]  # fmt: skip
 
 
 def hub_tensors(model):
@@ -36,19 +56,19 @@ def check_parity(name, folder, device=DEVICE):
     model = ligermodels.load(folder, device=device)
     input_ids = tokens(raw)
     labels = labels_of(input_ids)
-    oracle = results(copy.deepcopy(reference).double(), input_ids, labels)
+    exact = results(copy.deepcopy(reference).double(), input_ids, labels)
     theirs = results(reference, input_ids, labels)
     ours = results(model, input_ids.to(device), labels.to(device))
-    assert set(oracle) - set(ours) <= {"lm_head.weight"}
+    assert set(exact) - set(ours) <= {"lm_head.weight", "language_model.lm_head.weight"}
     for what, value in ours.items():
-        error, allowed = relative_error(value, oracle[what]), relative_error(theirs[what], oracle[what])
+        error, allowed = relative_error(value, exact[what]), relative_error(theirs[what], exact[what])
         allowed = max(FP32_FACTOR * allowed, FP32_FACTOR * torch.finfo(torch.float32).eps)
         assert error <= allowed, f"{what}: error {error:.1e}, allowed {allowed:.1e}"
 
 
 def results(model, input_ids, labels):
     """Logits, loss, and by Hub name how far one SGD step moves each weight."""
-    named = hub_tensors if isinstance(model, CausalLM) else torch.nn.Module.state_dict
+    named = hub_tensors if isinstance(model, CausalLM) else oracle.hub_tensors
     with torch.no_grad():
         logits = model(input_ids).logits
     loss = model(input_ids=input_ids, labels=labels).loss
@@ -71,7 +91,7 @@ def test_fp32_parity_on_the_kernels(name, tmp_path):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["llama-attention-bias", "llama-rope-llama3", "qwen2-sliding"])
+@pytest.mark.parametrize("name", IN_HALF_PRECISION)
 def test_half_precision_is_within_the_error_budget(name, tmp_path):
     """Against the reference in fp64, our error in a half precision is at most FACTOR times the reference's own."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
@@ -79,27 +99,41 @@ def test_half_precision_is_within_the_error_budget(name, tmp_path):
     model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
     input_ids = tokens(CASES[name], length=64)
     plain = reference_model(CASES[name], dtype)
-    oracle = reference_model(CASES[name], dtype).double()(input_ids).logits
-    ours = relative_error(model(input_ids.to(DEVICE)).logits.cpu(), oracle)
-    theirs = relative_error(plain.to(DEVICE)(input_ids.to(DEVICE)).logits.cpu(), oracle)
+    exact = reference_model(CASES[name], dtype).double()(input_ids).logits
+    ours = relative_error(model(input_ids.to(DEVICE)).logits.cpu(), exact)
+    theirs = relative_error(plain.to(DEVICE)(input_ids.to(DEVICE)).logits.cpu(), exact)
     assert ours <= FACTOR * theirs, f"ours {ours:.2e}, the reference's {theirs:.2e}"
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama-rope-llama3", "llama-tied", "qwen2", "qwen2-sliding", "qwen2-layer-types"]
-)
+def continued(reference, prompt):
+    """The reference's twelve likeliest tokens after a prompt."""
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    row = prompt[None]
+    every = torch.ones_like(row)  # else it takes the padding id for padding, which here is a token like the others
+    return reference.generate(row, attention_mask=every, **options)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", GENERATING)
 def test_greedy_generation_equals_the_reference_token_for_token(name, tmp_path):
     """Prompts longer and shorter than the window, in one batch; the reference runs them one by one."""
     reference = save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, device=DEVICE)
     prompts = [tokens(CASES[name], 1, length, seed=length)[0] for length in (1, 3, 9, 14)]
     ours = ligermodels.generate(model, prompts, max_new_tokens=12, stop_tokens=())
-    for prompt, row in zip(prompts, ours, strict=True):
-        theirs = reference.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert row == theirs[0, len(prompt) :].tolist()
+    assert ours == [continued(reference, prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "llama-tied"])
+@pytest.mark.parametrize("name", ["phi3-longrope-long", "phi3-longrope-partial"])
+@pytest.mark.parametrize("length", [3, 8, 9, 14, 19, 20, 21, 23])
+def test_generation_across_the_length_where_longrope_switches(name, length, tmp_path):
+    """At 20 tokens: prompts that stay below, cross it at their last or at an earlier token, start at it and beyond."""
+    reference = save_reference(CASES[name], tmp_path)
+    model = ligermodels.load(tmp_path, device=DEVICE)
+    prompt = tokens(CASES[name], 1, length, seed=length)[0]
+    assert ligermodels.generate(model, [prompt], max_new_tokens=12, stop_tokens=()) == [continued(reference, prompt)]
+
+
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_documents_equal_separate_runs(name):
     model = ligermodels.create(CASES[name], device=DEVICE)
     with torch.no_grad():

@@ -1,48 +1,132 @@
-"""The parity tests notice: each listed one-line break of the code makes its named case fail."""
+"""The parity tests notice: each listed break of the code makes its named case fail.
+
+About the code unbroken the same check is silent in test_parity, so what it notices here is the break.
+"""
 
 import pytest
 
+from ligermodels.errors import InputError
 from tests.sabotage import Sabotage
 from tests.test_parity import check_parity
 
 CPU = "cpu"  # where the ops are their references, which can be broken in place; kernels have tests of their own
 ATTENTION = "ligermodels.kernels.attention"
-ROPE = "ligermodels.layers.rope"
+QK_NORM = "ligermodels.kernels.qk_norm_rope:qk_norm_rope_reference"
+RMS_NORM = "ligermodels.kernels.rms_norm"
+ROTATE = "ligermodels.kernels.rope:rotate_reference"
+ROUTE = "ligermodels.kernels.experts:route"
+BLOCK = "ligermodels.layers.block"
+CONFIG = "ligermodels.layers.config"
 DECODER = "ligermodels.layers.decoder"
+MOE = "ligermodels.layers.moe"
+ROPE = "ligermodels.layers.rope"
+ROPE_PARAMETERS = "ligermodels.layers.rope_parameters"
+MAPPING = "ligermodels.weights.mapping"
+FAMILIES = "ligermodels.architectures"
 
-BREAKS = {
-    "window off by one": Sabotage(f"{ATTENTION}:visible", "distance < window", "distance <= window", "qwen2-sliding"),
+WINDOWS = {
+    "window off by one": Sabotage(f"{ATTENTION}:visible", "distance < window", "distance <= window", "mistral"),
     "window ignored": Sabotage(f"{ATTENTION}:attention", "window >= k.shape[1]", "window >= 0", "qwen2-sliding"),
-    "causal mask strict": Sabotage(f"{ATTENTION}:visible", "distance >= 0", "distance > -2", "qwen2-sliding"),
-    "attention unscaled": Sabotage(f"{ATTENTION}:sdpa", "scale=scale", "scale=1.0", "llama"),
-    "windowed layers shifted": Sabotage(
-        "ligermodels.architectures.qwen2:Qwen2Config.window",
+    "window of the full layers": Sabotage(f"{CONFIG}:SlidingConfig.window", "== SLIDING", "!= SLIDING", "gemma2"),
+    "layer_types ignored": Sabotage(
+        f"{CONFIG}:SlidingConfig.layer_type", "self.layer_types is not None", "False", "qwen2-layer-types"
+    ),
+    "qwen2: windowed layers shifted": Sabotage(
+        f"{FAMILIES}.qwen2:Qwen2Config.slides",
         "layer >= self.max_window_layers",
         "layer > self.max_window_layers",
         "qwen2-sliding",
     ),
-    "layer_types ignored": Sabotage(
-        "ligermodels.architectures.qwen2:Qwen2Config.window",
-        "self.layer_types is not None",
-        "False",
-        "qwen2-layer-types",
+    "qwen2: unused window applied": Sabotage(
+        f"{FAMILIES}.qwen2:Qwen2Config.slides", "self.use_sliding_window and ", "", "qwen2-unused-window"
     ),
-    "unused window applied": Sabotage(
-        "ligermodels.architectures.qwen2:Qwen2Config.window",
-        "not self.use_sliding_window",
-        "self.sliding_window is None",
-        "qwen2-unused-window",
+    "qwen2_moe: odd layers windowed": Sabotage(
+        f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer % 2 == 0", "layer % 2 == 1", "qwen2_moe-sliding"
     ),
-    "rope interleaved for half-split": Sabotage(
-        "ligermodels.kernels.rope:rope_reference",
-        "widen(x).chunk(2, -1)",
-        "(widen(x)[..., ::2], widen(x)[..., 1::2])",
-        "llama",
+    "qwen2_moe: upper layers windowed": Sabotage(
+        f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer < self", "layer <= self", "qwen2_moe-sliding"
     ),
-    "rope turns the other way": Sabotage(
-        "ligermodels.kernels.rope:rope_reference", "first * c - second * s", "first * c + second * s", "llama"
+    "qwen3: windowed layers shifted": Sabotage(
+        f"{FAMILIES}.qwen3:Qwen3Config.slides", "layer >= self", "layer > self", "qwen3-sliding"
     ),
-    "linear scaling dropped": Sabotage(f"{ROPE}:linear", " / rope.factor", "", "llama-rope-linear"),
+    "qwen3_moe: unused window applied": Sabotage(
+        f"{FAMILIES}.qwen3_moe:Qwen3MoeConfig.slides", "self.use_sliding_window", "True", "qwen3_moe-unused-window"
+    ),
+    "gemma2: odd layers windowed": Sabotage(
+        f"{FAMILIES}.gemma2:Gemma2Config.slides", "layer % 2 == 0", "layer % 2 == 1", "gemma2"
+    ),
+    "gemma3: pattern shifted": Sabotage(
+        f"{FAMILIES}.gemma3:Gemma3Config.slides", "(layer + 1)", "layer", "gemma3_text"
+    ),
+    "olmo3: pattern shifted": Sabotage(f"{FAMILIES}.olmo3:Olmo3Config.slides", "(layer + 1)", "layer", "olmo3"),
+    "smollm3: rotated layers windowed": Sabotage(
+        f"{FAMILIES}.smollm3:SmolLM3Config.slides", "not self.rotates", "self.rotates", "smollm3-sliding"
+    ),
+}
+SCORES = {
+    "causal mask strict": Sabotage(f"{ATTENTION}:visible", "distance >= 0", "distance > -2", "qwen2-sliding"),
+    "attention unscaled": Sabotage(f"{ATTENTION}:sdpa", "scale=scale", "scale=1.0", "llama"),
+    "bound of the scores dropped": Sabotage(
+        f"{ATTENTION}:attention_reference", "if softcap is not None", "if False", "gemma2-attention-softcap"
+    ),
+    "bound of the logits dropped": Sabotage(
+        f"{DECODER}:CausalLM.logits", "logits if softcap is None else", "logits if True else", "gemma2-final-softcap"
+    ),
+    "bound of the loss dropped": Sabotage(
+        f"{DECODER}:CausalLM.loss", "softcap=self.config.logit_softcap", "softcap=None", "gemma2-final-softcap"
+    ),
+    "query_pre_attn_scalar ignored": Sabotage(
+        f"{CONFIG}:SoftcapConfig.attention_scale", "self.query_pre_attn_scalar", "self.head_dim", "gemma2-query-scalar"
+    ),
+    "attention_multiplier ignored": Sabotage(
+        f"{FAMILIES}.granite:Granite.layer",
+        "scale=config.attention_multiplier",
+        "scale=None",
+        "granite-attention-multiplier",
+    ),
+    "attention_multiplier ignored with experts": Sabotage(
+        f"{FAMILIES}.granitemoe:GraniteMoe.layer", "scale=config.attention_multiplier", "scale=None", "granitemoe"
+    ),
+}
+NORMS = {
+    "norm's epsilon dropped": Sabotage(f"{RMS_NORM}:rms_norm_reference", " + eps)", " + 1e-2)", "llama"),
+    "one not added to the weight": Sabotage(f"{RMS_NORM}:rms_norm_reference", " + offset", "", "gemma"),
+    "queries normed after their rotation": Sabotage(
+        QK_NORM,
+        "rotate_reference(norm(q, q_weight), cos, sin)",
+        "norm(rotate_reference(q, cos, sin), q_weight)",
+        "qwen3",
+    ),
+    "keys not normed": Sabotage(QK_NORM, "norm(k, k_weight)", "k", "qwen3"),
+    "keys normed by the queries' weight": Sabotage(QK_NORM, "norm(k, k_weight)", "norm(k, q_weight)", "gemma3_text"),
+    "heads normed one by one": Sabotage(
+        QK_NORM,
+        "return rms_norm_reference(",
+        "return rms_norm_reference(x, weight.new_ones(x.shape[-1]), eps) * weight.view(x.shape[2:])"
+        " if True else rms_norm_reference(",
+        "olmo2",
+    ),
+    "post-norm as pre-norm": Sabotage(
+        f"{BLOCK}:PostNormLayer.block",
+        "self.mlp(None, x, residual)\n    x, _ = self.post_feedforward_layernorm(x)",
+        "self.mlp(self.post_feedforward_layernorm, x, residual)",
+        "olmo2",
+    ),
+    "norm after attention dropped": Sabotage(
+        f"{BLOCK}:SandwichLayer.block", "x, _ = self.post_attention_layernorm(x)", "", "gemma2"
+    ),
+    "glm4: norms around attention and MLP swapped": Sabotage(
+        f"{FAMILIES}.glm4:Glm4.weight_rules",
+        'post_attention_layernorm"),\n        Rename(layer + "post_attention_layernorm", layer + "pre_feedforward',
+        'pre_feedforward_layernorm"),\n        Rename(layer + "post_attention_layernorm", layer + "post_attention',
+        "glm4",
+    ),
+}
+ROTATIONS = {
+    "interleaved for half-split": Sabotage(ROTATE, " if interleaved else rotated.chunk(2, -1)", "", "llama"),
+    "half-split for interleaved": Sabotage(f"{FAMILIES}.glm:Glm.layer", "interleaved=True", "interleaved=False", "glm"),
+    "the other way round": Sabotage(ROTATE, "first * c - second * s,", "first * c + second * s,", "llama"),
+    "linear scaling dropped": Sabotage(f"{ROPE}:linear", "embeddings) /", "embeddings) + 0 *", "llama-rope-linear"),
     "llama3 blend reversed": Sabotage(f"{ROPE}:llama3", "(1 - keep)", "keep", "llama-rope-llama3"),
     "yarn ramp reversed": Sabotage(f"{ROPE}:yarn", "* ramp + inv_freq", "* (1 - ramp) + inv_freq", "llama-rope-yarn"),
     "yarn attention factor dropped": Sabotage(f"{ROPE}:attention_factor", "mscale(1.0)", "1.0", "llama-rope-yarn"),
@@ -50,44 +134,144 @@ BREAKS = {
         f"{ROPE}:attention_factor", " / mscale(rope.mscale_all_dim)", "", "llama-rope-yarn-mscale"
     ),
     "yarn always truncated": Sabotage(f"{ROPE}:yarn", "if rope.truncate", "if True", "llama-rope-yarn-mscale"),
+    "yarn in the windowed layers too": Sabotage(
+        f"{ROPE_PARAMETERS}:read_ropes",
+        "SLIDING: rope_of(sliding,",
+        'SLIDING: rope_of(raw.get("rope_scaling"),',
+        "olmo3-rope-yarn",
+    ),
     "dynamic theta not stretched": Sabotage(
         f"{ROPE}:DynamicRotaryEmbedding.frequencies", "* stretch", "* 1.0", "llama-rope-dynamic"
     ),
+    "longrope: short factors beyond the switch": Sabotage(
+        f"{ROPE}:LongRotaryEmbedding.frequencies", "max() < trained", "max() >= 0", "phi3-longrope-long"
+    ),
+    "longrope: switch off by one": Sabotage(
+        f"{ROPE}:LongRotaryEmbedding.frequencies", "max() < trained", "max() <= trained", "phi3-longrope-just-long"
+    ),
+    "longrope attention factor dropped": Sabotage(
+        f"{ROPE}:attention_factor",
+        "math.sqrt(1 + math.log(factor) / math.log(trained))",
+        "1.0",
+        "phi3-longrope-long",
+    ),
+    "attention_factor ignored": Sabotage(
+        f"{ROPE}:attention_factor", "return rope.attention_factor", "return 1.0", "phi3-longrope-attention-factor"
+    ),
     "rope_theta ignored": Sabotage(f"{ROPE}:default", "rope.rope_theta", "10000.0", "llama"),
+    "theta of the full layers in all": Sabotage(
+        f"{FAMILIES}.gemma3:Gemma3Text.layer", "config.layer_type(index)", '"full_attention"', "gemma3_text"
+    ),
+    "rope_local_base_freq ignored": Sabotage(
+        f"{FAMILIES}.gemma3:Gemma3Config.read_ropes", 'raw.get("rope_local_base_freq") or ', "", "gemma3_text"
+    ),
+    "nested rope_parameters mixed up": Sabotage(
+        f"{ROPE_PARAMETERS}:read_ropes", "nested.get(SLIDING)", "nested.get(FULL)", "gemma3_text-nested-rope"
+    ),
+    "partial_rotary_factor ignored": Sabotage(
+        f"{ROPE_PARAMETERS}:rope_of",
+        "return Rope(**values)",
+        'return Rope(**values | {"partial_rotary_factor": 1.0})',
+        "phi3-partial-rotary",
+    ),
+    "glm: whole heads rotated by default": Sabotage(
+        f"{CONFIG}:Config.read_ropes", "cls.default_partial_rotary_factor", "1.0", "glm"
+    ),
+    "NoPE interval inverted": Sabotage(
+        f"{FAMILIES}.smollm3:SmolLM3Config.rotates", "interval != 0", "interval == 0", "smollm3-interval"
+    ),
+    "NoPE list inverted": Sabotage(
+        f"{FAMILIES}.smollm3:SmolLM3Config.rotates", "return bool(", "return not bool(", "smollm3-no-rope-layers"
+    ),
+}
+EXPERTS = {
+    "top-k not renormalised": Sabotage(ROUTE, "if normalize else", "if False else", "mixtral"),
+    "top-k renormalised": Sabotage(ROUTE, "if normalize else", "if True else", "qwen2_moe"),
+    "w1 and w3 swapped": Sabotage(
+        f"{MAPPING}:stacked_experts",
+        '(f"{layer}{gate}.weight", f"{layer}{up}.weight")',
+        '(f"{layer}{up}.weight", f"{layer}{gate}.weight")',
+        "mixtral",
+    ),
+    "shared expert's gate dropped": Sabotage(
+        f"{MOE}:MoE.forward", "torch.sigmoid(self.shared_expert_gate(normed)) * ", "", "qwen2_moe"
+    ),
+    "dense layers among the others ignored": Sabotage(
+        f"{CONFIG}:SparseStepConfig.is_sparse",
+        "layer not in (self.mlp_only_layers or ()) and ",
+        "",
+        "qwen2_moe-mlp-only-layers",
+    ),
+    "decoder_sparse_step shifted": Sabotage(
+        f"{CONFIG}:SparseStepConfig.is_sparse", "(layer + 1)", "layer", "qwen3_moe-sparse-step"
+    ),
+    "num_local_experts not read": Sabotage(
+        f"{CONFIG}:Config.from_dict", "cls.also_named.get(name, name)", "name", "qwen3_moe-num-local-experts"
+    ),
+    "router's loss dropped": Sabotage(
+        f"{DECODER}:CausalLM.forward", "config.output_router_logits", "False", "mixtral-aux-loss"
+    ),
+    "router's loss not weighted": Sabotage(
+        f"{DECODER}:CausalLM.forward", "config.router_aux_loss_coef * ", "", "qwen3_moe-aux-loss"
+    ),
+    "router's loss a mean over the choices": Sabotage(
+        f"{MOE}:load_balancing_loss", "chosen.mean(0) *", "chosen.mean(0) / k *", "granitemoe-aux-loss"
+    ),
+    "router's loss of one layer": Sabotage(
+        f"{MOE}:load_balancing_loss", "torch.cat(router_logits)", "router_logits[0]", "qwen2_moe-aux-loss"
+    ),
+}
+MODEL = {
     "gate and up swapped": Sabotage(
-        "ligermodels.weights.mapping:packed_gate_up",
+        f"{MAPPING}:packed_gate_up",
         '(layer + "gate_proj", layer + "up_proj")',
         '(layer + "up_proj", layer + "gate_proj")',
         "llama",
     ),
     "exact gelu for tanh": Sabotage(
-        "ligermodels.layers.config:Config.activation", "ACTIVATIONS[self.hidden_act]", '"gelu"', "llama-gelu-tanh"
+        f"{CONFIG}:Config.activation",
+        'supported_activation("hidden_act", self.hidden_act)',
+        '"gelu"',
+        "llama-gelu-tanh",
     ),
-    "residual lost": Sabotage(
-        "ligermodels.kernels.rms_norm:add_rms_norm_reference", "hidden = x + residual", "hidden = x", "llama"
+    "gemma: gelu taken at its word": Sabotage(
+        f"{FAMILIES}.gemma:GemmaConfig.activation", '"gelu_tanh" if', '"gelu" if', "gemma"
     ),
-    "norm's epsilon dropped": Sabotage(
-        "ligermodels.kernels.rms_norm:rms_norm_reference", " + eps)", " + 1e-2)", "llama"
+    "residual lost": Sabotage(f"{RMS_NORM}:add_rms_norm_reference", "hidden = x + residual", "hidden = x", "llama"),
+    "residual_multiplier of attention ignored": Sabotage(
+        f"{BLOCK}:ScaledLayer.block", "x * self.multiplier, residual)", "x, residual)", "granite-residual-multiplier"
     ),
+    "residual_multiplier of the MLP ignored": Sabotage(
+        f"{BLOCK}:ScaledLayer.block", "return x * self.multiplier", "return x", "granite-residual-multiplier"
+    ),
+    "embedding_multiplier ignored": Sabotage(
+        f"{CONFIG}:MultiplierConfig.embedding_scale",
+        "self.embedding_multiplier",
+        "1.0",
+        "granite-embedding-multiplier",
+    ),
+    "logits_scaling ignored": Sabotage(
+        f"{CONFIG}:MultiplierConfig.logit_scale", "1.0 / self.logits_scaling", "1.0", "granite-logits-scaling"
+    ),
+    "logits_scaling ignored in the loss": Sabotage(
+        f"{DECODER}:CausalLM.loss", "logit_scale=self.config.logit_scale", "logit_scale=1.0", "granite-logits-scaling"
+    ),
+    "gemma: embeddings unscaled": Sabotage(f"{DECODER}:Decoder.embed", "self.embedding_scale == 1.0", "True", "gemma"),
     "labels not shifted": Sabotage(f"{DECODER}:next_tokens", "labels[:, 1:], (0, 1)", "labels, (0, 0)", "llama"),
     "padding row trained": Sabotage(
-        f"{DECODER}:Decoder.forward",
+        f"{DECODER}:Decoder.embed",
         "self.embed_tokens(input_ids)",
-        "F.embedding(input_ids, self.embed_tokens.weight)",
+        "torch.nn.functional.embedding(input_ids, self.embed_tokens.weight)",
         "llama-padding",
     ),
 }
+BREAKS = WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
 
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_noticed(name, tmp_path, monkeypatch):
+    """By other numbers, or because the checkpoint no longer fits."""
     sabotage = BREAKS[name]
     sabotage.apply(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, InputError)):
         check_parity(sabotage.case, tmp_path, CPU)
-
-
-@pytest.mark.parametrize("case", sorted({sabotage.case for sabotage in BREAKS.values()}))
-def test_the_unbroken_code_passes(case, tmp_path):
-    """Without a break the same check is silent, so what the tests above notice is the break."""
-    check_parity(case, tmp_path, CPU)

@@ -63,7 +63,7 @@ class Gemma3Text(CausalLM):
     def layer(self, config: Gemma3Config, index: int) -> SandwichLayer:
         attention = NormedAttention(
             config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, window=config.window(index),
-            scale=config.attention_scale, softcap=config.attn_logit_softcapping, rope=config.layer_type(index),
+            scale=config.attention_scale, rope=config.layer_type(index),
         )  # fmt: skip
         return SandwichLayer(config, attention, GatedMLP(config))
 

@@ -1,0 +1,96 @@
+"""Mixtures of experts. The router's loss is weighted as heavily as the model's own, so that neither hides the other."""
+
+from tests.cases.base import FULL, SLIDING, TINY, Raw, family
+
+MIXTRAL = TINY | {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "head_dim": 10,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+QWEN2_MOE = TINY | {
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": False,
+}
+QWEN3_MOE = TINY | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 10,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+GRANITEMOE = TINY | {
+    "model_type": "granitemoe",
+    "architectures": ["GraniteMoeForCausalLM"],
+    "intermediate_size": 24,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
+AUX_LOSS: Raw = {"output_router_logits": True, "router_aux_loss_coef": 1.5}
+ALTERNATING = [SLIDING, FULL, SLIDING]
+
+CASES = {
+    **family(
+        MIXTRAL,
+        {
+            "aux-loss": AUX_LOSS,
+            "window": {"sliding_window": 6},
+            "one-expert": {"num_experts_per_tok": 1},
+            "every-expert": {"num_experts_per_tok": 5},
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        QWEN2_MOE,
+        {
+            "norm-topk": {"norm_topk_prob": True},
+            "every-expert": {"num_experts_per_tok": 7},
+            "qkv-bias-off": {"qkv_bias": False},
+            "mlp-only-layers": {"mlp_only_layers": [0, 2]},
+            "sparse-step": {"decoder_sparse_step": 2},
+            "aux-loss": AUX_LOSS,
+            "sliding": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+            "unused-window": {"use_sliding_window": False, "sliding_window": 5},
+            "layer-types": {"use_sliding_window": True, "sliding_window": 4, "layer_types": ALTERNATING},
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        QWEN3_MOE,
+        {
+            "norm-topk-off": {"norm_topk_prob": False},
+            "attention-bias": {"attention_bias": True},
+            "mlp-only-layers": {"mlp_only_layers": [0, 2]},
+            "sparse-step": {"decoder_sparse_step": 2},
+            "aux-loss": AUX_LOSS | {"mlp_only_layers": [1]},
+            "sliding": {"use_sliding_window": True, "sliding_window": 5},
+            "unused-window": {"use_sliding_window": False, "sliding_window": 5},
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        GRANITEMOE,
+        {
+            "every-expert": {"num_experts_per_tok": 5},
+            "aux-loss": AUX_LOSS,
+            "attention-bias": {"attention_bias": True},
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+}
+CASES["qwen3_moe-num-local-experts"] = {
+    "num_local_experts" if key == "num_experts" else key: value for key, value in QWEN3_MOE.items()
+}
