@@ -34,13 +34,13 @@ BREAKS = {
         "qwen2-unused-window",
     ),
     "rope interleaved for half-split": Sabotage(
-        "ligermodels.kernels.rope:rope_reference",
-        "widen(x).chunk(2, -1)",
-        "(widen(x)[..., ::2], widen(x)[..., 1::2])",
+        "ligermodels.kernels.rope:rotate_reference",
+        "rotated.chunk(2, -1)",
+        "(rotated[..., ::2], rotated[..., 1::2])",
         "llama",
     ),
     "rope turns the other way": Sabotage(
-        "ligermodels.kernels.rope:rope_reference", "first * c - second * s", "first * c + second * s", "llama"
+        "ligermodels.kernels.rope:rotate_reference", "first * c - second * s", "first * c + second * s", "llama"
     ),
     "linear scaling dropped": Sabotage(f"{ROPE}:linear", " / rope.factor", "", "llama-rope-linear"),
     "llama3 blend reversed": Sabotage(f"{ROPE}:llama3", "(1 - keep)", "keep", "llama-rope-llama3"),
