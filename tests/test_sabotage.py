@@ -43,11 +43,14 @@ WINDOWS = {
     "qwen2_moe: odd layers windowed": Sabotage(
         f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer % 2 == 0", "layer % 2 == 1", "qwen2_moe-sliding"
     ),
-    "qwen2_moe: upper layers windowed": Sabotage(
-        f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer < self", "layer <= self", "qwen2_moe-sliding"
+    "rope interleaved for half-split": Sabotage(
+        "ligermodels.kernels.rope:rotate_reference",
+        "rotated.chunk(2, -1)",
+        "(rotated[..., ::2], rotated[..., 1::2])",
+        "llama",
     ),
-    "qwen3: windowed layers shifted": Sabotage(
-        f"{FAMILIES}.qwen3:Qwen3Config.slides", "layer >= self", "layer > self", "qwen3-sliding"
+    "rope turns the other way": Sabotage(
+        "ligermodels.kernels.rope:rotate_reference", "first * c - second * s", "first * c + second * s", "llama"
     ),
     "qwen3_moe: unused window applied": Sabotage(
         f"{FAMILIES}.qwen3_moe:Qwen3MoeConfig.slides", "self.use_sliding_window", "True", "qwen3_moe-unused-window"

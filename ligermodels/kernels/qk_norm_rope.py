@@ -4,9 +4,9 @@ Each head is normed over its D dimensions (w [D]: Qwen3, Gemma 3), or all heads 
 Backward, with u = dy rotated back, g = u (w + offset) and n = x rstd:
     dx = rstd (g - n mean(g n)),    dw = Σ u n over the tokens, and over the heads that share w
 B batch, T length, Hq query heads, Hkv key and value heads: qkv [B, T, (Hq + 2 Hkv) D] any float dtype, all query heads
-first, then keys, then values; cos, sin fp32 [T, D/2] (the batch shares them) or [B T, D/2], half-split.
-Computed in fp32, one rounding. Not in place: where w is near 0 the output does not tell the input, so qkv is kept for
-backward, which makes rstd again. Values stay where they are; backward packs their gradient with the others.
+first, then keys, then values; cos, sin fp32 [T, D/2] (the batch shares them) or [B T, D/2], half-split. Computed in
+fp32, one rounding. Not in place: where w is near 0 the output does not tell the input, so qkv is kept for backward,
+which makes rstd again and packs the gradients of values, which forward leaves where they are, with the others.
 Moves 2 B T (Hq + Hkv) D elements forward, B T (3 Hq + 5 Hkv) D backward: bound by memory bandwidth.
 """
 
@@ -15,21 +15,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kernels
-from ligermodels.kernels.rms_norm import rms_norm_reference
-from ligermodels.kernels.rope import (
+from ligermodels.kernels.heads import (
     check_shapes,
     copy_heads,
     load_angles,
+    load_heads,
     rotate,
-    rotate_reference,
     split_heads,
+    store_heads,
     with_unit_stride,
 )
+from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kernels
+from ligermodels.kernels.rms_norm import rms_norm_reference
+from ligermodels.kernels.rope import rotate_reference
 
 PAIRS_PER_WARP = 256
-WARPS_PER_MULTIPROCESSOR = 16  # of backward: they share 65536 registers and
-PREFETCH_BYTES = 64 * 1024  # of shared memory each program, at most, for the tokens read ahead
+WARPS_PER_MULTIPROCESSOR = 16  # of backward: as many find room at
+REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # a thread
+PREFETCH_BYTES = 64 * 1024  # of shared memory, at most, for the tokens that a program of backward reads ahead
 
 
 def qk_norm_rope_reference(
@@ -37,34 +40,10 @@ def qk_norm_rope_reference(
     num_heads: int, num_kv_heads: int, eps: float, offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        rows = x if len(weight) == x.shape[-1] else x.flatten(2)
-        return rms_norm_reference(rows, weight, eps, offset).view(x.shape)
+        return rms_norm_reference(x if len(weight) == x.shape[-1] else x.flatten(2), weight, eps, offset).view(x.shape)
 
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     return rotate_reference(norm(q, q_weight), cos, sin), rotate_reference(norm(k, k_weight), cos, sin), v
-
-
-@triton.jit
-def _places(stride, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    """Offsets of the first halves of one token's heads [TILE, PAIRS], and which of them there are."""
-    head = tl.arange(0, TILE)[:, None].to(tl.int64)
-    column = tl.arange(0, PAIRS)[None, :]
-    return head * stride + column, (head < HEADS) & (column < SIZE // 2)
-
-
-@triton.jit
-def _load_heads(x_ptr, stride, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    """Both halves of one token's heads, fp32 [TILE, PAIRS]."""
-    place, mask = _places(stride, HEADS, SIZE, TILE, PAIRS)
-    first = tl.load(x_ptr + place, mask, other=0.0).to(tl.float32)
-    return first, tl.load(x_ptr + place + SIZE // 2, mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_heads(x_ptr, x1, x2, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    place, mask = _places(SIZE, HEADS, SIZE, TILE, PAIRS)
-    tl.store(x_ptr + place, x1, mask)
-    tl.store(x_ptr + place + SIZE // 2, x2, mask)
 
 
 @triton.jit
@@ -80,11 +59,11 @@ def _norm_heads(
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates one token's heads."""
-    w1, w2 = _load_heads(weight_ptr, SIZE if WHOLE_ROW else 0, HEADS, SIZE, TILE, PAIRS)
-    x1, x2 = _load_heads(x_ptr, SIZE, HEADS, SIZE, TILE, PAIRS)
+    w1, w2 = load_heads(weight_ptr, SIZE if WHOLE_ROW else 0, HEADS, SIZE, TILE, PAIRS)
+    x1, x2 = load_heads(x_ptr, SIZE, HEADS, SIZE, TILE, PAIRS)
     rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, HEADS, SIZE, WHOLE_ROW) + eps)
     y1, y2 = rotate(x1 * rstd * (w1 + offset), x2 * rstd * (w2 + offset), cos, sin)
-    _store_heads(y_ptr, y1, y2, HEADS, SIZE, TILE, PAIRS)
+    store_heads(y_ptr, y1, y2, HEADS, SIZE, TILE, PAIRS)
 
 
 @triton.jit
@@ -93,29 +72,18 @@ def _norm_heads_backward(
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of one token's heads; returns dw1 and dw2 [TILE, PAIRS] with that of the weight added."""
-    x1, x2 = _load_heads(x_ptr, SIZE, HEADS, SIZE, TILE, PAIRS)
-    dy1, dy2 = _load_heads(dy_ptr, dy_stride, HEADS, SIZE, TILE, PAIRS)
+    x1, x2 = load_heads(x_ptr, SIZE, HEADS, SIZE, TILE, PAIRS)
+    dy1, dy2 = load_heads(dy_ptr, dy_stride, HEADS, SIZE, TILE, PAIRS)
     rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, HEADS, SIZE, WHOLE_ROW) + eps)
     u1, u2 = rotate(dy1, dy2, cos, -sin)
     n1, n2 = x1 * rstd, x2 * rstd
     g1, g2 = u1 * (w1 + offset), u2 * (w2 + offset)
     mean = _mean(g1 * n1 + g2 * n2, HEADS, SIZE, WHOLE_ROW)
-    _store_heads(dx_ptr, rstd * (g1 - n1 * mean), rstd * (g2 - n2 * mean), HEADS, SIZE, TILE, PAIRS)
+    store_heads(dx_ptr, rstd * (g1 - n1 * mean), rstd * (g2 - n2 * mean), HEADS, SIZE, TILE, PAIRS)
     if WEIGHT_GRAD:
         dw1 += u1 * n1
         dw2 += u2 * n2
     return dw1, dw2
-
-
-@triton.jit
-def _store_weight_grad(
-    dweight_ptr, dw1, dw2,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
-):  # fmt: skip
-    if WHOLE_ROW:
-        _store_heads(dweight_ptr, dw1, dw2, HEADS, SIZE, TILE, PAIRS)
-    else:
-        _store_heads(dweight_ptr, tl.sum(dw1, 0)[None, :], tl.sum(dw2, 0)[None, :], 1, SIZE, 1, PAIRS)
 
 
 @triton.jit(do_not_specialize=["angle_rows"])
@@ -127,12 +95,12 @@ def _forward_kernel(
     """One program norms and rotates all query and key heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, PAIRS)
-    q_ptr = qkv_ptr + token * qkv_stride
+    x_ptr = qkv_ptr + token * qkv_stride
     y_ptr = qk_ptr + token * ((Q_HEADS + K_HEADS) * SIZE)
-    _norm_heads(q_ptr, q_weight_ptr, y_ptr, cos, sin, eps, offset, Q_HEADS, SIZE, Q_TILE, PAIRS, WHOLE_ROW)
-    k_ptr = q_ptr + Q_HEADS * SIZE
+    _norm_heads(x_ptr, q_weight_ptr, y_ptr, cos, sin, eps, offset, Q_HEADS, SIZE, Q_TILE, PAIRS, WHOLE_ROW)
+    x_ptr += Q_HEADS * SIZE
     y_ptr += Q_HEADS * SIZE
-    _norm_heads(k_ptr, k_weight_ptr, y_ptr, cos, sin, eps, offset, K_HEADS, SIZE, K_TILE, PAIRS, WHOLE_ROW)
+    _norm_heads(x_ptr, k_weight_ptr, y_ptr, cos, sin, eps, offset, K_HEADS, SIZE, K_TILE, PAIRS, WHOLE_ROW)
 
 
 @triton.jit(do_not_specialize=["angle_rows", "length", "tokens"])
@@ -145,8 +113,8 @@ def _backward_kernel(
 ):  # fmt: skip
     """One of a few persistent programs: strides over tokens, keeps its share of the weights' gradients in registers."""
     weight_stride: tl.constexpr = SIZE if WHOLE_ROW else 0
-    wq1, wq2 = _load_heads(q_weight_ptr, weight_stride, Q_HEADS, SIZE, Q_TILE, PAIRS)
-    wk1, wk2 = _load_heads(k_weight_ptr, weight_stride, K_HEADS, SIZE, K_TILE, PAIRS)
+    wq1, wq2 = load_heads(q_weight_ptr, weight_stride, Q_HEADS, SIZE, Q_TILE, PAIRS)
+    wk1, wk2 = load_heads(k_weight_ptr, weight_stride, K_HEADS, SIZE, K_TILE, PAIRS)
     dwq1, dwq2 = tl.zeros([Q_TILE, PAIRS], tl.float32), tl.zeros([Q_TILE, PAIRS], tl.float32)
     dwk1, dwk2 = tl.zeros([K_TILE, PAIRS], tl.float32), tl.zeros([K_TILE, PAIRS], tl.float32)
     for token in tl.range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0), num_stages=STAGES):
@@ -162,18 +130,20 @@ def _backward_kernel(
             dk_ptr + batch * dk_batch + time * dk_token, dk_head, x_ptr + Q_HEADS * SIZE, dx_ptr + Q_HEADS * SIZE,
             wk1, wk2, dwk1, dwk2, cos, sin, eps, offset, WEIGHT_GRAD, K_HEADS, SIZE, K_TILE, PAIRS, WHOLE_ROW,
         )  # fmt: skip
-        values_ptr = dv_ptr + batch * dv_batch + time * dv_token
-        copy_heads(values_ptr, dv_head, dx_ptr + (Q_HEADS + K_HEADS) * SIZE, 0, K_HEADS, SIZE, K_TILE, 2 * PAIRS)
-    if WEIGHT_GRAD:
-        q_width: tl.constexpr = Q_HEADS * SIZE if WHOLE_ROW else SIZE
-        k_width: tl.constexpr = K_HEADS * SIZE if WHOLE_ROW else SIZE
-        dweight_ptr += tl.program_id(0) * (q_width + k_width)
-        _store_weight_grad(dweight_ptr, dwq1, dwq2, Q_HEADS, SIZE, Q_TILE, PAIRS, WHOLE_ROW)
-        _store_weight_grad(dweight_ptr + q_width, dwk1, dwk2, K_HEADS, SIZE, K_TILE, PAIRS, WHOLE_ROW)
+        dx_ptr += (Q_HEADS + K_HEADS) * SIZE
+        copy_heads(dv_ptr + batch * dv_batch + time * dv_token, dv_head, dx_ptr, 0, K_HEADS, SIZE, K_TILE, 2 * PAIRS)
+    if WEIGHT_GRAD and WHOLE_ROW:
+        dweight_ptr += tl.program_id(0) * ((Q_HEADS + K_HEADS) * SIZE)
+        store_heads(dweight_ptr, dwq1, dwq2, Q_HEADS, SIZE, Q_TILE, PAIRS)
+        store_heads(dweight_ptr + Q_HEADS * SIZE, dwk1, dwk2, K_HEADS, SIZE, K_TILE, PAIRS)
+    elif WEIGHT_GRAD:
+        dweight_ptr += tl.program_id(0) * (2 * SIZE)
+        store_heads(dweight_ptr, tl.sum(dwq1, 0)[None, :], tl.sum(dwq2, 0)[None, :], 1, SIZE, 1, PAIRS)
+        store_heads(dweight_ptr + SIZE, tl.sum(dwk1, 0)[None, :], tl.sum(dwk2, 0)[None, :], 1, SIZE, 1, PAIRS)
 
 
 def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool) -> dict[str, int]:
-    """The constants that both kernels are built with: a token's queries are one tile, its keys another."""
+    """What both kernels are built with: a token's queries are one tile, its keys another."""
     q_tile, k_tile, pairs = map(triton.next_power_of_2, (num_heads, num_kv_heads, head_size // 2))
     warps = min(16, max(1, (q_tile + k_tile) * pairs // PAIRS_PER_WARP))
     return {
@@ -182,24 +152,16 @@ def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool
     }  # fmt: skip
 
 
-def pipeline_of(layout: dict[str, int], itemsize: int) -> dict[str, int]:
-    """What backward is built with beside: 1 stage, and 1 for each of up to 2 tokens read ahead; registers a thread."""
-    token = (2 * layout["Q_TILE"] + 3 * layout["K_TILE"]) * 2 * layout["PAIRS"] * itemsize
-    stages = 1 + min(2, PREFETCH_BYTES // token)
-    limit = {} if torch.version.hip else {"maxnreg": 65536 // (32 * WARPS_PER_MULTIPROCESSOR)}
-    return {"STAGES": stages, **limit}
-
-
 def _launch_forward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     num_heads: int, num_kv_heads: int, eps: float, offset: float,
 ) -> Tensor:  # fmt: skip
     qk = _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     rows, head_size = as_rows(qkv), qk.shape[-1]
+    layout = layout_of(num_heads, num_kv_heads, head_size, len(q_weight) > head_size)
     if len(rows):
         _forward_kernel[(len(rows),)](
-            rows, q_weight, k_weight, cos, sin, qk, rows.stride(0), len(cos), eps, offset,
-            **layout_of(num_heads, num_kv_heads, head_size, len(q_weight) > head_size),
+            rows, q_weight, k_weight, cos, sin, qk, rows.stride(0), len(cos), eps, offset, **layout
         )  # fmt: skip
     return qk
 
@@ -212,25 +174,22 @@ def _launch_backward(
     rows, (_, length, num_heads, head_size) = as_rows(qkv), dq.shape
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     layout = layout_of(num_heads, dk.shape[2], head_size, len(q_weight) > head_size)
+    read_bytes = (2 * layout["Q_TILE"] + 3 * layout["K_TILE"]) * 2 * layout["PAIRS"] * qkv.itemsize  # a token
     programs = min(len(rows), WARPS_PER_MULTIPROCESSOR // layout["num_warps"] * multiprocessors(qkv.device))
-    widths = len(q_weight), len(k_weight)
-    partials = torch.empty(programs if weight_grad else 0, sum(widths), dtype=torch.float32, device=qkv.device)
+    widths = (len(q_weight), len(k_weight)) if weight_grad else (0, 0)
+    partials = torch.empty(programs, sum(widths), dtype=torch.float32, device=qkv.device)
     if len(rows):
         _backward_kernel[(programs,)](
-            dq, dk, dv, rows, q_weight, k_weight, cos, sin, dqkv, partials,
-            *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            rows.stride(0), len(cos), length, len(rows), eps, offset,
-            WEIGHT_GRAD=weight_grad, **layout, **pipeline_of(layout, qkv.itemsize),
+            dq, dk, dv, rows, q_weight, k_weight, cos, sin, dqkv, partials, *dq.stride()[:3], *dk.stride()[:3],
+            *dv.stride()[:3], rows.stride(0), len(cos), length, len(rows), eps, offset,
+            WEIGHT_GRAD=weight_grad, STAGES=1 + min(2, PREFETCH_BYTES // read_bytes), **layout, **REGISTERS,
         )  # fmt: skip
-    if not weight_grad:
-        return dqkv, q_weight.new_empty(0), k_weight.new_empty(0)
-    dq_weight, dk_weight = partials.sum(0).split(widths)
-    return dqkv, dq_weight.to(q_weight.dtype, copy=True), dk_weight.to(k_weight.dtype, copy=True)
+    dwq, dwk = partials.sum(0).split(widths)
+    return dqkv, dwq.to(q_weight.dtype, copy=True), dwk.to(k_weight.dtype, copy=True)
 
 
 def _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset):
-    heads = num_heads + num_kv_heads
-    return qkv.new_empty(*qkv.shape[:2], heads, qkv.shape[2] // (heads + num_kv_heads))
+    return qkv.new_empty(*qkv.shape[:2], num_heads + num_kv_heads, qkv.shape[2] // (num_heads + 2 * num_kv_heads))
 
 
 def _fake_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, offset, weight_grad):
@@ -265,9 +224,8 @@ class _QKNormRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         weight_grad = any(ctx.needs_input_grad[1:3])
-        dqkv, *dweights = qk_norm_rope_backward(dq, dk, dv, *ctx.saved_tensors, ctx.eps, ctx.offset, weight_grad)
-        dweights = dweights if weight_grad else (None, None)
-        return dqkv, *dweights, None, None, None, None, None, None
+        dqkv, dwq, dwk = qk_norm_rope_backward(dq, dk, dv, *ctx.saved_tensors, ctx.eps, ctx.offset, weight_grad)
+        return dqkv, dwq if weight_grad else None, dwk if weight_grad else None, *[None] * 6
 
 
 def qk_norm_rope(
@@ -281,16 +239,11 @@ def qk_norm_rope(
     row of the batch has positions of its own; eps > 0 -> (q [B, T, num_heads, D], k [B, T, num_kv_heads, D], views of
     one new tensor; v [B, T, num_kv_heads, D], a view of qkv). Raises ValueError where the widths do not fit.
     """
-    check_shapes("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads)
-    head_size = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    if 2 * cos.shape[1] != head_size:
-        raise ValueError(
-            f"qk_norm_rope: cos and sin rotate {2 * cos.shape[1]} of {head_size} dimensions; all are needed"
-        )
-    widths = len(q_weight), len(k_weight)
-    if widths not in ((head_size, head_size), (num_heads * head_size, num_kv_heads * head_size)):
-        needed = f"{head_size} each, or {num_heads * head_size} and {num_kv_heads * head_size}"
-        raise ValueError(f"qk_norm_rope: q_weight and k_weight have {widths} elements; needed {needed}")
+    head_size = check_shapes("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads, partial=False)
+    whole_row = num_heads * head_size, num_kv_heads * head_size
+    if (len(q_weight), len(k_weight)) not in ((head_size, head_size), whole_row):
+        found = f"q_weight has {len(q_weight)} elements, k_weight {len(k_weight)}"
+        raise ValueError(f"qk_norm_rope: {found}; needed {head_size} each, or {whole_row[0]} and {whole_row[1]}")
     if not runs_kernels(qkv):
         return qk_norm_rope_reference(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)

@@ -10,23 +10,15 @@ memory bandwidth. Where the angles come from is not known here.
 Maths: Su et al. 2021, https://arxiv.org/abs/2104.09864.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.heads import check_shapes, copy_heads, load_angles, rotate, split_heads, with_unit_stride
 from ligermodels.kernels.op import register, runs_kernels, traced, widen
 
 TILE_PAIRS = 1024  # rotated at a time by one program of four warps
-
-
-def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T, (Hq + 2 Hkv) D] as views q [B, T, Hq, D], k and v [B, T, Hkv, D]."""
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
-    return q, k, v
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -44,34 +36,6 @@ def rope_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     return rotate_reference(q, cos, sin, interleaved), rotate_reference(k, cos, sin, interleaved), v
-
-
-@triton.jit
-def load_angles(cos_ptr, sin_ptr, row, ROTATED: tl.constexpr, PAIRS: tl.constexpr):
-    column = tl.arange(0, PAIRS)[None, :]
-    offset = row * (ROTATED // 2) + column
-    in_head = column < ROTATED // 2
-    return tl.load(cos_ptr + offset, in_head), tl.load(sin_ptr + offset, in_head)
-
-
-@triton.jit
-def rotate(x1, x2, cos, sin):
-    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
-
-
-@triton.jit
-def copy_heads(
-    source_ptr, source_stride, target_ptr, FIRST: tl.constexpr,
-    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Moves the dimensions from FIRST on of one token's heads as they are."""
-    for start in range(0, NUM_HEADS, HEADS):
-        head = start + tl.arange(0, HEADS)[:, None].to(tl.int64)
-        for left in range(FIRST, HEAD_SIZE, COLUMNS):
-            column = left + tl.arange(0, COLUMNS)[None, :]
-            mask = (head < NUM_HEADS) & (column < HEAD_SIZE)
-            x = tl.load(source_ptr + head * source_stride + column, mask)
-            tl.store(target_ptr + head * HEAD_SIZE + column, x, mask)
 
 
 @triton.jit
@@ -143,25 +107,6 @@ def tile_of(rotated: int) -> tuple[int, int]:
     """(heads, pairs) that one program rotates at a time."""
     pairs = triton.next_power_of_2(rotated // 2)
     return max(1, TILE_PAIRS // pairs), pairs
-
-
-def check_shapes(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
-    batch, length, width = qkv.shape
-    heads = num_heads + 2 * num_kv_heads
-    head_size, rest = divmod(width, heads)
-    if rest:
-        raise ValueError(f"{op}: qkv is {width} wide, no multiple of {heads} heads")
-    rows, pairs = cos.shape
-    if cos.shape != sin.shape or rows not in (length, batch * length) or not 0 < 2 * pairs <= head_size:
-        raise ValueError(
-            f"{op}: cos {list(cos.shape)} and sin {list(sin.shape)}; needed [{length}, pairs], or"
-            f" [{batch * length}, pairs] for positions of each row's own, and 1 to {head_size // 2} pairs"
-        )
-
-
-def with_unit_stride(*heads: Tensor) -> Iterator[Tensor]:
-    """Each [B, T, H, D] with unit stride along D, any others; a copy only where that must be."""
-    return (x if x.stride(-1) == 1 else x.contiguous() for x in heads)
 
 
 def _launch_forward_(
@@ -245,7 +190,7 @@ def rope_(
     of qkv. The first R <= D dimensions of a head are rotated, in pairs (j, j + R/2), or (2j, 2j + 1) if interleaved.
     On the CPU, and while something traces, qkv itself is left alone. Raises ValueError where the widths do not fit.
     """
-    check_shapes("rope_", qkv, cos, sin, num_heads, num_kv_heads)
+    check_shapes("rope_", qkv, cos, sin, num_heads, num_kv_heads, partial=True)
     if not runs_kernels(qkv):
         return rope_reference(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
     return _Rope.apply(qkv, cos, sin, num_heads, num_kv_heads, interleaved)

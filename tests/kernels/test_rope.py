@@ -53,6 +53,32 @@ def test_rope_multiplies_complex_numbers(function):
     assert torch.equal(v, qkv.view(batch, length, 5, head_size)[:, :, 4:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half-split"])
+@pytest.mark.parametrize(("head_size", "rotated"), [(64, 48), (10, 10), (80, 32), (15, 6), (32, 32)])
+def test_partial_and_interleaved_rotation_are_within_the_error_budget(head_size, rotated, interleaved, dtype):
+    batch, length, heads = 2, 3, (5, 2)
+    cos, sin = angles(batch * length, rotated)
+    qkv = draw(batch, length, 9 * head_size)
+    check(
+        lambda qkv: rope_(qkv.clone(), cos, sin, *heads, interleaved),
+        lambda qkv: rope_reference(qkv, cos, sin, *heads, interleaved),
+        [qkv],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("function", [rope_, rope_reference])
+def test_interleaved_rope_multiplies_neighbours_and_lets_the_rest_pass(function):
+    (cos, sin), qkv = angles(4, 6), draw(1, 4, 4 * 11, dtype=torch.float32)
+    pairs = torch.view_as_complex(qkv.view(1, 4, 4, 11)[..., :6].double().unflatten(-1, (3, 2)).contiguous())
+    expected = torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())[:, None]).flatten(-2).float()
+    q, k, v = function(qkv.clone(), cos, sin, 2, 1, True)
+    torch.testing.assert_close(torch.cat((q, k), 2)[..., :6], expected[:, :, :3])
+    assert torch.equal(torch.cat((q, k), 2)[..., 6:], qkv.view(1, 4, 4, 11)[:, :, :3, 6:])
+    assert torch.equal(v, qkv.view(1, 4, 4, 11)[:, :, 3:])
+
+
 def test_rope_rotates_the_memory_of_the_projection():
     qkv, (cos, sin) = draw(2, 3, 7 * 8, dtype=torch.float32), angles(3, 8)
     qkv.requires_grad_()
@@ -103,7 +129,7 @@ def test_upstream_gradients_of_any_strides_are_packed_without_loss():
 def test_infinite_gradients_stay_where_they_are():
     dq = dk = torch.zeros(1, 1, 1, 8, device=DEVICE)
     dv = torch.full((1, 1, 1, 8), float("inf"), device=DEVICE)
-    assert torch.equal(rope_backward(dq, dk, dv, *angles(1, 8))[0, 0, 16:], dv.flatten())
+    assert torch.equal(rope_backward(dq, dk, dv, *angles(1, 8), False)[0, 0, 16:], dv.flatten())
 
 
 def test_zero_tokens():
@@ -118,19 +144,21 @@ def test_zero_tokens():
 def test_shapes_that_do_not_fit_are_refused(on_kernels, monkeypatch):
     monkeypatch.setattr("ligermodels.kernels.op.interpreting", on_kernels)
     cos, sin = angles(2, 8)
-    with pytest.raises(ValueError, match="even size"):
+    with pytest.raises(ValueError, match="no multiple of 3 heads"):
+        rope_(torch.zeros(1, 2, 3 * 8 + 1, device=DEVICE), cos, sin, 1, 1)
+    with pytest.raises(ValueError, match="1 to 3 pairs"):
         rope_(torch.zeros(1, 2, 3 * 7, device=DEVICE), cos, sin, 1, 1)
-    with pytest.raises(ValueError, match=r"needed \[2, 8\]"):
-        rope_(torch.zeros(1, 2, 3 * 16, device=DEVICE), cos, sin, 1, 1)
-    with pytest.raises(ValueError, match=r"or \[9, 4\]"):
+    with pytest.raises(ValueError, match="1 to 8 pairs"):
+        rope_(torch.zeros(1, 2, 3 * 16, device=DEVICE), cos[:, :0], sin[:, :0], 1, 1)
+    with pytest.raises(ValueError, match=r"or \[9, pairs\]"):
         rope_(torch.zeros(3, 3, 3 * 8, device=DEVICE), cos, sin, 1, 1)
 
 
 def test_opcheck():
-    ops, (cos, sin) = torch.ops.ligermodels, angles(6, 8)
+    ops, (cos, sin) = torch.ops.ligermodels, angles(6, 6)
     qkv, heads = draw(2, 3, 7 * 8, dtype=torch.float32), [draw(2, 3, h, 8, dtype=torch.float32) for h in (5, 1, 1)]
-    torch.library.opcheck(ops.rope_.default, (qkv, cos, sin, 5, 1))
-    torch.library.opcheck(ops.rope_backward.default, (*heads, cos, sin))
+    torch.library.opcheck(ops.rope_.default, (qkv, cos, sin, 5, 1, True))
+    torch.library.opcheck(ops.rope_backward.default, (*heads, cos, sin, True))
 
 
 def projected_loss(x, weight, cos, sin):

@@ -1,0 +1,93 @@
+"""How kernels address the heads of a packed projection [B, T, (Hq + 2 Hkv) D], and what their rotation takes.
+
+B batch, T length, D head size, Hq query heads, Hkv key and value heads; all query heads come first, then keys, then
+values. Angles are cos, sin [rows, pairs] fp32: a row for each position that the batch shares, or for each token.
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T, (Hq + 2 Hkv) D] as views q [B, T, Hq, D], k and v [B, T, Hkv, D]."""
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    return q, k, v
+
+
+def check_shapes(
+    op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, *, partial: bool
+) -> int:
+    """The head size. Raises ValueError where qkv or the angles do not fit; partial: angles for a part of it will do."""
+    batch, length, width = qkv.shape
+    head_size, rest = divmod(width, num_heads + 2 * num_kv_heads)
+    if rest:
+        raise ValueError(f"{op}: qkv is {width} wide, no multiple of {num_heads + 2 * num_kv_heads} heads")
+    rows, pairs = cos.shape
+    fits = 0 < 2 * pairs <= head_size if partial else 2 * pairs == head_size
+    if cos.shape != sin.shape or rows not in (length, batch * length) or not fits:
+        needed = f"1 to {head_size // 2}" if partial else f"{head_size / 2:g}"
+        raise ValueError(
+            f"{op}: cos {list(cos.shape)} and sin {list(sin.shape)}; needed [{length}, pairs], or"
+            f" [{batch * length}, pairs] for positions of each row's own, and {needed} pairs"
+        )
+    return head_size
+
+
+def with_unit_stride(*heads: Tensor) -> Iterator[Tensor]:
+    """Each [B, T, H, D] with unit stride along D, any others; a copy only where that must be."""
+    return (x if x.stride(-1) == 1 else x.contiguous() for x in heads)
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, row, ROTATED: tl.constexpr, PAIRS: tl.constexpr):
+    column = tl.arange(0, PAIRS)[None, :]
+    offset = row * (ROTATED // 2) + column
+    in_head = column < ROTATED // 2
+    return tl.load(cos_ptr + offset, in_head), tl.load(sin_ptr + offset, in_head)
+
+
+@triton.jit
+def rotate(x1, x2, cos, sin):
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
+def copy_heads(
+    source_ptr, source_stride, target_ptr, FIRST: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Moves the dimensions from FIRST on of one token's heads as they are."""
+    for start in range(0, NUM_HEADS, HEADS):
+        head = start + tl.arange(0, HEADS)[:, None].to(tl.int64)
+        for left in range(FIRST, HEAD_SIZE, COLUMNS):
+            column = left + tl.arange(0, COLUMNS)[None, :]
+            mask = (head < NUM_HEADS) & (column < HEAD_SIZE)
+            x = tl.load(source_ptr + head * source_stride + column, mask)
+            tl.store(target_ptr + head * HEAD_SIZE + column, x, mask)
+
+
+@triton.jit
+def _places(stride, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    """Offsets of the first halves of one token's heads [TILE, PAIRS], and which of them there are."""
+    head = tl.arange(0, TILE)[:, None].to(tl.int64)
+    column = tl.arange(0, PAIRS)[None, :]
+    return head * stride + column, (head < HEADS) & (column < SIZE // 2)
+
+
+@triton.jit
+def load_heads(x_ptr, stride, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    """Both halves of one token's heads, fp32 [TILE, PAIRS]."""
+    place, mask = _places(stride, HEADS, SIZE, TILE, PAIRS)
+    first = tl.load(x_ptr + place, mask, other=0.0).to(tl.float32)
+    return first, tl.load(x_ptr + place + SIZE // 2, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_heads(x_ptr, x1, x2, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    place, mask = _places(SIZE, HEADS, SIZE, TILE, PAIRS)
+    tl.store(x_ptr + place, x1, mask)
+    tl.store(x_ptr + place + SIZE // 2, x2, mask)
