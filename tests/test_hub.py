@@ -9,7 +9,7 @@ from torch import nn
 
 from ligermodels import hub
 from ligermodels.errors import CheckpointError, HubError
-from tests.weights.tiny import RAW, Tiny, TinyConfig, randomized
+from tests.weights.tiny import RAW, Tiny, randomized
 
 
 @dataclass(frozen=True)

@@ -71,5 +71,4 @@ class Qwen2Moe(CausalLM):
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """The names that version 5 has in memory: its experts are stacked as ours."""
-        shared = packed_gate_up(self.config.shared_expert_intermediate_size, "mlp.shared_expert")
-        return ((*packed_projections(self.config), shared),)
+        return ((*packed_projections(self.config), packed_gate_up("mlp.shared_expert")),)

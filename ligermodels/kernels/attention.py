@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ligermodels.kernels.op import widen
+from ligermodels.kernels.op import shared_memory, widen
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -184,8 +184,8 @@ def flex(
 
 def flex_options(q: Tensor) -> dict[str, int] | None:
     """Tiles for heads of 256, where FlexAttention's own are a third slower (H200); they fill Hopper's shared memory."""
-    memory = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-    return WIDE_HEAD_TILES if q.shape[-1] == 256 and q.element_size() == 2 and memory >= HOPPER_MEMORY else None
+    wide = q.shape[-1] == 256 and q.element_size() == 2 and shared_memory(q.device) >= HOPPER_MEMORY
+    return WIDE_HEAD_TILES if wide else None
 
 
 def visible_blocks(length: int, device: torch.device, window: int | None, cu_seqlens: Tensor | None):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
@@ -82,3 +83,8 @@ def as_rows(x: Tensor) -> Tensor:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a device; a few under the interpreter, so that persistent loops are exercised."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use on a CUDA device."""
+    return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

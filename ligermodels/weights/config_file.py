@@ -61,9 +61,9 @@ def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "longrope":
         # Phi-3's reader of version 4 refuses a scaling of any other keys than type, short_factor and long_factor.
-        moved.append("original_max_position_embeddings")
-        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
-    old = {key: scaling.pop(key) for key in moved if key in scaling}
+        said = {"rope_type", "type"} | ({"original_max_position_embeddings"} & raw.keys())
+        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key not in said}
+    old = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
     if "rope_theta" in sliding:
         old["rope_local_base_freq"] = sliding["rope_theta"]
     return old | {"rope_scaling": None if kind == "default" else scaling}
