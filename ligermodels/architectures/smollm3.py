@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ligermodels.errors import ConfigError
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.config import SlidingConfig, preset
@@ -34,11 +33,7 @@ class SmolLM3Config(SlidingConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.no_rope_layers is not None and len(self.no_rope_layers) != self.num_hidden_layers:
-            raise ConfigError(
-                f"config.json: no_rope_layers has {len(self.no_rope_layers)} entries; must have num_hidden_layers, "
-                f"{self.num_hidden_layers}"
-            )
+        self.one_per_layer("no_rope_layers")
 
     def rotates(self, layer: int) -> bool:
         if self.no_rope_layers is not None:

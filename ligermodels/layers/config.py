@@ -105,6 +105,14 @@ class Config:
             if getattr(self, name):
                 raise ConfigError(f"config.json: {name} {getattr(self, name)!r} is not supported; leave it out")
 
+    def one_per_layer(self, name: str) -> None:
+        """Raises ConfigError where a list of the layers is given and has another length."""
+        values = getattr(self, name)
+        if values is not None and len(values) != self.num_hidden_layers:
+            raise ConfigError(
+                f"config.json: {name} has {len(values)} entries; must have num_hidden_layers, {self.num_hidden_layers}"
+            )
+
     def validate_rope(self, rope: Rope) -> None:
         if rope.partial_rotary_factor != 1.0 and not self.partial_rotary:
             raise ConfigError(
@@ -170,14 +178,8 @@ class SlidingConfig(Config):
 
     def validate(self) -> None:
         super().validate()
-        if self.layer_types is None:
-            return
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ConfigError(
-                f"config.json: layer_types has {len(self.layer_types)} entries; must have num_hidden_layers, "
-                f"{self.num_hidden_layers}"
-            )
-        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
+        self.one_per_layer("layer_types")
+        unknown = sorted(set(self.layer_types or ()) - {FULL, SLIDING})
         if unknown:
             raise ConfigError(
                 f"config.json: layer_types: {unknown[0]!r} is not supported; {FULL!r} and {SLIDING!r} are"
