@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "errors": set(),
     "kernels": set(),
     "weights": {"errors"},
-    "layers": {"errors", "kernels"},
+    "layers": {"errors", "kernels", "weights"},
     "architectures": {"layers", "weights"},
     "tokenizer": {"errors"},
     "hub": {"errors", "architectures", "layers", "weights", "tokenizer"},

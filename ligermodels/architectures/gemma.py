@@ -5,10 +5,9 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import ACTIVATIONS, UnitOffsetConfig, preset
+from ligermodels.layers.config import ACTIVATIONS, UnitOffsetConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
@@ -28,7 +27,7 @@ class GemmaConfig(UnitOffsetConfig):
         return "gelu_tanh" if self.hidden_act == "gelu" else ACTIVATIONS[self.hidden_act]
 
 
-BASE = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "head_dim": 256}
+BASE = {"model_type": "gemma", "hidden_act": "gelu", "head_dim": 256}
 HUB = BASE | {"vocab_size": 256000, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
 
@@ -36,7 +35,7 @@ class Gemma(CausalLM):
     Config = GemmaConfig
     hub_class = "GemmaForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 1) | {"head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": tiny(BASE) | {"num_key_value_heads": 1, "head_dim": 32},
         "2b": preset(HUB, 2048, 16384, 18, 8, 1),
         "7b": preset(HUB, 3072, 24576, 28, 16, 16),
     }
@@ -44,6 +43,3 @@ class Gemma(CausalLM):
     def layer(self, config: GemmaConfig, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
         return DecoderLayer(config, attention, GatedMLP(config))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)

@@ -5,10 +5,9 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import SandwichLayer
-from ligermodels.layers.config import SoftcapConfig, preset
+from ligermodels.layers.config import SoftcapConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
@@ -27,7 +26,7 @@ class Gemma2Config(SoftcapConfig):
         return layer % 2 == 0
 
 
-BASE = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
+BASE = {"model_type": "gemma2"}
 HUB = BASE | {"vocab_size": 256000, "head_dim": 256, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
 
@@ -35,9 +34,7 @@ class Gemma2(CausalLM):
     Config = Gemma2Config
     hub_class = "Gemma2ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2)
-        | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128}
-        | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": tiny(BASE) | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128},
         "2b": preset(HUB, 2304, 9216, 26, 8, 4),
         "9b": preset(HUB, 3584, 14336, 42, 16, 8),
     }
@@ -48,6 +45,3 @@ class Gemma2(CausalLM):
             scale=config.attention_scale, softcap=config.attn_logit_softcapping,
         )  # fmt: skip
         return SandwichLayer(config, attention, GatedMLP(config))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)

@@ -1,5 +1,4 @@
-"""Gemma 3, the text models and the text side of the multimodal ones: Gemma 2 with a norm on every query and key head in
-place of the bounds, five windowed layers to one full, and a RoPE of their own for the windowed ones."""
+"""Gemma 3, text: Gemma 2 with QK-norm instead of bounds, five windowed layers to one full, a RoPE for each of the two."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from ligermodels.layers.attention import NormedAttention
 from ligermodels.layers.block import SandwichLayer
-from ligermodels.layers.config import SoftcapConfig, preset
+from ligermodels.layers.config import SoftcapConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.rope_parameters import Rope, read_ropes
@@ -46,7 +45,7 @@ class Gemma3MultimodalConfig(Gemma3Config):
         return config
 
 
-BASE = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
+BASE = {"model_type": "gemma3_text"}
 HUB = BASE | {"vocab_size": 262144, "head_dim": 256, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
 
@@ -54,9 +53,8 @@ class Gemma3Text(CausalLM):
     Config = Gemma3Config
     hub_class = "Gemma3ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2)
-        | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2}
-        | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": tiny(BASE)
+        | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2},
         "1b": preset(HUB, 1152, 6912, 26, 4, 1) | {"max_position_embeddings": 32768, "sliding_window": 512},
     }
 
@@ -67,9 +65,6 @@ class Gemma3Text(CausalLM):
         )  # fmt: skip
         return SandwichLayer(config, attention, GatedMLP(config))
 
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)
-
 
 class Gemma3(Gemma3Text):
     Config = Gemma3MultimodalConfig
@@ -78,9 +73,8 @@ class Gemma3(Gemma3Text):
 
     def __init__(self, config: Gemma3MultimodalConfig) -> None:
         super().__init__(config)
-        vision = read_vision_config(config.raw)
-        self.vision_tower = SiglipTower(vision)
-        self.multi_modal_projector = SiglipProjector(vision, config.hidden_size)
+        sizes = read_vision_config(config.raw)
+        self.vision_tower, self.multi_modal_projector = SiglipTower(sizes), SiglipProjector(sizes, config.hidden_size)
 
     def weight_rules(self) -> tuple[Rule, ...]:
         return (

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import SandwichLayer
-from ligermodels.layers.config import Config, preset
+from ligermodels.layers.config import Config, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.weights.mapping import Rename, Rule, packed_qkv
@@ -14,10 +14,8 @@ from ligermodels.weights.mapping import Rename, Rule, packed_qkv
 @dataclass(kw_only=True)
 class Glm4Config(Config):
     vocab_size: int = 151552
-    hidden_size: int = 4096
     intermediate_size: int = 13696
     num_hidden_layers: int = 40
-    num_attention_heads: int = 32
     num_key_value_heads: int = 2
     head_dim: int = 128
     max_position_embeddings: int = 131072
@@ -29,15 +27,14 @@ class Glm4Config(Config):
     partial_rotary = True
 
 
-BASE = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+BASE = {"model_type": "glm4", "rms_norm_eps": 1e-5}
 
 
 class Glm4(CausalLM):
     Config = Glm4Config
     hub_class = "Glm4ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2)
-        | {"head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 512, "pad_token_id": None},
+        "tiny": tiny(BASE) | {"head_dim": 32, "pad_token_id": None},
         "9b": preset(BASE, 4096, 13696, 40, 32, 2) | {"head_dim": 128, "vocab_size": 151552},
     }
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import ScaledLayer
-from ligermodels.layers.config import MoEConfig, MultiplierConfig, preset
+from ligermodels.layers.config import MoEConfig, MultiplierConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
 from ligermodels.weights.mapping import Rename, Rule, packed_projections
@@ -13,16 +13,10 @@ from ligermodels.weights.mapping import Rename, Rule, packed_projections
 
 @dataclass(kw_only=True)
 class GraniteMoeConfig(MoEConfig, MultiplierConfig):
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    max_position_embeddings: int = 2048
     num_local_experts: int = 8
 
 
-BASE = {"model_type": "granitemoe", "architectures": ["GraniteMoeForCausalLM"], "hidden_act": "silu"}
+BASE = {"model_type": "granitemoe"}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}
 HUB = BASE | MULTIPLIERS | {"vocab_size": 49155, "max_position_embeddings": 131072, "tie_word_embeddings": True}
 
@@ -31,8 +25,7 @@ class GraniteMoe(CausalLM):
     Config = GraniteMoeConfig
     hub_class = "GraniteMoeForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE | MULTIPLIERS, 128, 96, 4, 4, 2)
-        | {"attention_multiplier": 1 / 32, "vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": tiny(BASE | MULTIPLIERS) | {"intermediate_size": 96, "attention_multiplier": 1 / 32},
         "1b-a400m": preset(HUB, 1024, 512, 24, 16, 8)
         | {"attention_multiplier": 1 / 64, "num_local_experts": 32, "num_experts_per_tok": 8},
         "3b-a800m": preset(HUB, 1536, 512, 32, 24, 8)

@@ -1,29 +1,14 @@
 """Llama 2, 3, 3.1, 3.2, SmolLM2, DeepSeek-R1-Distill-Llama: pre-norm, grouped-query attention, RoPE, SwiGLU."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import Config, preset
+from ligermodels.layers.config import Config, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rule, packed_projections
 
-
-@dataclass(kw_only=True)
-class LlamaConfig(Config):
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    max_position_embeddings: int = 2048
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
-
-BASE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+BASE = {"model_type": "llama", "rms_norm_eps": 1e-5}
 LLAMA_3 = BASE | {"vocab_size": 128256, "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001}
 LLAMA_3_2 = LLAMA_3 | {
     "max_position_embeddings": 131072,
@@ -39,18 +24,14 @@ LLAMA_3_2 = LLAMA_3 | {
 
 
 class Llama(CausalLM):
-    Config = LlamaConfig
     hub_class = "LlamaForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2) | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": tiny(BASE),
         "1b": preset(LLAMA_3_2, 2048, 8192, 16, 32, 8) | {"head_dim": 64},
         "3b": preset(LLAMA_3_2, 3072, 8192, 28, 24, 8) | {"head_dim": 128},
         "8b": preset(LLAMA_3, 4096, 14336, 32, 32, 8) | {"max_position_embeddings": 8192},
     }
 
-    def layer(self, config: LlamaConfig, index: int) -> DecoderLayer:
+    def layer(self, config: Config, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)

@@ -5,25 +5,20 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, preset
+from ligermodels.layers.config import SlidingConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
 class MistralConfig(SlidingConfig):
-    vocab_size: int = 32000
-    hidden_size: int = 4096
     intermediate_size: int = 14336
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
 
 
-BASE = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+BASE = {"model_type": "mistral", "rms_norm_eps": 1e-5}
 V0_3 = BASE | {"sliding_window": None, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -31,14 +26,10 @@ class Mistral(CausalLM):
     Config = MistralConfig
     hub_class = "MistralForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2)
-        | {"vocab_size": 1024, "max_position_embeddings": 512, "sliding_window": 128},
+        "tiny": tiny(BASE) | {"sliding_window": 128},
         "7b": preset(V0_3, 4096, 14336, 32, 32, 8) | {"vocab_size": 32768, "max_position_embeddings": 32768},
         "nemo-12b": preset(V0_3, 5120, 14336, 40, 32, 8) | {"vocab_size": 131072, "head_dim": 128},
     }
 
     def layer(self, config: MistralConfig, index: int) -> DecoderLayer:
         return DecoderLayer(config, Attention(config, window=config.window(index)), GatedMLP(config))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)

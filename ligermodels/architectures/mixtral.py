@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import MoEConfig, SlidingConfig, preset
+from ligermodels.layers.config import MoEConfig, SlidingConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
 from ligermodels.weights.mapping import Rename, Rule, packed_projections, stacked_experts
@@ -13,11 +13,7 @@ from ligermodels.weights.mapping import Rename, Rule, packed_projections, stacke
 
 @dataclass(kw_only=True)
 class MixtralConfig(MoEConfig, SlidingConfig):
-    vocab_size: int = 32000
-    hidden_size: int = 4096
     intermediate_size: int = 14336
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
@@ -31,7 +27,7 @@ class MixtralConfig(MoEConfig, SlidingConfig):
         self.refuse("router_jitter_noise")
 
 
-BASE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+BASE = {"model_type": "mixtral", "rms_norm_eps": 1e-5}
 HUB = BASE | {"sliding_window": None, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -39,8 +35,7 @@ class Mixtral(CausalLM):
     Config = MixtralConfig
     hub_class = "MixtralForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 192, 4, 4, 2)
-        | {"vocab_size": 1024, "max_position_embeddings": 512, "num_local_experts": 4},
+        "tiny": tiny(BASE) | {"intermediate_size": 192, "num_local_experts": 4},
         "8x7b": preset(HUB, 4096, 14336, 32, 32, 8) | {"max_position_embeddings": 32768},
         "8x22b": preset(HUB, 6144, 16384, 56, 48, 8) | {"max_position_embeddings": 65536},
     }

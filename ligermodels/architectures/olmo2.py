@@ -5,26 +5,19 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import RowNormedAttention
 from ligermodels.layers.block import PostNormLayer
-from ligermodels.layers.config import Config, preset
+from ligermodels.layers.config import Config, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
 class Olmo2Config(Config):
     vocab_size: int = 50304
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
-    attention_bias: bool = False
 
 
-BASE = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
+BASE = {"model_type": "olmo2", "rms_norm_eps": 1e-6}
 HUB = BASE | {"vocab_size": 100352, "max_position_embeddings": 4096, "rope_theta": 500000.0, "pad_token_id": 100277}
 
 
@@ -32,8 +25,7 @@ class Olmo2(CausalLM):
     Config = Olmo2Config
     hub_class = "Olmo2ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2)
-        | {"vocab_size": 1024, "max_position_embeddings": 512, "pad_token_id": None},
+        "tiny": tiny(BASE) | {"pad_token_id": None},
         "1b": preset(HUB, 2048, 8192, 16, 16, 16),
         "7b": preset(HUB, 4096, 11008, 32, 32, 32),
     }
@@ -41,6 +33,3 @@ class Olmo2(CausalLM):
     def layer(self, config: Olmo2Config, index: int) -> PostNormLayer:
         attention = RowNormedAttention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
         return PostNormLayer(config, attention, GatedMLP(config))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)

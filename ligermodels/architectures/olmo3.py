@@ -6,24 +6,17 @@ from typing import Any, ClassVar
 
 from ligermodels.layers.attention import RowNormedAttention
 from ligermodels.layers.block import PostNormLayer
-from ligermodels.layers.config import SlidingConfig, preset
+from ligermodels.layers.config import SlidingConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.rope_parameters import Rope, read_ropes
-from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
 class Olmo3Config(SlidingConfig):
     vocab_size: int = 50304
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
-    attention_bias: bool = False
     sliding_window: int | None = 4096
 
     def slides(self, layer: int) -> bool:
@@ -34,7 +27,7 @@ class Olmo3Config(SlidingConfig):
         return read_ropes(raw, 500_000.0, 500_000.0)
 
 
-BASE = {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
+BASE = {"model_type": "olmo3", "rms_norm_eps": 1e-6}
 HUB = BASE | {"vocab_size": 100278, "max_position_embeddings": 65536, "pad_token_id": 100277}
 YARN = {
     "rope_type": "yarn",
@@ -48,8 +41,7 @@ class Olmo3(CausalLM):
     Config = Olmo3Config
     hub_class = "Olmo3ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2)
-        | {"vocab_size": 1024, "max_position_embeddings": 512, "pad_token_id": None, "sliding_window": 128},
+        "tiny": tiny(BASE) | {"pad_token_id": None, "sliding_window": 128},
         "7b": preset(HUB, 4096, 11008, 32, 32, 32) | {"rope_scaling": YARN},
         "32b": preset(HUB, 5120, 27648, 64, 40, 8) | {"rope_scaling": YARN},
     }
@@ -60,6 +52,3 @@ class Olmo3(CausalLM):
             rope=config.layer_type(index),
         )  # fmt: skip
         return PostNormLayer(config, attention, GatedMLP(config))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)

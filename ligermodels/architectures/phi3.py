@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, preset
+from ligermodels.layers.config import SlidingConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.rope_parameters import FULL, Rope, read_rope
@@ -18,8 +18,6 @@ class Phi3Config(SlidingConfig):
     vocab_size: int = 32064
     hidden_size: int = 3072
     intermediate_size: int = 8192
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 32000
@@ -40,7 +38,7 @@ class Phi3Config(SlidingConfig):
         self.refuse("embd_pdrop", "resid_pdrop")
 
 
-BASE = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+BASE = {"model_type": "phi3", "rms_norm_eps": 1e-5}
 HUB = BASE | {"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000}
 
 
@@ -48,8 +46,7 @@ class Phi3(CausalLM):
     Config = Phi3Config
     hub_class = "Phi3ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2)
-        | {"vocab_size": 1024, "max_position_embeddings": 512, "pad_token_id": None},
+        "tiny": tiny(BASE) | {"pad_token_id": None},
         "mini": preset(HUB, 3072, 8192, 32, 32, 32) | {"sliding_window": 2047},
         "14b": preset(BASE, 5120, 17920, 40, 40, 10)
         | {"vocab_size": 100352, "max_position_embeddings": 16384, "rope_theta": 250000.0, "pad_token_id": None},

@@ -5,19 +5,15 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, preset
+from ligermodels.layers.config import SlidingConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
 class Qwen2Config(SlidingConfig):
     vocab_size: int = 151936
-    hidden_size: int = 4096
     intermediate_size: int = 22016
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
     num_key_value_heads: int = 32
     max_position_embeddings: int = 32768
     use_sliding_window: bool = False
@@ -28,7 +24,7 @@ class Qwen2Config(SlidingConfig):
         return self.use_sliding_window and layer >= self.max_window_layers
 
 
-BASE = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
+BASE = {"model_type": "qwen2", "rms_norm_eps": 1e-6}
 QWEN_2_5 = BASE | {"rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151643}
 
 
@@ -36,7 +32,7 @@ class Qwen2(CausalLM):
     Config = Qwen2Config
     hub_class = "Qwen2ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2) | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": tiny(BASE),
         "0.5b": preset(QWEN_2_5, 896, 4864, 24, 14, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
         "1.5b": preset(QWEN_2_5, 1536, 8960, 28, 12, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
         "7b": preset(QWEN_2_5, 3584, 18944, 28, 28, 4) | {"vocab_size": 152064},
@@ -45,6 +41,3 @@ class Qwen2(CausalLM):
     def layer(self, config: Qwen2Config, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=True, window=config.window(index))
         return DecoderLayer(config, attention, GatedMLP(config))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, SparseStepConfig, preset
+from ligermodels.layers.config import SlidingConfig, SparseStepConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
@@ -34,7 +34,7 @@ class Qwen2MoeConfig(SparseStepConfig, SlidingConfig):
         return self.use_sliding_window and layer < self.max_window_layers and layer % 2 == 0
 
 
-BASE = {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu"}
+BASE = {"model_type": "qwen2_moe"}
 TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 192}
 HUB = BASE | {"rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151643}
 
@@ -44,7 +44,7 @@ class Qwen2Moe(CausalLM):
     Config = Qwen2MoeConfig
     hub_class = "Qwen2MoeForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2) | TINY | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": tiny(BASE) | TINY,
         "a2.7b": preset(HUB, 2048, 5632, 24, 16, 16) | {"max_position_embeddings": 8192},
         "57b-a14b": preset(HUB, 3584, 18944, 28, 28, 4)
         | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}

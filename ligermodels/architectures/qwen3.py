@@ -5,23 +5,18 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import NormedAttention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, preset
+from ligermodels.layers.config import SlidingConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
 class Qwen3Config(SlidingConfig):
     vocab_size: int = 151936
-    hidden_size: int = 4096
     intermediate_size: int = 22016
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
     num_key_value_heads: int = 32
     head_dim: int = 128
     max_position_embeddings: int = 32768
-    attention_bias: bool = False
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 28
@@ -30,7 +25,7 @@ class Qwen3Config(SlidingConfig):
         return self.use_sliding_window and layer >= self.max_window_layers
 
 
-BASE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "head_dim": 128}
+BASE = {"model_type": "qwen3", "head_dim": 128}
 HUB = BASE | {"rope_theta": 1000000.0, "max_position_embeddings": 40960, "bos_token_id": 151643, "eos_token_id": 151645}
 TIED = HUB | {"tie_word_embeddings": True}
 
@@ -39,7 +34,7 @@ class Qwen3(CausalLM):
     Config = Qwen3Config
     hub_class = "Qwen3ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2) | {"head_dim": 64, "vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": tiny(BASE) | {"head_dim": 64},
         "0.6b": preset(TIED, 1024, 3072, 28, 16, 8),
         "1.7b": preset(TIED, 2048, 6144, 28, 16, 8),
         "4b": preset(TIED, 2560, 9728, 36, 32, 8),
@@ -50,6 +45,3 @@ class Qwen3(CausalLM):
         bias = config.attention_bias
         attention = NormedAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
         return DecoderLayer(config, attention, GatedMLP(config))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import NormedAttention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, SparseStepConfig, preset
+from ligermodels.layers.config import SlidingConfig, SparseStepConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
@@ -18,10 +18,8 @@ class Qwen3MoeConfig(SparseStepConfig, SlidingConfig):
     hidden_size: int = 2048
     intermediate_size: int = 6144
     num_hidden_layers: int = 24
-    num_attention_heads: int = 32
     num_key_value_heads: int = 4
     max_position_embeddings: int = 32768
-    attention_bias: bool = False
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     num_experts: int = 128
@@ -34,7 +32,7 @@ class Qwen3MoeConfig(SparseStepConfig, SlidingConfig):
         return self.use_sliding_window
 
 
-BASE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "head_dim": 128}
+BASE = {"model_type": "qwen3_moe", "head_dim": 128}
 TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 64}
 HUB = BASE | {"rope_theta": 1000000.0, "max_position_embeddings": 40960, "norm_topk_prob": True}
 
@@ -43,7 +41,7 @@ class Qwen3Moe(CausalLM):
     Config = Qwen3MoeConfig
     hub_class = "Qwen3MoeForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2) | TINY | {"vocab_size": 1024, "max_position_embeddings": 512},
+        "tiny": tiny(BASE) | TINY,
         "30b-a3b": preset(HUB, 2048, 6144, 48, 32, 4),
         "235b-a22b": preset(HUB, 4096, 12288, 94, 64, 4) | {"moe_intermediate_size": 1536},
     }

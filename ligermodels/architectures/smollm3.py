@@ -5,26 +5,22 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, preset
+from ligermodels.layers.config import SlidingConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.rope_parameters import FULL
-from ligermodels.weights.mapping import Rule, packed_projections
 
 
 @dataclass(kw_only=True)
 class SmolLM3Config(SlidingConfig):
     vocab_size: int = 128256
     hidden_size: int = 2048
-    intermediate_size: int = 11008
     num_hidden_layers: int = 36
     num_attention_heads: int = 16
     num_key_value_heads: int = 4
     max_position_embeddings: int = 32768
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 128004
-    attention_bias: bool = False
-    mlp_bias: bool = False
     use_sliding_window: bool = False
     no_rope_layers: tuple[int, ...] | None = None  # against its name, 1 where a layer has RoPE
     no_rope_layer_interval: int = 4
@@ -44,7 +40,7 @@ class SmolLM3Config(SlidingConfig):
         return self.use_sliding_window and not self.rotates(layer)
 
 
-BASE = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
+BASE = {"model_type": "smollm3", "rms_norm_eps": 1e-6}
 HUB = BASE | {"rope_theta": 5000000.0, "max_position_embeddings": 65536, "pad_token_id": 128004}
 
 
@@ -52,8 +48,7 @@ class SmolLM3(CausalLM):
     Config = SmolLM3Config
     hub_class = "SmolLM3ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": preset(BASE, 128, 384, 4, 4, 2)
-        | {"vocab_size": 1024, "max_position_embeddings": 512, "pad_token_id": None},
+        "tiny": tiny(BASE) | {"pad_token_id": None},
         "3b": preset(HUB, 2048, 11008, 36, 16, 4),
     }
 
@@ -61,6 +56,3 @@ class SmolLM3(CausalLM):
         bias, rope = config.attention_bias, FULL if config.rotates(index) else None
         attention = Attention(config, qkv_bias=bias, o_bias=bias, window=config.window(index), rope=rope)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return packed_projections(self.config)

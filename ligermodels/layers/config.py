@@ -1,6 +1,6 @@
 """What every family's config.json has in common, and what several families add to it.
 
-Field names are the Hub's. Class defaults are those of the reference implementation, for files that leave a key out.
+Field names are the Hub's. Defaults are those of the reference implementation, for files that leave a key out.
 Keys that change nothing are kept in `raw` and written back; keys that would change the maths and are not supported
 are refused by name. Must not know any architecture: each one subclasses `Config` with what it adds.
 """
@@ -20,17 +20,20 @@ ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
 
 @dataclass(kw_only=True)
 class Config:
-    """Not frozen: trainers write fields of their own to a model's config."""
+    """The fields that most families have, with the defaults of the most; a family lists what it has otherwise.
+
+    Not frozen: trainers write fields of their own to a model's config.
+    """
 
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int  # as many as heads, where nothing else is said
+    head_dim: int  # hidden_size / num_attention_heads, where nothing else is said
+    max_position_embeddings: int = 2048
     ropes: Mapping[str, Rope]  # by layer type; where all layers share one, it is that of the full ones
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
@@ -38,6 +41,8 @@ class Config:
     initializer_range: float = 0.02
     pad_token_id: int | None = None
     attention_dropout: float = 0.0
+    attention_bias: bool = False
+    mlp_bias: bool = False
     raw: Mapping[str, Any] = field(compare=False, repr=False)
 
     default_rope_theta: ClassVar[float] = 10_000.0
@@ -193,7 +198,6 @@ class UnitOffsetConfig(Config):
     head_dim: int = 256
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
-    attention_bias: bool = False
     use_bidirectional_attention: bool | None = None
 
     norm_offset = 1.0
@@ -240,7 +244,6 @@ class SoftcapConfig(UnitOffsetConfig, SlidingConfig):
 class MultiplierConfig(Config):
     """Multipliers of the embeddings, the scores and both branches, and a divisor of the logits."""
 
-    attention_bias: bool = False
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -306,6 +309,11 @@ def head_dim(hidden_size: int, num_attention_heads: int) -> int:
             "where head_dim is not given"
         )
     return hidden_size // num_attention_heads
+
+
+def tiny(base: Mapping[str, Any]) -> dict:
+    """The preset that every family has: it trains on a laptop."""
+    return preset(base, 128, 384, 4, 4, 2) | {"vocab_size": 1024, "max_position_embeddings": 512}
 
 
 def preset(base: Mapping[str, Any], hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict:

@@ -22,6 +22,7 @@ from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
+from ligermodels.weights.mapping import Rule, packed_projections
 
 IGNORE_INDEX = -100
 
@@ -90,7 +91,7 @@ class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
     accepts_loss_kwargs = True  # tells Hugging Face's Trainer to pass num_items_in_batch
-    Config: ClassVar[type[AnyConfig]]
+    Config: ClassVar[type[AnyConfig]] = AnyConfig
     hub_class: ClassVar[str]  # the reference implementation's name, for config.json's `architectures`
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets by name, each the content of a config.json
 
@@ -117,11 +118,11 @@ class CausalLM(nn.Module, ABC):
     def layer(self, config: Any, index: int) -> Block:
         """The block at this depth."""
 
-    @abstractmethod
-    def weight_rules(self) -> tuple[Any, ...]:
-        """How packed parameters are made from the checkpoint's tensors: rules of weights.mapping."""
+    def weight_rules(self) -> tuple[Rule, ...]:
+        """How parameters are made from the checkpoint's tensors: those of all layers packed, which most store apart."""
+        return packed_projections(self.config)
 
-    def other_weight_rules(self) -> tuple[tuple[Any, ...], ...]:
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """Further layouts of the checkpoint that loading accepts; an export writes that of `weight_rules`."""
         return ()
 
