@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2 with QK-norm instead of bounds, five windowed layers to one full, a RoPE for each of the two."""
+"""Gemma 3, text: Gemma 2 with QK-norm instead of bounds, five windowed layers to one full, and two kinds of RoPE."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

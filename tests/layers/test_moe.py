@@ -5,7 +5,7 @@ from transformers import MixtralConfig, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from ligermodels.architectures.llama import LlamaConfig
+from ligermodels.layers.config import Config
 from ligermodels.layers.moe import MoE, load_balancing_loss
 from ligermodels.layers.norm import RMSNorm
 from tests.cases import LLAMA
@@ -15,7 +15,7 @@ HIDDEN, INNER, SHARED, NUM_EXPERTS, PER_TOKEN = 48, 20, 28, 6, 2
 
 
 def build(normalize, shared):
-    config = LlamaConfig.from_dict(LLAMA)
+    config = Config.from_dict(LLAMA)
     sizes = {"intermediate_size": INNER, "num_experts": NUM_EXPERTS, "experts_per_token": PER_TOKEN}
     moe = MoE(config, **sizes, normalize=normalize, shared_intermediate_size=SHARED if shared else None)
     return randomize(moe), randomize(RMSNorm(HIDDEN, 1e-6))
