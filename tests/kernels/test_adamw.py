@@ -54,12 +54,12 @@ def test_dtypes_may_differ(dtypes):
 
 
 @pytest.mark.parametrize("beta1, beta2", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99)])
-@pytest.mark.parametrize("step", [1, 2, 10, 691, 694, 10**4, 10**7])
+@pytest.mark.parametrize("step", [1, 2, 4, 5, 499, 501, 10**4, 10**7])
 def test_the_bias_corrections_are_exact_to_fp32(step, beta1, beta2):
     """From a parameter of zero the update is all there is: 1 - 0.999¹ taken in fp32 would miss by 6e-5."""
     tensors = draw((100,), [torch.float32] * 4)
     tensors[0].zero_()
-    arguments = 1e-3, beta1, beta2, 1e-8, 0.1, scalar(step)
+    arguments = 1e-3, beta1, beta2, 1e-2, 0.1, scalar(step)
     oracle = adamw_reference(*(x.double() for x in tensors), *arguments)
     for name, got, expected in zip(NAMES, updated(tensors, *arguments), oracle, strict=True):
         assert relative_error(got, expected) < 1e-6, name
