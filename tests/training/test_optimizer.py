@@ -4,8 +4,13 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ligermodels.training.optimizer import adamw, clipped_step, cosine, decay_groups, set_learning_rate
+from ligermodels.training.optimizer import AdamW, adamw, clipped_step, cosine, decay_groups, set_learning_rate
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import FACTOR, relative_error
 
 
 class Small(nn.Module):
@@ -103,3 +108,190 @@ def test_nothing_is_updated_from_a_loss_or_gradient_that_is_not_finite(loss, nor
     clipped_step(optimizer, torch.tensor(loss), torch.tensor(norm), 1.0)
     for a, b in zip(model.parameters(), before, strict=True):
         assert torch.equal(a, b)
+
+
+BETAS = 0.9, 0.95
+SHAPES = [(33, 16), (7,), (2, 3, 5), ()]
+
+
+def draw(dtype):
+    return [nn.Parameter(torch.randn(shape, device=DEVICE).to(dtype)) for shape in SHAPES]
+
+
+def gradients_of_step(step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator).to(DEVICE) for shape in SHAPES]
+
+
+def train(optimizer, steps):
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for p, gradient in zip(params, gradients_of_step(step), strict=True):
+            p.grad = gradient.to(p.dtype)
+        optimizer.step()
+
+
+def everything(optimizer):
+    """Parameters, first moments, second moments, step counts, each kind as one flat tensor in float64."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state[p] for p in params]
+    kinds = [params, *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))]
+    return [torch.cat([x.detach().double().flatten() for x in kind]) for kind in kinds]
+
+
+def ours(params):
+    return AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1)
+
+
+def torchs(params):
+    return torch.optim.AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1, fused=True)
+
+
+def assert_within_budget(got, plain, oracle, dtype):
+    """The error against float64 of a whole training may not exceed torch's in the same dtype."""
+    for result, baseline, expected in zip(everything(got), everything(plain), everything(oracle), strict=True):
+        allowed = max(FACTOR * relative_error(baseline, expected), torch.finfo(dtype).eps / 4)
+        assert relative_error(result, expected) <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_trains_as_torch_does(kernels, dtype):
+    params = draw(dtype)
+    optimizers = (
+        ours(params),
+        torchs(copy.deepcopy(params)),
+        torchs([nn.Parameter(p.detach().double()) for p in params]),
+    )
+    for optimizer in optimizers:
+        train(optimizer, range(6))
+    assert_within_budget(*optimizers, dtype)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the kernel runs")
+def test_on_the_cpu_torchs_own_kernel_runs():
+    params = draw(torch.bfloat16)
+    first, second = ours(params), torchs(copy.deepcopy(params))
+    for optimizer in (first, second):
+        train(optimizer, range(3))
+    assert all(map(torch.equal, everything(first), everything(second)))
+
+
+def test_the_state_is_torchs_in_names_shapes_and_dtypes(kernels):
+    params = draw(torch.float16)
+    first, second = ours(params), torchs(copy.deepcopy(params))
+    for optimizer in (first, second):
+        train(optimizer, range(1))
+    first, second = first.state_dict(), second.state_dict()
+    assert first["param_groups"] == second["param_groups"]
+    for a, b in zip(first["state"].values(), second["state"].values(), strict=True):
+        assert {name: (x.shape, x.dtype, x.device) for name, x in a.items()} == {
+            name: (x.shape, x.dtype, x.device) for name, x in b.items()
+        }
+
+
+@pytest.mark.parametrize("before, after", [(ours, torchs), (torchs, ours), (ours, ours)])
+def test_either_continues_the_others_state_dict(kernels, before, after):
+    """Continuing in a new optimizer is bit for bit continuing in the old one, had it been of the other kind."""
+    params = draw(torch.float32)
+    optimizer = before(params)
+    train(optimizer, range(3))
+    copied = copy.deepcopy(params)
+    resumed = after(copied)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(map(torch.equal, everything(resumed), everything(optimizer)))
+    train(resumed, range(3, 6))
+    train(optimizer, range(3, 6))
+    for got, expected in zip(everything(resumed), everything(optimizer), strict=True):
+        if before is after:
+            assert torch.equal(got, expected)
+        assert relative_error(got, expected) < 3e-7
+
+
+@pytest.mark.parametrize("loss", [1.0, float("nan")])
+def test_a_refused_step_counts_and_moves_nothing(kernels, loss):
+    optimizer = ours(draw(torch.float32))
+    train(optimizer, range(2))
+    before = everything(optimizer)
+    clipped_step(optimizer, torch.tensor(loss, device=DEVICE), torch.tensor(5.0, device=DEVICE), 1.0)
+    equal = [torch.equal(a, b) for a, b in zip(everything(optimizer), before, strict=True)]
+    assert equal == [loss != loss] * 4
+    assert everything(optimizer)[3].tolist() == [2.0 if loss != loss else 3.0] * len(SHAPES)
+
+
+def test_a_clipped_step_of_the_kernel_is_torchs(kernels):
+    params = draw(torch.float32)
+    first, second = ours(params), torchs(copy.deepcopy(params))
+    for optimizer in (first, second):
+        train(optimizer, range(1))
+        clipped_step(optimizer, torch.tensor(1.0, device=DEVICE), torch.tensor(5.0, device=DEVICE), 0.7)
+    for got, expected in zip(everything(first), everything(second), strict=True):
+        assert relative_error(got, expected) < 2e-7
+
+
+def test_parameters_without_a_gradient_are_left_out(kernels):
+    params = draw(torch.float32)
+    optimizer = ours(params)
+    optimizer.step()
+    assert not optimizer.state
+    params[0].grad = torch.ones_like(params[0])
+    assert optimizer.step(lambda: 7) == 7
+    assert set(optimizer.state) == {params[0]}
+
+
+@pytest.fixture
+def rank_of_four():
+    """Makes this process believe it is one rank of four; nothing is communicated."""
+
+    def pretend(rank):
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        # Meshes compare equal whatever the rank, unless their names differ, and DTensor caches by mesh.
+        return init_device_mesh(DEVICE, (4,), mesh_dim_names=(f"rank {rank}",))
+
+    yield pretend
+    torch.distributed.destroy_process_group()
+
+
+def test_each_rank_updates_its_shard(kernels, rank_of_four):
+    """Five rows over four ranks: two, two, one and none."""
+    weight, *steps = (torch.randn(5, 16, device=DEVICE) for _ in range(4))
+    whole = nn.Parameter(weight.clone())
+    sharded = []
+    for rank in range(4):
+        mesh = rank_of_four(rank)
+
+        def mine(x, rank=rank, mesh=mesh):
+            rows = x[2 * rank : 2 * rank + 2].clone()
+            return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
+
+        p = nn.Parameter(mine(weight))
+        optimizer = ours([p])
+        for gradient in steps:
+            p.grad = mine(gradient)
+            optimizer.step()
+        state = optimizer.state[p]
+        assert isinstance(state["exp_avg"], DTensor) and state["step"] == 3
+        sharded.append([x.detach().to_local() for x in (p, state["exp_avg"], state["exp_avg_sq"])])
+    optimizer = ours([whole])
+    for gradient in steps:
+        whole.grad = gradient
+        optimizer.step()
+    state = optimizer.state[whole]
+    for parts, expected in zip(zip(*sharded, strict=True), (whole, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+        assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.gpu
+def test_no_synchronisation(kernels):
+    optimizer = ours(draw(torch.bfloat16))
+    train(optimizer, range(1))  # compiles the kernel
+    loss, norm = torch.tensor([1.0, 5.0], device=DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        set_learning_rate(optimizer, 1e-3)
+        clipped_step(optimizer, loss, norm, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,138 @@
+"""AdamW in place on one parameter: p -= lr (wd p + m̂ / (√v̂ + ε)), with
+
+    m += (1 - β₁)(g - m)     m̂ = m / (1 - β₁ᵗ)
+    v += (1 - β₂)(g² - v)    v̂ = v / (1 - β₂ᵗ)
+p, g, m, v are param, grad, exp_avg, exp_avg_sq: fp32, bf16 or fp16 each, of one shape. Computed in fp32, one rounding
+to each destination. The step count t, the divisor of the gradients and the flag that forbids the update are device
+scalars: nothing waits for them. Reads four and writes three tensors, 14 bytes an element in bf16: bound by memory
+bandwidth.
+Which parameters decay, and who counts the steps, is not known here.
+Maths: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, as torch.optim.AdamW reads it.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.op import register, runs_kernels, widen
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILE = 1024  # elements of one program: 16 bytes a thread of each bf16 tensor
+WARPS = 4
+
+
+def adamw_reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The updated (param, exp_avg, exp_avg_sq); arguments as in `adamw_`."""
+    p, g, m, v = (widen(x) for x in (param, grad, exp_avg, exp_avg_sq))
+    if grad_scale is not None:
+        g = g / grad_scale
+    count = step.double()
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g.square()
+    denominator = v.sqrt() / (1 - beta2**count).sqrt() + eps
+    p = p - lr * weight_decay * p - lr / (1 - beta1**count) * m / denominator
+    p, m, v = p.to(param.dtype), m.to(exp_avg.dtype), v.to(exp_avg_sq.dtype)
+    if found_inf is None:
+        return p, m, v
+    kept = found_inf == 1
+    return torch.where(kept, param, p), torch.where(kept, exp_avg, m), torch.where(kept, exp_avg_sq, v)
+
+
+@triton.jit
+def _bias_correction(log_beta, step):
+    """1 - beta^step = -expm1(x): by its Taylor series where the difference would cancel, to the last bits of fp32."""
+    x = log_beta * step
+    series = 1.0
+    for k in tl.static_range(9, 1, -1):
+        series = 1.0 + x * (1.0 / k) * series
+    return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def _update_kernel(
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, step_ptr, grad_scale_ptr, found_inf_ptr,
+    numel, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program updates TILE elements. A forbidden update stops at the stores, so that no load waits for the flag."""
+    offset = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = offset < numel
+    param = tl.load(param_ptr + offset, mask).to(tl.float32)
+    grad = tl.load(grad_ptr + offset, mask).to(tl.float32)
+    exp_avg = tl.load(exp_avg_ptr + offset, mask).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + offset, mask).to(tl.float32)
+    step = tl.load(step_ptr)
+    if grad_scale_ptr is not None:
+        grad *= 1.0 / tl.load(grad_scale_ptr)
+    if found_inf_ptr is not None:
+        mask = tl.where(tl.load(found_inf_ptr) == 1.0, False, mask)
+    step_size = lr / _bias_correction(log_beta1, step)
+    root_scale = tl.rsqrt(_bias_correction(log_beta2, step))
+    exp_avg += rate1 * (grad - exp_avg)
+    exp_avg_sq += rate2 * (grad * grad - exp_avg_sq)
+    param -= decay * param + step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
+    tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
+    tl.store(exp_avg_ptr + offset, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask)
+    tl.store(exp_avg_sq_ptr + offset, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask)
+
+
+def _launch_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    step: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None,
+) -> None:  # fmt: skip
+    numel = param.numel()
+    if numel:
+        # Differences from one are taken here, in fp64: fp32 knows 1 - 0.999 to four digits only.
+        _update_kernel[(triton.cdiv(numel, TILE),)](
+            param, grad, exp_avg, exp_avg_sq, step, grad_scale, found_inf,
+            numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log(beta1), log(beta2), float(eps),
+            TILE=TILE, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def log(beta: float) -> float:
+    return math.log(beta) if beta else -math.inf
+
+
+def _fake_(param, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf):
+    return None
+
+
+adamw_update_ = register(
+    "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float lr, float beta1,"
+    " float beta2, float eps, float weight_decay, Tensor step, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    _launch_,
+    _fake_,
+)
+
+
+def adamw_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One step of AdamW on param, exp_avg and exp_avg_sq, in place; under torch.no_grad.
+
+    param, grad, exp_avg, exp_avg_sq: one shape, any float dtype each; the kernel takes contiguous ones up to fp32, the
+    reference all others. step, grad_scale, found_inf: fp32 scalars on the same device: the count of steps, this one
+    included; what divides the gradients; nothing is written where it is 1. Raises ValueError where shapes differ.
+    """
+    tensors = (param, grad, exp_avg, exp_avg_sq)
+    if any(x.shape != param.shape for x in tensors):
+        raise ValueError(
+            f"adamw_: param, grad, exp_avg, exp_avg_sq of one shape, not {[list(x.shape) for x in tensors]}"
+        )
+    arguments = (*tensors, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf)
+    if runs_kernels(param) and all(x.is_contiguous() and x.dtype in DTYPES for x in tensors):
+        adamw_update_(*arguments)
+        torch.autograd.graph.increment_version((param, exp_avg, exp_avg_sq))  # the launcher writes behind its back
+    else:
+        for old, new in zip((param, exp_avg, exp_avg_sq), adamw_reference(*arguments), strict=True):
+            old.copy_(new)

@@ -1,0 +1,180 @@
+import itertools
+
+import pytest
+import torch
+
+from ligermodels.kernels.adamw import adamw_, adamw_reference
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, FACTOR, relative_error
+
+HYPERPARAMETERS = 1e-2, 0.9, 0.999, 1e-8, 0.1  # lr, beta1, beta2, eps, weight_decay
+NAMES = "param", "exp_avg", "exp_avg_sq"
+pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
+
+
+def scalar(value):
+    return torch.tensor(float(value), device=DEVICE)
+
+
+def draw(shape, dtypes):
+    """param, grad, exp_avg, exp_avg_sq in the middle of a training."""
+    tensors = [torch.randn(shape, device=DEVICE) for _ in range(4)]
+    tensors[3] = tensors[3].square() + 0.1
+    return [x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True)]
+
+
+def updated(tensors, *arguments):
+    """Like the reference, which returns what the op writes in place."""
+    param, grad, exp_avg, exp_avg_sq = (x.clone() for x in tensors)
+    adamw_(param, grad, exp_avg, exp_avg_sq, *arguments)
+    assert torch.equal(grad, tensors[1])
+    return param, exp_avg, exp_avg_sq
+
+
+def check(tensors, *arguments):
+    """Error against float64, at most that of plain PyTorch in the same dtypes or one rounding of the destination."""
+    oracle = adamw_reference(*(x.double() for x in tensors), *arguments)
+    plain = adamw_reference(*tensors, *arguments)
+    for name, got, baseline, expected in zip(NAMES, updated(tensors, *arguments), plain, oracle, strict=True):
+        error = relative_error(got, expected)
+        allowed = max(FACTOR * relative_error(baseline, expected), torch.finfo(got.dtype).eps / 4)
+        assert got.dtype == baseline.dtype
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 5), (3, 341), (64, 32), (2049,)])
+def test_the_update_is_within_the_error_budget(shape, dtype):
+    check(draw(shape, [dtype] * 4), *HYPERPARAMETERS, scalar(3))
+
+
+@pytest.mark.parametrize("dtypes", [p for p in itertools.product(DTYPES, repeat=4) if len(set(p)) > 1][::5])
+def test_dtypes_may_differ(dtypes):
+    check(draw((33, 40), dtypes), *HYPERPARAMETERS, scalar(3), scalar(2.5))
+
+
+@pytest.mark.parametrize("beta1, beta2", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99)])
+@pytest.mark.parametrize("step", [1, 2, 4, 5, 499, 501, 10**4, 10**7])
+def test_the_bias_corrections_are_exact_to_fp32(step, beta1, beta2):
+    """From a parameter of zero the update is all there is: 1 - 0.999¹ taken in fp32 would miss by 6e-5."""
+    tensors = draw((100,), [torch.float32] * 4)
+    tensors[0].zero_()
+    arguments = 1e-3, beta1, beta2, 1e-2, 0.1, scalar(step)
+    oracle = adamw_reference(*(x.double() for x in tensors), *arguments)
+    for name, got, expected in zip(NAMES, updated(tensors, *arguments), oracle, strict=True):
+        assert relative_error(got, expected) < 1e-6, name
+
+
+def test_several_steps_are_those_of_torch():
+    """Against torch's optimizer in float64, from the first step on, the gradients scaled."""
+    param = torch.randn(40, 30, device=DEVICE)
+    exp_avg, exp_avg_sq = torch.zeros_like(param), torch.zeros_like(param)
+    theirs = torch.nn.Parameter(param.double())
+    lr, *betas, eps, weight_decay = HYPERPARAMETERS
+    optimizer = torch.optim.AdamW([theirs], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    for step in range(1, 6):
+        grad = torch.randn_like(param)
+        adamw_(param, grad, exp_avg, exp_avg_sq, *HYPERPARAMETERS, scalar(step), scalar(4))
+        theirs.grad = grad.double() / 4
+        optimizer.step()
+    state = optimizer.state[theirs]
+    for got, expected in [(param, theirs), (exp_avg, state["exp_avg"]), (exp_avg_sq, state["exp_avg_sq"])]:
+        assert relative_error(got, expected.detach()) < 2e-7
+
+
+@pytest.mark.parametrize("scale", [None, scalar(3)])
+def test_nothing_is_written_where_an_infinity_was_found(scale):
+    tensors = draw((70, 31), [torch.float32] * 4)
+    tensors[1][0] = float("inf")
+    for step in (0, 5):
+        results = updated(tensors, *HYPERPARAMETERS, scalar(step), scale, scalar(1))
+        assert all(torch.equal(got, tensors[i]) for got, i in zip(results, (0, 2, 3), strict=True))
+
+
+def test_a_flag_of_zero_forbids_nothing():
+    tensors = draw((70, 31), [torch.float32] * 4)
+    flagged = updated(tensors, *HYPERPARAMETERS, scalar(5), None, scalar(0))
+    for got, expected in zip(flagged, updated(tensors, *HYPERPARAMETERS, scalar(5)), strict=True):
+        assert torch.equal(got, expected)
+
+
+def forbid_the_kernel(monkeypatch):
+    def fail(*_):
+        raise AssertionError("the kernel ran")
+
+    monkeypatch.setattr("ligermodels.kernels.adamw.adamw_update_", fail)
+
+
+def test_what_is_not_contiguous_or_wider_than_fp32_takes_the_reference(monkeypatch):
+    tensors = draw((30, 40), [torch.float32] * 4)
+    expected = updated(tensors, *HYPERPARAMETERS, scalar(3))
+    forbid_the_kernel(monkeypatch)
+    param, grad, exp_avg, exp_avg_sq = (x.clone() for x in tensors)
+    param, grad = param.t().contiguous().t(), torch.stack((grad, grad), -1)[..., 0]
+    adamw_(param, grad, exp_avg, exp_avg_sq, *HYPERPARAMETERS, scalar(3))
+    wide = updated([x.double() for x in tensors], *HYPERPARAMETERS, scalar(3))
+    for got, double, result in zip((param, exp_avg, exp_avg_sq), wide, expected, strict=True):
+        torch.testing.assert_close(got, result, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(double.float(), result, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_element_is_enough(shape):
+    tensors = draw(shape, [torch.float32] * 4)
+    expected = adamw_reference(*tensors, *HYPERPARAMETERS, scalar(3))
+    torch.testing.assert_close(updated(tensors, *HYPERPARAMETERS, scalar(3)), expected, rtol=1e-6, atol=0)
+
+
+def test_empty_parameters_are_left_alone():
+    updated(draw((0, 5), [torch.float32] * 4), *HYPERPARAMETERS, scalar(1))
+
+
+def test_shapes_that_differ_are_refused():
+    tensors = draw((4, 6), [torch.float32] * 4)
+    with pytest.raises(ValueError, match=r"adamw_.*\[24\]"):
+        adamw_(*tensors[:2], tensors[2].flatten(), tensors[3], *HYPERPARAMETERS, scalar(1))
+
+
+def test_autograd_notices_the_write():
+    weight = torch.randn(5, device=DEVICE, requires_grad=True)
+    loss = weight.square().sum()
+    with torch.no_grad():
+        adamw_(weight, *draw((5,), [torch.float32] * 4)[1:], *HYPERPARAMETERS, scalar(1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_opcheck():
+    tensors = draw((7, 5), [torch.float32] * 4)
+    for optional in [(None, None), (scalar(2), scalar(0))]:
+        torch.library.opcheck(torch.ops.ligermodels.adamw_.default, (*tensors, *HYPERPARAMETERS, scalar(1), *optional))
+
+
+@pytest.mark.gpu
+def test_no_synchronisation_and_one_kernel_for_all_learning_rates():
+    from ligermodels.kernels.adamw import _update_kernel
+
+    tensors = draw((64, 64), [torch.bfloat16] * 4)
+    step, scale, flag = scalar(1), scalar(2), scalar(0)
+    adamw_(*tensors, *HYPERPARAMETERS, step, scale, flag)  # compiles the kernel
+    compiled = len(_update_kernel.device_caches[torch.cuda.current_device()][0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for lr in (0.0, 1.0, 1, 3e-4):
+            adamw_(*tensors, lr, *HYPERPARAMETERS[1:], step, scale, flag)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(_update_kernel.device_caches[torch.cuda.current_device()][0]) == compiled
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_to_the_31():
+    torch.use_deterministic_algorithms(False)  # no filling of 17 GB
+    tensors = [torch.zeros(2**31 + 4112, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+    tail = draw((8192,), [torch.bfloat16] * 4)
+    for whole, part in zip(tensors, tail, strict=True):
+        whole[-8192:] = part
+    adamw_(*tensors, *HYPERPARAMETERS, scalar(3))
+    for got, expected in zip((tensors[0], *tensors[2:]), updated(tail, *HYPERPARAMETERS, scalar(3)), strict=True):
+        assert torch.equal(got[-8192:], expected)
+        assert not got[:-8192].any()
