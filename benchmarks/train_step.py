@@ -59,22 +59,33 @@ MODELS = {
 }  # fmt: skip
 
 
-def hugging_face(raw, recompute):
+def hugging_face(raw, recompute, attention=None):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**raw, use_cache=False)
+    torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # its default attention
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.float32)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
-def liger(raw, recompute):
+def hugging_face_eager(raw, recompute):
+    """The attention that knows softcaps: up to version 5.17 the default, SDPA, leaves them out without a word."""
+    return hugging_face(raw, recompute, "eager")
+
+
+def liger(raw, recompute, attention=None):
     import liger_kernel.transformers as patches
 
     getattr(patches, f"apply_liger_kernel_to_{raw['model_type'].removesuffix('_text')}")()
-    return hugging_face(raw, recompute)
+    return hugging_face(raw, recompute, attention)
+
+
+def liger_eager(raw, recompute):
+    return liger(raw, recompute, "eager")
 
 
 def ligermodels(raw, recompute):
@@ -87,7 +98,23 @@ def ligermodels(raw, recompute):
     return model
 
 
-PROVIDERS = {"hugging face": hugging_face, "hugging face + liger": liger, "ligermodels": ligermodels}
+PROVIDERS = {
+    "hugging face": hugging_face,
+    "hugging face + liger": liger,
+    "hugging face, eager attention": hugging_face_eager,
+    "hugging face + liger, eager attention": liger_eager,
+    "ligermodels": ligermodels,
+    "ligermodels and its AdamW": ligermodels,
+}
+
+
+def optimizer_of(provider: str, model):
+    """torch's fused AdamW for all, so that only models differ; once more ours with our own."""
+    if provider != "ligermodels and its AdamW":
+        return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    from ligermodels.training.optimizer import AdamW
+
+    return AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
 
 
 def measure(provider: str, model_name: str, batch: int, length: int, recompute: bool, steps: int) -> dict:
@@ -96,7 +123,7 @@ def measure(provider: str, model_name: str, batch: int, length: int, recompute: 
     raw = MODELS[model_name]
     model = PROVIDERS[provider](raw, recompute)
     attention = getattr(model.config, "_attn_implementation", None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = optimizer_of(provider, model)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
 
     def step():
@@ -155,6 +182,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path, help="folder for the dated JSON file")
+    parser.add_argument(
+        "--providers", nargs="+", choices=PROVIDERS, default=[name for name in PROVIDERS if "eager" not in name]
+    )
     parser.add_argument("--recompute", choices=("full", "none"), nargs="+", default=["full", "none"])
     parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "RECOMPUTE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -165,7 +195,7 @@ def main() -> None:
 
     rows = []
     for recompute in args.recompute:
-        for provider in PROVIDERS:
+        for provider in args.providers:
             command = [sys.executable, __file__, *sys.argv[1:], "--row", provider, recompute]
             result = subprocess.run(command, capture_output=True, text=True)
             lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
