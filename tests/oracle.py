@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
     """The reference implementation of a config, nothing of it fused, no parameter left at the value it starts with."""
-    with TemporaryDirectory() as folder:  # read from a file as users do, which tells Ministral from Mistral
+    with TemporaryDirectory() as folder:  # read from a file, as users do
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         config = AutoConfig.from_pretrained(folder)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -74,7 +74,6 @@ CASES = {
         {
             "no-window": {"sliding_window": None},
             "hidden-head-dim": {"head_dim": None},
-            "layer-types": {"layer_types": ALTERNATING},
         },
     ),
     **family(
