@@ -1,8 +1,8 @@
 """The reference implementation as the oracle: tiny random models of it, every parameter re-randomised."""
 
-import copy
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
     """The reference implementation of a config, nothing of it fused, no parameter left at the value it starts with."""
-    config = AutoConfig.for_model(**copy.deepcopy(raw))  # which it writes to
+    with TemporaryDirectory() as folder:  # read from a file, as users do
+        (Path(folder) / "config.json").write_text(json.dumps(raw))
+        config = AutoConfig.from_pretrained(folder)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager)
     generator = torch.Generator().manual_seed(7)

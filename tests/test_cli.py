@@ -39,7 +39,7 @@ def test_generate_prints_the_prompt_and_what_follows(folder, capsys):
 
 BAD_CONFIGS = {
     "unknown model_type": ({"model_type": "lama"}, ["model_type", "lama", "llama"]),
-    "unknown rope type": ({"rope_scaling": {"type": "xpos"}}, ["rope type", "xpos", "yarn"]),
+    "unknown rope type": ({"rope_scaling": {"type": "xpos"}}, ["type", "xpos", "yarn"]),
     "a scaling without its factor": ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "linear", "factor"]),
     "a scaling that is no object": ({"rope_scaling": "linear"}, ["rope_scaling", "linear", "object"]),
     "unknown activation": ({"hidden_act": "relu"}, ["hidden_act", "relu"]),

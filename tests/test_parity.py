@@ -123,10 +123,11 @@ def test_greedy_generation_equals_the_reference_token_for_token(name, tmp_path):
     assert ours == [continued(reference, prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["phi3-longrope-long", "phi3-longrope-partial"])
+@pytest.mark.parametrize("name", ["phi3-longrope-long", "phi3-longrope-partial", "llama-rope-dynamic"])
 @pytest.mark.parametrize("length", [3, 8, 9, 14, 19, 20, 21, 23])
-def test_generation_across_the_length_where_longrope_switches(name, length, tmp_path):
-    """At 20 tokens: prompts that stay below, cross it at their last or at an earlier token, start at it and beyond."""
+def test_generation_across_the_length_where_rope_changes(name, length, tmp_path):
+    """At 20 tokens longrope switches for those before as well: prompts that stay below, cross it at their last or at an
+    earlier token, start at it and beyond. Dynamic scaling starts at 16, for the tokens to come."""
     reference = save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, device=DEVICE)
     prompt = tokens(CASES[name], 1, length, seed=length)[0]

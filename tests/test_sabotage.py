@@ -139,8 +139,8 @@ ROTATIONS = {
     "yarn always truncated": Sabotage(f"{ROPE}:yarn", "if rope.truncate", "if True", "llama-rope-yarn-mscale"),
     "yarn in the windowed layers too": Sabotage(
         f"{ROPE_PARAMETERS}:read_ropes",
-        "SLIDING: rope_of(sliding,",
-        'SLIDING: rope_of(raw.get("rope_scaling"),',
+        "SLIDING: rope_of(",
+        'SLIDING: rope_of(raw.get("rope_scaling") or ',
         "olmo3-rope-yarn",
     ),
     "dynamic theta not stretched": Sabotage(
