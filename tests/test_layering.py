@@ -50,7 +50,7 @@ def test_an_architecture_imports_layers_and_the_weight_mapping_only():
     for path in (PACKAGE / "architectures").glob("[!_]*.py"):
         foreign = {n for n in imports_of(path) if not n.startswith("layers.") and n != "weights.mapping"}
         assert not foreign, f"{path.name} imports {sorted(foreign)}"
-        assert 20 <= len(path.read_text().splitlines()) <= 100, path.name
+        assert 20 <= len(path.read_text().splitlines()) <= 90, path.name
 
 
 def test_the_product_does_not_import_the_oracle():

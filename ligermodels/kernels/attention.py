@@ -7,12 +7,13 @@ q [B, T, Hq, D], k, v [B, S, Hkv, D] -> [B, T, Hq, D].
 What runs where:
 - plain causal: SDPA, cuDNN first on the GPU (fastest on Hopper), then FlashAttention;
 - packed documents or a window, in half precision on the GPU: FlashAttention's variable-length kernel;
-- softcap on the GPU: FlexAttention, compiled;
+- softcap on the GPU: FlexAttention, compiled (from heads of 16 on);
 - a key-value cache, fp32 on the GPU, and all of the above on the CPU: SDPA with a dense mask, or the reference for a
   softcap.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+NARROWEST_FLEX_HEAD = 16
 HOPPER_MEMORY = 227 * 1024  # bytes of shared memory that one program may use
 WIDE_HEAD_TILES = {
     "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 2,
@@ -66,9 +68,9 @@ def attention(
     if softcap is None and window is None and cu_seqlens is None and position_ids is None:
         return causal(q, k, v, scale, dropout)
     if q.is_cuda and position_ids is None:
-        if softcap is not None:
+        if softcap is not None and q.shape[-1] >= NARROWEST_FLEX_HEAD:
             return flex(q, k, v, scale, window, softcap, cu_seqlens)
-        if q.dtype in (torch.float16, torch.bfloat16):
+        if softcap is None and q.dtype in (torch.float16, torch.bfloat16):
             return variable_length(q, k, v, scale, window, cu_seqlens, max_seqlen, dropout)
     if softcap is not None:
         return attention_reference(q, k, v, scale, window, softcap, cu_seqlens, position_ids)
@@ -192,13 +194,21 @@ def visible_blocks(length: int, device: torch.device, window: int | None, cu_seq
     """FlexAttention's mask, made once for all layers: it costs more than an attention."""
     if cu_seqlens is None:
         return unpacked_blocks(length, device, window)
-    known = PACKED_BLOCKS.setdefault(cu_seqlens, {})
-    key = length, window, cu_seqlens._version  # a batch may be written over the one before
-    if key not in known:
+    known = PACKED_BLOCKS.get(cu_seqlens)
+    if known is None or known.version != cu_seqlens._version:  # a batch may be written over the one before
         document = document_of(torch.arange(length, device=device), cu_seqlens)
-        known.clear()
-        known[key] = blocks_of(length, device, window, document)
-    return known[key]
+        known = PACKED_BLOCKS[cu_seqlens] = PackedBlocks(cu_seqlens._version, document, {})
+    if window not in known.by_window:
+        known.by_window[window] = blocks_of(length, device, window, known.document)
+    return known.by_window[window]
+
+
+class PackedBlocks(NamedTuple):
+    """The masks of one batch of packed documents, those of windowed layers and of full ones."""
+
+    version: int  # of cu_seqlens' content
+    document: Tensor
+    by_window: dict[int | None, Any]
 
 
 PACKED_BLOCKS = WeakTensorKeyDictionary()

@@ -45,7 +45,8 @@ class AdamW(torch.optim.AdamW):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         lr, (beta1, beta2), eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
         if runs_kernels(params[0]):
-            torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
+            count = torch.ones_like(steps[0]) if found_inf is None else 1.0 - found_inf
+            torch._foreach_add_(steps, [count] * len(steps))  # one tensor for all would be read by the host
             scalars = lr, beta1, beta2, eps, weight_decay
             for p, g, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
                 adamw_(local(p), local(g), local(m), local(v), *scalars, step, grad_scale, found_inf)
