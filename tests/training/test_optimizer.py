@@ -222,12 +222,14 @@ def test_a_refused_step_counts_and_moves_nothing(kernels, loss):
 
 def test_a_clipped_step_of_the_kernel_is_torchs(kernels):
     params = draw(torch.float32)
-    first, second = ours(params), torchs(copy.deepcopy(params))
-    for optimizer in (first, second):
+    exact = [nn.Parameter(p.detach().double()) for p in params]
+    optimizers = ours(params), torchs(copy.deepcopy(params)), torchs(exact)
+    for optimizer in optimizers:
         train(optimizer, range(1))
         clipped_step(optimizer, torch.tensor(1.0, device=DEVICE), torch.tensor(5.0, device=DEVICE), 0.7)
-    for got, expected in zip(everything(first), everything(second), strict=True):
-        assert relative_error(got, expected) < 2e-7
+    for got, plain, truth in zip(*map(everything, optimizers), strict=True):
+        # One rounding more than torch's kernel on a GPU, which computes in float64.
+        assert relative_error(got, truth) <= FACTOR * relative_error(plain, truth) + torch.finfo(torch.float32).eps
 
 
 def test_parameters_without_a_gradient_are_left_out(kernels):
