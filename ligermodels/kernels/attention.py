@@ -176,7 +176,7 @@ def flex(
         block_mask=visible_blocks(q.shape[1], q.device, window, cu_seqlens),
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
-        kernel_options=flex_options(q),
+        kernel_options=flex_options(q, causal=window is None and cu_seqlens is None),
     )
     return out.transpose(1, 2)
 
@@ -194,10 +194,13 @@ def bound(softcap: float, single: bool):
     return by_tanh if single else by_sigmoid
 
 
-def flex_options(q: Tensor) -> dict[str, int] | None:
-    """Tiles for heads of 256, where FlexAttention's own are a third slower (H200); they fill Hopper's shared memory."""
+def flex_options(q: Tensor, causal: bool) -> dict[str, Any]:
+    """Tiles for heads of 256, where FlexAttention's own are a third slower (H200); they fill Hopper's shared memory.
+
+    causal: the mask is nothing more, so that the blocks that a block sees, whole or in part, follow one another.
+    """
     wide = q.shape[-1] == 256 and q.element_size() == 2 and shared_memory(q.device) >= HOPPER_MEMORY
-    return WIDE_HEAD_TILES if wide else None
+    return {"BLOCKS_ARE_CONTIGUOUS": causal} | (WIDE_HEAD_TILES if wide else {})
 
 
 def visible_blocks(length: int, device: torch.device, window: int | None, cu_seqlens: Tensor | None):
