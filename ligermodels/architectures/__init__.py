@@ -1,5 +1,6 @@
 """The families, one file a model_type. This page is the registry: `config.json`'s model_type to the class."""
 
+from ligermodels.architectures.ernie4_5 import Ernie4_5
 from ligermodels.architectures.gemma import Gemma
 from ligermodels.architectures.gemma2 import Gemma2
 from ligermodels.architectures.gemma3 import Gemma3, Gemma3Text
@@ -21,6 +22,7 @@ from ligermodels.architectures.smollm3 import SmolLM3
 from ligermodels.layers.decoder import CausalLM
 
 ARCHITECTURES: dict[str, type[CausalLM]] = {
+    "ernie4_5": Ernie4_5,
     "gemma": Gemma,
     "gemma2": Gemma2,
     "gemma3": Gemma3,

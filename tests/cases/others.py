@@ -10,6 +10,12 @@ GLM = TINY | {
     "attention_bias": True,
     "pad_token_id": 4,
 }
+ERNIE4_5 = TINY | {
+    "model_type": "ernie4_5",
+    "architectures": ["Ernie4_5ForCausalLM"],
+    "head_dim": 12,
+    "pad_token_id": 4,
+}
 GLM4 = GLM | {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
 OLMO2 = TINY | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "pad_token_id": 4}
 OLMO3 = OLMO2 | {
@@ -48,6 +54,7 @@ CASES = {
             | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, "sliding_window": 6},
         },
     ),
+    **family(ERNIE4_5, {"bias": {"use_bias": True}, "tied": {"tie_word_embeddings": True}}),
     **family(
         GLM,
         {
