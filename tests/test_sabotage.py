@@ -32,25 +32,22 @@ WINDOWS = {
         f"{CONFIG}:SlidingConfig.layer_type", "self.layer_types is not None", "False", "qwen2-layer-types"
     ),
     "qwen2: windowed layers shifted": Sabotage(
-        f"{FAMILIES}.qwen2:Qwen2Config.slides",
+        f"{CONFIG}:SwitchedWindowConfig.slides",
         "layer >= self.max_window_layers",
         "layer > self.max_window_layers",
         "qwen2-sliding",
     ),
     "qwen2: unused window applied": Sabotage(
-        f"{FAMILIES}.qwen2:Qwen2Config.slides", "self.use_sliding_window and ", "", "qwen2-unused-window"
+        f"{CONFIG}:SwitchedWindowConfig.slides", "self.use_sliding_window and ", "", "qwen2-unused-window"
     ),
     "qwen2_moe: odd layers windowed": Sabotage(
         f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer % 2 == 0", "layer % 2 == 1", "qwen2_moe-sliding"
     ),
-    "rope interleaved for half-split": Sabotage(
-        "ligermodels.kernels.rope:rotate_reference",
-        "rotated.chunk(2, -1)",
-        "(rotated[..., ::2], rotated[..., 1::2])",
-        "llama",
+    "qwen2_moe: upper layers windowed": Sabotage(
+        f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer < self", "layer <= self", "qwen2_moe-sliding"
     ),
-    "rope turns the other way": Sabotage(
-        "ligermodels.kernels.rope:rotate_reference", "first * c - second * s", "first * c + second * s", "llama"
+    "qwen3: windowed layers shifted": Sabotage(
+        f"{CONFIG}:SwitchedWindowConfig.slides", "layer >= self", "layer > self", "qwen3-sliding"
     ),
     "qwen3_moe: unused window applied": Sabotage(
         f"{FAMILIES}.qwen3_moe:Qwen3MoeConfig.slides", "self.use_sliding_window", "True", "qwen3_moe-unused-window"

@@ -5,23 +5,17 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, preset, tiny
+from ligermodels.layers.config import SwitchedWindowConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 
 
 @dataclass(kw_only=True)
-class Qwen2Config(SlidingConfig):
+class Qwen2Config(SwitchedWindowConfig):
     vocab_size: int = 151936
     intermediate_size: int = 22016
     num_key_value_heads: int = 32
     max_position_embeddings: int = 32768
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-
-    def slides(self, layer: int) -> bool:
-        return self.use_sliding_window and layer >= self.max_window_layers
 
 
 BASE = {"model_type": "qwen2", "rms_norm_eps": 1e-6}

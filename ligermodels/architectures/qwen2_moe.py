@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, SparseStepConfig, preset, tiny
+from ligermodels.layers.config import SparseStepConfig, SwitchedWindowConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
@@ -13,7 +13,7 @@ from ligermodels.weights.mapping import Rule, packed_gate_up, packed_projections
 
 
 @dataclass(kw_only=True)
-class Qwen2MoeConfig(SparseStepConfig, SlidingConfig):
+class Qwen2MoeConfig(SparseStepConfig, SwitchedWindowConfig):
     vocab_size: int = 151936
     hidden_size: int = 2048
     intermediate_size: int = 5632
@@ -21,9 +21,6 @@ class Qwen2MoeConfig(SparseStepConfig, SlidingConfig):
     num_attention_heads: int = 16
     num_key_value_heads: int = 16
     max_position_embeddings: int = 32768
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
     qkv_bias: bool = True
     num_experts: int = 60
     num_experts_per_tok: int = 4
@@ -31,6 +28,7 @@ class Qwen2MoeConfig(SparseStepConfig, SlidingConfig):
     shared_expert_intermediate_size: int = 5632
 
     def slides(self, layer: int) -> bool:
+        """Unlike elsewhere, every other one of the lower layers."""
         return self.use_sliding_window and layer < self.max_window_layers and layer % 2 == 0
 
 

@@ -5,24 +5,18 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import NormedAttention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, preset, tiny
+from ligermodels.layers.config import SwitchedWindowConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 
 
 @dataclass(kw_only=True)
-class Qwen3Config(SlidingConfig):
+class Qwen3Config(SwitchedWindowConfig):
     vocab_size: int = 151936
     intermediate_size: int = 22016
     num_key_value_heads: int = 32
     head_dim: int = 128
     max_position_embeddings: int = 32768
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-
-    def slides(self, layer: int) -> bool:
-        return self.use_sliding_window and layer >= self.max_window_layers
 
 
 BASE = {"model_type": "qwen3", "head_dim": 128}

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import NormedAttention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, SparseStepConfig, preset, tiny
+from ligermodels.layers.config import SparseStepConfig, SwitchedWindowConfig, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
@@ -13,15 +13,13 @@ from ligermodels.weights.mapping import Rule, packed_projections, stacked_expert
 
 
 @dataclass(kw_only=True)
-class Qwen3MoeConfig(SparseStepConfig, SlidingConfig):
+class Qwen3MoeConfig(SparseStepConfig, SwitchedWindowConfig):
     vocab_size: int = 151936
     hidden_size: int = 2048
     intermediate_size: int = 6144
     num_hidden_layers: int = 24
     num_key_value_heads: int = 4
     max_position_embeddings: int = 32768
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
     num_experts: int = 128
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768

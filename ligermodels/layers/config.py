@@ -192,6 +192,18 @@ class SlidingConfig(Config):
 
 
 @dataclass(kw_only=True)
+class SwitchedWindowConfig(SlidingConfig):
+    """A window that the file has to switch on; it is then in the upper layers."""
+
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+
+    def slides(self, layer: int) -> bool:
+        return self.use_sliding_window and layer >= self.max_window_layers
+
+
+@dataclass(kw_only=True)
 class UnitOffsetConfig(Config):
     """Norms that add one to their weight, and tied embeddings that enter times the root of their width."""
 
