@@ -154,10 +154,13 @@ class CausalLM(nn.Module, ABC):
         hidden, routers = self.model(input_ids, position_ids, cu_seqlens, max_seqlen, cache)
         if labels is None:
             return CausalLMOutput(None, self.logits(hidden[:, -logits_to_keep:]))
-        loss = self.loss(hidden, next_tokens(labels, cu_seqlens), num_items_in_batch)
-        config = self.config
+        targets, config = next_tokens(labels, cu_seqlens), self.config
+        loss = self.loss(hidden, targets, num_items_in_batch)
         if isinstance(config, MoEConfig) and config.output_router_logits:
-            loss = loss + config.router_aux_loss_coef * load_balancing_loss(routers, config.num_experts_per_tok)
+            # Of several micro-batches each adds its part: all of them together weigh what one batch would.
+            part = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
+            balance = load_balancing_loss(routers, config.num_experts_per_tok)
+            loss = loss + part * config.router_aux_loss_coef * balance
         return CausalLMOutput(loss, None)
 
     def logits(self, hidden: Tensor) -> Tensor:

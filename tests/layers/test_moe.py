@@ -5,11 +5,13 @@ from transformers import MixtralConfig, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
+import ligermodels
 from ligermodels.layers.config import Config
 from ligermodels.layers.moe import MoE, load_balancing_loss
 from ligermodels.layers.norm import RMSNorm
-from tests.cases import LLAMA
+from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
+from tests.oracle import labels_of, tokens
 
 HIDDEN, INNER, SHARED, NUM_EXPERTS, PER_TOKEN = 48, 20, 28, 6, 2
 
@@ -123,3 +125,23 @@ def test_load_balancing_loss_of_even_use_is_the_number_of_choices():
     loss = load_balancing_loss((even.bfloat16(),), PER_TOKEN)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, torch.tensor(2.0))
+
+
+def test_the_routers_losses_of_micro_batches_weigh_what_one_batchs_does():
+    """Two equal rows, in one batch or one by one: with the balancing loss of a batch counted once per micro-batch in
+    full, the second would be larger."""
+    config = CASES["mixtral-aux-loss"]
+    model = ligermodels.create(config, device=DEVICE)
+    row = tokens(config, batch=1).to(DEVICE)
+    labels = labels_of(row)
+    supervised = 2 * (labels[:, 1:] != -100).sum()
+    together = model(row.repeat(2, 1), labels.repeat(2, 1)).loss
+    apart = 2 * model(row, labels, num_items_in_batch=supervised).loss
+    torch.testing.assert_close(apart, together, rtol=1e-6, atol=0)
+    assert (
+        together
+        > 1.01
+        * ligermodels.create(config | {"output_router_logits": False}, device=DEVICE)(
+            row.repeat(2, 1), labels.repeat(2, 1)
+        ).loss
+    )

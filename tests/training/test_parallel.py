@@ -67,7 +67,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("model_type, tied", [("llama", False), ("qwen2", True)])
+@pytest.mark.parametrize("model_type, tied", [("llama", False), ("qwen2", True), ("mixtral", False)])
 def test_two_ranks_train_as_one_process_does(model_type, tied, tmp_path, on_cpu):
     model = config(model_type, tied)
     alone = train(model, batch_size=4)
