@@ -80,7 +80,7 @@ def hugging_face_eager(raw, recompute):
 def liger(raw, recompute, attention=None):
     import liger_kernel.transformers as patches
 
-    getattr(patches, f"apply_liger_kernel_to_{raw['model_type'].removesuffix('_text')}")()
+    getattr(patches, f"apply_liger_kernel_to_{raw['model_type']}")()
     return hugging_face(raw, recompute, attention)
 
 
