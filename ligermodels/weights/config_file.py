@@ -9,7 +9,10 @@ beside `dtype`. Version 5 prefers `rope_scaling` where a file has both, so each 
     {full_attention, sliding_attention}    the same of full_attention; the sliding theta is rope_local_base_freq
     of type longrope                       without original_max_position_embeddings where the top level has it
 
-What has no old spelling (a scaling of the sliding layers) is in the new one alone. Knows field names; no family.
+What has no old spelling is in the new one alone. Version 4 silently leaves out a scaling of the sliding layers, gives
+those of OLMo 3 the theta of the full ones, and all layers of Qwen 2 MoE the window of some. It refuses what it does not
+know: OLMo 2 scaled otherwise than by {type: linear or dynamic, factor}, a LongRoPE with a factor of its own.
+Knows field names; no family.
 """
 
 from collections.abc import Mapping

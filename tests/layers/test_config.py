@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import ConfigError, HubError
 from ligermodels.layers.rope_parameters import FULL, SLIDING, Rope
+from tests.cases import CASES
+
+SAVED_BY_4 = Path(__file__).parent.parent / "data" / "saved_by_transformers_4"
 
 SIZES = {
     "vocab_size": 32,
@@ -221,6 +225,21 @@ def test_which_layers_have_a_window(model_type, fields, expected):
     reference = AutoConfig.for_model(**json.loads(json.dumps(in_file))).get_text_config()
     if expected:
         assert reference_windows(reference) == expected
+
+
+def what_is_computed(config):
+    """Its fields, but for what is said otherwise: the activation by several names, the windows by several fields."""
+    apart = {"raw", "hidden_act", "hidden_activation", "layer_types", "sliding_window"}
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in apart}
+    return fields | {"activation": config.activation, "windows": windows(config)}
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_what_transformers_4_saves_reads_as_what_5_saves(model_type, tmp_path):
+    AutoConfig.for_model(**json.loads(json.dumps(CASES[model_type]))).save_pretrained(tmp_path)
+    files = SAVED_BY_4 / f"{model_type}.json", tmp_path / "config.json"
+    by_4, by_5 = (ARCHITECTURES[model_type].Config.from_dict(json.loads(file.read_text())) for file in files)
+    assert what_is_computed(by_4) == what_is_computed(by_5)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "gemma3", "olmo3"])
