@@ -1,5 +1,5 @@
 """What a block keeps for backward: the inputs of its two norms and their rstd, post-RoPE qkv, attention's output and
-its log-sum-exp, gate_up. Nothing else, and no matrix product is recomputed."""
+its log-sum-exp, gate_up. Nothing else, and no matrix product is recomputed. QK-norm and experts keep a little more."""
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ RAW = LLAMA | {
 }  # fmt: skip
 
 
-def saved_bytes(layers, dtype):
+def saved_bytes(raw, layers, dtype):
     """Bytes of all distinct storages that autograd holds after a forward, parameters apart."""
-    model = ligermodels.create(RAW | {"num_hidden_layers": layers}, dtype=dtype, device=DEVICE)
+    model = ligermodels.create(raw | {"num_hidden_layers": layers}, dtype=dtype, device=DEVICE)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -35,12 +35,38 @@ def saved_bytes(layers, dtype):
     return sum(size for size, _ in kept.values())
 
 
+def per_token_and_layer(raw):
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    return (saved_bytes(raw, 5, dtype) - saved_bytes(raw, 3, dtype)) / (2 * BATCH * LENGTH), dtype.itemsize
+
+
+ATTENTION = H + (HQ + 2 * HKV) * D + HQ * D  # what the norm before it read; q, k and v; the output
+RSTD, LOG_SUM_EXP = 4, 4  # fp32
+RANDOM_STATE = 2 * 8 / (BATCH * LENGTH)  # attention's, two integers a call
+
+
 @pytest.mark.usefixtures("kernels")
 def test_a_block_keeps_what_the_design_lists():
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    size = dtype.itemsize
-    per_token_and_layer = (saved_bytes(5, dtype) - saved_bytes(3, dtype)) / (2 * BATCH * LENGTH)
-    activations = (2 * H + (HQ + 2 * HKV) * D + HQ * D + 2 * INNER) * size
-    statistics = (2 + HQ) * 4  # two rstd and the log-sum-exp of each head, fp32
-    statistics += 2 * 8 / (BATCH * LENGTH)  # attention's random state, two integers a call
-    assert activations + 2 * 4 <= per_token_and_layer <= activations + statistics
+    kept, size = per_token_and_layer(RAW)
+    activations = (ATTENTION + H + 2 * INNER) * size
+    assert activations + 2 * RSTD <= kept <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
+
+
+@pytest.mark.usefixtures("kernels")
+def test_qk_norm_keeps_queries_and_keys_twice():
+    kept, size = per_token_and_layer(RAW | {"model_type": "qwen3", "head_dim": D})
+    activations = (ATTENTION + (HQ + HKV) * D + H + 2 * INNER) * size
+    assert activations + 2 * RSTD <= kept <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
+
+
+@pytest.mark.usefixtures("kernels")
+def test_experts_keep_their_input_and_the_gate_up_of_each_slot():
+    experts, slots = 6, 2
+    kept, size = per_token_and_layer(
+        RAW | {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": slots}
+    )
+    activations = (ATTENTION + 2 * H + slots * 2 * INNER) * size + 2 * RSTD
+    routing = 4 * experts + 4  # probabilities, fp32, and the sum of the chosen
+    routing += slots * (3 * 8 + 2 * 4)  # of each slot three indices and its weight, as routed and as sorted
+    routing += 4 * experts / (BATCH * LENGTH)  # where each expert's rows end
+    assert activations <= kept <= activations + routing + HQ * LOG_SUM_EXP + RANDOM_STATE
