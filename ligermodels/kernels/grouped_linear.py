@@ -27,7 +27,7 @@ BAND = 8  # tiles down before the next one across, so that both operands' tiles 
 # By element size: tile of (output rows, output columns, summed elements), warps, stages. The tiles of all stages stay
 # below 99 KB, the shared memory of the smallest Ampere chips.
 TILES = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 3)}
-STRANDS = {2: 0, 4: 4}  # steps after which a sum is set aside, by element size; 0 for never
+STRANDS = {2: 0, 4: 2}  # steps after which a sum is set aside, by element size; 0 for never
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
