@@ -17,6 +17,7 @@ ROTATE = "ligermodels.kernels.rope:rotate_reference"
 ROUTE = "ligermodels.kernels.experts:route"
 BLOCK = "ligermodels.layers.block"
 CONFIG = "ligermodels.layers.config"
+SHARED_CONFIGS = "ligermodels.layers.shared_configs"
 DECODER = "ligermodels.layers.decoder"
 MOE = "ligermodels.layers.moe"
 ROPE = "ligermodels.layers.rope"
@@ -27,18 +28,20 @@ FAMILIES = "ligermodels.architectures"
 WINDOWS = {
     "window off by one": Sabotage(f"{ATTENTION}:visible", "distance < window", "distance <= window", "mistral"),
     "window ignored": Sabotage(f"{ATTENTION}:attention", "window >= k.shape[1]", "window >= 0", "qwen2-sliding"),
-    "window of the full layers": Sabotage(f"{CONFIG}:SlidingConfig.window", "== SLIDING", "!= SLIDING", "gemma2"),
+    "window of the full layers": Sabotage(
+        f"{SHARED_CONFIGS}:SlidingConfig.window", "== SLIDING", "!= SLIDING", "gemma2"
+    ),
     "layer_types ignored": Sabotage(
-        f"{CONFIG}:SlidingConfig.layer_type", "self.layer_types is not None", "False", "qwen2-layer-types"
+        f"{SHARED_CONFIGS}:SlidingConfig.layer_type", "self.layer_types is not None", "False", "qwen2-layer-types"
     ),
     "qwen2: windowed layers shifted": Sabotage(
-        f"{CONFIG}:SwitchedWindowConfig.slides",
+        f"{SHARED_CONFIGS}:SwitchedWindowConfig.slides",
         "layer >= self.max_window_layers",
         "layer > self.max_window_layers",
         "qwen2-sliding",
     ),
     "qwen2: unused window applied": Sabotage(
-        f"{CONFIG}:SwitchedWindowConfig.slides", "self.use_sliding_window and ", "", "qwen2-unused-window"
+        f"{SHARED_CONFIGS}:SwitchedWindowConfig.slides", "self.use_sliding_window and ", "", "qwen2-unused-window"
     ),
     "qwen2_moe: odd layers windowed": Sabotage(
         f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer % 2 == 0", "layer % 2 == 1", "qwen2_moe-sliding"
@@ -47,7 +50,7 @@ WINDOWS = {
         f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer < self", "layer <= self", "qwen2_moe-sliding"
     ),
     "qwen3: windowed layers shifted": Sabotage(
-        f"{CONFIG}:SwitchedWindowConfig.slides", "layer >= self", "layer > self", "qwen3-sliding"
+        f"{SHARED_CONFIGS}:SwitchedWindowConfig.slides", "layer >= self", "layer > self", "qwen3-sliding"
     ),
     "qwen3_moe: unused window applied": Sabotage(
         f"{FAMILIES}.qwen3_moe:Qwen3MoeConfig.slides", "self.use_sliding_window", "True", "qwen3_moe-unused-window"
@@ -76,7 +79,10 @@ SCORES = {
         f"{DECODER}:CausalLM.loss", "softcap=self.config.logit_softcap", "softcap=None", "gemma2-final-softcap"
     ),
     "query_pre_attn_scalar ignored": Sabotage(
-        f"{CONFIG}:SoftcapConfig.attention_scale", "self.query_pre_attn_scalar", "self.head_dim", "gemma2-query-scalar"
+        f"{SHARED_CONFIGS}:SoftcapConfig.attention_scale",
+        "self.query_pre_attn_scalar",
+        "self.head_dim",
+        "gemma2-query-scalar",
     ),
     "attention_multiplier ignored": Sabotage(
         f"{FAMILIES}.granite:Granite.layer",
@@ -197,13 +203,13 @@ EXPERTS = {
         f"{MOE}:MoE.forward", "torch.sigmoid(self.shared_expert_gate(normed)) * ", "", "qwen2_moe"
     ),
     "dense layers among the others ignored": Sabotage(
-        f"{CONFIG}:SparseStepConfig.is_sparse",
+        f"{SHARED_CONFIGS}:SparseStepConfig.is_sparse",
         "layer not in (self.mlp_only_layers or ()) and ",
         "",
         "qwen2_moe-mlp-only-layers",
     ),
     "decoder_sparse_step shifted": Sabotage(
-        f"{CONFIG}:SparseStepConfig.is_sparse", "(layer + 1)", "layer", "qwen3_moe-sparse-step"
+        f"{SHARED_CONFIGS}:SparseStepConfig.is_sparse", "(layer + 1)", "layer", "qwen3_moe-sparse-step"
     ),
     "num_local_experts not read": Sabotage(
         f"{CONFIG}:Config.from_dict", "cls.also_named.get(name, name)", "name", "qwen3_moe-num-local-experts"
@@ -245,13 +251,13 @@ MODEL = {
         f"{BLOCK}:ScaledLayer.block", "return x * self.multiplier", "return x", "granite-residual-multiplier"
     ),
     "embedding_multiplier ignored": Sabotage(
-        f"{CONFIG}:MultiplierConfig.embedding_scale",
+        f"{SHARED_CONFIGS}:MultiplierConfig.embedding_scale",
         "self.embedding_multiplier",
         "1.0",
         "granite-embedding-multiplier",
     ),
     "logits_scaling ignored": Sabotage(
-        f"{CONFIG}:MultiplierConfig.logit_scale", "1.0 / self.logits_scaling", "1.0", "granite-logits-scaling"
+        f"{SHARED_CONFIGS}:MultiplierConfig.logit_scale", "1.0 / self.logits_scaling", "1.0", "granite-logits-scaling"
     ),
     "logits_scaling ignored in the loss": Sabotage(
         f"{DECODER}:CausalLM.loss", "logit_scale=self.config.logit_scale", "logit_scale=1.0", "granite-logits-scaling"

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import ACTIVATIONS, UnitOffsetConfig, preset, tiny
+from ligermodels.layers.config import ACTIVATIONS, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.shared_configs import UnitOffsetConfig
 
 
 @dataclass(kw_only=True)

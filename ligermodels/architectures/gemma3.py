@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Self
 
 from ligermodels.layers.attention import NormedAttention
 from ligermodels.layers.block import SandwichLayer
-from ligermodels.layers.config import SoftcapConfig, preset, tiny
+from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.rope_parameters import Rope, read_ropes
+from ligermodels.layers.shared_configs import SoftcapConfig
 from ligermodels.layers.vision import SiglipProjector, SiglipTower, read_vision_config
 from ligermodels.weights.mapping import Rename, Rule, packed_projections
 
@@ -46,6 +47,7 @@ class Gemma3MultimodalConfig(Gemma3Config):
 
 
 BASE = {"model_type": "gemma3_text"}
+SMALL = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2}
 HUB = BASE | {"vocab_size": 262144, "head_dim": 256, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
 
@@ -53,16 +55,15 @@ class Gemma3Text(CausalLM):
     Config = Gemma3Config
     hub_class = "Gemma3ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": tiny(BASE)
-        | {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2},
+        "tiny": tiny(BASE) | SMALL,
         "1b": preset(HUB, 1152, 6912, 26, 4, 1) | {"max_position_embeddings": 32768, "sliding_window": 512},
     }
 
     def layer(self, config: Gemma3Config, index: int) -> SandwichLayer:
+        bias, rope = config.attention_bias, config.layer_type(index)
         attention = NormedAttention(
-            config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, window=config.window(index),
-            scale=config.attention_scale, rope=config.layer_type(index),
-        )  # fmt: skip
+            config, qkv_bias=bias, o_bias=bias, window=config.window(index), scale=config.attention_scale, rope=rope
+        )
         return SandwichLayer(config, attention, GatedMLP(config))
 
 
@@ -77,10 +78,8 @@ class Gemma3(Gemma3Text):
         self.vision_tower, self.multi_modal_projector = SiglipTower(sizes), SiglipProjector(sizes, config.hidden_size)
 
     def weight_rules(self) -> tuple[Rule, ...]:
-        return (
-            Rename("language_model.model", "model", packed_projections(self.config)),
-            Rename("language_model.lm_head", "lm_head"),
-        )
+        text = Rename("language_model.model", "model", packed_projections(self.config))
+        return text, Rename("language_model.lm_head", "lm_head")
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """What version 5 saves of a model made from scratch, and the names it has in memory."""

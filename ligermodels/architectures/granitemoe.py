@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import ScaledLayer
-from ligermodels.layers.config import MoEConfig, MultiplierConfig, preset, tiny
+from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
+from ligermodels.layers.shared_configs import MoEConfig, MultiplierConfig
 from ligermodels.weights.mapping import Rename, Rule, packed_projections
 
 

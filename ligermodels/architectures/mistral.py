@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SlidingConfig, preset, tiny
+from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.shared_configs import SlidingConfig
 
 
 @dataclass(kw_only=True)

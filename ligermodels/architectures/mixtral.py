@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import MoEConfig, SlidingConfig, preset, tiny
+from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
+from ligermodels.layers.shared_configs import MoEConfig, SlidingConfig
 from ligermodels.weights.mapping import Rename, Rule, packed_projections, stacked_experts
 
 

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 from ligermodels.layers.attention import RowNormedAttention
 from ligermodels.layers.block import PostNormLayer
-from ligermodels.layers.config import SlidingConfig, preset, tiny
+from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.rope_parameters import Rope, read_ropes
+from ligermodels.layers.shared_configs import SlidingConfig
 
 
 @dataclass(kw_only=True)

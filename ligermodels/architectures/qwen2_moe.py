@@ -5,10 +5,11 @@ from typing import ClassVar
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import SparseStepConfig, SwitchedWindowConfig, preset, tiny
+from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
+from ligermodels.layers.shared_configs import SparseStepConfig, SwitchedWindowConfig
 from ligermodels.weights.mapping import Rule, packed_gate_up, packed_projections, stacked_experts
 
 

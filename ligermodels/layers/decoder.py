@@ -17,11 +17,11 @@ from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
 from ligermodels.layers.config import Config as AnyConfig
-from ligermodels.layers.config import MoEConfig
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
+from ligermodels.layers.shared_configs import MoEConfig
 from ligermodels.weights.mapping import Rule, packed_projections
 
 IGNORE_INDEX = -100
