@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 def list_models(args: argparse.Namespace) -> None:
     for name, architecture in sorted(ARCHITECTURES.items()):
-        print(f"{name:12} {' '.join(architecture.SIZES)}")
+        print(f"{name:12} {' '.join(architecture.SIZES) or 'from a checkpoint'}")
 
 
 def generate_text(args: argparse.Namespace) -> None:

@@ -99,6 +99,8 @@ def raw_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[d
     """The configuration that `create` was asked for, and what to call it in errors."""
     if isinstance(source, str) and source in ARCHITECTURES:
         sizes = ARCHITECTURES[source].SIZES
+        if not sizes:
+            raise HubError(f"{source}: has no presets; load a checkpoint of it, or pass a config.json")
         if size not in sizes:
             raise HubError(f"{source}: size {size!r} is not a preset{hint(str(size), sizes)}")
         return sizes[size], source

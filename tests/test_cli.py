@@ -25,6 +25,7 @@ def folder(tmp_path):
 def test_list_names_architectures_and_sizes(capsys):
     assert main(["list"]) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["gemma3"] == ["from", "a", "checkpoint"]
     assert lines["llama"] == ["tiny", "1b", "3b", "8b"] and lines["qwen2"] == ["tiny", "0.5b", "1.5b", "7b"]
 
 

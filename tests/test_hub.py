@@ -223,3 +223,9 @@ def test_a_name_without_an_owner_gets_the_nearest_architecture(monkeypatch):
     with pytest.raises(HubError) as refused:
         hub.resolve("owner/tony")
     assert "did you mean" not in str(refused.value)
+
+
+def test_an_architecture_without_presets_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(Fake, "SIZES", {})
+    with pytest.raises(HubError, match=r"tiny: has no presets; load a checkpoint of it, or pass a config\.json"):
+        hub.create("tiny", size="tiny")
