@@ -8,7 +8,6 @@ from ligermodels.kernels.experts import experts, experts_reference, route, sort_
 from ligermodels.kernels.op import widen
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
-from tests.kernels.test_grouped_linear import CHAIN_FACTOR
 from tests.kernels.test_linear import saved_bytes
 
 # T, H, I, E, k. Odd sizes, one expert a token, every expert, many experts. Enough tokens for an error of half precision
@@ -49,8 +48,9 @@ def test_activations(activation):
 
 @pytest.mark.parametrize("shape", [(3, 1030, 8, 2, 1), (3, 8, 1030, 2, 1)])
 def test_rows_wider_than_a_tile(shape):
-    inputs = draw(*shape)
-    check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), inputs, torch.float32, CHAIN_FACTOR)
+    """In half precision: in fp32 it would measure the products, whose sums over 1030 are one chain here."""
+    inputs = [x / 8 if x.is_floating_point() else x for x in draw(*shape)]
+    check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), inputs, torch.float16)
 
 
 def test_an_expert_chosen_twice_by_a_token_counts_twice():

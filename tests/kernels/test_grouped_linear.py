@@ -19,7 +19,7 @@ CASES = {
     "not a power of two": ([1, 0] * 30, 9, 24),
     "one group": ([37], 16, 16),
 }
-# In fp32 a product is a chain of 64 sums here at a time, of fewer in cuBLAS: up to half the error.
+# In fp32 a product is one chain of sums here, several strands that meet at the end in cuBLAS: half the error.
 CHAIN_FACTOR = 2 * FACTOR
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
