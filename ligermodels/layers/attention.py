@@ -100,19 +100,9 @@ class NormedAttention(Attention):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
 
     def heads(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin = positions.angles[self.rope]
-        q_norm, k_norm = self.q_norm, self.k_norm
-        return qk_norm_rope(
-            qkv,
-            q_norm.weight,
-            k_norm.weight,
-            cos,
-            sin,
-            self.num_heads,
-            self.num_key_value_heads,
-            q_norm.eps,
-            q_norm.offset,
-        )
+        q_norm, k_norm, heads = self.q_norm, self.k_norm, (self.num_heads, self.num_key_value_heads)
+        angles = positions.angles[self.rope]
+        return qk_norm_rope(qkv, q_norm.weight, k_norm.weight, *angles, *heads, q_norm.eps, q_norm.offset)
 
 
 class RowNormedAttention(NormedAttention):
