@@ -72,6 +72,7 @@ CASES = {
         QWEN3_MOE,
         {
             "norm-topk-off": {"norm_topk_prob": False},
+            "every-expert": {"num_experts_per_tok": 7},
             "attention-bias": {"attention_bias": True},
             "mlp-only-layers": {"mlp_only_layers": [0, 2]},
             "sparse-step": {"decoder_sparse_step": 2},
