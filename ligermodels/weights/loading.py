@@ -58,8 +58,8 @@ def load_weights(model: HubModel, folder: str | Path) -> None:
     refuse_unready(model)
     checkpoint = open_checkpoint(folder)
     parameters = dict(model.named_parameters())
-    rules = layout_of(checkpoint, model)
-    pieces = {p.tensor: p for p in plan({name: p.shape for name, p in parameters.items()}, rules)}
+    rules, planned = layout_of(checkpoint, model)
+    pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     refuse_misfits(checkpoint, pieces, copies)
     refuse_unequal(checkpoint, copies)
@@ -67,14 +67,17 @@ def load_weights(model: HubModel, folder: str | Path) -> None:
         fill(parameters[pieces[name].parameter], pieces[name], stored)
 
 
-def layout_of(checkpoint: Checkpoint, model: HubModel) -> tuple[Rule, ...]:
-    """The first of the model's layouts of which the checkpoint lacks no tensor; the Hub's own where it lacks some."""
+def layout_of(checkpoint: Checkpoint, model: HubModel) -> tuple[tuple[Rule, ...], list[Piece]]:
+    """The first of the model's layouts of which the checkpoint lacks no tensor, or the Hub's own where it lacks some of
+    each: its rules, and the pieces they make."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    canonical = model.weight_rules()
-    for rules in (canonical, *model.other_weight_rules()):
-        if all(piece.tensor in checkpoint.tensors for piece in plan(shapes, rules)):
-            return rules
-    return canonical
+    tried: list[tuple[tuple[Rule, ...], list[Piece]]] = []
+    for rules in (model.weight_rules(), *model.other_weight_rules()):
+        pieces = plan(shapes, rules)
+        if all(piece.tensor in checkpoint.tensors for piece in pieces):
+            return rules, pieces
+        tried.append((rules, pieces))
+    return tried[0]
 
 
 def fill(parameter: Tensor, piece: Piece, stored: Any) -> None:
