@@ -9,6 +9,7 @@ Three paths, chosen per call:
   tensors, no Python float reaches Triton as fp64 by way of a compiler.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@functools.cache  # the driver is asked once, not at every launch
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use on a CUDA device."""
     return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

@@ -68,7 +68,7 @@ class MoE(nn.Module):
         return out, residual, router_logits
 
 
-def load_balancing_loss(router_logits: tuple[Tensor, ...], k: int) -> Tensor:
+def load_balancing_loss(router_logits: list[Tensor] | tuple[Tensor, ...], k: int) -> Tensor:
     """E Σ_e f_e P_e, k where the experts are used evenly: a scalar, fp32.
 
     router_logits: [tokens, E] of each layer, taken together. f_e: expert e's top-k choices a token, P_e: its mean
