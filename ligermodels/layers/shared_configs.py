@@ -1,4 +1,4 @@
-"""What several families add to config.json: windows, bounds, multipliers, experts.
+"""What several families add to config.json: windows, bounds, RoPE on half a head, multipliers, experts.
 
 Each class is one such addition, its fields under the Hub's names, and what they mean; a family inherits those it has.
 Must not know which families do.
@@ -100,6 +100,24 @@ class SoftcapConfig(UnitOffsetConfig, SlidingConfig):
         supported_activation("hidden_activation", self.hidden_activation)
         if self.attn_logit_softcapping:
             self.refuse("attention_dropout")
+
+
+@dataclass(kw_only=True)
+class HalfRotaryConfig(Config):
+    """RoPE on half of each head and biases on q, k, v, in the sizes of the 9B models that have them."""
+
+    vocab_size: int = 151552
+    intermediate_size: int = 13696
+    num_hidden_layers: int = 40
+    num_key_value_heads: int = 2
+    head_dim: int = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1.5625e-07
+    pad_token_id: int | None = 151329
+    attention_bias: bool = True
+
+    default_partial_rotary_factor = 0.5
+    partial_rotary = True
 
 
 @dataclass(kw_only=True)
