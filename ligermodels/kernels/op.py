@@ -11,7 +11,7 @@ Three paths, chosen per call:
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,10 @@ def traced(args: tuple[Any, ...]) -> bool:
     """Whether a compiler, a dispatch mode or a tensor subclass must see the call as a registered op."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    return any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in tensors)
+    for arg in args:
+        if isinstance(arg, Tensor) and (type(arg) not in (Tensor, torch.nn.Parameter) or arg.is_meta):
+            return True
+    return False
 
 
 def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +70,65 @@ def on_device_of_first_tensor(launcher: Callable[..., Any]) -> Callable[..., Any
             return launcher(x, *args)
 
     return launch
+
+
+class Kernel:
+    """A Triton kernel with a shorter way to launch it again: `kernel[grid](*args, META=..., num_warps=...)`.
+
+    Triton binds, specialises and hashes all arguments at every launch and asks the driver about each pointer, which
+    takes longer than the launch itself. Here the first launch of a kind is Triton's; the next ones look up what it
+    compiled and run that on bare addresses. Constants are keywords, and come last in the kernel's signature.
+    """
+
+    def __init__(self, function: Callable[..., None], do_not_specialize: Sequence[str]) -> None:
+        self.jit = triton.jit(function, do_not_specialize=do_not_specialize)
+        self.compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        # Under ROCm Triton also specialises on a tensor's size: there, and in the interpreter, it launches by itself.
+        if interpreting or torch.version.hip:
+            return self.jit[grid]
+        return functools.partial(self._launch, grid + (1,) * (3 - len(grid)))
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        device = args[0].get_device()
+        kind, values = [device, *constants, *constants.values()], []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                address = arg.data_ptr()
+                kind += arg.dtype, address % 16 == 0
+                values.append(address)
+            else:
+                kind.append(_kind_of_number(arg))
+                values.append(arg)
+        run = self.compiled.get(key := tuple(kind))
+        if run is None:
+            self.compiled[key] = self._compile(grid, args, constants)
+        else:
+            run(*grid, torch._C._cuda_getCurrentRawStream(device), values)
+
+    def _compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Callable[..., None]:
+        """Launches through Triton; returns what launches the same kernel on (grid, stream, arguments)."""
+        compiled = self.jit[grid](*args, **constants)
+        last = [constants[name] for name in self.jit.arg_names[len(args) :]]
+        launch, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+        def run(x: int, y: int, z: int, stream: int, values: list[Any]) -> None:
+            launch(x, y, z, stream, function, metadata, None, None, None, *values, *last)  # None: no launch hooks
+
+        return run
+
+
+def _kind_of_number(x: float | None) -> float | None:
+    """What Triton may compile a kernel anew for: 1, divisibility by 16 and 64-bit integers; not for floats."""
+    if not isinstance(x, int):
+        return None
+    return 2 + (x % 16 == 0) if 1 < x < 2**31 else x
+
+
+def kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Kernel]:
+    """Decorates what is launched; do_not_specialize: its integers that change from batch to batch."""
+    return lambda function: Kernel(function, do_not_specialize)
 
 
 def widen(x: Tensor) -> Tensor:
