@@ -1,0 +1,63 @@
+import pytest
+import torch
+import triton.language as tl
+
+from ligermodels.kernels.op import _kind_of_number, kernel, traced
+from tests.conftest import DEVICE
+
+
+@kernel(do_not_specialize=["count"])
+def double(x_ptr, y_ptr, count, scale, TILE: tl.constexpr, OFFSET: tl.constexpr):
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = column < count
+    tl.store(y_ptr + column, tl.load(x_ptr + column, mask) * scale + OFFSET, mask)
+
+
+def doubled(x, tile=16, offset=1):
+    y = torch.empty_like(x)
+    double[(-(-len(x) // tile),)](x, y, len(x), 2.0, TILE=tile, OFFSET=offset, num_warps=1)
+    return y
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 64, 1000])
+def test_a_second_launch_computes_what_the_first_did(count):
+    x = torch.randn(count, device=DEVICE)
+    for _ in range(3):
+        assert torch.equal(doubled(x), 2 * x + 1)
+
+
+@pytest.mark.gpu
+def test_counts_share_one_compiled_kernel_and_misaligned_addresses_do_not():
+    double.compiled.clear()
+    double.jit.device_caches.clear()
+    x = torch.randn(1000, device=DEVICE)
+    for count in (2, 16, 17, 64, 1000):
+        doubled(x[:count])
+    (cache, *_), *_ = double.jit.device_caches.values()
+    assert len(cache) == 1
+    assert torch.equal(doubled(x[1:]), 2 * x[1:] + 1)
+    assert len(cache) == 2
+
+
+@pytest.mark.gpu
+def test_dtypes_and_constants_do_not_share_a_kernel():
+    x = torch.randn(64, device=DEVICE)
+    for tile in (16, 32):
+        for offset in (0, 3):
+            for dtype in (torch.float32, torch.bfloat16):
+                assert torch.equal(doubled(x.to(dtype), tile, offset), 2 * x.to(dtype) + offset)
+
+
+def test_numbers_that_triton_compiles_for_are_told_apart():
+    kinds = [_kind_of_number(x) for x in (0, 1, 2, 16, -2, 2**31, 0.5)]
+    assert len(set(kinds)) == len(kinds)
+    assert _kind_of_number(17) == _kind_of_number(2) and _kind_of_number(48) == _kind_of_number(16)
+
+
+def test_fake_and_meta_tensors_are_traced_and_plain_ones_are_not():
+    x = torch.ones(2)
+    assert not traced((x, torch.nn.Parameter(x), 1.0))
+    assert traced((1.0, x.to("meta")))
+    with torch._subclasses.FakeTensorMode():
+        assert traced((torch.ones(2),))
