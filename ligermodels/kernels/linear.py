@@ -38,9 +38,8 @@ NO_UPDATE = None, None, (), 1.0  # what a node takes in place of LowRank's field
 def low_rank_update(x: Tensor, low_rank: LowRank, width: int) -> Tensor:
     """The update alone, in plain PyTorch: x [..., K] -> [..., width]."""
     a, b, columns, scale = low_rank
-    blocks = b.new_zeros(width, a.shape[0])  # each B_i where its columns of y meet those of low
-    for (start, stop), block, b_i in zip(columns, blocks.chunk(len(columns), 1), rows_of(b, columns), strict=True):
-        block[start:stop] = b_i
+    rows = zip(columns, rows_of(b, columns), strict=True)
+    blocks = torch.cat([F.pad(b_i, (0, 0, start, width - stop)) for (start, stop), b_i in rows], 1)  # [width, P r]
     return scale * F.linear(F.linear(x, a), blocks)
 
 
