@@ -9,7 +9,7 @@ from ligermodels.layers.fused import weights_of
 from ligermodels.layers.lora import LoRALinear
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
-from tests.layers.test_lora import adapt
+from tests.layers.adapters import adapt
 
 BIASED = LLAMA | {"attention_bias": True, "mlp_bias": True}
 

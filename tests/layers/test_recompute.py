@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ligermodels
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
-from tests.layers.test_lora import RANK, adapt
+from tests.layers.adapters import RANK, adapt
 
 ROWS, LENGTH = 2, 16
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ligermodels
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
-from tests.layers.test_lora import RANK, adapt
+from tests.layers.adapters import RANK, adapt
 
 H, INNER, HQ, HKV, D = 256, 320, 4, 2, 64
 BATCH, LENGTH = 2, 32
