@@ -105,8 +105,9 @@ def test_zero_rows():
 
 
 @pytest.mark.parametrize("saved", ["all", "none"])
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.usefixtures("kernels")
-def test_selective_checkpointing_that_keeps_products_gives_equal_gradients(saved):
+def test_selective_checkpointing_that_keeps_products_gives_equal_gradients(bias, saved):
     """The update is added in place: were it added to a product that is kept, backward would see it added twice."""
     inputs = [x.requires_grad_() for x in draw_inputs()]
     products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -115,12 +116,12 @@ def test_selective_checkpointing_that_keeps_products_gives_equal_gradients(saved
         keep = saved == "all" and op in products
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def loss(*inputs):
-        return ours(*inputs).sin().sum()
+    def loss(x, weight, bias_, *low_rank):
+        return ours(x, weight, bias_ if bias else None, *low_rank).sin().sum()
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     checkpointed = checkpoint(loss, *inputs, use_reentrant=False, context_fn=contexts)
-    expected, got = (torch.autograd.grad(y, inputs) for y in (loss(*inputs), checkpointed))
+    expected, got = (torch.autograd.grad(y, inputs, materialize_grads=True) for y in (loss(*inputs), checkpointed))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
