@@ -129,10 +129,12 @@ def test_only_a_plain_linear_and_lora_over_one_are_read_by_a_node():
     assert weight is plain.weight and bias is plain.bias and low_rank is None
     lora = LoRALinear(plain, rank=2, alpha=3.0, dropout=0.1).eval()
     assert weights_of(lora, torch.float32) == (weight, bias, LowRank(lora.lora_A, lora.lora_B, ((0, 6),), 1.5))
-    watched = nn.Linear(4, 6)
+    watched, watched_backward = nn.Linear(4, 6), nn.Linear(4, 6)
     watch(watched, [])
+    watched_backward.register_full_backward_hook(lambda module, dx, dy: None)
     for other in (
         watched,
+        watched_backward,
         ScaledLinear(4, 6),
         nn.Sequential(plain),
         lora.train(),
