@@ -69,7 +69,7 @@ def test_an_update_is_trained_whatever_else_is_frozen(trained, residual):
     leaves = [x.requires_grad_() for name, x in zip(names, inputs, strict=True) if name in trained]
     functions = with_low_rank(norm_linear_reference), with_low_rank(norm_linear)
     expected, got = (torch.autograd.grad(loss(*f(*inputs)), leaves) for f in functions)
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # fp32, of magnitude 1
     loss(*with_low_rank(norm_linear)(*inputs)).backward()
     assert [x is not None and x.grad is not None for x in inputs] == [name in trained for name in names]
 
