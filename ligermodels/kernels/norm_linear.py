@@ -1,16 +1,26 @@
 """Residual add, RMSNorm and the linear after it as one autograd node: h = x + residual, y = rms_norm(h) Wᵀ + b.
 
-Keeps h, rstd and the weights for backward, not the normed rows that the linear reads: the norm's backward kernel emits
-them again for dW = dyᵀ normed, at one write of H elements a token, and adds the gradient that reaches h on the residual
-stream. No matrix product is recomputed.
+The linear may have a low-rank update (kernels/linear.py). Keeps h, rstd, the weights and the update's few columns for
+backward, not the normed rows that the linear reads: the norm's backward kernel emits them again for dW = dyᵀ normed and
+for the update's dA, at one write of H elements a token, and adds the gradient that reaches h on the residual stream. No
+product of the whole width is recomputed.
 x, residual, h [..., H], norm's weight [H], W [N, H], b [N] -> y [..., N], all in one float dtype; rstd [rows] fp32.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.linear import bias_gradient, input_gradient, weight_gradient
+from ligermodels.kernels.linear import (
+    NO_UPDATE,
+    LowRank,
+    bias_gradient,
+    input_gradient,
+    linear_forward,
+    low_gradient,
+    low_rank_linear_reference,
+    up_gradient,
+    weight_gradient,
+)
 from ligermodels.kernels.op import runs_kernels
 from ligermodels.kernels.rms_norm import (
     add_rms_norm_forward,
@@ -22,38 +32,54 @@ from ligermodels.kernels.rms_norm import (
 
 def norm_linear_reference(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-    offset: float = 0.0,
+    offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     hidden = x if residual is None else x + residual
-    return F.linear(rms_norm_reference(hidden, norm_weight, eps, offset), weight, bias), hidden
+    normed = rms_norm_reference(hidden, norm_weight, eps, offset)
+    return low_rank_linear_reference(normed, weight, bias, low_rank), hidden
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, norm_weight, weight, bias, eps, offset):
+    def forward(ctx, x, residual, norm_weight, weight, bias, a, b, columns, scale, eps, offset):
         if residual is None:
             normed, rstd = rms_norm_forward(x, norm_weight, eps, offset)
             hidden = x.view_as(x)  # an output of its own, whose gradient comes back to this node
         else:
             normed, hidden, rstd = add_rms_norm_forward(x, residual, norm_weight, eps, offset)
-        ctx.save_for_backward(hidden, rstd, norm_weight, weight)
-        ctx.offset = offset
-        return F.linear(normed, weight, bias), hidden
+        y, low = linear_forward(normed, weight, bias, a, b, columns, scale)
+        ctx.save_for_backward(hidden, rstd, norm_weight, weight, a, b, low)
+        ctx.update = columns, scale
+        ctx.eps, ctx.offset = eps, offset
+        return y, hidden
 
     @staticmethod
     def backward(ctx, dy, dhidden):
-        hidden, rstd, norm_weight, weight = ctx.saved_tensors
-        _, needs_residual, needs_norm_weight, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
-        dnormed = input_gradient(dy, weight)
-        dx, dnorm_weight, normed = rms_norm_backward(
-            dnormed, dhidden, hidden, rstd, norm_weight, ctx.offset, needs_norm_weight, needs_weight
+        hidden, rstd, norm_weight, weight, a, b, low = ctx.saved_tensors
+        needs_x, needs_residual, needs_norm_weight, needs_weight, needs_bias, needs_a, needs_b, *_ = (
+            ctx.needs_input_grad
         )
+        reads_normed = needs_weight or needs_a
+        dx = dnorm_weight = normed = dlow = None
+        if a is not None:
+            dlow = low_gradient(dy, a, b, *ctx.update)
+        if needs_x or needs_residual or needs_norm_weight:
+            dnormed = input_gradient(dy, weight, dlow, a)
+            dx, dnorm_weight, normed = rms_norm_backward(
+                dnormed, dhidden, hidden, rstd, norm_weight, ctx.offset, needs_norm_weight, reads_normed
+            )
+        elif reads_normed:
+            normed, _ = rms_norm_forward(hidden, norm_weight, ctx.eps, ctx.offset)
         return (
-            dx,
+            dx if needs_x else None,
             dx if needs_residual else None,
             dnorm_weight if needs_norm_weight else None,
             weight_gradient(dy, normed) if needs_weight else None,
             bias_gradient(dy) if needs_bias else None,
+            weight_gradient(dlow, normed) if needs_a else None,
+            up_gradient(dy, low, b, *ctx.update) if needs_b else None,
+            None,
+            None,
             None,
             None,
         )
@@ -61,14 +87,14 @@ class _NormLinear(torch.autograd.Function):
 
 def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-    offset: float = 0.0,
+    offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """linear(rms_norm(hidden), weight, bias), and hidden = x + residual itself: the residual stream that goes on.
 
-    x, residual [..., H] float (residual None: hidden is x), norm_weight [H], weight [N, H], bias [N] or None
-    -> (y [..., N], hidden [..., H]), both in x's dtype. Frozen weights cost no gradient.
+    x, residual [..., H] float (residual None: hidden is x), norm_weight [H], weight [N, H], bias [N] or None, low_rank:
+    the linear's update -> (y [..., N], hidden [..., H]), both in x's dtype. Frozen arguments cost no gradient.
     Raises ValueError where H exceeds 65536.
     """
     if not runs_kernels(x):
-        return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset)
-    return _NormLinear.apply(x, residual, norm_weight, weight, bias, eps, offset)
+        return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset, low_rank)
+    return _NormLinear.apply(x, residual, norm_weight, weight, bias, *(low_rank or NO_UPDATE), eps, offset)

@@ -9,7 +9,7 @@ from ligermodels.kernels.attention import attention
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.layers.config import Config
-from ligermodels.layers.fused import norm_then_linear
+from ligermodels.layers.fused import linear, norm_then_linear
 from ligermodels.layers.kv_cache import LayerCache
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.rope_parameters import FULL
@@ -79,7 +79,7 @@ class Attention(nn.Module):
             out = attention(
                 q, k, v, scale=self.scale, window=self.window, softcap=self.softcap, position_ids=positions.position_ids
             )
-        return self.o_proj(out.flatten(2)), residual
+        return linear(self.o_proj, out.flatten(2)), residual
 
     def heads(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Packed projection -> q [B, T, Hq, D], k and v [B, T, Hkv, D], the first two rotated."""

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
+from ligermodels.kernels.linear import LowRank
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check, relative_error
-from tests.kernels.test_linear import saved_bytes
+from tests.kernels.test_linear import COLUMNS, SCALE, draw_low_rank, saved_bytes
 
 ACTIVATIONS = ["silu", "gelu_tanh", "gelu"]
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
@@ -19,6 +20,11 @@ def draw(*shape, dtype=torch.float64):
 def draw_inputs():
     """gate_up, weight and bias of a layer that takes 48 columns to 20."""
     return [draw(*shape, dtype=torch.float32) for shape in [(2, 3, 96), (20, 48), (20,)]]
+
+
+def with_low_rank(function, activation="silu"):
+    """Takes the update's A and B last."""
+    return lambda *inputs: function(*inputs[:-2], activation, LowRank(*inputs[-2:], COLUMNS, SCALE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,28 +41,48 @@ def test_without_bias(dtype):
     check(lambda *a: gated_linear(*a, None, "silu"), lambda *a: gated_linear_reference(*a, None, "silu"), inputs, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_with_a_low_rank_update(activation, dtype):
+    inputs = [*(x.double() for x in draw_inputs()), *draw_low_rank(48)]
+    check(with_low_rank(gated_linear, activation), with_low_rank(gated_linear_reference, activation), inputs, dtype)
+
+
 @pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
 def test_frozen_inputs_get_no_gradient_and_change_no_other(trained):
-    inputs = draw_inputs()
+    functions = (partial(f, activation="silu") for f in (gated_linear, gated_linear_reference))
+    check_frozen(*functions, draw_inputs(), trained)
+
+
+@pytest.mark.parametrize("trained", [(3, 4), (3,), (4,), (0, 3, 4), (1, 4), (2, 3)])
+def test_an_update_is_trained_whatever_else_is_frozen(trained):
+    functions = map(with_low_rank, (gated_linear, gated_linear_reference))
+    check_frozen(*functions, [*draw_inputs(), *draw_low_rank(48, dtype=torch.float32)], trained)
+
+
+def check_frozen(ours, reference, inputs, trained):
+    """Only the inputs of these indices have gradients, and those within the error budget."""
     for index in trained:
         inputs[index].requires_grad_()
 
     def gradients(function, dtype):
         leaves = [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in inputs]
-        loss = function(*leaves, "silu").square().sum()
+        loss = function(*leaves).square().sum()
         return torch.autograd.grad(loss, [leaves[index] for index in trained])
 
-    exact, plain = (gradients(gated_linear_reference, dtype) for dtype in (torch.float64, torch.float32))
-    for got, baseline, truth in zip(gradients(gated_linear, torch.float32), plain, exact, strict=True):
+    exact, plain = (gradients(reference, dtype) for dtype in (torch.float64, torch.float32))
+    for got, baseline, truth in zip(gradients(ours, torch.float32), plain, exact, strict=True):
         allowed = FACTOR * max(relative_error(baseline, truth), torch.finfo(torch.float32).eps)
         assert relative_error(got, truth) <= allowed
-    gated_linear(*inputs, "silu").sum().backward()
-    assert [x.grad is not None for x in inputs] == [index in trained for index in range(3)]
+    ours(*inputs).sum().backward()
+    assert [x.grad is not None for x in inputs] == [index in trained for index in range(len(inputs))]
 
 
 def test_only_gate_up_is_kept_for_backward():
     gate_up, weight, bias = (x.requires_grad_() for x in draw_inputs())
     assert saved_bytes(partial(gated_linear, activation="silu"), gate_up, weight, bias) == 6 * 96 * 4
+    low_rank = (x.requires_grad_() for x in draw_low_rank(48, dtype=torch.float32))
+    assert saved_bytes(with_low_rank(gated_linear), gate_up, weight, bias, *low_rank) == 6 * (96 + 3 * 4) * 4
 
 
 def test_zero_rows():
@@ -74,11 +100,15 @@ def test_weight_gradient_is_bit_identical_from_run_to_run():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_fullgraph_compile_gives_equal_gradients():
-    inputs = [x.requires_grad_() for x in draw_inputs()]
+@pytest.mark.parametrize("updated", [True, False])
+def test_fullgraph_compile_gives_equal_gradients(updated):
+    inputs, function = draw_inputs(), partial(gated_linear, activation="silu")
+    if updated:
+        inputs, function = [*inputs, *draw_low_rank(48, dtype=torch.float32)], with_low_rank(gated_linear)
+    inputs = [x.requires_grad_() for x in inputs]
 
     def loss(*inputs):
-        return gated_linear(*inputs, "silu").sin().sum()
+        return function(*inputs).sin().sum()
 
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
     compiled = torch.compile(loss, fullgraph=True, backend=backend)

@@ -1,6 +1,22 @@
-import torch
+from functools import partial
 
-from ligermodels.kernels.linear import bias_gradient, input_gradient, weight_gradient
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ligermodels.kernels.linear import (
+    LowRank,
+    bias_gradient,
+    input_gradient,
+    low_rank_linear,
+    low_rank_linear_reference,
+    weight_gradient,
+)
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check
+
+COLUMNS, SCALE = ((0, 9), (9, 11), (14, 20)), 0.3  # of 20: three pieces side by side, and a gap
+NAMES = ["x", "weight", "bias", "a", "b"]
 
 
 def saved_bytes(function, *inputs) -> int:
@@ -10,12 +26,31 @@ def saved_bytes(function, *inputs) -> int:
 
     def pack(x):
         storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage.data_ptr()] = (storage.nbytes(), x)  # x stays alive, so that no address is used twice
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         function(*inputs)
-    return sum(size for address, size in kept.items() if address not in parameters)
+    return sum(size for address, (size, _) in kept.items() if address not in parameters)
+
+
+def draw_low_rank(width, rank=4, dtype=torch.float64):
+    """A and B of an update at COLUMNS."""
+    a = torch.randn(len(COLUMNS) * rank, width, dtype=dtype, device=DEVICE) / width**0.5
+    return a, torch.randn(17, rank, dtype=dtype, device=DEVICE)
+
+
+def draw_inputs(dtype=torch.float64):
+    x, weight, bias = (torch.randn(s, dtype=dtype, device=DEVICE) for s in [(2, 3, 48), (20, 48), (20,)])
+    return [x, weight / 7, bias, *draw_low_rank(48, dtype=dtype)]
+
+
+def ours(x, weight, bias, a, b):
+    return low_rank_linear(x, weight, bias, LowRank(a, b, COLUMNS, SCALE))
+
+
+def reference(x, weight, bias, a, b):
+    return low_rank_linear_reference(x, weight, bias, LowRank(a, b, COLUMNS, SCALE))
 
 
 def test_gradients_are_those_of_torch_linear():
@@ -23,4 +58,81 @@ def test_gradients_are_those_of_torch_linear():
     dy = torch.randn(3, 2, 4, dtype=torch.float64).transpose(0, 1)
     expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), (x, weight, bias), dy)
     got = input_gradient(dy, weight), weight_gradient(dy, x), bias_gradient(dy)
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_reference_adds_to_each_piece_its_own_product():
+    x, weight, bias, a, b = draw_inputs()
+    expected = x @ weight.T + bias
+    for index, (start, stop, rows) in enumerate([(0, 9, b[:9]), (9, 11, b[9:11]), (14, 20, b[11:])]):
+        expected[..., start:stop] += SCALE * (x @ a[4 * index : 4 * index + 4].T) @ rows.T
+    torch.testing.assert_close(reference(x, weight, bias, a, b), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_low_rank_linear_is_within_the_error_budget(dtype):
+    check(ours, reference, draw_inputs(), dtype)
+    x, weight, _, a, b = draw_inputs()
+    without_bias = [x.transpose(0, 1), weight, a, b]
+    check(lambda x, w, *ab: ours(x, w, None, *ab), lambda x, w, *ab: reference(x, w, None, *ab), without_bias, dtype)
+
+
+@pytest.mark.parametrize("trained", [("a", "b"), ("a",), ("b",), ("x",), ("weight", "a"), ("x", "bias", "b")])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_frozen_inputs_get_no_gradient_and_change_no_other(trained):
+    inputs = draw_inputs()
+    leaves = [x.requires_grad_() for name, x in zip(NAMES, inputs, strict=True) if name in trained]
+    expected, got = (torch.autograd.grad(f(*inputs).sin().sum(), leaves) for f in (reference, ours))
+    torch.testing.assert_close(got, expected)
+    ours(*inputs).sum().backward()
+    assert [x.grad is not None for x in inputs] == [name in trained for name in NAMES]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_only_the_input_and_its_product_with_a_are_kept_for_backward():
+    inputs = [x.requires_grad_() for x in draw_inputs()]
+    assert saved_bytes(ours, *inputs) == 6 * (48 + 3 * 4) * 8
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_zero_rows():
+    x, *others = (x.requires_grad_() for x in draw_inputs())
+    y = ours(x[:0], *others)
+    y.sum().backward()
+    assert y.shape == (0, 3, 20)
+    assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in others)
+
+
+@pytest.mark.parametrize("saved", ["all", "none"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.usefixtures("kernels")
+def test_selective_checkpointing_that_keeps_products_gives_equal_gradients(bias, saved):
+    """The update is added in place: were it added to a product that is kept, backward would see it added twice."""
+    inputs = [x.requires_grad_() for x in draw_inputs()]
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+    def policy(context, op, *args, **kwargs):
+        keep = saved == "all" and op in products
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def loss(x, weight, bias_, *low_rank):
+        return ours(x, weight, bias_ if bias else None, *low_rank).sin().sum()
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    checkpointed = checkpoint(loss, *inputs, use_reentrant=False, context_fn=contexts)
+    expected, got = (torch.autograd.grad(y, inputs, materialize_grads=True) for y in (loss(*inputs), checkpointed))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_fullgraph_compile_gives_equal_gradients():
+    inputs = [x.requires_grad_() for x in draw_inputs(torch.float32)]
+
+    def loss(*inputs):
+        return ours(*inputs).sin().sum()
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    expected, got = (torch.autograd.grad(f(*inputs), inputs) for f in (loss, compiled))
     torch.testing.assert_close(got, expected)

@@ -4,10 +4,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from ligermodels.kernels.linear import LowRank
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
-from tests.kernels.test_linear import saved_bytes
+from tests.kernels.test_linear import COLUMNS, SCALE, draw_low_rank, saved_bytes
 
 NAMES = ["x", "residual", "norm_weight", "weight", "bias"]
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
@@ -21,6 +22,11 @@ def draw_inputs(residual=True, dtype=torch.float32):
     """x, residual, norm_weight, weight and bias of a layer that takes 48 columns to 20."""
     x, residual = draw(2, 3, 48, dtype=dtype), draw(2, 3, 48, dtype=dtype) if residual else None
     return [x, residual, draw(48, dtype=dtype), draw(20, 48, dtype=dtype) / 7, draw(20, dtype=dtype)]
+
+
+def with_low_rank(function):
+    """Takes the update's A and B last."""
+    return lambda *inputs: function(*inputs[:-2], 1e-6, 1.0, LowRank(*inputs[-2:], COLUMNS, SCALE))
 
 
 def loss(y, hidden):
@@ -47,6 +53,27 @@ def test_without_bias():
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_a_low_rank_update(dtype):
+    inputs = [*draw_inputs(dtype=torch.float64), *draw_low_rank(48)]
+    check(with_low_rank(norm_linear), with_low_rank(norm_linear_reference), inputs, dtype)
+
+
+@pytest.mark.parametrize(
+    "trained", [("a", "b"), ("a",), ("b",), ("x", "a", "b"), ("norm_weight", "b"), ("weight", "b")]
+)
+@pytest.mark.parametrize("residual", [True, False])
+def test_an_update_is_trained_whatever_else_is_frozen(trained, residual):
+    names = [*NAMES, "a", "b"]
+    inputs = [*draw_inputs(residual), *draw_low_rank(48, dtype=torch.float32)]
+    leaves = [x.requires_grad_() for name, x in zip(names, inputs, strict=True) if name in trained]
+    functions = with_low_rank(norm_linear_reference), with_low_rank(norm_linear)
+    expected, got = (torch.autograd.grad(loss(*f(*inputs)), leaves) for f in functions)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # fp32, of magnitude 1
+    loss(*with_low_rank(norm_linear)(*inputs)).backward()
+    assert [x is not None and x.grad is not None for x in inputs] == [name in trained for name in names]
+
+
 @pytest.mark.parametrize("trained", [*((name,) for name in NAMES), *pairwise(NAMES), ("x", "weight"), ("x", "bias")])
 def test_frozen_inputs_get_no_gradient_and_change_no_other(trained):
     inputs = draw_inputs()
@@ -62,6 +89,9 @@ def test_only_hidden_and_rstd_are_kept_for_backward(residual):
     inputs = [x if x is None else x.requires_grad_() for x in draw_inputs(residual)]
     hidden, rstd = 6 * 48 * 4, 6 * 4
     assert saved_bytes(lambda *a: norm_linear(*a, 1e-6), *inputs) == hidden + rstd
+    low_rank, low = draw_low_rank(48, dtype=torch.float32), 6 * 3 * 4 * 4
+    inputs += [x.requires_grad_() for x in low_rank]
+    assert saved_bytes(with_low_rank(norm_linear), *inputs) == hidden + rstd + low
 
 
 def test_without_residual_hidden_is_the_memory_of_x():
@@ -96,12 +126,16 @@ def test_gradients_are_bit_identical_from_run_to_run():
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_fullgraph_compile_gives_equal_gradients(residual):
+@pytest.mark.parametrize("updated", [True, False])
+def test_fullgraph_compile_gives_equal_gradients(residual, updated):
     inputs = draw_inputs(residual)
+    function = partial(norm_linear, eps=1e-6, offset=1.0)
+    if updated:
+        inputs, function = [*inputs, *draw_low_rank(48, dtype=torch.float32)], with_low_rank(norm_linear)
     leaves = [x.requires_grad_() for x in inputs if x is not None]
 
     def step(*inputs):
-        return loss(*norm_linear(*inputs, 1e-6, 1.0))
+        return loss(*function(*inputs))
 
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
     compiled = torch.compile(step, fullgraph=True, backend=backend)

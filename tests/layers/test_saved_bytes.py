@@ -1,12 +1,15 @@
 """What a block keeps for backward: the inputs of its two norms and their rstd, post-RoPE qkv, attention's output and
-its log-sum-exp, gate_up. Nothing else, and no matrix product is recomputed. QK-norm and experts keep a little more."""
+its log-sum-exp, gate_up. Nothing else, and no matrix product is recomputed. QK-norm, experts and LoRA keep a little
+more."""
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
+from tests.layers.adapters import RANK, adapt
 
 H, INNER, HQ, HKV, D = 256, 320, 4, 2, 64
 BATCH, LENGTH = 2, 32
@@ -16,9 +19,11 @@ RAW = LLAMA | {
 }  # fmt: skip
 
 
-def saved_bytes(raw, layers, dtype):
-    """Bytes of all distinct storages that autograd holds after a forward, parameters apart."""
+def saved_bytes(raw, layers, dtype, change):
+    """Bytes of all distinct storages that autograd holds after a forward of a model that `change` was done to,
+    parameters apart."""
     model = ligermodels.create(raw | {"num_hidden_layers": layers}, dtype=dtype, device=DEVICE)
+    change(model)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -35,9 +40,10 @@ def saved_bytes(raw, layers, dtype):
     return sum(size for size, _ in kept.values())
 
 
-def per_token_and_layer(raw):
+def per_token_and_layer(raw, change=lambda model: None):
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    return (saved_bytes(raw, 5, dtype) - saved_bytes(raw, 3, dtype)) / (2 * BATCH * LENGTH), dtype.itemsize
+    five, three = (saved_bytes(raw, layers, dtype, change) for layers in (5, 3))
+    return (five - three) / (2 * BATCH * LENGTH), dtype.itemsize
 
 
 ATTENTION = H + (HQ + 2 * HKV) * D + HQ * D  # what the norm before it read; q, k and v; the output
@@ -50,6 +56,40 @@ def test_a_block_keeps_what_the_design_lists():
     kept, size = per_token_and_layer(RAW)
     activations = (ATTENTION + H + 2 * INNER) * size
     assert activations + 2 * RSTD <= kept <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
+
+
+@pytest.mark.usefixtures("kernels")
+def test_lora_keeps_the_products_of_its_narrow_half():
+    kept, size = per_token_and_layer(RAW, adapt)
+    narrow = (3 + 1 + 2 + 1) * RANK  # of q, k and v; o; gate and up; down
+    activations = (ATTENTION + H + 2 * INNER + narrow) * size
+    assert activations + 2 * RSTD <= kept <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
+
+
+def products(layers):
+    """FLOPs of the matrix products of a step that trains LoRA on a frozen base."""
+    model = adapt(ligermodels.create(RAW | {"num_hidden_layers": layers}, device=DEVICE))
+    ids = torch.randint(3, 99, (BATCH, LENGTH), device=DEVICE)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).loss.backward()
+    counts = counter.get_flop_counts()["Global"]
+    return sum(counts[op] for op in counts if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_lora_multiplies_by_each_weight_once_forward_and_once_backward():
+    """No product of a frozen weight's gradient, and none is computed again; FLOP counters skip products in place."""
+    shapes = {
+        "qkv": (H, (HQ + 2 * HKV) * D, 3),
+        "o": (HQ * D, H, 1),
+        "gate_up": (H, 2 * INNER, 2),
+        "down": (INNER, H, 1),
+    }
+    weights = sum(2 * inputs * outputs for inputs, outputs, _ in shapes.values())
+    narrow = sum(2 * inputs * pieces * RANK for inputs, _, pieces in shapes.values())
+    # The narrow products with A: low = x Aᵀ and dA. Those with B, and dx += dlow A, are in place.
+    expected = BATCH * LENGTH * (2 * weights + 2 * narrow)
+    assert products(3) - products(2) == expected
 
 
 @pytest.mark.usefixtures("kernels")

@@ -28,8 +28,8 @@ def config(model_type, tied):
     }  # fmt: skip
 
 
-def torchrun(ranks, *command, folder=ROOT):
-    """Runs a script or module under torchrun on the CPU, in `folder`."""
+def torchrun(ranks, *command, folder=ROOT, interpret=False):
+    """Runs a script or module under torchrun on the CPU, in `folder`; interpret: by the kernels, interpreted."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -38,15 +38,16 @@ def torchrun(ranks, *command, folder=ROOT):
     environment |= {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": "0",
+        "TRITON_INTERPRET": str(int(interpret)),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     command = [*launcher, f"--master-port={port}", *command]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def two_workers(tmp_path, **settings):
-    done = torchrun(2, "-m", "tests.training.worker", str(tmp_path / "r.pt"), json.dumps(settings))
+def two_workers(tmp_path, interpret=False, **settings):
+    worker = "-m", "tests.training.worker", str(tmp_path / "r.pt"), json.dumps(settings)
+    done = torchrun(2, *worker, interpret=interpret)
     assert done.returncode == 0, done.stderr[:4000]
     return torch.load(tmp_path / "r.pt")
 
@@ -73,6 +74,13 @@ def test_two_ranks_train_as_one_process_does(model_type, tied, tmp_path, on_cpu)
     alone = train(model, batch_size=4)
     assert alone["losses"][-1] < alone["losses"][0]
     assert_same_run(two_workers(tmp_path, model=model, batch_size=1, accumulate=2, recompute=tied), alone)
+
+
+def test_two_ranks_train_lora_through_fused_nodes_as_one_process_does_without_them(tmp_path, on_cpu):
+    settings = {"model": config("llama", tied=False), "steps": 2, "lora": True}
+    alone = train(batch_size=4, **settings)
+    assert min(alone["norms"]) > 1e-3
+    assert_same_run(two_workers(tmp_path, interpret=True, batch_size=2, **settings), alone)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

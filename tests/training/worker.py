@@ -1,6 +1,6 @@
 """Trains a tiny model for a few steps and writes what happened: one process, or one of several under torchrun.
 
-Usage: worker.py OUTPUT.pt JSON, where JSON gives model (a config), accumulate, batch_size, steps, recompute.
+Usage: worker.py OUTPUT.pt JSON, where JSON gives model (a config), accumulate, batch_size, steps, recompute, lora.
 """
 
 import json
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import ligermodels
 from ligermodels.training import data, optimizer, parallel
+from tests.layers.adapters import adapt
 
 
 def rows_with_uneven_masks(vocab_size: int) -> data.Rows:
@@ -22,9 +23,11 @@ def rows_with_uneven_masks(vocab_size: int) -> data.Rows:
     return data.Rows(tokens, labels)
 
 
-def train(model, accumulate=1, batch_size=4, steps=4, recompute=False):
+def train(model, accumulate=1, batch_size=4, steps=4, recompute=False, lora=False):
     world = parallel.start()
     model = ligermodels.create(model, dtype=torch.float32, device="meta")
+    if lora:
+        adapt(model)
     if recompute:
         model.recompute_in_backward()
     parallel.shard(model, world, torch.float32)
