@@ -22,6 +22,8 @@ from ligermodels.kernels.gated_activation import activate, check_gated, gated_ac
 from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
 from ligermodels.kernels.op import register, runs_kernels, widen
 
+SORT_TILE = 4096  # slots that a program of eight warps looks at in a step
+
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """The k likeliest experts of each token: logits [T, E] -> (weights [T, k] fp32, indices [T, k] int64).
@@ -45,28 +47,61 @@ def experts_reference(
     return y.to(x.dtype)
 
 
+@triton.jit(do_not_specialize=["slots"])
+def _sort_kernel(index_ptr, slot_ptr, row_ptr, offsets_ptr, slots, TILE: tl.constexpr):
+    """One program counts the slots of the experts before its own, then lays its own expert's slots in order."""
+    expert = tl.program_id(0)
+    before = tl.zeros([TILE], tl.int32)
+    for step in range(tl.cdiv(slots, TILE)):
+        slot = tl.arange(0, TILE) + step * TILE
+        before += (tl.load(index_ptr + slot, slot < slots, other=2147483647) < expert).to(tl.int32)
+    end = tl.sum(before, 0)
+    for step in range(tl.cdiv(slots, TILE)):
+        slot = tl.arange(0, TILE) + step * TILE
+        chosen = tl.load(index_ptr + slot, slot < slots, other=-1) == expert
+        row = end + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(slot_ptr + row, slot, chosen)
+        tl.store(row_ptr + slot, row, chosen)
+        end += tl.sum(chosen.to(tl.int32), 0)
+    tl.store(offsets_ptr + expert, end)
+
+
 @triton.jit
-def _product_kernel(gate_up_ptr, weight_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
+def _gather_kernel(x_ptr, slot_ptr, rows_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
+    """One program copies TILE columns of the token that one row belongs to; a token has SLOTS slots."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < columns
+    token = (tl.load(slot_ptr + row) // SLOTS).to(tl.int64)
+    tl.store(rows_ptr + row * columns + column, tl.load(x_ptr + token * columns + column, mask), mask)
+
+
+@triton.jit
+def _product_kernel(
+    gate_up_ptr, weight_ptr, slot_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr
+):
     """One program computes TILE columns of one row's weighted product."""
     row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weight_ptr + tl.load(slot_ptr + row))
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
     gate_ptr = gate_up_ptr + row * (2 * columns) + column
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
     activated, _ = activate(gate, ACTIVATION)
-    product = tl.load(weight_ptr + row) * activated * up
+    product = weight * activated * up
     tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def _product_backward_kernel(
-    dproduct_ptr, gate_up_ptr, weight_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
+    dproduct_ptr, gate_up_ptr, weight_ptr, slot_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
     ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program walks over one row's dgate, dup and, where asked to, weighted product, and sums its dweight."""
     row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weight_ptr + row)
+    slot = tl.load(slot_ptr + row)
+    weight = tl.load(weight_ptr + slot)
     dweight = tl.zeros([TILE], tl.float32)
     for step in range(tl.cdiv(columns, TILE)):
         column = tl.arange(0, TILE) + step * TILE
@@ -83,124 +118,153 @@ def _product_backward_kernel(
         if EMIT:
             product = weight * activated * up
             tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
-    tl.store(dweight_ptr + row, tl.sum(dweight, 0))
+    tl.store(dweight_ptr + slot, tl.sum(dweight, 0))
 
 
 @triton.jit
-def _gather_sum_kernel(rows_ptr, position_ptr, y_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
+def _gather_sum_kernel(rows_ptr, row_ptr, y_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """One program sums TILE columns of one token's SLOTS rows."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
     total = tl.zeros([TILE], tl.float32)
     for slot in tl.static_range(SLOTS):
-        row = tl.load(position_ptr + token * SLOTS + slot)
+        row = tl.load(row_ptr + token * SLOTS + slot).to(tl.int64)
         total += tl.load(rows_ptr + row * columns + column, mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * columns + column, total.to(y_ptr.dtype.element_ty), mask)
 
 
-def _launch_product(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    product = _fake_product(gate_up, weight, activation)
+def _launch_sort(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    slot, row, offsets = _fake_sort(expert_index, num_experts)
+    index = expert_index.contiguous()
+    _sort_kernel[(num_experts,)](index, slot, row, offsets, index.numel(), TILE=SORT_TILE, num_warps=8)
+    return slot, row, offsets
+
+
+def _launch_gather(x: Tensor, slot: Tensor, k: int) -> Tensor:
+    rows = _fake_gather(x, slot, k)
+    grid, tile = grid_of(*rows.shape)
+    if rows.numel():
+        _gather_kernel[grid](x.contiguous(), slot, rows, x.shape[1], SLOTS=k, TILE=tile)
+    return rows
+
+
+def _launch_product(gate_up: Tensor, weight: Tensor, slot: Tensor, activation: str) -> Tensor:
+    product = _fake_product(gate_up, weight, slot, activation)
     grid, tile = grid_of(*product.shape)
     if product.numel():
-        gate_up = gate_up.contiguous()
-        _product_kernel[grid](gate_up, weight, product, product.shape[1], ACTIVATION=activation, TILE=tile)
+        gate_up, weight = gate_up.contiguous(), weight.contiguous()
+        _product_kernel[grid](gate_up, weight, slot, product, product.shape[1], ACTIVATION=activation, TILE=tile)
     return product
 
 
 def _launch_product_backward(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, activation: str, emit: bool
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor, activation: str, emit: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, activation, emit)
+    dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, slot, activation, emit)
     rows, columns = dproduct.shape
     _, tile = grid_of(rows, columns)
     if rows:
-        dproduct, gate_up = dproduct.contiguous(), gate_up.contiguous()
+        dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
         _product_backward_kernel[(rows,)](
-            dproduct, gate_up, weight, dgate_up, dweight, product, columns,
+            dproduct, gate_up, weight, slot, dgate_up, dweight, product, columns,
             ACTIVATION=activation, EMIT=emit, TILE=tile,
         )  # fmt: skip
     return dgate_up, dweight, product
 
 
-def _launch_gather_sum(rows: Tensor, position: Tensor) -> Tensor:
-    y = _fake_gather_sum(rows, position)
+def _launch_gather_sum(rows: Tensor, row: Tensor) -> Tensor:
+    y = _fake_gather_sum(rows, row)
     grid, tile = grid_of(*y.shape)
     if y.numel():
-        rows, position = rows.contiguous(), position.contiguous()
-        _gather_sum_kernel[grid](rows, position, y, y.shape[1], SLOTS=position.shape[1], TILE=tile)
+        _gather_sum_kernel[grid](rows.contiguous(), row, y, y.shape[1], SLOTS=row.shape[1], TILE=tile)
     return y
 
 
-def _fake_product(gate_up, weight, activation):
+def _fake_sort(expert_index, num_experts):
+    shapes = expert_index.numel(), expert_index.shape, num_experts
+    return tuple(expert_index.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _fake_gather(x, slot, k):
+    return x.new_empty(slot.shape[0], x.shape[1])
+
+
+def _fake_product(gate_up, weight, slot, activation):
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-def _fake_product_backward(dproduct, gate_up, weight, activation, emit):
+def _fake_product_backward(dproduct, gate_up, weight, slot, activation, emit):
     product = dproduct.new_empty(dproduct.shape if emit else 0)
     return gate_up.new_empty(gate_up.shape), weight.new_empty(weight.shape), product
 
 
-def _fake_gather_sum(rows, position):
-    return rows.new_empty(position.shape[0], rows.shape[1])
+def _fake_gather_sum(rows, row):
+    return rows.new_empty(row.shape[0], rows.shape[1])
 
 
+sort_by_expert = register(
+    "experts_sort(Tensor expert_index, SymInt num_experts) -> (Tensor slot, Tensor row, Tensor offsets)",
+    _launch_sort,
+    _fake_sort,
+)
+experts_gather = register("experts_gather(Tensor x, Tensor slot, int k) -> Tensor", _launch_gather, _fake_gather)
 experts_product = register(
-    "experts_product(Tensor gate_up, Tensor weight, str activation) -> Tensor", _launch_product, _fake_product
+    "experts_product(Tensor gate_up, Tensor weight, Tensor slot, str activation) -> Tensor",
+    _launch_product,
+    _fake_product,
 )
 experts_product_backward = register(
-    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, str activation, bool emit)"
+    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, Tensor slot, str activation, bool emit)"
     " -> (Tensor dgate_up, Tensor dweight, Tensor product)",
     _launch_product_backward,
     _fake_product_backward,
 )
 experts_gather_sum = register(
-    "experts_gather_sum(Tensor rows, Tensor position) -> Tensor", _launch_gather_sum, _fake_gather_sum
+    "experts_gather_sum(Tensor rows, Tensor row) -> Tensor", _launch_gather_sum, _fake_gather_sum
 )
-
-
-def sort_by_expert(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """expert_index [T, k] -> (slot of each row [T k], row of each slot [T, k], end of each expert's rows int32 [E])."""
-    ranked, slot = expert_index.flatten().int().sort(stable=True)  # 32 bits: half the passes of a radix sort
-    every = torch.arange(num_experts, dtype=torch.int32, device=slot.device)
-    offsets = torch.searchsorted(ranked, every, right=True, out_int32=True)
-    row = torch.empty_like(slot).scatter_(0, slot, torch.arange(slot.shape[0], device=slot.device))
-    return slot, row.view_as(expert_index), offsets
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, expert_index, expert_weight, gate_up_weight, down_weight, activation):
+    def forward(ctx, x, expert_index, weight, gate_up_weight, down_weight, activation):
         slot, row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
-        token = slot // expert_index.shape[1]
-        weight = expert_weight.flatten()[slot]
-        gate_up = grouped_linear(x[token], gate_up_weight, offsets)
-        rows = grouped_linear(experts_product(gate_up, weight, activation), down_weight, offsets)
-        ctx.save_for_backward(x, gate_up, token, row, weight, offsets, gate_up_weight, down_weight)
+        gate_up = grouped_linear(experts_gather(x, slot, row.shape[1]), gate_up_weight, offsets)
+        rows = grouped_linear(experts_product(gate_up, weight, slot, activation), down_weight, offsets)
+        ctx.save_for_backward(x, gate_up, weight, slot, row, offsets, gate_up_weight, down_weight)
         ctx.activation = activation
         return experts_gather_sum(rows, row)
 
     @staticmethod
     def backward(ctx, dy):
-        x, gate_up, token, row, weight, offsets, gate_up_weight, down_weight = ctx.saved_tensors
+        x, gate_up, weight, slot, row, offsets, gate_up_weight, down_weight = ctx.saved_tensors
         needs_x, _, needs_weight, needs_gate_up, needs_down, _ = ctx.needs_input_grad
-        dx = dexpert_weight = dgate_up_weight = ddown_weight = dgate_up = None
-        dy = dy[token]
+        k = row.shape[1]
+        dx = dweight = dgate_up_weight = ddown_weight = dgate_up = None
         if needs_x or needs_weight or needs_gate_up:
-            dproduct = grouped_input_gradient(dy, down_weight, offsets)
-            dgate_up, dweight, product = experts_product_backward(dproduct, gate_up, weight, ctx.activation, needs_down)
-            dexpert_weight = dweight[row] if needs_weight else None
+            dproduct = grouped_input_gradient(experts_gather(dy, slot, k), down_weight, offsets)
+            dgate_up, dweight, product = experts_product_backward(
+                dproduct, gate_up, weight, slot, ctx.activation, needs_down
+            )
             del dproduct
-        elif needs_down:
-            product = experts_product(gate_up, weight, ctx.activation)
-        if needs_down:
-            ddown_weight = grouped_weight_gradient(dy, product, offsets)
-        del dy, product
-        if needs_gate_up:
-            dgate_up_weight = grouped_weight_gradient(dgate_up, x[token], offsets)
+        else:
+            product = experts_product(gate_up, weight, slot, ctx.activation)
+        del gate_up
+        free_saved(ctx)
         if needs_x:
             dx = experts_gather_sum(grouped_input_gradient(dgate_up, gate_up_weight, offsets), row)
-        return dx, None, dexpert_weight, dgate_up_weight, ddown_weight, None
+        if needs_gate_up:
+            dgate_up_weight = grouped_weight_gradient(dgate_up, experts_gather(x, slot, k), offsets)
+        del dgate_up
+        if needs_down:
+            ddown_weight = grouped_weight_gradient(experts_gather(dy, slot, k), product, offsets)
+        return dx, None, dweight if needs_weight else None, dgate_up_weight, ddown_weight, None
+
+
+def free_saved(ctx) -> None:
+    """Lets go of what a node saved, unless its graph is retained; autograd would once its backward has returned."""
+    if not torch.compiler.is_compiling():  # a compiled graph frees each tensor after its last use
+        ctx.maybe_clear_saved_tensors()
 
 
 def experts(
