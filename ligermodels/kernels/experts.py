@@ -10,6 +10,12 @@ outputs are not. Rows go back to tokens by a gather and a sum in fp32: no atomic
 
 x [T, H], GU [E, 2 I, H] (the gate's rows first) and D [E, H, I] in one float dtype; index [T, k] int64; w [T, k] fp32.
 6 T k H I FLOP forward, twice that backward. Nothing here waits for the device: no size depends on the routing.
+
+Backward needs, in elements beside its inputs and outputs, R = T k, the largest of
+    6 R I           [g, u], its gradient, dp and p, when the activation's backward runs
+    R (3 I + H)     d[g, u], p and the sorted copy of x, when dGU is computed; dD is not there yet
+    R (I + H)       p and the sorted copy of dy, when dD is computed; dGU is there
+[g, u] is freed in between. dD comes last because it needs the narrower p, and dy is sorted twice rather than kept.
 """
 
 import torch
@@ -18,11 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.expert_rows import gather_rows, gather_sum, sort_by_expert
 from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference, grid_of
 from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
 from ligermodels.kernels.op import register, runs_kernels, widen
-
-SORT_TILE = 4096  # slots that a program of eight warps looks at in a step
 
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -45,35 +50,6 @@ def experts_reference(
         rows = widen(F.linear(product, down[expert])) * expert_weight[token, slot, None]
         y = y.index_add(0, token, rows)
     return y.to(x.dtype)
-
-
-@triton.jit(do_not_specialize=["slots"])
-def _sort_kernel(index_ptr, slot_ptr, row_ptr, offsets_ptr, slots, TILE: tl.constexpr):
-    """One program counts the slots of the experts before its own, then lays its own expert's slots in order."""
-    expert = tl.program_id(0)
-    before = tl.zeros([TILE], tl.int32)
-    for step in range(tl.cdiv(slots, TILE)):
-        slot = tl.arange(0, TILE) + step * TILE
-        before += (tl.load(index_ptr + slot, slot < slots, other=2147483647) < expert).to(tl.int32)
-    end = tl.sum(before, 0)
-    for step in range(tl.cdiv(slots, TILE)):
-        slot = tl.arange(0, TILE) + step * TILE
-        chosen = tl.load(index_ptr + slot, slot < slots, other=-1) == expert
-        row = end + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(slot_ptr + row, slot, chosen)
-        tl.store(row_ptr + slot, row, chosen)
-        end += tl.sum(chosen.to(tl.int32), 0)
-    tl.store(offsets_ptr + expert, end)
-
-
-@triton.jit
-def _gather_kernel(x_ptr, slot_ptr, rows_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
-    """One program copies TILE columns of the token that one row belongs to; a token has SLOTS slots."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < columns
-    token = (tl.load(slot_ptr + row) // SLOTS).to(tl.int64)
-    tl.store(rows_ptr + row * columns + column, tl.load(x_ptr + token * columns + column, mask), mask)
 
 
 @triton.jit
@@ -121,34 +97,6 @@ def _product_backward_kernel(
     tl.store(dweight_ptr + slot, tl.sum(dweight, 0))
 
 
-@triton.jit
-def _gather_sum_kernel(rows_ptr, row_ptr, y_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
-    """One program sums TILE columns of one token's SLOTS rows."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < columns
-    total = tl.zeros([TILE], tl.float32)
-    for slot in tl.static_range(SLOTS):
-        row = tl.load(row_ptr + token * SLOTS + slot).to(tl.int64)
-        total += tl.load(rows_ptr + row * columns + column, mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * columns + column, total.to(y_ptr.dtype.element_ty), mask)
-
-
-def _launch_sort(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    slot, row, offsets = _fake_sort(expert_index, num_experts)
-    index = expert_index.contiguous()
-    _sort_kernel[(num_experts,)](index, slot, row, offsets, index.numel(), TILE=SORT_TILE, num_warps=8)
-    return slot, row, offsets
-
-
-def _launch_gather(x: Tensor, slot: Tensor, k: int) -> Tensor:
-    rows = _fake_gather(x, slot, k)
-    grid, tile = grid_of(*rows.shape)
-    if rows.numel():
-        _gather_kernel[grid](x.contiguous(), slot, rows, x.shape[1], SLOTS=k, TILE=tile)
-    return rows
-
-
 def _launch_product(gate_up: Tensor, weight: Tensor, slot: Tensor, activation: str) -> Tensor:
     product = _fake_product(gate_up, weight, slot, activation)
     grid, tile = grid_of(*product.shape)
@@ -173,23 +121,6 @@ def _launch_product_backward(
     return dgate_up, dweight, product
 
 
-def _launch_gather_sum(rows: Tensor, row: Tensor) -> Tensor:
-    y = _fake_gather_sum(rows, row)
-    grid, tile = grid_of(*y.shape)
-    if y.numel():
-        _gather_sum_kernel[grid](rows.contiguous(), row, y, y.shape[1], SLOTS=row.shape[1], TILE=tile)
-    return y
-
-
-def _fake_sort(expert_index, num_experts):
-    shapes = expert_index.numel(), expert_index.shape, num_experts
-    return tuple(expert_index.new_empty(shape, dtype=torch.int32) for shape in shapes)
-
-
-def _fake_gather(x, slot, k):
-    return x.new_empty(slot.shape[0], x.shape[1])
-
-
 def _fake_product(gate_up, weight, slot, activation):
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
@@ -199,16 +130,6 @@ def _fake_product_backward(dproduct, gate_up, weight, slot, activation, emit):
     return gate_up.new_empty(gate_up.shape), weight.new_empty(weight.shape), product
 
 
-def _fake_gather_sum(rows, row):
-    return rows.new_empty(row.shape[0], rows.shape[1])
-
-
-sort_by_expert = register(
-    "experts_sort(Tensor expert_index, SymInt num_experts) -> (Tensor slot, Tensor row, Tensor offsets)",
-    _launch_sort,
-    _fake_sort,
-)
-experts_gather = register("experts_gather(Tensor x, Tensor slot, int k) -> Tensor", _launch_gather, _fake_gather)
 experts_product = register(
     "experts_product(Tensor gate_up, Tensor weight, Tensor slot, str activation) -> Tensor",
     _launch_product,
@@ -220,20 +141,17 @@ experts_product_backward = register(
     _launch_product_backward,
     _fake_product_backward,
 )
-experts_gather_sum = register(
-    "experts_gather_sum(Tensor rows, Tensor row) -> Tensor", _launch_gather_sum, _fake_gather_sum
-)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, expert_index, weight, gate_up_weight, down_weight, activation):
         slot, row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
-        gate_up = grouped_linear(experts_gather(x, slot, row.shape[1]), gate_up_weight, offsets)
+        gate_up = grouped_linear(gather_rows(x, slot, row.shape[1]), gate_up_weight, offsets)
         rows = grouped_linear(experts_product(gate_up, weight, slot, activation), down_weight, offsets)
         ctx.save_for_backward(x, gate_up, weight, slot, row, offsets, gate_up_weight, down_weight)
         ctx.activation = activation
-        return experts_gather_sum(rows, row)
+        return gather_sum(rows, row)
 
     @staticmethod
     def backward(ctx, dy):
@@ -242,7 +160,7 @@ class _Experts(torch.autograd.Function):
         k = row.shape[1]
         dx = dweight = dgate_up_weight = ddown_weight = dgate_up = None
         if needs_x or needs_weight or needs_gate_up:
-            dproduct = grouped_input_gradient(experts_gather(dy, slot, k), down_weight, offsets)
+            dproduct = grouped_input_gradient(gather_rows(dy, slot, k), down_weight, offsets)
             dgate_up, dweight, product = experts_product_backward(
                 dproduct, gate_up, weight, slot, ctx.activation, needs_down
             )
@@ -252,12 +170,12 @@ class _Experts(torch.autograd.Function):
         del gate_up
         free_saved(ctx)
         if needs_x:
-            dx = experts_gather_sum(grouped_input_gradient(dgate_up, gate_up_weight, offsets), row)
+            dx = gather_sum(grouped_input_gradient(dgate_up, gate_up_weight, offsets), row)
         if needs_gate_up:
-            dgate_up_weight = grouped_weight_gradient(dgate_up, experts_gather(x, slot, k), offsets)
+            dgate_up_weight = grouped_weight_gradient(dgate_up, gather_rows(x, slot, k), offsets)
         del dgate_up
         if needs_down:
-            ddown_weight = grouped_weight_gradient(experts_gather(dy, slot, k), product, offsets)
+            ddown_weight = grouped_weight_gradient(gather_rows(dy, slot, k), product, offsets)
         return dx, None, dweight if needs_weight else None, dgate_up_weight, ddown_weight, None
 
 

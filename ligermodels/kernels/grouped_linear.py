@@ -9,6 +9,7 @@ over the groups on the host), and Triton for every other dtype, device and shape
 autograd nodes: those are in the ops built on them.
 """
 
+import functools
 from itertools import pairwise
 
 import torch
@@ -102,11 +103,16 @@ def _weight_kernel(
     tl.store(dweight_ptr + row * columns + column, total.to(dweight_ptr.dtype.element_ty), in_rows & in_columns)
 
 
+@functools.cache  # the driver is asked once, not at every product
+def _major_capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
 def uses_grouped_mm(left: Tensor, right: Tensor, width: int) -> bool:
     """Whether torch's grouped kernel takes these contiguous operands to a result so wide; elsewhere it synchronises."""
     if left.dtype != torch.bfloat16 or not left.is_cuda or torch.version.hip is not None:
         return False
-    if torch.cuda.get_device_capability(left.device)[0] not in GROUPED_MM_CAPABILITIES:
+    if _major_capability(left.device) not in GROUPED_MM_CAPABILITIES:
         return False
     extents = left.data_ptr(), right.data_ptr(), *(2 * n for n in (left.shape[-1], right.shape[-1], width))
     return all(extent % ALIGNMENT == 0 for extent in extents)

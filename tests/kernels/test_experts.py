@@ -1,10 +1,14 @@
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ligermodels.kernels.experts import experts, experts_reference, route, sort_by_expert
+import ligermodels.kernels.experts as module
+from ligermodels.kernels.expert_rows import sort_by_expert
+from ligermodels.kernels.experts import experts, experts_reference, route
+from ligermodels.kernels.grouped_linear import grouped_weight_gradient
 from ligermodels.kernels.op import widen
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
@@ -116,12 +120,37 @@ def test_bits_are_equal_from_run_to_run_and_under_recomputation():
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_sorting_is_stable_and_counts_every_expert():
-    index = torch.tensor([[3, 1], [1, 0], [3, 1]], device=DEVICE)
-    slot, row, offsets = sort_by_expert(index, 5)
-    assert slot.tolist() == [3, 1, 2, 5, 0, 4]
-    assert row.tolist() == [[4, 1], [2, 0], [5, 3]]
-    assert offsets.tolist() == [1, 4, 4, 6, 6] and offsets.dtype == torch.int32
+def test_a_retained_graph_gives_the_same_gradients_again():
+    x, index, *rest = draw(40, 16, 24, 6, 3, torch.float32)
+    leaves = [x.requires_grad_(), *(p.requires_grad_() for p in rest)]
+    loss = experts(x, index, *rest, "silu").sin().sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, leaves), strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_gate_up_is_freed_before_the_weights_gradients_are_made(retained, monkeypatch):
+    x, index, *rest = draw(6, 16, 8, 4, 2, torch.float32)
+    leaves = [p.requires_grad_() for p in rest[1:]]
+    kept, alive = [], []
+
+    def pack(saved):
+        saved = saved.detach()
+        if saved.shape == (6 * 2, 2 * 8):
+            kept.append(weakref.ref(saved))
+        return saved
+
+    def weight_gradient(*args):
+        alive.extend(gate_up() is not None for gate_up in kept)
+        return grouped_weight_gradient(*args)
+
+    monkeypatch.setattr(module, "grouped_weight_gradient", weight_gradient)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = experts(x, index, *rest, "silu")
+    torch.autograd.grad(y.sum(), leaves, retain_graph=retained)
+    assert alive == [retained] * 2
 
 
 def test_route_normalizes_over_the_chosen_experts():
@@ -147,14 +176,11 @@ def test_unknown_activations_and_odd_widths_are_refused():
 def test_opcheck():
     ops, weight = torch.ops.ligermodels, torch.rand(3, 2, device=DEVICE)
     index = torch.tensor([[1, 0], [3, 1], [0, 1]], device=DEVICE)
-    torch.library.opcheck(ops.experts_sort.default, (index, 4))
-    slot, row, _ = sort_by_expert(index, 4)
+    slot, _, _ = sort_by_expert(index, 4)
     gate_up, dproduct = torch.randn(6, 32, device=DEVICE), torch.randn(6, 16, device=DEVICE)
     torch.library.opcheck(ops.experts_product.default, (gate_up, weight, slot, "silu"))
     for emit in (True, False):
         torch.library.opcheck(ops.experts_product_backward.default, (dproduct, gate_up, weight, slot, "silu", emit))
-    torch.library.opcheck(ops.experts_gather.default, (gate_up[:3], slot, 2))
-    torch.library.opcheck(ops.experts_gather_sum.default, (gate_up, row))
 
 
 def test_fullgraph_compile_gives_equal_gradients():

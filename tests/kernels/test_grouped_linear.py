@@ -137,6 +137,26 @@ def test_sizes_that_grouped_mm_refuses_run_in_bfloat16(width, depth):
 
 
 @pytest.mark.gpu
+def test_operands_that_are_not_aligned_run_in_bfloat16():
+    """Contiguous, of sizes that grouped_mm takes, but two bytes beyond the alignment it needs."""
+
+    def misaligned(x):
+        return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+    x, weight, offsets = draw([5, 0, 40], 64, 32, torch.bfloat16)
+    dy = torch.randn(45, 64, device=DEVICE, dtype=torch.bfloat16)
+    for function, left, right in [
+        (grouped_linear, x, weight),
+        (grouped_input_gradient, dy, weight),
+        (grouped_weight_gradient, dy, x),
+    ]:
+        expected = function(left, right, offsets)
+        for operands in [(misaligned(left), right), (left, misaligned(right))]:
+            assert module.uses_grouped_mm(left, right, 64) and not module.uses_grouped_mm(*operands, 64)
+            torch.testing.assert_close(function(*operands, offsets), expected)
+
+
+@pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31():
     rows, depth = 2**17 + 100, 2**14
     x = torch.zeros(rows, depth, device=DEVICE, dtype=torch.float16)
