@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.expert_rows import gather_rows, gather_sum, sort_by_expert
+from ligermodels.kernels.expert_rows import gather_sum, sort_by_expert, spread
 from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference, grid_of
 from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
 from ligermodels.kernels.op import register, runs_kernels, widen
@@ -54,11 +54,12 @@ def experts_reference(
 
 @triton.jit
 def _product_kernel(
-    gate_up_ptr, weight_ptr, slot_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr
+    gate_up_ptr, weight_ptr, row_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr
 ):
-    """One program computes TILE columns of one row's weighted product."""
-    row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weight_ptr + tl.load(slot_ptr + row))
+    """One program computes TILE columns of one slot's weighted product."""
+    slot = tl.program_id(0)
+    row = tl.load(row_ptr + slot).to(tl.int64)
+    weight = tl.load(weight_ptr + slot)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
     gate_ptr = gate_up_ptr + row * (2 * columns) + column
@@ -71,12 +72,12 @@ def _product_kernel(
 
 @triton.jit
 def _product_backward_kernel(
-    dproduct_ptr, gate_up_ptr, weight_ptr, slot_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
+    dproduct_ptr, gate_up_ptr, weight_ptr, row_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
     ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program walks over one row's dgate, dup and, where asked to, weighted product, and sums its dweight."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + row)
+    """One program walks over one slot's dgate, dup and, where asked to, weighted product, and sums its dweight."""
+    slot = tl.program_id(0)
+    row = tl.load(row_ptr + slot).to(tl.int64)
     weight = tl.load(weight_ptr + slot)
     dweight = tl.zeros([TILE], tl.float32)
     for step in range(tl.cdiv(columns, TILE)):
@@ -97,46 +98,46 @@ def _product_backward_kernel(
     tl.store(dweight_ptr + slot, tl.sum(dweight, 0))
 
 
-def _launch_product(gate_up: Tensor, weight: Tensor, slot: Tensor, activation: str) -> Tensor:
-    product = _fake_product(gate_up, weight, slot, activation)
+def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: str) -> Tensor:
+    product = _fake_product(gate_up, weight, row, activation)
     grid, tile = grid_of(*product.shape)
     if product.numel():
         gate_up, weight = gate_up.contiguous(), weight.contiguous()
-        _product_kernel[grid](gate_up, weight, slot, product, product.shape[1], ACTIVATION=activation, TILE=tile)
+        _product_kernel[grid](gate_up, weight, row, product, product.shape[1], ACTIVATION=activation, TILE=tile)
     return product
 
 
 def _launch_product_backward(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, slot: Tensor, activation: str, emit: bool
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, emit: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, slot, activation, emit)
+    dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, row, activation, emit)
     rows, columns = dproduct.shape
     _, tile = grid_of(rows, columns)
     if rows:
         dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
         _product_backward_kernel[(rows,)](
-            dproduct, gate_up, weight, slot, dgate_up, dweight, product, columns,
+            dproduct, gate_up, weight, row, dgate_up, dweight, product, columns,
             ACTIVATION=activation, EMIT=emit, TILE=tile,
         )  # fmt: skip
     return dgate_up, dweight, product
 
 
-def _fake_product(gate_up, weight, slot, activation):
+def _fake_product(gate_up, weight, row, activation):
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-def _fake_product_backward(dproduct, gate_up, weight, slot, activation, emit):
+def _fake_product_backward(dproduct, gate_up, weight, row, activation, emit):
     product = dproduct.new_empty(dproduct.shape if emit else 0)
     return gate_up.new_empty(gate_up.shape), weight.new_empty(weight.shape), product
 
 
 experts_product = register(
-    "experts_product(Tensor gate_up, Tensor weight, Tensor slot, str activation) -> Tensor",
+    "experts_product(Tensor gate_up, Tensor weight, Tensor row, str activation) -> Tensor",
     _launch_product,
     _fake_product,
 )
 experts_product_backward = register(
-    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, Tensor slot, str activation, bool emit)"
+    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, Tensor row, str activation, bool emit)"
     " -> (Tensor dgate_up, Tensor dweight, Tensor product)",
     _launch_product_backward,
     _fake_product_backward,
@@ -146,36 +147,35 @@ experts_product_backward = register(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, expert_index, weight, gate_up_weight, down_weight, activation):
-        slot, row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
-        gate_up = grouped_linear(gather_rows(x, slot, row.shape[1]), gate_up_weight, offsets)
-        rows = grouped_linear(experts_product(gate_up, weight, slot, activation), down_weight, offsets)
-        ctx.save_for_backward(x, gate_up, weight, slot, row, offsets, gate_up_weight, down_weight)
+        row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
+        gate_up = grouped_linear(spread(x, row), gate_up_weight, offsets)
+        rows = grouped_linear(experts_product(gate_up, weight, row, activation), down_weight, offsets)
+        ctx.save_for_backward(x, gate_up, weight, row, row, offsets, gate_up_weight, down_weight)
         ctx.activation = activation
         return gather_sum(rows, row)
 
     @staticmethod
     def backward(ctx, dy):
-        x, gate_up, weight, slot, row, offsets, gate_up_weight, down_weight = ctx.saved_tensors
+        x, gate_up, weight, row, row, offsets, gate_up_weight, down_weight = ctx.saved_tensors
         needs_x, _, needs_weight, needs_gate_up, needs_down, _ = ctx.needs_input_grad
-        k = row.shape[1]
         dx = dweight = dgate_up_weight = ddown_weight = dgate_up = None
         if needs_x or needs_weight or needs_gate_up:
-            dproduct = grouped_input_gradient(gather_rows(dy, slot, k), down_weight, offsets)
+            dproduct = grouped_input_gradient(spread(dy, row), down_weight, offsets)
             dgate_up, dweight, product = experts_product_backward(
-                dproduct, gate_up, weight, slot, ctx.activation, needs_down
+                dproduct, gate_up, weight, row, ctx.activation, needs_down
             )
             del dproduct
         else:
-            product = experts_product(gate_up, weight, slot, ctx.activation)
+            product = experts_product(gate_up, weight, row, ctx.activation)
         del gate_up
         free_saved(ctx)
         if needs_x:
             dx = gather_sum(grouped_input_gradient(dgate_up, gate_up_weight, offsets), row)
         if needs_gate_up:
-            dgate_up_weight = grouped_weight_gradient(dgate_up, gather_rows(x, slot, k), offsets)
+            dgate_up_weight = grouped_weight_gradient(dgate_up, spread(x, row), offsets)
         del dgate_up
         if needs_down:
-            ddown_weight = grouped_weight_gradient(gather_rows(dy, slot, k), product, offsets)
+            ddown_weight = grouped_weight_gradient(spread(dy, row), product, offsets)
         return dx, None, dweight if needs_weight else None, dgate_up_weight, ddown_weight, None
 
 

@@ -106,7 +106,7 @@ def test_only_gate_up_and_the_routing_are_kept_for_backward():
     x, index, *rest = draw(tokens, hidden, inner, num_experts, k, torch.float32)
     gate_up, down = (p.requires_grad_() for p in rest[1:])
     kept = saved_bytes(lambda x, w: experts(x, index, w, gate_up, down, "silu"), x.requires_grad_(), rest[0])
-    routing = tokens * k * (4 + 4) + num_experts * 4  # the slot of each row, the row of each slot; offsets
+    routing = (tokens * k + num_experts) * 4  # the row of each slot, the offsets
     assert kept - 4 * (gate_up.numel() + down.numel()) == tokens * k * 2 * inner * 4 + routing
 
 
@@ -176,11 +176,11 @@ def test_unknown_activations_and_odd_widths_are_refused():
 def test_opcheck():
     ops, weight = torch.ops.ligermodels, torch.rand(3, 2, device=DEVICE)
     index = torch.tensor([[1, 0], [3, 1], [0, 1]], device=DEVICE)
-    slot, _, _ = sort_by_expert(index, 4)
+    row, _ = sort_by_expert(index, 4)
     gate_up, dproduct = torch.randn(6, 32, device=DEVICE), torch.randn(6, 16, device=DEVICE)
-    torch.library.opcheck(ops.experts_product.default, (gate_up, weight, slot, "silu"))
+    torch.library.opcheck(ops.experts_product.default, (gate_up, weight, row, "silu"))
     for emit in (True, False):
-        torch.library.opcheck(ops.experts_product_backward.default, (dproduct, gate_up, weight, slot, "silu", emit))
+        torch.library.opcheck(ops.experts_product_backward.default, (dproduct, gate_up, weight, row, "silu", emit))
 
 
 def test_fullgraph_compile_gives_equal_gradients():
