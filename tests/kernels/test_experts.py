@@ -214,3 +214,18 @@ def test_nothing_waits_for_the_device(dtype):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "num_experts"), [(4096, 8), (1024, 64)], ids=["many rows", "many experts"])
+def test_a_step_takes_no_more_memory_than_counted(tokens, num_experts):
+    """In elements: at the activation's backward, at dGU, at dD. Beside y, at the latter two also dx."""
+    hidden, inner, k = 512, 1024, 2
+    x, index, weight, *rest = draw(tokens, hidden, inner, num_experts, k, torch.bfloat16)
+    leaves = [x.requires_grad_(), weight.float().requires_grad_(), *(p.requires_grad_() for p in rest)]
+    dy, rows, matrix, routing = torch.randn_like(x), tokens * k, num_experts * inner * hidden, 2**20
+    counted = max(6 * rows * inner, rows * (3 * inner + hidden) + 2 * matrix, rows * (inner + hidden) + 3 * matrix)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(experts(leaves[0], index, *leaves[1:], "silu"), leaves, dy)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * (counted + 2 * tokens * hidden) + routing
