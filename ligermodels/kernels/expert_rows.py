@@ -17,7 +17,7 @@ from torch import Tensor
 from ligermodels.kernels.gated_activation import grid_of
 from ligermodels.kernels.op import register
 
-SORT_TILE = 4096  # slots that a program of eight warps looks at in a step
+SORT_TILE = 8192  # slots that a program of eight warps looks at in a step
 
 
 @triton.jit(do_not_specialize=["slots"])

@@ -112,12 +112,12 @@ def _launch_product_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, row, activation, emit)
     rows, columns = dproduct.shape
-    _, tile = grid_of(rows, columns)
+    tile = max(256, min(1024, columns & -columns))  # the widest power of two that leaves no lane idle
     if rows:
         dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
         _product_backward_kernel[(rows,)](
             dproduct, gate_up, weight, row, dgate_up, dweight, product, columns,
-            ACTIVATION=activation, EMIT=emit, TILE=tile,
+            ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=tile // 256,
         )  # fmt: skip
     return dgate_up, dweight, product
 
