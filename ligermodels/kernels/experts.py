@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.expert_rows import gather_sum, sort_by_expert, spread
-from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference, grid_of
+from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference
 from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
 from ligermodels.kernels.op import register, runs_kernels, widen
 
@@ -56,18 +56,19 @@ def experts_reference(
 def _product_kernel(
     gate_up_ptr, weight_ptr, row_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr
 ):
-    """One program computes TILE columns of one slot's weighted product."""
+    """One program walks over one slot's weighted product."""
     slot = tl.program_id(0)
     row = tl.load(row_ptr + slot).to(tl.int64)
     weight = tl.load(weight_ptr + slot)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < columns
-    gate_ptr = gate_up_ptr + row * (2 * columns) + column
-    gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
-    activated, _ = activate(gate, ACTIVATION)
-    product = weight * activated * up
-    tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
+    for step in range(tl.cdiv(columns, TILE)):
+        column = tl.arange(0, TILE) + step * TILE
+        mask = column < columns
+        gate_ptr = gate_up_ptr + row * (2 * columns) + column
+        gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
+        activated, _ = activate(gate, ACTIVATION)
+        product = weight * activated * up
+        tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -98,12 +99,21 @@ def _product_backward_kernel(
     tl.store(dweight_ptr + slot, tl.sum(dweight, 0))
 
 
+def tile_of(columns: int) -> tuple[int, int]:
+    """Columns and warps of one step: the widest power of two that leaves no lane idle, 16 bytes a lane."""
+    tile = max(256, min(1024, columns & -columns))
+    return tile, tile // 256
+
+
 def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: str) -> Tensor:
     product = _fake_product(gate_up, weight, row, activation)
-    grid, tile = grid_of(*product.shape)
-    if product.numel():
+    rows, columns = product.shape
+    tile, warps = tile_of(columns)
+    if rows:
         gate_up, weight = gate_up.contiguous(), weight.contiguous()
-        _product_kernel[grid](gate_up, weight, row, product, product.shape[1], ACTIVATION=activation, TILE=tile)
+        _product_kernel[(rows,)](
+            gate_up, weight, row, product, columns, ACTIVATION=activation, TILE=tile, num_warps=warps
+        )
     return product
 
 
@@ -112,12 +122,12 @@ def _launch_product_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, row, activation, emit)
     rows, columns = dproduct.shape
-    tile = max(256, min(1024, columns & -columns))  # the widest power of two that leaves no lane idle
+    tile, warps = tile_of(columns)
     if rows:
         dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
         _product_backward_kernel[(rows,)](
             dproduct, gate_up, weight, row, dgate_up, dweight, product, columns,
-            ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=tile // 256,
+            ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=warps,
         )  # fmt: skip
     return dgate_up, dweight, product
 
