@@ -11,7 +11,7 @@ from ligermodels.kernels.experts import experts, experts_reference, route
 from ligermodels.kernels.grouped_linear import grouped_weight_gradient
 from ligermodels.kernels.op import widen
 from tests.conftest import DEVICE
-from tests.kernels.error_budget import DTYPES, check
+from tests.kernels.error_budget import DTYPES, FACTOR, check
 from tests.kernels.test_linear import saved_bytes
 
 # T, H, I, E, k. Odd sizes, one expert a token, every expert, many experts. Enough tokens for an error of half precision
@@ -42,7 +42,10 @@ def in_budget(function, activation):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts_and_their_gradients_are_within_the_error_budget(shape, dtype):
-    check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), draw(*shape), dtype)
+    """Twice the factor in fp32, where products err as their sums are long: dw comes by way of dp, a sum over H, where
+    the plain path's comes by way of an expert's output, a sum over I, and here I is the shorter."""
+    factor = 2 * FACTOR if dtype == torch.float32 else FACTOR
+    check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), draw(*shape), dtype, factor)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
