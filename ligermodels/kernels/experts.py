@@ -200,9 +200,9 @@ def experts(
 ) -> Tensor:
     """Σ over each token's experts e of expert_weight * down_e (activation(gate_e x) * up_e x).
 
-    x [T, H] float, expert_index [T, k] int64 in 0 … E - 1, expert_weight [T, k] fp32, gate_up [E, 2 I, H], the gate's rows
-    first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu" -> [T, H] in x's dtype. An expert without tokens
-    gets a zero gradient; frozen arguments cost none. Raises ValueError for any other activation and for an odd 2 I.
+    x [T, H] float, expert_index [T, k] int64 in 0 … E - 1, expert_weight [T, k] fp32, gate_up [E, 2 I, H], the gate's
+    rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu" -> [T, H] in x's dtype. An expert without
+    tokens gets a zero gradient; frozen arguments cost none. Raises ValueError for any other activation or an odd 2 I.
     """
     check_gated(gate_up.mT, activation)
     if not runs_kernels(x):
