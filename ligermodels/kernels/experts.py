@@ -10,6 +10,12 @@ outputs are not. Rows go back to tokens by a gather and a sum in fp32: no atomic
 
 x [T, H], GU [E, 2 I, H] (the gate's rows first) and D [E, H, I] in one float dtype; index [T, k] int64; w [T, k] fp32.
 6 T k H I FLOP forward, twice that backward. Nothing here waits for the device: no size depends on the routing.
+
+Backward needs, in elements beside its inputs and outputs, R = T k, the largest of
+    6 R I           [g, u], its gradient, dp and p, when the activation's backward runs
+    R (3 I + H)     d[g, u], p and the sorted copy of x, when dGU is computed; dD is not there yet
+    R (I + H)       p and the sorted copy of dy, when dD is computed; dGU is there
+[g, u] is freed in between. dD comes last because it needs the narrower p, and dy is sorted twice rather than kept.
 """
 
 import torch
@@ -18,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference, grid_of
+from ligermodels.kernels.expert_rows import gather_sum, sort_by_expert, spread
+from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference
 from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
 from ligermodels.kernels.op import register, runs_kernels, widen
 
@@ -46,27 +53,33 @@ def experts_reference(
 
 
 @triton.jit
-def _product_kernel(gate_up_ptr, weight_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
-    """One program computes TILE columns of one row's weighted product."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < columns
-    gate_ptr = gate_up_ptr + row * (2 * columns) + column
-    gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
-    activated, _ = activate(gate, ACTIVATION)
-    product = tl.load(weight_ptr + row) * activated * up
-    tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
+def _product_kernel(
+    gate_up_ptr, weight_ptr, row_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr
+):
+    """One program walks over one slot's weighted product."""
+    slot = tl.program_id(0)
+    row = tl.load(row_ptr + slot).to(tl.int64)
+    weight = tl.load(weight_ptr + slot)
+    for step in range(tl.cdiv(columns, TILE)):
+        column = tl.arange(0, TILE) + step * TILE
+        mask = column < columns
+        gate_ptr = gate_up_ptr + row * (2 * columns) + column
+        gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
+        activated, _ = activate(gate, ACTIVATION)
+        product = weight * activated * up
+        tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def _product_backward_kernel(
-    dproduct_ptr, gate_up_ptr, weight_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
+    dproduct_ptr, gate_up_ptr, weight_ptr, row_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
     ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program walks over one row's dgate, dup and, where asked to, weighted product, and sums its dweight."""
-    row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weight_ptr + row)
+    """One program walks over one slot's dgate, dup and, where asked to, weighted product, and sums its dweight."""
+    slot = tl.program_id(0)
+    row = tl.load(row_ptr + slot).to(tl.int64)
+    weight = tl.load(weight_ptr + slot)
     dweight = tl.zeros([TILE], tl.float32)
     for step in range(tl.cdiv(columns, TILE)):
         column = tl.arange(0, TILE) + step * TILE
@@ -83,124 +96,103 @@ def _product_backward_kernel(
         if EMIT:
             product = weight * activated * up
             tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
-    tl.store(dweight_ptr + row, tl.sum(dweight, 0))
+    tl.store(dweight_ptr + slot, tl.sum(dweight, 0))
 
 
-@triton.jit
-def _gather_sum_kernel(rows_ptr, position_ptr, y_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
-    """One program sums TILE columns of one token's SLOTS rows."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < columns
-    total = tl.zeros([TILE], tl.float32)
-    for slot in tl.static_range(SLOTS):
-        row = tl.load(position_ptr + token * SLOTS + slot)
-        total += tl.load(rows_ptr + row * columns + column, mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * columns + column, total.to(y_ptr.dtype.element_ty), mask)
+def tile_of(columns: int) -> tuple[int, int]:
+    """Columns and warps of one step: the widest power of two that leaves no lane idle, 16 bytes a lane."""
+    tile = max(256, min(1024, columns & -columns))
+    return tile, tile // 256
 
 
-def _launch_product(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    product = _fake_product(gate_up, weight, activation)
-    grid, tile = grid_of(*product.shape)
-    if product.numel():
-        gate_up = gate_up.contiguous()
-        _product_kernel[grid](gate_up, weight, product, product.shape[1], ACTIVATION=activation, TILE=tile)
+def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: str) -> Tensor:
+    product = _fake_product(gate_up, weight, row, activation)
+    rows, columns = product.shape
+    tile, warps = tile_of(columns)
+    if rows:
+        gate_up, weight = gate_up.contiguous(), weight.contiguous()
+        _product_kernel[(rows,)](
+            gate_up, weight, row, product, columns, ACTIVATION=activation, TILE=tile, num_warps=warps
+        )
     return product
 
 
 def _launch_product_backward(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, activation: str, emit: bool
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, emit: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, activation, emit)
+    dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, row, activation, emit)
     rows, columns = dproduct.shape
-    _, tile = grid_of(rows, columns)
+    tile, warps = tile_of(columns)
     if rows:
-        dproduct, gate_up = dproduct.contiguous(), gate_up.contiguous()
+        dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
         _product_backward_kernel[(rows,)](
-            dproduct, gate_up, weight, dgate_up, dweight, product, columns,
-            ACTIVATION=activation, EMIT=emit, TILE=tile,
+            dproduct, gate_up, weight, row, dgate_up, dweight, product, columns,
+            ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=warps,
         )  # fmt: skip
     return dgate_up, dweight, product
 
 
-def _launch_gather_sum(rows: Tensor, position: Tensor) -> Tensor:
-    y = _fake_gather_sum(rows, position)
-    grid, tile = grid_of(*y.shape)
-    if y.numel():
-        rows, position = rows.contiguous(), position.contiguous()
-        _gather_sum_kernel[grid](rows, position, y, y.shape[1], SLOTS=position.shape[1], TILE=tile)
-    return y
-
-
-def _fake_product(gate_up, weight, activation):
+def _fake_product(gate_up, weight, row, activation):
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-def _fake_product_backward(dproduct, gate_up, weight, activation, emit):
+def _fake_product_backward(dproduct, gate_up, weight, row, activation, emit):
     product = dproduct.new_empty(dproduct.shape if emit else 0)
     return gate_up.new_empty(gate_up.shape), weight.new_empty(weight.shape), product
 
 
-def _fake_gather_sum(rows, position):
-    return rows.new_empty(position.shape[0], rows.shape[1])
-
-
 experts_product = register(
-    "experts_product(Tensor gate_up, Tensor weight, str activation) -> Tensor", _launch_product, _fake_product
+    "experts_product(Tensor gate_up, Tensor weight, Tensor row, str activation) -> Tensor",
+    _launch_product,
+    _fake_product,
 )
 experts_product_backward = register(
-    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, str activation, bool emit)"
+    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, Tensor row, str activation, bool emit)"
     " -> (Tensor dgate_up, Tensor dweight, Tensor product)",
     _launch_product_backward,
     _fake_product_backward,
 )
-experts_gather_sum = register(
-    "experts_gather_sum(Tensor rows, Tensor position) -> Tensor", _launch_gather_sum, _fake_gather_sum
-)
-
-
-def sort_by_expert(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """expert_index [T, k] -> (slot of each row [T k], row of each slot [T, k], end of each expert's rows int32 [E])."""
-    ranked, slot = expert_index.flatten().int().sort(stable=True)  # 32 bits: half the passes of a radix sort
-    every = torch.arange(num_experts, dtype=torch.int32, device=slot.device)
-    offsets = torch.searchsorted(ranked, every, right=True, out_int32=True)
-    row = torch.empty_like(slot).scatter_(0, slot, torch.arange(slot.shape[0], device=slot.device))
-    return slot, row.view_as(expert_index), offsets
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, expert_index, expert_weight, gate_up_weight, down_weight, activation):
-        slot, row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
-        token = slot // expert_index.shape[1]
-        weight = expert_weight.flatten()[slot]
-        gate_up = grouped_linear(x[token], gate_up_weight, offsets)
-        rows = grouped_linear(experts_product(gate_up, weight, activation), down_weight, offsets)
-        ctx.save_for_backward(x, gate_up, token, row, weight, offsets, gate_up_weight, down_weight)
+    def forward(ctx, x, expert_index, weight, gate_up_weight, down_weight, activation):
+        row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
+        gate_up = grouped_linear(spread(x, row), gate_up_weight, offsets)
+        rows = grouped_linear(experts_product(gate_up, weight, row, activation), down_weight, offsets)
+        ctx.save_for_backward(x, gate_up, weight, row, row, offsets, gate_up_weight, down_weight)
         ctx.activation = activation
-        return experts_gather_sum(rows, row)
+        return gather_sum(rows, row)
 
     @staticmethod
     def backward(ctx, dy):
-        x, gate_up, token, row, weight, offsets, gate_up_weight, down_weight = ctx.saved_tensors
+        x, gate_up, weight, row, row, offsets, gate_up_weight, down_weight = ctx.saved_tensors
         needs_x, _, needs_weight, needs_gate_up, needs_down, _ = ctx.needs_input_grad
-        dx = dexpert_weight = dgate_up_weight = ddown_weight = dgate_up = None
-        dy = dy[token]
+        dx = dweight = dgate_up_weight = ddown_weight = dgate_up = None
         if needs_x or needs_weight or needs_gate_up:
-            dproduct = grouped_input_gradient(dy, down_weight, offsets)
-            dgate_up, dweight, product = experts_product_backward(dproduct, gate_up, weight, ctx.activation, needs_down)
-            dexpert_weight = dweight[row] if needs_weight else None
+            dproduct = grouped_input_gradient(spread(dy, row), down_weight, offsets)
+            dgate_up, dweight, product = experts_product_backward(
+                dproduct, gate_up, weight, row, ctx.activation, needs_down
+            )
             del dproduct
-        elif needs_down:
-            product = experts_product(gate_up, weight, ctx.activation)
-        if needs_down:
-            ddown_weight = grouped_weight_gradient(dy, product, offsets)
-        del dy, product
-        if needs_gate_up:
-            dgate_up_weight = grouped_weight_gradient(dgate_up, x[token], offsets)
+        else:
+            product = experts_product(gate_up, weight, row, ctx.activation)
+        del gate_up
+        free_saved(ctx)
         if needs_x:
-            dx = experts_gather_sum(grouped_input_gradient(dgate_up, gate_up_weight, offsets), row)
-        return dx, None, dexpert_weight, dgate_up_weight, ddown_weight, None
+            dx = gather_sum(grouped_input_gradient(dgate_up, gate_up_weight, offsets), row)
+        if needs_gate_up:
+            dgate_up_weight = grouped_weight_gradient(dgate_up, spread(x, row), offsets)
+        del dgate_up
+        if needs_down:
+            ddown_weight = grouped_weight_gradient(spread(dy, row), product, offsets)
+        return dx, None, dweight if needs_weight else None, dgate_up_weight, ddown_weight, None
+
+
+def free_saved(ctx) -> None:
+    """Lets go of what a node saved, unless its graph is retained; autograd would once its backward has returned."""
+    if not torch.compiler.is_compiling():  # a compiled graph frees each tensor after its last use
+        ctx.maybe_clear_saved_tensors()
 
 
 def experts(
@@ -208,9 +200,9 @@ def experts(
 ) -> Tensor:
     """Σ over each token's experts e of expert_weight * down_e (activation(gate_e x) * up_e x).
 
-    x [T, H] float, expert_index [T, k] int64, expert_weight [T, k] fp32, gate_up [E, 2 I, H] with the gate's rows
-    first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu" -> [T, H] in x's dtype. An expert without tokens
-    gets a zero gradient; frozen arguments cost none. Raises ValueError for any other activation and for an odd 2 I.
+    x [T, H] float, expert_index [T, k] int64 in 0 … E - 1, expert_weight [T, k] fp32, gate_up [E, 2 I, H], the gate's
+    rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu" -> [T, H] in x's dtype. An expert without
+    tokens gets a zero gradient; frozen arguments cost none. Raises ValueError for any other activation or an odd 2 I.
     """
     check_gated(gate_up.mT, activation)
     if not runs_kernels(x):

@@ -9,6 +9,7 @@ over the groups on the host), and Triton for every other dtype, device and shape
 autograd nodes: those are in the ops built on them.
 """
 
+import functools
 from itertools import pairwise
 
 import torch
@@ -26,7 +27,10 @@ BAND = 8  # tiles down before the next one across, so that both operands' tiles 
 
 # By element size: tile of (output rows, output columns, summed elements), warps, stages. The tiles of all stages stay
 # below 99 KB, the shared memory of the smallest Ampere chips.
-TILES = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 3)}
+TILES = {2: (128, 128, 64, 8, 3), 4: (64, 64, 16, 4, 3)}
+# By element size, tiles of summed elements in a strand. Where there are several, the sum starts anew with every strand
+# and joins the total at its end: in fp32 one chain would err 4 times as much, which a half precision's rounding hides.
+STRANDS = {2: 1, 4: 2}
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -55,6 +59,7 @@ def _locate(offsets_ptr, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr)
 def _rows_kernel(
     x_ptr, weight_ptr, offsets_ptr, y_ptr, groups, row_tiles, columns, depth, weight_column_stride, weight_depth_stride,
     GROUPS: tl.constexpr, BAND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    STRAND: tl.constexpr,
 ):  # fmt: skip
     """One program computes a tile of y = x Wᵀ or, the strides of W exchanged, of dx = dy W."""
     column_tiles = tl.cdiv(columns, COLUMNS)
@@ -69,18 +74,23 @@ def _rows_kernel(
     x_ptr += row * depth
     weight_ptr += group.to(tl.int64) * columns * depth + column * weight_column_stride
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(tl.cdiv(depth, DEPTH)):
-        k = tl.arange(0, DEPTH).to(tl.int64) + step * DEPTH
-        x = tl.load(x_ptr + k[None, :], in_group & (k < depth)[None, :], other=0.0)
-        weight = tl.load(weight_ptr + k[:, None] * weight_depth_stride, in_columns & (k < depth)[:, None], other=0.0)
-        total = tl.dot(x, weight, total, input_precision="ieee")
+    for step in range(tl.cdiv(depth, DEPTH * STRAND)):
+        strand = tl.zeros([ROWS, COLUMNS], tl.float32) if STRAND > 1 else total
+        for part in tl.static_range(STRAND):
+            k = tl.arange(0, DEPTH).to(tl.int64) + (step * STRAND + part) * DEPTH
+            x = tl.load(x_ptr + k[None, :], in_group & (k < depth)[None, :], other=0.0)
+            weight = tl.load(
+                weight_ptr + k[:, None] * weight_depth_stride, in_columns & (k < depth)[:, None], other=0.0
+            )
+            strand = tl.dot(x, weight, strand, input_precision="ieee")
+        total = total + strand if STRAND > 1 else strand
     tl.store(y_ptr + row * columns + column, total.to(y_ptr.dtype.element_ty), in_group & in_columns)
 
 
 @triton.jit
 def _weight_kernel(
     dy_ptr, x_ptr, offsets_ptr, dweight_ptr, rows, columns,
-    BAND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BAND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STRAND: tl.constexpr,
 ):  # fmt: skip
     """One program computes a tile of one group's dW [rows, columns], a sum over the group's rows of dy and x."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
@@ -93,20 +103,28 @@ def _weight_kernel(
     column = (column_tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]).to(tl.int64)
     in_rows, in_columns = row < rows, column < columns
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(tl.cdiv(end - start, DEPTH)):
-        k = (start + tl.arange(0, DEPTH)).to(tl.int64) + step * DEPTH
-        dy = tl.load(dy_ptr + k[None, :] * rows + row, in_rows & (k < end)[None, :], other=0.0)
-        x = tl.load(x_ptr + k[:, None] * columns + column, in_columns & (k < end)[:, None], other=0.0)
-        total = tl.dot(dy, x, total, input_precision="ieee")
+    for step in range(tl.cdiv(end - start, DEPTH * STRAND)):
+        strand = tl.zeros([ROWS, COLUMNS], tl.float32) if STRAND > 1 else total
+        for part in tl.static_range(STRAND):
+            k = (start + tl.arange(0, DEPTH)).to(tl.int64) + (step * STRAND + part) * DEPTH
+            dy = tl.load(dy_ptr + k[None, :] * rows + row, in_rows & (k < end)[None, :], other=0.0)
+            x = tl.load(x_ptr + k[:, None] * columns + column, in_columns & (k < end)[:, None], other=0.0)
+            strand = tl.dot(dy, x, strand, input_precision="ieee")
+        total = total + strand if STRAND > 1 else strand
     dweight_ptr += group.to(tl.int64) * rows * columns
     tl.store(dweight_ptr + row * columns + column, total.to(dweight_ptr.dtype.element_ty), in_rows & in_columns)
+
+
+@functools.cache  # the driver is asked once, not at every product
+def _major_capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def uses_grouped_mm(left: Tensor, right: Tensor, width: int) -> bool:
     """Whether torch's grouped kernel takes these contiguous operands to a result so wide; elsewhere it synchronises."""
     if left.dtype != torch.bfloat16 or not left.is_cuda or torch.version.hip is not None:
         return False
-    if torch.cuda.get_device_capability(left.device)[0] not in GROUPED_MM_CAPABILITIES:
+    if _major_capability(left.device) not in GROUPED_MM_CAPABILITIES:
         return False
     extents = left.data_ptr(), right.data_ptr(), *(2 * n for n in (left.shape[-1], right.shape[-1], width))
     return all(extent % ALIGNMENT == 0 for extent in extents)
@@ -123,7 +141,7 @@ def rows_by_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     _rows_kernel[(row_tiles * triton.cdiv(columns, tile_columns),)](
         x, weight, offsets, y, groups, row_tiles, columns, depth, weight.stride(1), weight.stride(2),
         GROUPS=triton.next_power_of_2(groups), BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth,
-        num_warps=warps, num_stages=stages,
+        STRAND=STRANDS[x.element_size()], num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
@@ -135,7 +153,8 @@ def weight_by_triton(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     tile_rows, tile_columns, tile_depth, warps, stages = TILES[x.element_size()]
     _weight_kernel[(groups * triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)](
         dy, x, offsets, dweight, rows, columns,
-        BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth, num_warps=warps, num_stages=stages,
+        BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth, STRAND=STRANDS[x.element_size()],
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dweight
 

@@ -1,13 +1,17 @@
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ligermodels.kernels.experts import experts, experts_reference, route, sort_by_expert
+import ligermodels.kernels.experts as module
+from ligermodels.kernels.expert_rows import sort_by_expert
+from ligermodels.kernels.experts import experts, experts_reference, route
+from ligermodels.kernels.grouped_linear import grouped_weight_gradient
 from ligermodels.kernels.op import widen
 from tests.conftest import DEVICE
-from tests.kernels.error_budget import DTYPES, check
+from tests.kernels.error_budget import DTYPES, FACTOR, check
 from tests.kernels.test_linear import saved_bytes
 
 # T, H, I, E, k. Odd sizes, one expert a token, every expert, many experts. Enough tokens for an error of half precision
@@ -38,7 +42,10 @@ def in_budget(function, activation):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts_and_their_gradients_are_within_the_error_budget(shape, dtype):
-    check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), draw(*shape), dtype)
+    """Twice the factor in fp32, where products err as their sums are long: dw comes by way of dp, a sum over H, where
+    the plain path's comes by way of an expert's output, a sum over I, and here I is the shorter."""
+    factor = 2 * FACTOR if dtype == torch.float32 else FACTOR
+    check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), draw(*shape), dtype, factor)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
@@ -48,9 +55,7 @@ def test_activations(activation):
 
 @pytest.mark.parametrize("shape", [(24, 1030, 8, 3, 2), (24, 8, 1030, 3, 2)])
 def test_rows_wider_than_a_tile(shape):
-    """In half precision: in fp32 it would measure the products, whose sums over 1030 are one chain here."""
-    inputs = [x / 3 if x.is_floating_point() else x for x in draw(*shape)]
-    check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), inputs, torch.float16)
+    check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), draw(*shape), torch.float32)
 
 
 def test_an_expert_chosen_twice_by_a_token_counts_twice():
@@ -102,7 +107,7 @@ def test_only_gate_up_and_the_routing_are_kept_for_backward():
     x, index, *rest = draw(tokens, hidden, inner, num_experts, k, torch.float32)
     gate_up, down = (p.requires_grad_() for p in rest[1:])
     kept = saved_bytes(lambda x, w: experts(x, index, w, gate_up, down, "silu"), x.requires_grad_(), rest[0])
-    routing = tokens * k * (8 + 8 + 4) + num_experts * 4  # token and row of each slot, its weight; offsets
+    routing = (tokens * k + num_experts) * 4  # the row of each slot, the offsets
     assert kept - 4 * (gate_up.numel() + down.numel()) == tokens * k * 2 * inner * 4 + routing
 
 
@@ -116,12 +121,37 @@ def test_bits_are_equal_from_run_to_run_and_under_recomputation():
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_sorting_is_stable_and_counts_every_expert():
-    index = torch.tensor([[3, 1], [1, 0], [3, 1]], device=DEVICE)
-    slot, row, offsets = sort_by_expert(index, 5)
-    assert slot.tolist() == [3, 1, 2, 5, 0, 4]
-    assert row.tolist() == [[4, 1], [2, 0], [5, 3]]
-    assert offsets.tolist() == [1, 4, 4, 6, 6] and offsets.dtype == torch.int32
+def test_a_retained_graph_gives_the_same_gradients_again():
+    x, index, *rest = draw(40, 16, 24, 6, 3, torch.float32)
+    leaves = [x.requires_grad_(), *(p.requires_grad_() for p in rest)]
+    loss = experts(x, index, *rest, "silu").sin().sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, leaves), strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_gate_up_is_freed_before_the_weights_gradients_are_made(retained, monkeypatch):
+    x, index, *rest = draw(6, 16, 8, 4, 2, torch.float32)
+    leaves = [p.requires_grad_() for p in rest[1:]]
+    kept, alive = [], []
+
+    def pack(saved):
+        saved = saved.detach()
+        if saved.shape == (6 * 2, 2 * 8):
+            kept.append(weakref.ref(saved))
+        return saved
+
+    def weight_gradient(*args):
+        alive.extend(gate_up() is not None for gate_up in kept)
+        return grouped_weight_gradient(*args)
+
+    monkeypatch.setattr(module, "grouped_weight_gradient", weight_gradient)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = experts(x, index, *rest, "silu")
+    torch.autograd.grad(y.sum(), leaves, retain_graph=retained)
+    assert alive == [retained] * 2
 
 
 def test_route_normalizes_over_the_chosen_experts():
@@ -145,13 +175,13 @@ def test_unknown_activations_and_odd_widths_are_refused():
 
 
 def test_opcheck():
-    ops, weight = torch.ops.ligermodels, torch.rand(6, device=DEVICE)
+    ops, weight = torch.ops.ligermodels, torch.rand(3, 2, device=DEVICE)
+    index = torch.tensor([[1, 0], [3, 1], [0, 1]], device=DEVICE)
+    row, _ = sort_by_expert(index, 4)
     gate_up, dproduct = torch.randn(6, 32, device=DEVICE), torch.randn(6, 16, device=DEVICE)
-    torch.library.opcheck(ops.experts_product.default, (gate_up, weight, "silu"))
+    torch.library.opcheck(ops.experts_product.default, (gate_up, weight, row, "silu"))
     for emit in (True, False):
-        torch.library.opcheck(ops.experts_product_backward.default, (dproduct, gate_up, weight, "silu", emit))
-    position = torch.randperm(6, device=DEVICE).view(3, 2)
-    torch.library.opcheck(ops.experts_gather_sum.default, (gate_up, position))
+        torch.library.opcheck(ops.experts_product_backward.default, (dproduct, gate_up, weight, row, "silu", emit))
 
 
 def test_fullgraph_compile_gives_equal_gradients():
@@ -185,3 +215,18 @@ def test_nothing_waits_for_the_device(dtype):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "num_experts"), [(4096, 8), (1024, 64)], ids=["many rows", "many experts"])
+def test_a_step_takes_no_more_memory_than_counted(tokens, num_experts):
+    """In elements: at the activation's backward, at dGU, at dD. Beside y, at the latter two also dx."""
+    hidden, inner, k = 512, 1024, 2
+    x, index, weight, *rest = draw(tokens, hidden, inner, num_experts, k, torch.bfloat16)
+    leaves = [x.requires_grad_(), weight.float().requires_grad_(), *(p.requires_grad_() for p in rest)]
+    dy, rows, matrix, routing = torch.randn_like(x), tokens * k, num_experts * inner * hidden, 2**20
+    counted = max(6 * rows * inner, rows * (3 * inner + hidden) + 2 * matrix, rows * (inner + hidden) + 3 * matrix)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(experts(leaves[0], index, *leaves[1:], "silu"), leaves, dy)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * (counted + 2 * tokens * hidden) + routing
