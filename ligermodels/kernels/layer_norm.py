@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ligermodels.kernels.op import register, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_programs, backward_tile, forward_tile, rows_of
+from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -53,33 +53,31 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dy_stride, x_stride, rows,
     WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers."""
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
     dbias = tl.zeros([ROWS, WIDTH], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
         mask = (row < rows) & in_row
-        mean = tl.load(stats_ptr + row, row < rows, other=0.0)
-        rstd = tl.load(stats_ptr + rows + row, row < rows, other=0.0)
         weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + column, mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        g_mean = tl.sum(dy * weight, 1, keep_dims=True) / COLUMNS
-        gn_mean = tl.sum(dy * weight * (x - mean), 1, keep_dims=True) * (rstd / COLUMNS)
-        weight = tl.load(weight_ptr + column, in_row, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         x = tl.load(x_ptr + row * x_stride + column, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        mean = tl.load(stats_ptr + row, row < rows, other=0.0)
+        rstd = tl.load(stats_ptr + rows + row, row < rows, other=0.0)
         normed = (x - mean) * rstd
-        dx = rstd * (dy * weight - g_mean - normed * gn_mean)
-        tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
+        g = dy * weight
         if WEIGHT_GRAD:
             dweight += dy * normed
         if BIAS_GRAD:
             dbias += dy
+        g_mean = tl.sum(g, 1, keep_dims=True) / COLUMNS
+        gn_mean = tl.sum(g * normed, 1, keep_dims=True) / COLUMNS
+        dx = rstd * (g - g_mean - normed * gn_mean)
+        tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))
     if WEIGHT_GRAD:
         tl.store(partials_ptr + column, tl.sum(dweight, 0)[None, :], in_row)
@@ -88,7 +86,7 @@ def _backward_kernel(
 
 
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     tile = forward_tile(x.shape[-1])
     x, x_stride = rows_of(x)
     rows = x.numel() // tile["COLUMNS"]
@@ -103,10 +101,10 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
 def _launch_backward(
     dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor, weight_grad: bool, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tile = backward_tile(x.shape[-1])
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     (dy, dy_stride), (x, x_stride), rows = rows_of(dy), rows_of(x), stats.shape[1]
-    programs = min(triton.cdiv(rows, tile["ROWS"]), backward_programs(x.device, tile["num_warps"]))
+    tile, programs = backward_tile(x.shape[-1], 3, x.itemsize, x.device)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), programs)
     weights = (weight,) * (weight_grad + bias_grad)
     partials = torch.empty(programs, len(weights) * tile["COLUMNS"], dtype=torch.float32, device=x.device)
     if rows:

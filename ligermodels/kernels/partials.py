@@ -1,7 +1,7 @@
 """The sum of the partial weight gradients of persistent programs: dw = Σ_programs partial, rounded once.
 
-Each program keeps its share in fp32 registers and writes it as a row of its own, without atomics: the sum, taken here in
-an order that the shapes alone decide, is bit-identical from run to run. Must not know what is summed.
+Each program keeps its share in fp32 registers and writes it as a row of its own, without atomics: the sum, taken here
+in an order that the shapes alone decide, is bit-identical from run to run. Must not know what is summed.
 """
 
 import torch

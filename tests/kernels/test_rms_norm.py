@@ -35,6 +35,17 @@ def test_non_contiguous_rows():
     check(lambda *a: add_rms_norm(*a, 1e-5), lambda *a: add_rms_norm_reference(*a, 1e-5), inputs, torch.float32)
 
 
+def test_one_gradient_for_both_outputs_counts_twice():
+    x, residual, weight = (torch.randn(s, device=DEVICE, requires_grad=True) for s in [(5, 32), (5, 32), (32,)])
+    upstream = torch.randn(5, 32, device=DEVICE)
+    expected, got = (
+        torch.autograd.grad(f(x, residual, weight, 1e-6), (x, residual, weight), (upstream, upstream))
+        for f in (add_rms_norm_reference, add_rms_norm)
+    )
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(b, a)
+
+
 def test_zero_rows_give_zero_weight_gradient():
     x = torch.empty(0, 64, device=DEVICE, requires_grad=True)
     weight = torch.ones(64, device=DEVICE, requires_grad=True)
