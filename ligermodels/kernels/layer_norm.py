@@ -49,11 +49,22 @@ def _forward_kernel(
     tl.store(stats_ptr + rows + row, rstd, row < rows)
 
 
+@triton.jit
+def _load_rows(dy_ptr, x_ptr, weight_ptr, mean, rstd, mask, in_row, AGAIN: tl.constexpr):
+    """Of a tile: dy, n and g. AGAIN: whether the same will be loaded once more."""
+    policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
+    weight_policy: tl.constexpr = "evict_last" if AGAIN else ""
+    dy = tl.load(dy_ptr, mask, other=0.0, eviction_policy=policy).to(tl.float32)
+    x = tl.load(x_ptr, mask, other=0.0, eviction_policy=policy).to(tl.float32)
+    weight = tl.load(weight_ptr, in_row, other=0.0, eviction_policy=weight_policy).to(tl.float32)
+    return dy, (x - mean) * rstd, dy * weight
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dy_stride, x_stride, rows,
     WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, REREAD: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers."""
     column = tl.arange(0, WIDTH)[None, :]
@@ -62,20 +73,19 @@ def _backward_kernel(
     dbias = tl.zeros([ROWS, WIDTH], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
-        mask = (row < rows) & in_row
-        weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        x = tl.load(x_ptr + row * x_stride + column, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        mask = in_row if ROWS == 1 else (row < rows) & in_row
         mean = tl.load(stats_ptr + row, row < rows, other=0.0)
         rstd = tl.load(stats_ptr + rows + row, row < rows, other=0.0)
-        normed = (x - mean) * rstd
-        g = dy * weight
+        dy_tile, x_tile = dy_ptr + row * dy_stride + column, x_ptr + row * x_stride + column
+        dy, normed, g = _load_rows(dy_tile, x_tile, weight_ptr + column, mean, rstd, mask, in_row, REREAD)
+        g_mean = tl.sum(g, 1, keep_dims=True) / COLUMNS
+        gn_mean = tl.sum(g * normed, 1, keep_dims=True) / COLUMNS
+        if REREAD:  # out of the cache: dw and db leave no registers to keep the row in
+            dy, normed, g = _load_rows(dy_tile, x_tile, weight_ptr + column, mean, rstd, mask, in_row, False)
         if WEIGHT_GRAD:
             dweight += dy * normed
         if BIAS_GRAD:
             dbias += dy
-        g_mean = tl.sum(g, 1, keep_dims=True) / COLUMNS
-        gn_mean = tl.sum(g * normed, 1, keep_dims=True) / COLUMNS
         dx = rstd * (g - g_mean - normed * gn_mean)
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))
@@ -104,6 +114,7 @@ def _launch_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     (dy, dy_stride), (x, x_stride), rows = rows_of(dy), rows_of(x), stats.shape[1]
     tile, programs = backward_tile(x.shape[-1], 3, x.itemsize, x.device)
+    tile = tile | {"REREAD": tile["WIDTH"] > 8192}
     programs = min(triton.cdiv(rows, tile["ROWS"]), programs)
     weights = (weight,) * (weight_grad + bias_grad)
     partials = torch.empty(programs, len(weights) * tile["COLUMNS"], dtype=torch.float32, device=x.device)

@@ -41,10 +41,9 @@ def _forward_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
     mask = (row < rows) & (column < COLUMNS)
-    hidden = tl.load(x_ptr + row * x_stride + column, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    hidden = tl.load(x_ptr + row * x_stride + column, mask, other=0.0).to(tl.float32)
     if ADD:
-        residual_ptr += row * residual_stride + column
-        hidden += tl.load(residual_ptr, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        hidden += tl.load(residual_ptr + row * residual_stride + column, mask, other=0.0).to(tl.float32)
         stored = hidden.to(hidden_ptr.dtype.element_ty)
         tl.store(hidden_ptr + row * COLUMNS + column, stored, mask)
         hidden = stored.to(tl.float32)
@@ -72,7 +71,7 @@ def _backward_kernel(
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
-        mask = (row < rows) & in_row
+        mask = in_row if ROWS == 1 else (row < rows) & in_row
         weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last").to(tl.float32) + offset
         dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask, other=0.0, eviction_policy="evict_first")
