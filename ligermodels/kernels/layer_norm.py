@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ligermodels.kernels.op import register, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of
+from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
+
+WIDEST_KEPT = 8192  # columns of a row that backward keeps in registers beside dw and db
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -37,11 +39,10 @@ def _forward_kernel(
     in_row = column < COLUMNS
     mask = (row < rows) & in_row
     x = tl.load(x_ptr + row * x_stride + column, mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
     mean = tl.sum(x, 1, keep_dims=True) / COLUMNS
     centred = tl.where(in_row, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / COLUMNS + eps)
-    y = centred * rstd * weight
+    y = centred * rstd * tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if BIAS:
         y += tl.load(bias_ptr + column, in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
     tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
@@ -52,12 +53,12 @@ def _forward_kernel(
 @triton.jit
 def _load_rows(dy_ptr, x_ptr, weight_ptr, mean, rstd, mask, in_row, AGAIN: tl.constexpr):
     """Of a tile: dy, n and g. AGAIN: whether the same will be loaded once more."""
-    policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
-    weight_policy: tl.constexpr = "evict_last" if AGAIN else ""
+    policy: tl.constexpr = "evict_last" if AGAIN else ""
     dy = tl.load(dy_ptr, mask, other=0.0, eviction_policy=policy).to(tl.float32)
     x = tl.load(x_ptr, mask, other=0.0, eviction_policy=policy).to(tl.float32)
-    weight = tl.load(weight_ptr, in_row, other=0.0, eviction_policy=weight_policy).to(tl.float32)
-    return dy, (x - mean) * rstd, dy * weight
+    weight = tl.load(weight_ptr, in_row, other=0.0, eviction_policy=policy).to(tl.float32)
+    dy, weight = zero_beyond(dy, in_row), zero_beyond(weight, in_row)
+    return dy, zero_beyond((x - mean) * rstd, in_row), dy * weight
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -102,7 +103,7 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
     rows = x.numel() // tile["COLUMNS"]
     stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     if rows:
-        _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        _forward_kernel[(tiles_of(rows, tile),)](
             x, weight, weight if bias is None else bias, y, stats, x_stride, rows, eps, BIAS=bias is not None, **tile
         )
     return y, stats
@@ -114,10 +115,11 @@ def _launch_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     (dy, dy_stride), (x, x_stride), rows = rows_of(dy), rows_of(x), stats.shape[1]
     tile, programs = backward_tile(x.shape[-1], 3, x.itemsize, x.device)
-    tile = tile | {"REREAD": tile["WIDTH"] > 8192}
-    programs = min(triton.cdiv(rows, tile["ROWS"]), programs)
+    reread = tile["WIDTH"] > WIDEST_KEPT
+    tile = tile | {"REREAD": reread, "STAGES": 1 if reread else tile["STAGES"]}
+    programs = min(tiles_of(rows, tile), programs)
     weights = (weight,) * (weight_grad + bias_grad)
-    partials = torch.empty(programs, len(weights) * tile["COLUMNS"], dtype=torch.float32, device=x.device)
+    partials = stats.new_empty(programs, len(weights) * tile["COLUMNS"])
     if rows:
         _backward_kernel[(programs,)](
             dy, x, stats, weight, dx, partials, dy_stride, x_stride, rows,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ROWS, TILE_COLUMNS = 64, 32  # 128 bytes a row, and programs for most multiprocessors from 4096 columns on
+TILE_ROWS, TILE_COLUMNS = 64, 16  # narrow, so that every multiprocessor has a share from 2048 columns on
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -35,7 +35,7 @@ def sum_partials(partials: Tensor, *weights: Tensor) -> list[Tensor]:
     """
     gradients = [torch.empty_like(weight) for weight in weights]
     rows, columns = partials.shape
-    _sum_kernel[(triton.cdiv(columns, TILE_COLUMNS),)](
+    _sum_kernel[(-(-columns // TILE_COLUMNS),)](
         partials, gradients[0], gradients[-1], rows, columns, gradients[0].numel(),
         ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
     )  # fmt: skip

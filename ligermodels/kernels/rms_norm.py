@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ligermodels.kernels.op import register, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of
+from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -72,11 +72,12 @@ def _backward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
         mask = in_row if ROWS == 1 else (row < rows) & in_row
-        weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last").to(tl.float32) + offset
-        dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask, other=0.0, eviction_policy="evict_first")
+        dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
+        hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + column, in_row, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, row < rows, other=0.0)
-        normed = hidden.to(tl.float32) * rstd
+        dy, weight = zero_beyond(dy, in_row), zero_beyond(weight + offset, in_row)
+        normed = zero_beyond(hidden * rstd, in_row)
         g = dy * weight
         if WEIGHT_GRAD:
             dweight += dy * normed
@@ -84,8 +85,7 @@ def _backward_kernel(
             tl.store(y_ptr + row * COLUMNS + column, (normed * weight).to(y_ptr.dtype.element_ty), mask)
         dx = rstd * (g - normed * (tl.sum(g * normed, 1, keep_dims=True) / COLUMNS))
         if ADD:
-            dhidden = tl.load(dhidden_ptr + row * dhidden_stride + column, mask, eviction_policy="evict_first")
-            dx += dhidden.to(tl.float32)
+            dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     if WEIGHT_GRAD:
         tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(dweight, 0)[None, :], in_row)
@@ -102,7 +102,7 @@ def _launch_forward(
     rows = x.numel() // tile["COLUMNS"]
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        _forward_kernel[(tiles_of(rows, tile),)](
             x, residual, weight, y, hidden, rstd, x_stride, residual_stride, rows, eps, offset,
             ADD=hidden is not y, **tile,
         )  # fmt: skip
@@ -130,8 +130,8 @@ def _launch_backward(
     (dy, dy_stride), (hidden, hidden_stride), rows = rows_of(dy), rows_of(hidden), len(rstd)
     dhidden, dhidden_stride = rows_of(dhidden) if add else (dy, dy_stride)
     tile, programs = backward_tile(hidden.shape[-1], 3 + add, hidden.itemsize, hidden.device)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), programs)
-    partials = torch.empty(programs if weight_grad else 0, tile["COLUMNS"], dtype=torch.float32, device=dx.device)
+    programs = min(tiles_of(rows, tile), programs)
+    partials = rstd.new_empty(programs if weight_grad else 0, tile["COLUMNS"])
     if rows:
         _backward_kernel[(programs,)](
             dy, dhidden, hidden, rstd, weight, dx, partials, y,
