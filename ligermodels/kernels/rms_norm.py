@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kernels, widen
-
-MAX_COLUMNS = 65536
+from ligermodels.kernels.op import register, runs_kernels, widen
+from ligermodels.kernels.partials import sum_partials
+from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -34,81 +34,77 @@ def add_rms_norm_reference(
 
 @triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, hidden_ptr, rstd_ptr,
-    x_stride, residual_stride, rows, columns, eps, offset,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, hidden_ptr, rstd_ptr, x_stride, residual_stride, rows, eps, offset,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program norms ROWS whole rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-    column = tl.arange(0, COLUMNS)[None, :]
-    mask = (row < rows) & (column < columns)
+    column = tl.arange(0, WIDTH)[None, :]
+    mask = (row < rows) & (column < COLUMNS)
     hidden = tl.load(x_ptr + row * x_stride + column, mask, other=0.0).to(tl.float32)
     if ADD:
         hidden += tl.load(residual_ptr + row * residual_stride + column, mask, other=0.0).to(tl.float32)
         stored = hidden.to(hidden_ptr.dtype.element_ty)
-        tl.store(hidden_ptr + row * columns + column, stored, mask)
+        tl.store(hidden_ptr + row * COLUMNS + column, stored, mask)
         hidden = stored.to(tl.float32)
-    weight = tl.load(weight_ptr + column, column < columns, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(hidden * hidden, 1, keep_dims=True) / columns + eps)
+    weight = tl.load(weight_ptr + column, column < COLUMNS, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(hidden * hidden, 1, keep_dims=True) / COLUMNS + eps)
     y = hidden * rstd * (weight + offset)
-    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask)
+    tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
     tl.store(rstd_ptr + row, rstd, row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
-    dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, dweight_ptr, y_ptr,
-    dy_stride, dhidden_stride, hidden_stride, rows, columns, offset,
-    ADD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, y_ptr,
+    dy_stride, dhidden_stride, hidden_stride, rows, offset,
+    ADD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One of a few persistent programs: strides over row tiles, keeps its share of dweight in registers."""
-    column = tl.arange(0, COLUMNS)[None, :]
-    in_row = column < columns
-    weight = tl.load(weight_ptr + column, in_row, other=0.0).to(tl.float32) + offset
-    dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        mask = (row < rows) & in_row
+    """One of a few persistent programs: strides over row tiles, keeps its share of dw in registers.
+
+    What the sum over the row does not need is done before it, and the weight is read again for every tile: so few
+    values outlive the sum that they fit the registers.
+    """
+    column = tl.arange(0, WIDTH)[None, :]
+    in_row = column < COLUMNS
+    dweight = tl.zeros([ROWS, WIDTH], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
+        mask = in_row if ROWS == 1 else (row < rows) & in_row
         dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
         hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + column, in_row, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, row < rows, other=0.0)
-        normed = hidden * rstd
+        dy, weight = zero_beyond(dy, in_row), zero_beyond(weight + offset, in_row)
+        normed = zero_beyond(hidden * rstd, in_row)
         g = dy * weight
-        dx = rstd * (g - normed * (tl.sum(g * normed, 1, keep_dims=True) / columns))
-        if ADD:
-            dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask)
-        if EMIT:
-            tl.store(y_ptr + row * columns + column, (normed * weight).to(y_ptr.dtype.element_ty), mask)
         if WEIGHT_GRAD:
             dweight += dy * normed
+        if EMIT:
+            tl.store(y_ptr + row * COLUMNS + column, (normed * weight).to(y_ptr.dtype.element_ty), mask)
+        dx = rstd * (g - normed * (tl.sum(g * normed, 1, keep_dims=True) / COLUMNS))
+        if ADD:
+            dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     if WEIGHT_GRAD:
-        tl.store(dweight_ptr + tl.program_id(0) * columns + column, tl.sum(dweight, 0)[None, :], in_row)
-
-
-def tile_of(columns: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of one program's tile: whole rows, several of them when they are short."""
-    if columns > MAX_COLUMNS:
-        raise ValueError(f"rms_norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
-    width = triton.next_power_of_2(columns)
-    rows = max(1, 1024 // width)
-    return rows, width, min(16, max(4, width // 512))
+        tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(dweight, 0)[None, :], in_row)
 
 
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape, x = x.shape, as_rows(x)
-    rows, columns = x.shape
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     hidden = y if residual is None else torch.empty_like(y)
-    residual = x if residual is None else as_rows(residual)
+    tile = forward_tile(x.shape[-1])
+    x, x_stride = rows_of(x)
+    residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual)
+    rows = x.numel() // tile["COLUMNS"]
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    tile_rows, width, warps = tile_of(columns)
     if rows:
-        _forward_kernel[(triton.cdiv(rows, tile_rows),)](
-            x, residual, weight, y, hidden, rstd, x.stride(0), residual.stride(0), rows, columns, eps, offset,
-            ADD=hidden is not y, ROWS=tile_rows, COLUMNS=width, num_warps=warps,
+        _forward_kernel[(tiles_of(rows, tile),)](
+            x, residual, weight, y, hidden, rstd, x_stride, residual_stride, rows, eps, offset,
+            ADD=hidden is not y, **tile,
         )  # fmt: skip
     return y, hidden, rstd
 
@@ -128,21 +124,21 @@ def _launch_backward(
     dy: Tensor, dhidden: Tensor | None, hidden: Tensor, rstd: Tensor, weight: Tensor, offset: float,
     weight_grad: bool, emit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    dx = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     y = torch.empty_like(dx) if emit else dx.new_empty(0)
-    dy, hidden = as_rows(dy), as_rows(hidden)
-    residual_grad = dy if dhidden is None else as_rows(dhidden)
-    rows, columns = hidden.shape
-    tile_rows, width, warps = tile_of(columns)
-    programs = min(triton.cdiv(rows, tile_rows), 2 * multiprocessors(hidden.device))
-    partials = torch.empty(programs if weight_grad else 0, columns, dtype=torch.float32, device=hidden.device)
+    add = dhidden is not None
+    (dy, dy_stride), (hidden, hidden_stride), rows = rows_of(dy), rows_of(hidden), len(rstd)
+    dhidden, dhidden_stride = rows_of(dhidden) if add else (dy, dy_stride)
+    tile, programs = backward_tile(hidden.shape[-1], 3 + add, hidden.itemsize, hidden.device)
+    programs = min(tiles_of(rows, tile), programs)
+    partials = rstd.new_empty(programs if weight_grad else 0, tile["COLUMNS"])
     if rows:
         _backward_kernel[(programs,)](
-            dy, residual_grad, hidden, rstd, weight, dx, partials, y,
-            dy.stride(0), residual_grad.stride(0), hidden.stride(0), rows, columns, offset,
-            ADD=dhidden is not None, WEIGHT_GRAD=weight_grad, EMIT=emit, ROWS=tile_rows, COLUMNS=width, num_warps=warps,
+            dy, dhidden, hidden, rstd, weight, dx, partials, y,
+            dy_stride, dhidden_stride, hidden_stride, rows, offset,
+            ADD=add, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile,
         )  # fmt: skip
-    dweight = partials.sum(0).to(weight.dtype) if weight_grad else weight.new_empty(0)
+    (dweight,) = sum_partials(partials, weight) if weight_grad else [weight.new_empty(0)]
     return dx, dweight, y
 
 

@@ -5,7 +5,7 @@ from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, r
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
-SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (33, 257)]
+SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (33, 257), (5, 9000)]
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
@@ -33,6 +33,17 @@ def test_non_contiguous_rows():
     x, residual = draw(6, 4, 64).transpose(0, 1)[..., ::2], draw(1, 1, 32).expand(4, 6, 32)
     inputs = x, residual, draw(64)[::2].contiguous()
     check(lambda *a: add_rms_norm(*a, 1e-5), lambda *a: add_rms_norm_reference(*a, 1e-5), inputs, torch.float32)
+
+
+def test_one_gradient_for_both_outputs_counts_twice():
+    x, residual, weight = (torch.randn(s, device=DEVICE, requires_grad=True) for s in [(5, 32), (5, 32), (32,)])
+    upstream = torch.randn(5, 32, device=DEVICE)
+    expected, got = (
+        torch.autograd.grad(f(x, residual, weight, 1e-6), (x, residual, weight), (upstream, upstream))
+        for f in (add_rms_norm_reference, add_rms_norm)
+    )
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(b, a)
 
 
 def test_zero_rows_give_zero_weight_gradient():

@@ -1,0 +1,177 @@
+"""LayerNorm: y = n * w + b, n = (x - mean(x)) * rstd, rstd = rsqrt(mean((x - mean(x))²) + eps); b may be absent.
+
+Backward, with g = dy * w:
+    dx = rstd * (g - mean(g) - n * mean(g * n))
+    dw = Σ_rows dy * n,    db = Σ_rows dy
+x, y [..., N] any float dtype, w, b [N]; sums in fp32, the variance's over centred values, because E[x²] - E[x]² cancels
+where the mean is large; one rounding at the end. stats [2, rows] fp32: mean, then rstd.
+Moves 2 M N elements forward, 3 M N backward: bound by memory bandwidth.
+Maths: Ba, Kiros & Hinton 2016, https://arxiv.org/abs/1607.06450.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.op import register, runs_kernels, widen
+from ligermodels.kernels.partials import sum_partials
+from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
+
+WIDEST_KEPT = 8192  # columns of a row that backward keeps in registers beside dw and db
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    wide = widen(x)
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * widen(weight)
+    return (y if bias is None else y + widen(bias)).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, x_stride, rows, eps,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program norms ROWS whole rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    column = tl.arange(0, WIDTH)[None, :]
+    in_row = column < COLUMNS
+    mask = (row < rows) & in_row
+    x = tl.load(x_ptr + row * x_stride + column, mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 1, keep_dims=True) / COLUMNS
+    centred = tl.where(in_row, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / COLUMNS + eps)
+    y = centred * rstd * tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    if BIAS:
+        y += tl.load(bias_ptr + column, in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
+    tl.store(stats_ptr + row, mean, row < rows)
+    tl.store(stats_ptr + rows + row, rstd, row < rows)
+
+
+@triton.jit
+def _load_rows(dy_ptr, x_ptr, weight_ptr, mean, rstd, mask, in_row, AGAIN: tl.constexpr):
+    """Of a tile: dy, n and g. AGAIN: whether the same will be loaded once more."""
+    policy: tl.constexpr = "evict_last" if AGAIN else ""
+    dy = tl.load(dy_ptr, mask, other=0.0, eviction_policy=policy).to(tl.float32)
+    x = tl.load(x_ptr, mask, other=0.0, eviction_policy=policy).to(tl.float32)
+    weight = tl.load(weight_ptr, in_row, other=0.0, eviction_policy=policy).to(tl.float32)
+    dy, weight = zero_beyond(dy, in_row), zero_beyond(weight, in_row)
+    return dy, zero_beyond((x - mean) * rstd, in_row), dy * weight
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_kernel(
+    dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dy_stride, x_stride, rows,
+    WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, REREAD: tl.constexpr,
+):  # fmt: skip
+    """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers."""
+    column = tl.arange(0, WIDTH)[None, :]
+    in_row = column < COLUMNS
+    dweight = tl.zeros([ROWS, WIDTH], tl.float32)
+    dbias = tl.zeros([ROWS, WIDTH], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
+        mask = in_row if ROWS == 1 else (row < rows) & in_row
+        mean = tl.load(stats_ptr + row, row < rows, other=0.0)
+        rstd = tl.load(stats_ptr + rows + row, row < rows, other=0.0)
+        dy_tile, x_tile = dy_ptr + row * dy_stride + column, x_ptr + row * x_stride + column
+        dy, normed, g = _load_rows(dy_tile, x_tile, weight_ptr + column, mean, rstd, mask, in_row, REREAD)
+        g_mean = tl.sum(g, 1, keep_dims=True) / COLUMNS
+        gn_mean = tl.sum(g * normed, 1, keep_dims=True) / COLUMNS
+        if REREAD:  # out of the cache: dw and db leave no registers to keep the row in
+            dy, normed, g = _load_rows(dy_tile, x_tile, weight_ptr + column, mean, rstd, mask, in_row, False)
+        if WEIGHT_GRAD:
+            dweight += dy * normed
+        if BIAS_GRAD:
+            dbias += dy
+        dx = rstd * (g - g_mean - normed * gn_mean)
+        tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
+    partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))
+    if WEIGHT_GRAD:
+        tl.store(partials_ptr + column, tl.sum(dweight, 0)[None, :], in_row)
+    if BIAS_GRAD:
+        tl.store(partials_ptr + COLUMNS * WEIGHT_GRAD + column, tl.sum(dbias, 0)[None, :], in_row)
+
+
+def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tile = forward_tile(x.shape[-1])
+    x, x_stride = rows_of(x)
+    rows = x.numel() // tile["COLUMNS"]
+    stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)
+    if rows:
+        _forward_kernel[(tiles_of(rows, tile),)](
+            x, weight, weight if bias is None else bias, y, stats, x_stride, rows, eps, BIAS=bias is not None, **tile
+        )
+    return y, stats
+
+
+def _launch_backward(
+    dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (dy, dy_stride), (x, x_stride), rows = rows_of(dy), rows_of(x), stats.shape[1]
+    tile, programs = backward_tile(x.shape[-1], 3, x.itemsize, x.device)
+    reread = tile["WIDTH"] > WIDEST_KEPT
+    tile = tile | {"REREAD": reread, "STAGES": 1 if reread else tile["STAGES"]}
+    programs = min(tiles_of(rows, tile), programs)
+    weights = (weight,) * (weight_grad + bias_grad)
+    partials = stats.new_empty(programs, len(weights) * tile["COLUMNS"])
+    if rows:
+        _backward_kernel[(programs,)](
+            dy, x, stats, weight, dx, partials, dy_stride, x_stride, rows,
+            WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile,
+        )  # fmt: skip
+    gradients = sum_partials(partials, *weights) if weights else []
+    dweight = gradients[0] if weight_grad else weight.new_empty(0)
+    return dx, dweight, gradients[-1] if bias_grad else weight.new_empty(0)
+
+
+def _fake_forward(x, weight, bias, eps):
+    return x.new_empty(x.shape), x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
+
+
+def _fake_backward(dy, x, stats, weight, weight_grad, bias_grad):
+    dweight, dbias = (weight.new_empty(weight.shape if needed else 0) for needed in (weight_grad, bias_grad))
+    return x.new_empty(x.shape), dweight, dbias
+
+
+layer_norm_forward = register(
+    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor y, Tensor stats)",
+    _launch_forward,
+    _fake_forward,
+)
+layer_norm_backward = register(
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor stats, Tensor weight, bool weight_grad, bool bias_grad)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _launch_backward,
+    _fake_backward,
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, stats = layer_norm_forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, stats, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        _, weight_grad, bias_grad, _ = ctx.needs_input_grad
+        dx, dweight, dbias = layer_norm_backward(dy, *ctx.saved_tensors, weight_grad, bias_grad)
+        return dx, dweight if weight_grad else None, dbias if bias_grad else None, None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dimension.
+
+    x [..., N] float, weight [N] float, bias [N] or None -> y [..., N] in x's dtype. Raises ValueError where N exceeds
+    65536.
+    """
+    if not runs_kernels(x):
+        return layer_norm_reference(x, weight, bias, eps)
+    return _LayerNorm.apply(x, weight, bias, eps)

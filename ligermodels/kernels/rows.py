@@ -1,0 +1,74 @@
+"""Whole rows as tiles, for the norms: what one program holds, and how many programs share the rows of backward.
+
+Must not know which norm: only how wide a row is and how many tensors of such rows a program streams.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.op import as_rows, multiprocessors, shared_memory
+
+MAX_COLUMNS = 65536
+TILE_ELEMENTS = 2048  # at least: short rows share a program
+ELEMENTS_PER_THREAD = 24  # of a row, at most: weight gradients in registers and two values more for each still fit
+PROGRAMS = {4: 3, 8: 2, 16: 1, 32: 1}  # of backward, a multiprocessor, by their warps: one hides another's sums
+REGISTERS = 65536  # of a multiprocessor, for all of these
+RESERVED_BYTES = 8192  # of shared memory a program, for sums across warps and what the driver takes
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, int]:
+    """x [..., N] with unit stride along N, and the stride between its rows; x itself where it is contiguous."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    x = as_rows(x)
+    return x, x.stride(0)
+
+
+def tiles_of(rows: int, tile: dict[str, int]) -> int:
+    """How many tiles cover `rows` rows."""
+    return -(-rows // tile["ROWS"])  # triton.cdiv takes a microsecond
+
+
+@triton.jit
+def zero_beyond(x, in_row):
+    """x, which a masked load has already made 0 beyond the row: so told, the compiler gives idle lanes no registers."""
+    return tl.where(in_row, x, 0.0)
+
+
+@functools.cache
+def forward_tile(columns: int) -> dict[str, int]:
+    """What a kernel that holds whole rows is built with: ROWS of COLUMNS elements, in tiles of a power of two."""
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
+    width = triton.next_power_of_2(columns)
+    return {
+        "ROWS": max(1, TILE_ELEMENTS // width),
+        "COLUMNS": columns,
+        "WIDTH": width,
+        "num_warps": warps_of(columns, 16),
+    }
+
+
+def warps_of(columns: int, most: int) -> int:
+    return min(most, max(4, triton.next_power_of_2(triton.cdiv(columns, 32 * ELEMENTS_PER_THREAD))))
+
+
+@functools.cache
+def backward_tile(columns: int, streams: int, itemsize: int, device: torch.device) -> tuple[dict[str, int], int]:
+    """What a persistent kernel that reads `streams` tensors row by row is built with, and how many programs of it.
+
+    STAGES - 1 tiles are on their way through shared memory while one is worked on.
+    """
+    tile, warps = forward_tile(columns), warps_of(columns, 32)
+    if device.type == "cpu":  # the interpreter's: one stage, no registers
+        return tile | {"STAGES": 1}, PROGRAMS[warps] * multiprocessors(device)
+    room = shared_memory(device) // PROGRAMS[warps] - RESERVED_BYTES
+    ahead = min(2, max(0, room // (streams * tile["ROWS"] * tile["WIDTH"] * itemsize)))
+    built = {"STAGES": 1 + ahead, "num_warps": warps}
+    if not torch.version.hip:
+        built["maxnreg"] = REGISTERS // (32 * warps * PROGRAMS[warps]) // 8 * 8
+    return tile | built, PROGRAMS[warps] * multiprocessors(device)

@@ -1,0 +1,114 @@
+import pytest
+import torch
+
+from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check, relative_error
+
+SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (33, 257), (5, 9000)]
+pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
+
+
+def draw(*shape):
+    return torch.randn(shape, dtype=torch.float64, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_is_within_the_error_budget(shape, dtype):
+    inputs = draw(*shape), draw(shape[-1]), draw(shape[-1])
+    check(lambda *a: layer_norm(*a, 1e-6), lambda *a: layer_norm_reference(*a, 1e-6), inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_bias(dtype):
+    inputs = draw(9, 96), draw(96)
+    check(lambda *a: layer_norm(*a, None, 1e-6), lambda *a: layer_norm_reference(*a, None, 1e-6), inputs, dtype)
+
+
+def test_reference_is_pytorchs():
+    x, weight, bias = draw(5, 40), draw(40), draw(40)
+    for b in (bias, None):
+        expected = torch.nn.functional.layer_norm(x, (40,), weight, b, 1e-5)
+        torch.testing.assert_close(layer_norm_reference(x, weight, b, 1e-5), expected)
+
+
+def test_a_large_mean_does_not_cancel_the_variance():
+    x = draw(4, 1000) + 300.0  # E[x²] - E[x]² would keep two digits of it in fp32
+    weight, bias = draw(1000), draw(1000)
+    oracle = layer_norm_reference(x.float().double(), weight.float().double(), bias.float().double(), 1e-6)
+    assert relative_error(layer_norm(x.float(), weight.float(), bias.float(), 1e-6), oracle) < 2e-5
+
+
+def test_non_contiguous_rows():
+    inputs = draw(6, 4, 64).transpose(0, 1)[..., ::2], draw(32), draw(32)
+    check(lambda *a: layer_norm(*a, 1e-5), lambda *a: layer_norm_reference(*a, 1e-5), inputs, torch.float32)
+
+
+def test_zero_rows_give_zero_weight_and_bias_gradients():
+    x = torch.empty(0, 64, device=DEVICE, requires_grad=True)
+    weight, bias = (torch.ones(64, device=DEVICE, requires_grad=True) for _ in range(2))
+    y = layer_norm(x, weight, bias, 1e-6)
+    y.sum().backward()
+    assert y.shape == (0, 64)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
+
+
+@pytest.mark.parametrize("trained", [[0], [0, 1], [0, 2], [1], [2]])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(trained):
+    inputs = [torch.randn(s, device=DEVICE) for s in [(5, 32), (32,), (32,)]]
+    for index in trained:
+        inputs[index].requires_grad_()
+    leaves = [inputs[index] for index in trained]
+    upstream = torch.randn(5, 32, device=DEVICE)
+    expected, got = (
+        torch.autograd.grad(f(*inputs, 1e-6), leaves, upstream) for f in (layer_norm_reference, layer_norm)
+    )
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_weight_and_bias_gradients_are_bit_identical_from_run_to_run():
+    x = torch.randn(500, 96, device=DEVICE)
+    weight, bias = (torch.randn(96, device=DEVICE, requires_grad=True) for _ in range(2))
+    upstream = torch.randn(500, 96, device=DEVICE)
+    first, second = (torch.autograd.grad(layer_norm(x, weight, bias, 1e-6), (weight, bias), upstream) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_rows_too_long_are_refused():
+    with pytest.raises(ValueError, match="65536"):
+        layer_norm(torch.empty(1, 65537, device=DEVICE), torch.empty(65537, device=DEVICE), None, 1e-6)
+
+
+def test_opcheck():
+    x, weight, bias = (torch.randn(s, device=DEVICE) for s in [(3, 40), (40,), (40,)])
+    ops, stats = torch.ops.ligermodels, torch.rand(2, 3, device=DEVICE)
+    torch.library.opcheck(ops.layer_norm.default, (x, weight, bias, 1e-6))
+    torch.library.opcheck(ops.layer_norm.default, (x, weight, None, 1e-6))
+    for weight_grad, bias_grad in [(True, True), (True, False), (False, True), (False, False)]:
+        torch.library.opcheck(ops.layer_norm_backward.default, (x, x, stats, weight, weight_grad, bias_grad))
+
+
+def test_fullgraph_compile_gives_equal_gradients():
+    inputs = [torch.randn(s, device=DEVICE, requires_grad=True) for s in [(4, 6, 48), (48,), (48,)]]
+
+    def loss(x, weight, bias):
+        return (layer_norm(layer_norm(x, weight, bias, 1e-6), weight, None, 1e-6) * x).sum()
+
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    expected, got = (torch.autograd.grad(f(*inputs), inputs) for f in (loss, compiled))
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_two_to_the_31():
+    rows, columns = 2**18 + 1, 2**13
+    x = torch.zeros(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+    x[-1] = torch.randn(columns, device=DEVICE)
+    weight = torch.ones(columns, device=DEVICE, dtype=torch.bfloat16)
+    y = layer_norm(x, weight, weight, 1e-6)
+    assert torch.equal(y[-1], layer_norm(x[-1:].clone(), weight, weight, 1e-6)[0])
