@@ -160,13 +160,13 @@ class _Experts(torch.autograd.Function):
         row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
         gate_up = grouped_linear(spread(x, row), gate_up_weight, offsets)
         rows = grouped_linear(experts_product(gate_up, weight, row, activation), down_weight, offsets)
-        ctx.save_for_backward(x, gate_up, weight, row, row, offsets, gate_up_weight, down_weight)
+        ctx.save_for_backward(x, gate_up, weight, row, offsets, gate_up_weight, down_weight)
         ctx.activation = activation
         return gather_sum(rows, row)
 
     @staticmethod
     def backward(ctx, dy):
-        x, gate_up, weight, row, row, offsets, gate_up_weight, down_weight = ctx.saved_tensors
+        x, gate_up, weight, row, offsets, gate_up_weight, down_weight = ctx.saved_tensors
         needs_x, _, needs_weight, needs_gate_up, needs_down, _ = ctx.needs_input_grad
         dx = dweight = dgate_up_weight = ddown_weight = dgate_up = None
         if needs_x or needs_weight or needs_gate_up:
