@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import register, runs_kernels, widen
+from ligermodels.kernels.op import kernel, register, runs_kernels, widen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 1024  # elements of one program: 16 bytes a thread of each bf16 tensor
@@ -55,7 +55,7 @@ def _bias_correction(log_beta, step):
     return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
 
 
-@triton.jit
+@kernel()
 def _update_kernel(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, step_ptr, grad_scale_ptr, found_inf_ptr,
     numel, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, TILE: tl.constexpr,

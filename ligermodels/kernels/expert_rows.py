@@ -10,17 +10,16 @@ bits from run to run. Nothing here waits for the device, and no size depends on 
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.gated_activation import grid_of
-from ligermodels.kernels.op import register
+from ligermodels.kernels.op import kernel, register
 
 SORT_TILE = 8192  # slots that a program of eight warps looks at in a step
 
 
-@triton.jit(do_not_specialize=["slots"])
+@kernel(do_not_specialize=["slots"])
 def _sort_kernel(index_ptr, row_ptr, offsets_ptr, slots, TILE: tl.constexpr):
     """One program counts the slots of the experts before its own, then numbers its own expert's slots in order."""
     expert = tl.program_id(0)
@@ -38,7 +37,7 @@ def _sort_kernel(index_ptr, row_ptr, offsets_ptr, slots, TILE: tl.constexpr):
     tl.store(offsets_ptr + expert, end)
 
 
-@triton.jit
+@kernel()
 def _spread_kernel(x_ptr, row_ptr, rows_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """One program copies TILE columns of one token to its SLOTS rows."""
     token = tl.program_id(0).to(tl.int64)
@@ -50,7 +49,7 @@ def _spread_kernel(x_ptr, row_ptr, rows_ptr, columns, SLOTS: tl.constexpr, TILE:
         tl.store(rows_ptr + row * columns + column, x, mask)
 
 
-@triton.jit
+@kernel()
 def _gather_sum_kernel(rows_ptr, row_ptr, y_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """One program sums TILE columns of one token's SLOTS rows."""
     token = tl.program_id(0).to(tl.int64)

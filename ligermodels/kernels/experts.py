@@ -20,14 +20,13 @@ Backward needs, in elements beside its inputs and outputs, R = T k, the largest 
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.expert_rows import gather_sum, sort_by_expert, spread
 from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference
 from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
-from ligermodels.kernels.op import register, runs_kernels, widen
+from ligermodels.kernels.op import kernel, register, runs_kernels, widen
 
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -52,7 +51,7 @@ def experts_reference(
     return y.to(x.dtype)
 
 
-@triton.jit
+@kernel()
 def _product_kernel(
     gate_up_ptr, weight_ptr, row_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr
 ):
@@ -71,7 +70,7 @@ def _product_kernel(
         tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@kernel()
 def _product_backward_kernel(
     dproduct_ptr, gate_up_ptr, weight_ptr, row_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
     ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.op import register, runs_kernels
+from ligermodels.kernels.op import kernel, register, runs_kernels
 
 GROUPED_MM_CAPABILITIES = (9, 10)  # major; those for which torch has a grouped kernel
 ALIGNMENT = 16  # bytes, of addresses and strides that the tensor memory accelerator reads
@@ -55,7 +55,7 @@ def _locate(offsets_ptr, tile, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr)
     return group, first, tl.sum(tl.where(here, end, 0), 0)
 
 
-@triton.jit(do_not_specialize=["row_tiles"])
+@kernel(do_not_specialize=["row_tiles"])
 def _rows_kernel(
     x_ptr, weight_ptr, offsets_ptr, y_ptr, groups, row_tiles, columns, depth, weight_column_stride, weight_depth_stride,
     GROUPS: tl.constexpr, BAND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -87,7 +87,7 @@ def _rows_kernel(
     tl.store(y_ptr + row * columns + column, total.to(y_ptr.dtype.element_ty), in_group & in_columns)
 
 
-@triton.jit
+@kernel()
 def _weight_kernel(
     dy_ptr, x_ptr, offsets_ptr, dweight_ptr, rows, columns,
     BAND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STRAND: tl.constexpr,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import register, runs_kernels, widen
+from ligermodels.kernels.op import kernel, register, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
 
@@ -28,7 +28,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     return (y if bias is None else y + widen(bias)).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, x_stride, rows, eps,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
@@ -61,7 +61,7 @@ def _load_rows(dy_ptr, x_ptr, weight_ptr, mean, rstd, mask, in_row, AGAIN: tl.co
     return dy, zero_beyond((x - mean) * rstd, in_row), dy * weight
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _backward_kernel(
     dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dy_stride, x_stride, rows,
     WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,

@@ -142,6 +142,7 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a device; a few under the interpreter, so that persistent loops are exercised."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -5,14 +5,15 @@ in an order that the shapes alone decide, is bit-identical from run to run. Must
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from ligermodels.kernels.op import kernel
 
 TILE_ROWS, TILE_COLUMNS = 64, 16  # narrow, so that every multiprocessor has a share from 2048 columns on
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _sum_kernel(
     partials_ptr, first_ptr, last_ptr, rows, columns, first_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip

@@ -10,11 +10,10 @@ Maths: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import register, runs_kernels, widen
+from ligermodels.kernels.op import kernel, register, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
 
@@ -32,7 +31,7 @@ def add_rms_norm_reference(
     return rms_norm_reference(hidden, weight, eps, offset), hidden
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, hidden_ptr, rstd_ptr, x_stride, residual_stride, rows, eps, offset,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
@@ -54,7 +53,7 @@ def _forward_kernel(
     tl.store(rstd_ptr + row, rstd, row < rows)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _backward_kernel(
     dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, y_ptr,
     dy_stride, dhidden_stride, hidden_stride, rows, offset,
@@ -128,7 +127,7 @@ def _launch_backward(
     y = torch.empty_like(dx) if emit else dx.new_empty(0)
     add = dhidden is not None
     (dy, dy_stride), (hidden, hidden_stride), rows = rows_of(dy), rows_of(hidden), len(rstd)
-    dhidden, dhidden_stride = rows_of(dhidden) if add else (dy, dy_stride)
+    dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden)
     tile, programs = backward_tile(hidden.shape[-1], 3 + add, hidden.itemsize, hidden.device)
     programs = min(tiles_of(rows, tile), programs)
     partials = rstd.new_empty(programs if weight_grad else 0, tile["COLUMNS"])
