@@ -129,6 +129,11 @@ def evaluate(function: Callable, inputs: list[Tensor]) -> list[Tensor]:
     return values + (list(torch.autograd.grad(outputs, leaves, upstream_of(outputs))) if leaves else [])
 
 
+def after(layout: Callable, function: Callable) -> Callable:
+    """What a provider computes of the op's own inputs."""
+    return lambda *inputs: function(*layout(*inputs))
+
+
 def relative_errors(results: list[Tensor], oracle: list[Tensor]) -> list[float]:
     pairs = zip(results, oracle, strict=True)
     return [((got.float() - expected).norm() / expected.norm().clamp_min(1e-30)).item() for got, expected in pairs]
@@ -169,7 +174,7 @@ def timed_inputs(op: Op, provider: Provider, function: Callable, shape: Shape) -
 def rows_of(op: Op, shape: Shape, provider: Provider, truth: Truth, limits: dict[str, float]) -> Iterator[dict]:
     """One row a pass, the last with the peak of memory; a single one where the result is wrong."""
     function = provider.make(*shape)
-    error = truth.error_of(evaluate(lambda *x: function(*provider.layout(*x)), fresh_inputs(op, shape)))
+    error = truth.error_of(evaluate(after(provider.layout, function), fresh_inputs(op, shape)))
     if not error <= FACTOR:
         yield {"status": "wrong", "reason": f"error {error:.3g} times plain bf16's, {FACTOR:g} allowed"}
         return
