@@ -91,7 +91,11 @@ swiglu_backward = Op(
 
 @swiglu_backward.provider("pytorch")
 def pytorch_backward(*shape):
-    return backward_with_product
+    def backward(dy, gate, up):
+        activated = F.silu(gate)
+        return torch.ops.aten.silu_backward(dy * up, gate), dy * activated, activated * up
+
+    return backward
 
 
 @swiglu_backward.provider("ligermodels", layout=lambda dy, *pair: (dy, *packed(*pair)))

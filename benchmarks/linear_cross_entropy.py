@@ -5,6 +5,7 @@ products alone, in the same run; memory is what is needed beyond the gradients o
 import torch
 import torch.nn.functional as F
 
+from benchmarks.cross_entropy import SPREAD
 from benchmarks.suite import Op, draw
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy_reference
@@ -13,7 +14,7 @@ SHAPES = [(16384, 4096, 128256), (16384, 2304, 256000), (16384, 896, 151936), (6
 
 
 def inputs(tokens, hidden, vocab):
-    return [draw(tokens, hidden), draw(vocab, hidden, scale=hidden**-0.5), torch.randint(vocab, (tokens,))]
+    return [draw(tokens, hidden), draw(vocab, hidden, scale=SPREAD * hidden**-0.5), torch.randint(vocab, (tokens,))]
 
 
 def three_products(tokens, hidden, vocab):
@@ -72,6 +73,13 @@ def ours(*shape):
     from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 
     return linear_cross_entropy
+
+
+@linear_cross_entropy.provider("ligermodels, lean")
+def ours_lean(*shape):
+    from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+
+    return lambda *inputs: linear_cross_entropy(*inputs, lean=True)
 
 
 linear_cross_entropy.compiled(SHAPES)

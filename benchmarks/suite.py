@@ -189,14 +189,19 @@ def rows_of(op: Op, shape: Shape, provider: Provider, truth: Truth, limits: dict
 
 
 def figures(op: Op, work: float, limit_ms: float, measured: timing.Timing) -> dict:
-    return {
+    row = {
         "ms": measured.ms,
         "ms_20": measured.ms_20,
         "ms_80": measured.ms_80,
         "rate": work / measured.ms / PER_MS[op.ceiling],
         "share": limit_ms / measured.ms,
         "host_us": measured.host_us,
-    } | ({} if measured.ahead else {"reason": "the host waits for the device: its gaps are in the times"})
+    }
+    if op.alone:
+        row["ratio"] = measured.ms / limit_ms
+    if not measured.ahead:
+        row["reason"] = "the host waits for the device: its gaps are in the times"
+    return row
 
 
 def limits_of(op: Op, shape: Shape) -> dict[str, float]:
@@ -270,7 +275,7 @@ def run(op_names: list[str], provider_names: list[str], folder: Path) -> None:
     providers = selected(provider_names, known, "provider")
     if not torch.cuda.is_available():
         raise InputError("bench: needs a GPU, and torch sees none")
-    print(timing.ceilings())
+    print(table.title(results.environment() | {"ceilings": timing.ceilings()}))
     for op in ops:
         report = run_op(op, [name for name in op.providers if name in providers])
         print(results.save(folder, op.name, report), flush=True)

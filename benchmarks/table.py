@@ -1,7 +1,13 @@
-"""Rows as lines of text."""
+"""Reports and their rows as lines of text."""
 
 UNITS = {"copy_gb_per_s": "GB/s", "matmul_tflop_per_s": "TFLOP/s"}
 COLUMNS = "{:28} {:16} {:17} {:>9} {:>17} {:>8} {:>9} {:>8} {:>9} {:>6}  {}"
+
+
+def title(report: dict) -> str:
+    versions = [f"{package} {version}" for package, version in report["versions"].items()]
+    ceilings = [f"{report['ceilings'][name]:.0f} {unit}" for name, unit in UNITS.items()]
+    return ", ".join([report["gpu"], f"driver {report['driver']}", *versions, *ceilings])
 
 
 def header(op: str, ceiling: str) -> str:
@@ -19,7 +25,12 @@ def line(row: dict) -> str:
         return COLUMNS.format(row["shape"], row["provider"], what, *[""] * 8).rstrip()
     return COLUMNS.format(
         row["shape"], row["provider"], row["pass"], f"{row['ms']:.4f}", f"{row['ms_20']:.4f}-{row['ms_80']:.4f}",
-        f"{row['rate']:.0f}", f"{100 * row['share']:.1f} %",
+        f"{row['rate']:.0f}", share(row),
         f"{row['peak_mib']:.0f}" if "peak_mib" in row else "", f"{row['host_us']:.1f}", f"{row['error']:.2f}",
         row.get("reason", ""),
     ).rstrip()  # fmt: skip
+
+
+def share(row: dict) -> str:
+    """Of the ceiling, or where the limit is something timed alone, how many times its time."""
+    return f"{row['ratio']:.2f} x" if "ratio" in row else f"{100 * row['share']:.1f} %"
