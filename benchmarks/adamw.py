@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.suite import Op, draw
+from benchmarks.ops import Op, draw
 from ligermodels.kernels.adamw import adamw_reference
 
 SHAPES = [(16384, 4096), (128256, 4096), (64, 1024)]

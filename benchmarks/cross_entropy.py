@@ -5,7 +5,7 @@ gradient once. Liger overwrites its input with the gradient.
 import torch
 import torch.nn.functional as F
 
-from benchmarks.suite import Op, draw
+from benchmarks.ops import Op, draw
 from ligermodels.kernels.cross_entropy import cross_entropy_reference
 
 SPREAD = 3.0  # standard deviation of the logits: the gradient is not the target's alone

@@ -5,7 +5,7 @@ The shapes of Qwen3-30B-A3B and Mixtral, and a small one.
 
 import torch
 
-from benchmarks.suite import Op, both, draw
+from benchmarks.ops import Op, both, draw
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.experts import experts_reference, route
 

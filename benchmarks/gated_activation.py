@@ -6,7 +6,7 @@ ligermodels reads one packed gate_up; the others are given gate and up apart, as
 import torch
 import torch.nn.functional as F
 
-from benchmarks.suite import Op, both, draw
+from benchmarks.ops import Op, both, draw
 from ligermodels.kernels.gated_activation import gated_activation_reference
 
 SHAPES = [(16384, 14336), (64, 1024)]

@@ -2,8 +2,8 @@
 
 import torch.nn.functional as F
 
+from benchmarks.ops import Op, both, draw
 from benchmarks.rms_norm import MAIN, SHAPES
-from benchmarks.suite import Op, both, draw
 
 EPS = 1e-5
 

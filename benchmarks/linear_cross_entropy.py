@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cross_entropy import SPREAD
-from benchmarks.suite import Op, draw
+from benchmarks.ops import Op, draw
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy_reference
 

@@ -6,7 +6,7 @@ Packed and apart as in rope.py. The others compose their norm and their rotation
 import torch.nn.functional as F
 
 from benchmarks import rope
-from benchmarks.suite import Op, both, draw
+from benchmarks.ops import Op, both, draw
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope_reference
 
 EPS = 1e-6

@@ -2,7 +2,7 @@
 
 import torch.nn.functional as F
 
-from benchmarks.suite import Op, both, draw
+from benchmarks.ops import Op, both, draw
 from ligermodels.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 EPS = 1e-6

@@ -7,7 +7,7 @@ touch the values.
 
 import torch
 
-from benchmarks.suite import Op, both, draw
+from benchmarks.ops import Op, both, draw
 from ligermodels.kernels.rope import rope_reference
 
 SHAPES = [(4, 4096, 32, 8, 128), (1, 64, 4, 2, 128)]

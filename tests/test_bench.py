@@ -5,8 +5,9 @@ import importlib
 import pytest
 import torch
 
-from benchmarks import plot, results, suite, table, timing
-from benchmarks.suite import FACTOR, Op, Provider, Truth, after, draw, evaluate, fresh_inputs
+from benchmarks import ops, plot, results, suite, table, timing
+from benchmarks.checks import FACTOR, ROUNDING, Truth, after, evaluate, fresh_inputs
+from benchmarks.ops import OPS, Op, Provider, both, draw
 from ligermodels import cli
 
 SMALL = {
@@ -33,7 +34,9 @@ for script in suite.SCRIPTS:
 @pytest.fixture
 def op(monkeypatch):
     """y = 2 x, bound by a copy: the only op there is."""
-    monkeypatch.setattr(suite, "OPS", {})
+    only = {}
+    for module in (ops, suite):
+        monkeypatch.setattr(module, "OPS", only)
     monkeypatch.setattr(results, "environment", lambda: ENVIRONMENT)
     monkeypatch.setattr(timing, "ceilings", lambda: {timing.COPY: 4000.0, timing.MATMUL: 600.0})
     monkeypatch.setattr(timing, "sets_beyond_cache", lambda size: 2)
@@ -45,7 +48,7 @@ def op(monkeypatch):
 
 
 def work(rows, columns):
-    return suite.both(4e9, 8e9)
+    return both(4e9, 8e9)
 
 
 def rows_by_provider(op):
@@ -54,8 +57,8 @@ def rows_by_provider(op):
 
 
 def test_every_op_has_plain_pytorch_ours_and_a_shape_bound_by_the_host():
-    assert set(suite.OPS) == set(SMALL)
-    for op in suite.OPS.values():
+    assert set(OPS) == set(SMALL)
+    for op in OPS.values():
         assert {"pytorch", "ligermodels"} <= set(op.providers), op.name
         assert 64 in op.shapes[-1], op.name
         assert all(set(provider.shapes) <= set(op.shapes) for provider in op.providers.values()), op.name
@@ -66,7 +69,7 @@ def test_every_op_has_plain_pytorch_ours_and_a_shape_bound_by_the_host():
 def test_plain_pytorch_and_ours_are_right_in_every_layout(name, request):
     if name == "swiglu_backward":  # calls the kernel itself
         request.getfixturevalue("kernels")
-    op, shape = suite.OPS[name], SMALL[name]
+    op, shape = OPS[name], SMALL[name]
     truth = Truth(op, shape)
     for provider in ("pytorch", "ligermodels"):
         make, _, layout = op.providers[provider]
@@ -110,6 +113,7 @@ WRONG = {
     "a wrong output": lambda x: 2.2 * x,
     "a wrong gradient": WrongGradient.apply,
     "not a number": lambda x: x * float("nan"),
+    "another shape": lambda x: 2 * x[:1],
     "one missing element": lambda x: torch.cat((2 * x[:, :-1], 0 * x[:, -1:]), 1),
 }
 
@@ -123,13 +127,13 @@ def test_a_wrong_provider_is_marked_wrong_and_not_timed(op, fault):
 
 
 def test_the_error_is_a_multiple_of_what_the_reference_makes_in_bf16():
-    op = suite.OPS["rms_norm"]
+    op = OPS["rms_norm"]
     truth = Truth(op, (32, 64))
     oracle = truth.oracle
     off = 1 + 3 * truth.plain[0]
     assert truth.error_of(oracle) == 0.0
     assert truth.error_of([off * oracle[0], *oracle[1:]]) == pytest.approx(
-        3 * truth.plain[0] / max(truth.plain[0], suite.FLOOR), rel=1e-3
+        3 * truth.plain[0] / max(truth.plain[0], ROUNDING), rel=1e-3
     )
     assert 0.5e-3 < truth.plain[0] < 4e-3
 
