@@ -1,7 +1,7 @@
 """Reports and their rows as lines of text."""
 
 UNITS = {"copy_gb_per_s": "GB/s", "matmul_tflop_per_s": "TFLOP/s"}
-COLUMNS = "{:28} {:16} {:17} {:>9} {:>17} {:>8} {:>9} {:>8} {:>9} {:>6}  {}"
+COLUMNS = "{:24} {:17} {:17} {:>9} {:>17} {:>8} {:>9} {:>8} {:>9} {:>6}  {}"
 
 
 def title(report: dict) -> str:

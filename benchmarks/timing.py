@@ -83,7 +83,7 @@ def measure(function: Callable, sets: Sequence[Inputs], passes: Sequence[str]) -
     for call in [most, most, *calls.values()]:
         call(Stamp(), Stamp())
     count = repetitions(wall_time(most))
-    host = {kind: statistics.median(host_times(call, min(count, BATCH))) for kind, call in calls.items()}
+    host = {kind: statistics.median(host_times(call, count)) for kind, call in calls.items()}
     sleep = min(2 + 2 * BATCH * max(host.values()), LONGEST_SLEEP)
     timings = {}
     for kind, call in calls.items():

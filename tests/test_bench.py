@@ -223,6 +223,22 @@ def test_long_calls_are_repeated_less_often():
     assert list(timing.batches(25)) == [10, 10, 5]
 
 
+def test_a_batch_held_up_once_is_repeated_behind_a_longer_sleep(monkeypatch):
+    def device_times(*in_time):
+        answers, sleeps = iter(in_time), []
+
+        def batch_times(call, count, sleep):
+            sleeps.append(sleep)
+            return count * [float(len(sleeps))], next(answers)
+
+        monkeypatch.setattr(timing, "batch_times", batch_times)
+        return *timing.device_times(None, 20, 3.0), sleeps
+
+    assert device_times(True, True) == (10 * [1.0] + 10 * [2.0], True, [3.0, 3.0])
+    assert device_times(False, True, True) == (10 * [2.0] + 10 * [3.0], True, [3.0, 6.0, 3.0])
+    assert device_times(False, False, False) == (10 * [2.0] + 10 * [3.0], False, [3.0, 6.0, 3.0])
+
+
 def test_the_report_of_a_run_comes_back_and_the_newest_counts(op, tmp_path, capsys):
     op.provider("missing")(lambda *shape: importlib.import_module("nowhere_to_be_found"))
     assert cli.main(["bench", "double", "--output", str(tmp_path)]) == 0
