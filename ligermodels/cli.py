@@ -46,10 +46,10 @@ def parser() -> argparse.ArgumentParser:
     generating.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     generating.set_defaults(command=generate_text)
 
-    benchmarking = commands.add_parser("bench", help="time the ops beside their peers", formatter_class=formatter)
+    benchmarking = commands.add_parser("bench", help="time the ops beside their peers")
     benchmarking.add_argument("op", nargs="*", help="all of them where none is named")
     benchmarking.add_argument("--provider", nargs="+", default=[], help="all of them where none is named")
-    benchmarking.add_argument("--output", type=Path, default=BENCHMARKS / "results", help="folder for the dated files")
+    benchmarking.add_argument("--output", type=Path, default=BENCHMARKS / "results", help="folder of the dated results")
     benchmarking.set_defaults(command=run_benchmarks)
     return root
 
