@@ -9,6 +9,9 @@ from pathlib import Path
 
 from benchmarks import results
 
+COLOURS = {  # the same in every plot; others follow the cycle
+    "ligermodels": "C3", "liger": "C0", "pytorch": "C7", "torch.compile": "C2", "quack": "C1", "cut-cross-entropy": "C4",
+}  # fmt: skip
 PANELS = {"share": "% of the limit", "peak_mib": "peak memory, MiB"}
 SCALE = {"share": 100.0, "peak_mib": 1.0}
 
@@ -36,7 +39,7 @@ def draw(report: dict, path: Path) -> None:
     for axes, (quantity, title) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
         for provider, values in sorted(lines(report, quantity).items()):
             places = [shapes.index(shape) for shape in values]
-            axes.plot(places, list(values.values()), marker="o", label=provider)
+            axes.plot(places, list(values.values()), marker="o", label=provider, color=COLOURS.get(provider))
         axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=7)
         axes.set_ylim(bottom=0)
         axes.set_title(title, fontsize=9)

@@ -56,4 +56,4 @@ def ours(batch, length, num_heads, num_kv_heads, head_size):
     return lambda *inputs: qk_norm_rope(*inputs, num_heads, num_kv_heads, EPS)
 
 
-qk_norm_rope.compiled(qk_norm_rope.shapes)
+qk_norm_rope.compiled(rope.MAIN)
