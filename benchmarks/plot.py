@@ -9,9 +9,8 @@ from pathlib import Path
 
 from benchmarks import results
 
-COLOURS = {  # the same in every plot; others follow the cycle
-    "ligermodels": "C3", "liger": "C0", "pytorch": "C7", "torch.compile": "C2", "quack": "C1", "cut-cross-entropy": "C4",
-}  # fmt: skip
+PROVIDERS = ("liger", "quack", "torch.compile", "ligermodels", "cut-cross-entropy", "transformers", "pytorch")
+COLOURS = {provider: f"C{index}" for index, provider in enumerate(PROVIDERS)}  # the same in every plot
 PANELS = {"share": "% of the limit", "peak_mib": "peak memory, MiB"}
 SCALE = {"share": 100.0, "peak_mib": 1.0}
 
