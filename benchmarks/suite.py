@@ -45,7 +45,7 @@ class Case:
             return {kind: least / timing.ceilings()[op.ceiling] / PER_MS[op.ceiling] for kind, least in work.items()}
         with torch.device(DEVICE):
             alone = op.alone(*self.shape)
-        return dict.fromkeys(work, timing.median_time(alone, timing.FEWEST_CALLS))
+        return dict.fromkeys(work, timing.median_time(alone, timing.BATCH))
 
 
 def rows_of(case: Case, provider: Provider) -> Iterator[dict]:

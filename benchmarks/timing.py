@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 BATCH = 10  # calls behind one sleep: their launches fit the queue
-FEWEST_CALLS, MOST_CALLS = 5, 30
-SECONDS = 0.25  # of device time for each pass, within these limits
+FEWEST_CALLS, MOST_CALLS = 3, 30
+SECONDS = 0.5  # of device time for each pass, within these limits
 LONGEST_SLEEP = 100.0
 COPY, MATMUL = "copy_gb_per_s", "matmul_tflop_per_s"
 
@@ -124,8 +124,9 @@ def device_times(call: Callable, count: int, sleep: float) -> tuple[list[float],
     times, ahead = [], True
     for batch in batches(count):
         took, in_time = batch_times(call, batch, sleep)
-        if ahead and not in_time:
-            took, ahead = batch_times(call, batch, 2 * sleep)
+        if ahead and not in_time and sleep < LONGEST_SLEEP:
+            took, in_time = batch_times(call, batch, 2 * sleep)
+        ahead = ahead and in_time
         times += took
     return times, ahead
 

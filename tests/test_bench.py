@@ -220,12 +220,12 @@ def test_inputs_rotate_beyond_twice_the_cache(monkeypatch):
 
 
 def test_long_calls_are_repeated_less_often():
-    assert [timing.repetitions(ms) for ms in (0.01, 10.0, 1000.0)] == [30, 25, 5]
+    assert [timing.repetitions(ms) for ms in (0.01, 20.0, 1000.0)] == [30, 25, 3]
     assert list(timing.batches(25)) == [10, 10, 5]
 
 
 def test_a_batch_held_up_once_is_repeated_behind_a_longer_sleep(monkeypatch):
-    def device_times(*in_time):
+    def device_times(*in_time, sleep=3.0):
         answers, sleeps = iter(in_time), []
 
         def batch_times(call, count, sleep):
@@ -233,11 +233,13 @@ def test_a_batch_held_up_once_is_repeated_behind_a_longer_sleep(monkeypatch):
             return count * [float(len(sleeps))], next(answers)
 
         monkeypatch.setattr(timing, "batch_times", batch_times)
-        return *timing.device_times(None, 20, 3.0), sleeps
+        return *timing.device_times(None, 20, sleep), sleeps
 
     assert device_times(True, True) == (10 * [1.0] + 10 * [2.0], True, [3.0, 3.0])
     assert device_times(False, True, True) == (10 * [2.0] + 10 * [3.0], True, [3.0, 6.0, 3.0])
     assert device_times(False, False, False) == (10 * [2.0] + 10 * [3.0], False, [3.0, 6.0, 3.0])
+    longest = timing.LONGEST_SLEEP
+    assert device_times(False, True, sleep=longest) == (10 * [1.0] + 10 * [2.0], False, [longest, longest])
 
 
 def test_the_report_of_a_run_comes_back_and_the_newest_counts(op, tmp_path, capsys):
