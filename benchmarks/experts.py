@@ -3,12 +3,16 @@
 The shapes of Qwen3-30B-A3B and Mixtral, and a small one.
 """
 
+import os
+
 import torch
 
 from benchmarks.ops import Op, both, draw
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.experts import experts_reference, route
 
+# Liger's autotuner compiles for minutes a shape: on request only. It is read when any of Liger is imported.
+TUNED = os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0") != "0"
 SHAPES = [(16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (64, 1024, 512, 8, 2)]
 
 
@@ -53,7 +57,7 @@ def transformers(tokens, hidden, inner, experts, k):
     return grouped
 
 
-@experts.provider("liger", layout=lambda x, index, *rest: (x, index.int(), *rest))
+@experts.provider("liger" if TUNED else "liger, untuned", layout=lambda x, index, *rest: (x, index.int(), *rest))
 def liger(*shape):
     from liger_kernel.ops import LigerFusedMoEFunction
 
