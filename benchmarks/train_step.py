@@ -1,6 +1,6 @@
 """Whole training steps, one provider a process on the same GPU: tokens/s and peak memory of full fine-tuning in bf16.
 
-    python benchmarks/train_step.py --model llama-3-8b --batch 8 --length 2048 --output benchmarks/results/
+    python -m benchmarks.train_step --model llama-3-8b --batch 8 --length 2048
 
 Weights and AdamW states are bf16 for all; random weights, random tokens; median of the timed steps after a warm-up. A
 provider is a function from a config.json's content to a model whose output has `.loss`. A provider that is not
@@ -8,16 +8,16 @@ installed or fails is listed with its error.
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import statistics
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from benchmarks import results, timing
 
 MODELS = {
     "llama-3-8b": {
@@ -89,7 +89,6 @@ def liger_eager(raw, recompute):
 
 
 def ligermodels(raw, recompute):
-
     import ligermodels
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
@@ -153,35 +152,13 @@ def measure(provider: str, model_name: str, batch: int, length: int, recompute: 
     } | ({"attention": attention} if attention else {})
 
 
-def ceilings() -> dict:
-    """What the hardware gives in this run: a 2 GiB copy and an 8192³ bf16 matrix product on random data."""
-    from triton.testing import do_bench
-
-    x = torch.randint(255, (2**31,), dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    copy = do_bench(lambda: y.copy_(x), return_mode="median")
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    product = do_bench(lambda: a @ b, rep=300, return_mode="median")
-    return {"copy_gb_per_s": round(2 * 2**31 / copy / 1e6), "matmul_tflop_per_s": round(2 * 8192**3 / product / 1e9)}
-
-
-def versions() -> dict:
-    found = {}
-    for package in ("torch", "triton", "transformers", "liger-kernel"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="folder for the dated JSON file")
+    parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument(
         "--providers", nargs="+", choices=PROVIDERS, default=[name for name in PROVIDERS if "eager" not in name]
     )
@@ -196,27 +173,15 @@ def main() -> None:
     rows = []
     for recompute in args.recompute:
         for provider in args.providers:
-            command = [sys.executable, __file__, *sys.argv[1:], "--row", provider, recompute]
+            command = [sys.executable, "-m", "benchmarks.train_step", *sys.argv[1:], "--row", provider, recompute]
             result = subprocess.run(command, capture_output=True, text=True)
             lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
             row = json.loads(lines[-1]) if result.returncode == 0 else {"error": lines[-1][:200]}
             rows.append({"provider": provider, "recompute": recompute} | row)
             print(rows[-1], flush=True)
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "ceilings": ceilings(),
-        "model": args.model,
-        "batch": args.batch,
-        "length": args.length,
-        "rows": rows,
-    }
-    print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
-    if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        name = f"{report['date']}-train-step-{args.model}-{args.batch}x{args.length}.json"
-        (args.output / name).write_text(json.dumps(report, indent=1) + "\n")
+    settings = {"model": args.model, "batch": args.batch, "length": args.length}
+    report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
+    print(results.save(args.output, f"train-step-{args.model}-{args.batch}x{args.length}", report))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The command line: `ligermodels list`, `ligermodels generate`."""
+"""The command line: `ligermodels list`, `ligermodels generate`, `ligermodels bench`."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -10,6 +12,8 @@ from ligermodels import hub
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.generate import model_stop_tokens, stream
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +45,12 @@ def parser() -> argparse.ArgumentParser:
     generating.add_argument("--seed", type=int)
     generating.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     generating.set_defaults(command=generate_text)
+
+    benchmarking = commands.add_parser("bench", help="time the ops beside their peers")
+    benchmarking.add_argument("op", nargs="*", help="all of them where none is named")
+    benchmarking.add_argument("--provider", nargs="+", default=[], help="all of them where none is named")
+    benchmarking.add_argument("--output", type=Path, default=BENCHMARKS / "results", help="folder of the dated results")
+    benchmarking.set_defaults(command=run_benchmarks)
     return root
 
 
@@ -67,6 +77,14 @@ def generate_text(args: argparse.Namespace) -> None:
             print(text[printed:], end="", flush=True)
             printed = len(text)
     print()
+
+
+def run_benchmarks(args: argparse.Namespace) -> None:
+    """They lie beside the package in a checkout, and are not installed with it."""
+    if not (BENCHMARKS / "suite.py").is_file():
+        raise InputError(f"bench: no {BENCHMARKS}; run it from a checkout of the repository (pip install -e .)")
+    sys.path.insert(0, str(BENCHMARKS.parent))
+    importlib.import_module("benchmarks.suite").run(args.op, args.provider, args.output)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""A layer of routed experts: [tokens, hidden, inner, experts, experts of a token].
+
+The shapes of Qwen3-30B-A3B and Mixtral, and a small one.
+"""
+
+import os
+
+import torch
+
+from benchmarks.ops import Op, both, draw
+from benchmarks.timing import MATMUL
+from ligermodels.kernels.experts import experts_reference, route
+
+# Liger's autotuner compiles for minutes a shape: on request only. It is read when any of Liger is imported.
+TUNED = os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0") != "0"
+SHAPES = [(16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (64, 1024, 512, 8, 2)]
+
+
+def inputs(tokens, hidden, inner, experts, k):
+    weight, index = route(torch.randn(tokens, experts), k, normalize=True)
+    gate_up = draw(experts, 2 * inner, hidden, scale=hidden**-0.5)
+    down = draw(experts, hidden, inner, scale=inner**-0.5)
+    return [draw(tokens, hidden), index, weight.requires_grad_(), gate_up, down]
+
+
+def work(tokens, hidden, inner, experts, k):
+    return both(6 * tokens * k * hidden * inner, 12 * tokens * k * hidden * inner)
+
+
+def every_expert(x, index, weight, gate_up, down):
+    return experts_reference(x, index, weight, gate_up, down, "silu")
+
+
+experts = Op("experts", SHAPES, inputs, every_expert, work, ceiling=MATMUL)
+
+
+@experts.provider("pytorch")
+def pytorch(*shape):
+    return every_expert
+
+
+@experts.provider("transformers")
+def transformers(tokens, hidden, inner, experts, k):
+    """Its fastest path, `grouped_mm`."""
+    from torch.func import functional_call
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=k)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        module = Qwen3MoeExperts(config)
+
+    def grouped(x, index, weight, gate_up, down):
+        return functional_call(module, {"gate_up_proj": gate_up, "down_proj": down}, (x, index, weight))
+
+    return grouped
+
+
+@experts.provider("liger" if TUNED else "liger, untuned", layout=lambda x, index, *rest: (x, index.int(), *rest))
+def liger(*shape):
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    return lambda x, index, weight, gate_up, down: LigerFusedMoEFunction.apply(x, gate_up, down, index, weight)
+
+
+@experts.provider("ligermodels")
+def ours(*shape):
+    from ligermodels.kernels.experts import experts
+
+    return lambda x, index, weight, gate_up, down: experts(x, index, weight, gate_up, down, "silu")

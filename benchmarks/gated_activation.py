@@ -1,0 +1,114 @@
+"""SwiGLU and GeGLU (tanh): [rows, columns], and SwiGLU's backward that also makes the product again.
+
+ligermodels reads one packed gate_up; the others are given gate and up apart, as unpacked projections leave them.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.ops import Op, both, draw
+from ligermodels.kernels.gated_activation import gated_activation_reference
+
+MAIN = [(16384, 14336), (64, 1024)]  # the last is bound by the host
+SHAPES = [(2048, 14336), *MAIN]
+
+
+def inputs(rows, columns):
+    return [draw(rows, columns), draw(rows, columns)]
+
+
+def packed(gate, up):
+    return (torch.cat((gate, up), -1),)
+
+
+def work(rows, columns):
+    return both(3 * 2 * rows * columns, 5 * 2 * rows * columns)
+
+
+def gated_op(name, activation):
+    return Op(name, SHAPES, inputs, lambda *pair: gated_activation_reference(*packed(*pair), activation), work)
+
+
+swiglu = gated_op("swiglu", "silu")
+geglu = gated_op("geglu", "gelu_tanh")
+
+
+@swiglu.provider("pytorch")
+def pytorch_swiglu(*shape):
+    return lambda gate, up: F.silu(gate) * up
+
+
+@swiglu.provider("liger")
+def liger_swiglu(*shape):
+    from liger_kernel.transformers.functional import liger_swiglu
+
+    return liger_swiglu
+
+
+@swiglu.provider("ligermodels", layout=packed)
+def our_swiglu(*shape):
+    from ligermodels.kernels.gated_activation import swiglu
+
+    return swiglu
+
+
+@geglu.provider("pytorch")
+def pytorch_geglu(*shape):
+    return lambda gate, up: F.gelu(gate, approximate="tanh") * up
+
+
+@geglu.provider("liger")
+def liger_geglu(*shape):
+    from liger_kernel.transformers.functional import liger_geglu
+
+    return liger_geglu
+
+
+@geglu.provider("ligermodels", layout=packed)
+def our_geglu(*shape):
+    from ligermodels.kernels.gated_activation import gated_activation
+
+    return lambda gate_up: gated_activation(gate_up, "gelu_tanh")
+
+
+def backward_inputs(rows, columns):
+    return [draw(rows, columns).detach() for _ in range(3)]
+
+
+def backward_with_product(dy, gate, up):
+    """The gradients of gate and up, and the product, by the formula."""
+    wide_dy, wide_gate, wide_up = (x.float() for x in (dy, gate, up))
+    sigmoid = wide_gate.sigmoid()
+    activated = wide_gate * sigmoid
+    dgate = wide_dy * wide_up * (sigmoid + activated * (1 - sigmoid))
+    return [x.to(dy.dtype) for x in (dgate, wide_dy * activated, activated * wide_up)]
+
+
+swiglu_backward = Op(
+    "swiglu_backward", SHAPES, backward_inputs, backward_with_product,
+    work=lambda rows, columns: {"forward": 6 * 2 * rows * columns},
+)  # fmt: skip
+
+
+@swiglu_backward.provider("pytorch")
+def pytorch_backward(*shape):
+    def backward(dy, gate, up):
+        activated = F.silu(gate)
+        return torch.ops.aten.silu_backward(dy * up, gate), dy * activated, activated * up
+
+    return backward
+
+
+@swiglu_backward.provider("ligermodels", layout=lambda dy, *pair: (dy, *packed(*pair)))
+def our_backward(*shape):
+    from ligermodels.kernels.gated_activation import gated_activation_backward
+
+    def backward(dy, gate_up):
+        dgate_up, product = gated_activation_backward(dy, gate_up, "silu", True)
+        return *dgate_up.chunk(2, -1), product
+
+    return backward
+
+
+for op in (swiglu, geglu, swiglu_backward):
+    op.compiled(MAIN)

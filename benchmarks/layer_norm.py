@@ -1,0 +1,46 @@
+"""LayerNorm: [rows, columns]. The last shape is bound by the host."""
+
+import torch.nn.functional as F
+
+from benchmarks.ops import Op, both, draw
+from benchmarks.rms_norm import MAIN, SHAPES
+
+EPS = 1e-5
+
+
+def inputs(rows, columns):
+    return [draw(rows, columns), draw(columns), draw(columns)]
+
+
+def reference(x, weight, bias):
+    from ligermodels.kernels.layer_norm import layer_norm_reference
+
+    return layer_norm_reference(x, weight, bias, EPS)
+
+
+layer_norm = Op(
+    "layer_norm", SHAPES, inputs, reference,
+    work=lambda rows, columns: both(2 * 2 * rows * columns, 3 * 2 * rows * columns),
+)  # fmt: skip
+
+
+@layer_norm.provider("pytorch")
+def pytorch(rows, columns):
+    return lambda x, weight, bias: F.layer_norm(x, (columns,), weight, bias, EPS)
+
+
+@layer_norm.provider("liger")
+def liger(rows, columns):
+    from liger_kernel.transformers.functional import liger_layer_norm
+
+    return lambda x, weight, bias: liger_layer_norm(x, weight, bias, EPS)
+
+
+@layer_norm.provider("ligermodels")
+def ours(rows, columns):
+    from ligermodels.kernels.layer_norm import layer_norm
+
+    return lambda x, weight, bias: layer_norm(x, weight, bias, EPS)
+
+
+layer_norm.compiled(MAIN)

@@ -1,0 +1,85 @@
+"""The head and its loss: [tokens, hidden, vocabulary], forward and backward. The limit is the time of its three matrix
+products alone, in the same run; memory is what is needed beyond the gradients of hidden and weight.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.cross_entropy import SPREAD
+from benchmarks.ops import Op, draw
+from benchmarks.timing import MATMUL
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy_reference
+
+SHAPES = [(16384, 4096, 128256), (16384, 2304, 256000), (16384, 896, 151936), (64, 1024, 1024)]
+
+
+def inputs(tokens, hidden, vocab):
+    return [draw(tokens, hidden), draw(vocab, hidden, scale=SPREAD * hidden**-0.5), torch.randint(vocab, (tokens,))]
+
+
+def three_products(tokens, hidden, vocab):
+    x, weight = (draw(rows, hidden).detach() for rows in (tokens, vocab))
+    logits, dx, dweight = torch.empty(tokens, vocab, dtype=x.dtype), torch.empty_like(x), torch.empty_like(weight)
+
+    def multiply():
+        torch.mm(x, weight.T, out=logits)
+        return torch.mm(logits, weight, out=dx), torch.mm(logits.T, x, out=dweight)
+
+    return multiply
+
+
+linear_cross_entropy = Op(
+    "linear_cross_entropy", SHAPES, inputs, linear_cross_entropy_reference,
+    work=lambda tokens, hidden, vocab: {"forward+backward": 6 * tokens * hidden * vocab},
+    ceiling=MATMUL, alone=three_products, beyond_gradients=True,
+)  # fmt: skip
+
+
+@linear_cross_entropy.provider("pytorch")
+def pytorch(*shape):
+    return lambda hidden, weight, targets: F.cross_entropy((hidden @ weight.T).float(), targets)
+
+
+@linear_cross_entropy.provider("liger")
+def liger(*shape):
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy
+
+
+@linear_cross_entropy.provider("liger, fp32 sums")
+def liger_in_single(*shape):
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return lambda *inputs: liger_fused_linear_cross_entropy(*inputs, accum_dtype=torch.float32)
+
+
+@linear_cross_entropy.provider("cut-cross-entropy")
+def cut(*shape):
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda *inputs: linear_cross_entropy(*inputs, impl="cce")
+
+
+@linear_cross_entropy.provider("quack")
+def quack(*shape):
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy
+
+
+@linear_cross_entropy.provider("ligermodels")
+def ours(*shape):
+    from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy
+
+
+@linear_cross_entropy.provider("ligermodels, lean")
+def ours_lean(*shape):
+    from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+
+    return lambda *inputs: linear_cross_entropy(*inputs, lean=True)
+
+
+linear_cross_entropy.compiled(SHAPES)

@@ -1,0 +1,59 @@
+"""RMSNorm of each query and key head, then RoPE: [batch, length, query heads, key and value heads, head size].
+
+Packed and apart as in rope.py. The others compose their norm and their rotation.
+"""
+
+import torch.nn.functional as F
+
+from benchmarks import rope
+from benchmarks.ops import Op, both, draw
+from ligermodels.kernels.qk_norm_rope import qk_norm_rope_reference
+
+EPS = 1e-6
+
+
+def inputs(*shape):
+    q, k, v, cos, sin = rope.inputs(*shape)
+    return [q, k, v, draw(shape[-1]), draw(shape[-1]), cos, sin]
+
+
+def reference(q, k, v, q_weight, k_weight, cos, sin):
+    qkv, *_ = rope.packed(q, k, v)
+    return qk_norm_rope_reference(qkv, q_weight, k_weight, cos, sin, q.shape[2], k.shape[2], EPS)
+
+
+def work(batch, length, num_heads, num_kv_heads, head_size):
+    a_head = 2 * batch * length * head_size
+    return both(2 * a_head * (num_heads + num_kv_heads), a_head * (3 * num_heads + 5 * num_kv_heads))
+
+
+qk_norm_rope = Op("qk_norm_rope", rope.SHAPES, inputs, reference, work)
+
+
+@qk_norm_rope.provider("pytorch", layout=rope.duplicated)
+def pytorch(*shape):
+    def norm(x, weight):
+        return F.rms_norm(x, weight.shape, weight, EPS)
+
+    rotated = rope.pytorch(*shape)
+    return lambda q, k, v, q_weight, k_weight, *angles: rotated(norm(q, q_weight), norm(k, k_weight), v, *angles)
+
+
+@qk_norm_rope.provider("liger", layout=rope.duplicated)
+def liger(*shape):
+    from liger_kernel.transformers.functional import liger_rms_norm as norm
+
+    rotated = rope.liger(*shape)
+    return lambda q, k, v, q_weight, k_weight, *angles: rotated(
+        norm(q, q_weight, EPS), norm(k, k_weight, EPS), v, *angles
+    )
+
+
+@qk_norm_rope.provider("ligermodels", layout=rope.packed)
+def ours(batch, length, num_heads, num_kv_heads, head_size):
+    from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+
+    return lambda *inputs: qk_norm_rope(*inputs, num_heads, num_kv_heads, EPS)
+
+
+qk_norm_rope.compiled(rope.MAIN)

@@ -1,0 +1,58 @@
+"""Dated result files: what was measured, on which GPU, with which driver and versions."""
+
+import datetime
+import json
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "cut-cross-entropy")
+
+
+def environment() -> dict:
+    """The date, and what a figure depends on."""
+    return {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver(),
+        "versions": {package: installed(package) for package in PACKAGES},
+    }
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def save(folder: Path, name: str, report: dict) -> Path:
+    """Writes <date and time>-<name>.json."""
+    moment = datetime.datetime.fromisoformat(report["date"])
+    path = folder / f"{moment:%Y-%m-%d-%H%M%S}-{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    return path
+
+
+def latest(folder: Path) -> dict[str, dict]:
+    """The newest report of each op."""
+    found = [report for report in reports(folder) if "op" in report]
+    return {report["op"]: report for report in sorted(found, key=lambda report: report["date"])}
+
+
+def reports(folder: Path) -> Iterator[dict]:
+    for path in folder.glob("*.json"):
+        yield json.loads(path.read_text())

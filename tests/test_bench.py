@@ -1,0 +1,330 @@
+"""The benchmark suite without a GPU: what it compares, computes, lists and refuses; times are given."""
+
+import importlib
+
+import pytest
+import torch
+
+from benchmarks import ops, plot, results, suite, table, timing
+from benchmarks.checks import FACTOR, ROUNDING, Truth, after, evaluate, fresh_inputs
+from benchmarks.ops import OPS, Op, Provider, both, draw
+from ligermodels import cli
+
+SMALL = {
+    "rms_norm": (8, 32),
+    "add_rms_norm": (8, 32),
+    "layer_norm": (8, 32),
+    "rope": (2, 8, 4, 2, 16),
+    "qk_norm_rope": (2, 8, 4, 2, 16),
+    "swiglu": (8, 16),
+    "geglu": (8, 16),
+    "swiglu_backward": (8, 16),
+    "cross_entropy": (8, 64),
+    "linear_cross_entropy": (8, 16, 64),
+    "experts": (8, 16, 8, 4, 2),
+    "adamw": (8, 16),
+}
+ENVIRONMENT = {"date": "2026-01-02T03:04:05", "gpu": "a GPU", "driver": "1.2", "versions": {"torch": "2.11.0"}}
+TIMING = timing.Timing(ms=2.0, ms_20=1.9, ms_80=2.2, host_us=30.0, ahead=True)
+
+for script in suite.SCRIPTS:
+    importlib.import_module(f"benchmarks.{script}")
+
+
+@pytest.fixture
+def op(monkeypatch):
+    """y = 2 x, bound by a copy: the only op there is."""
+    only = {}
+    for module in (ops, suite):
+        monkeypatch.setattr(module, "OPS", only)
+    monkeypatch.setattr(results, "environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(timing, "ceilings", lambda: {timing.COPY: 4000.0, timing.MATMUL: 600.0})
+    monkeypatch.setattr(timing, "sets_beyond_cache", lambda size: 2)
+    monkeypatch.setattr(timing, "measure", lambda function, sets, passes: (dict.fromkeys(passes, TIMING), 3 * 2**20))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    op = Op("double", [(4, 8), (64, 8)], lambda *shape: [draw(*shape)], lambda x: 2 * x, work)
+    op.provider("pytorch")(lambda *shape: lambda x: x + x)
+    return op
+
+
+def work(rows, columns):
+    return both(4e9, 8e9)
+
+
+def rows_by_provider(op):
+    rows = suite.run_op(op, op.providers)["rows"]
+    return {name: [row for row in rows if row["provider"] == name] for name in op.providers}
+
+
+def test_every_op_has_plain_pytorch_ours_and_a_shape_bound_by_the_host():
+    assert set(OPS) == set(SMALL)
+    for op in OPS.values():
+        assert {"pytorch", "ligermodels"} <= set(op.providers), op.name
+        assert 64 in op.shapes[-1], op.name
+        assert all(set(provider.shapes) <= set(op.shapes) for provider in op.providers.values()), op.name
+        assert list(op.work(*op.shapes[0]))[-1] in ("forward+backward", "forward"), op.name
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_plain_pytorch_and_ours_are_right_in_every_layout(name, request):
+    if name == "swiglu_backward":  # calls the kernel itself
+        request.getfixturevalue("kernels")
+    op, shape = OPS[name], SMALL[name]
+    truth = Truth(op, shape)
+    for provider in ("pytorch", "ligermodels"):
+        make, _, layout = op.providers[provider]
+        result = evaluate(after(layout, make(*shape)), fresh_inputs(op, shape))
+        assert truth.error_of(result) <= FACTOR, provider
+
+
+def test_a_provider_that_is_not_installed_or_fails_is_listed_with_its_reason(op):
+    @op.provider("missing")
+    def missing(*shape):
+        import nowhere_to_be_found
+
+        return nowhere_to_be_found.double
+
+    @op.provider("broken", shapes=[(4, 8)])
+    def broken(*shape):
+        raise RuntimeError("no kernel for this device\nand a long story")
+
+    rows = rows_by_provider(op)
+    for row in rows["missing"]:
+        assert (row["status"], row["reason"]) == ("not installed", "No module named 'nowhere_to_be_found'")
+    assert [row["shape"] for row in rows["missing"]] == ["4x8", "64x8"]
+    (row,) = rows["broken"]
+    assert (row["shape"], row["status"]) == ("4x8", "failed")
+    assert row["reason"] == "RuntimeError: no kernel for this device"
+    assert [row["status"] for row in rows["pytorch"]] == 6 * ["ok"]
+    assert "failed: RuntimeError: no kernel for this device" in table.line(row)
+
+
+def with_gradient(scale):
+    """2 x, whose gradient comes back scaled."""
+
+    def double(x):
+        y = 2 * x
+        y.register_hook(lambda dy: scale * dy)
+        return y
+
+    return double
+
+
+WRONG = {
+    "a wrong output": lambda x: 2.2 * x,
+    "a wrong gradient": with_gradient(0.95),
+    "a gradient that is not a number": with_gradient(float("nan")),
+    "another shape": lambda x: 2 * x[:1],
+    "one missing element": lambda x: torch.cat((2 * x[:, :-1], 0 * x[:, -1:]), 1),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_provider_is_marked_wrong_and_not_timed(op, fault):
+    op.provider("wrong")(lambda *shape: WRONG[fault])
+    rows = rows_by_provider(op)["wrong"]
+    assert [row["status"] for row in rows] == ["wrong", "wrong"]
+    assert all("ms" not in row for row in rows)
+
+
+def test_the_error_is_a_multiple_of_what_the_reference_makes_in_bf16():
+    op = OPS["rms_norm"]
+    truth = Truth(op, (32, 64))
+    oracle = truth.oracle
+    off = 1 + 3 * truth.plain[0]
+    assert truth.error_of(oracle) == 0.0
+    assert truth.error_of([off * oracle[0], *oracle[1:]]) == pytest.approx(
+        3 * truth.plain[0] / max(truth.plain[0], ROUNDING), rel=1e-3
+    )
+    assert 0.5e-3 < truth.plain[0] < 4e-3
+
+
+def test_rates_and_shares_of_the_ceiling(op):
+    forward, backward, both = rows_by_provider(op)["pytorch"][:3]
+    assert [row["pass"] for row in (forward, backward, both)] == ["forward", "backward", "forward+backward"]
+    assert [row["rate"] for row in (forward, backward, both)] == [2000.0, 4000.0, 6000.0]
+    assert [row["share"] for row in (forward, backward, both)] == [0.5, 1.0, 1.5]
+    assert (forward["ms"], forward["ms_20"], forward["ms_80"], forward["host_us"]) == (2.0, 1.9, 2.2, 30.0)
+    assert "peak_mib" not in forward and both["peak_mib"] == 3.0
+
+
+def test_a_matrix_product_is_counted_in_tflops_and_another_limit_is_timed_in_the_same_run(op, monkeypatch):
+    op.ceiling, op.work = timing.MATMUL, lambda *shape: {"forward+backward": 1.2e12}
+    (row,) = rows_by_provider(op)["pytorch"][:1]
+    assert (row["rate"], row["share"]) == (600.0, 1.0)
+    op.alone = lambda *shape: lambda: None
+    monkeypatch.setattr(timing, "median_time", lambda function, count: 1.5)
+    assert rows_by_provider(op)["pytorch"][0]["share"] == 0.75
+
+
+def test_memory_may_leave_out_the_gradients(op):
+    op.beyond_gradients = True
+    op.provider("pytorch", shapes=[(64, 8)])(lambda *shape: lambda x: x + x)
+    op.shapes, op.inputs = [(64, 8)], lambda rows, columns: [draw(rows, columns, 1024)]  # a gradient of 1 MiB
+    assert rows_by_provider(op)["pytorch"][2]["peak_mib"] == 2.0
+
+
+def test_a_row_whose_host_waits_for_the_device_says_so(op, monkeypatch):
+    waiting = dict.fromkeys(work(1, 1), TIMING._replace(ahead=False))
+    monkeypatch.setattr(timing, "measure", lambda *arguments: (waiting, 0))
+    row = rows_by_provider(op)["pytorch"][0]
+    assert row["status"] == "ok" and "host waits" in row["reason"] and "host waits" in table.line(row)
+
+
+class Recorder:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def record(self):
+        self.log.append(self.name)
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("forward", ["begin", "forward", "end"]),
+        ("backward", ["forward", "begin", "backward", "end"]),
+        ("forward+backward", ["begin", "forward", "backward", "end"]),
+    ],
+)
+def test_a_pass_times_its_own_part_and_accumulates_no_gradient(kind, expected):
+    log = []
+
+    class Logged(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            log.append("forward")
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            log.append("backward")
+            return 2 * dy
+
+    leaves = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    sets = [timing.Inputs([x], [x], [torch.ones(3)]) for x in leaves]
+    call = timing.caller(Logged.apply, sets, kind)
+    for _ in range(2):
+        call(Recorder(log, "begin"), Recorder(log, "end"))
+    assert log == 2 * expected
+    assert all(x.grad is None for x in leaves)
+
+
+def test_inputs_rotate_beyond_twice_the_cache(monkeypatch):
+    properties = type("Properties", (), {"L2_cache_size": 60 * 2**20})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    for mib in (1, 7, 59, 60, 119, 120, 500):
+        sets = timing.sets_beyond_cache(mib * 2**20)
+        assert sets * mib > 120 or sets == timing.MOST_CALLS, mib
+        assert sets == 1 or (sets - 1) * mib <= 120, mib
+
+
+def test_long_calls_are_repeated_less_often():
+    assert [timing.repetitions(ms) for ms in (0.01, 20.0, 1000.0)] == [30, 25, 3]
+    assert list(timing.batches(25)) == [10, 10, 5]
+
+
+def test_a_batch_held_up_once_is_repeated_behind_a_longer_sleep(monkeypatch):
+    def device_times(*in_time, sleep=3.0):
+        answers, sleeps = iter(in_time), []
+
+        def batch_times(call, count, sleep):
+            sleeps.append(sleep)
+            return count * [float(len(sleeps))], next(answers)
+
+        monkeypatch.setattr(timing, "batch_times", batch_times)
+        return *timing.device_times(None, 20, sleep), sleeps
+
+    assert device_times(True, True) == (10 * [1.0] + 10 * [2.0], True, [3.0, 3.0])
+    assert device_times(False, True, True) == (10 * [2.0] + 10 * [3.0], True, [3.0, 6.0, 3.0])
+    assert device_times(False, False, False) == (10 * [2.0] + 10 * [3.0], False, [3.0, 6.0, 3.0])
+    longest = timing.LONGEST_SLEEP
+    assert device_times(False, True, sleep=longest) == (10 * [1.0] + 10 * [2.0], False, [longest, longest])
+
+
+def test_the_report_of_a_run_comes_back_and_the_newest_counts(op, tmp_path, capsys):
+    op.provider("missing")(lambda *shape: importlib.import_module("nowhere_to_be_found"))
+    assert cli.main(["bench", "double", "--output", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert path.name == "2026-01-02-030405-double.json" and str(path) in capsys.readouterr().out
+    report = results.latest(tmp_path)["double"]
+    assert {key: report[key] for key in ENVIRONMENT} == ENVIRONMENT
+    assert report["ceilings"] == {timing.COPY: 4000.0, timing.MATMUL: 600.0}
+    assert [row["status"] for row in report["rows"]] == 2 * (3 * ["ok"] + ["not installed"])
+    results.save(tmp_path, "double", report | {"date": "2026-01-02T03:05:00", "rows": []})
+    results.save(tmp_path, "train-step", ENVIRONMENT)
+    assert results.latest(tmp_path) == {"double": report | {"date": "2026-01-02T03:05:00", "rows": []}}
+
+
+def test_only_the_named_provider_runs(op, tmp_path, capsys):
+    op.provider("other")(lambda *shape: lambda x: 2 * x)
+    assert cli.main(["bench", "--provider", "other", "--output", str(tmp_path)]) == 0
+    rows = results.latest(tmp_path)["double"]["rows"]
+    assert {row["provider"] for row in rows} == {"other"} and len(rows) == 6
+
+
+def test_what_is_drawn_is_the_last_pass_from_the_smallest_shape_to_the_largest():
+    def row(shape, provider, kind, share, **more):
+        return {"status": "ok", "shape": shape, "provider": provider, "pass": kind, "share": share} | more
+
+    report = {
+        "rows": [
+            row("16384x4096", "ours", "forward", 0.9),
+            row("16384x4096", "ours", "forward+backward", 0.8, peak_mib=384.0),
+            row("16384x512", "ours", "forward+backward", 0.5, peak_mib=48.0),
+            row("16384x512", "theirs", "forward+backward", 0.4, peak_mib=96.0),
+            {"status": "failed", "shape": "16384x4096", "provider": "theirs", "reason": "broken"},
+        ]
+    }
+    speed, memory = plot.lines(report, "share"), plot.lines(report, "peak_mib")
+    assert speed == {"ours": {"16384x512": 50.0, "16384x4096": 80.0}, "theirs": {"16384x512": 40.0}}
+    assert list(speed["ours"]) == ["16384x512", "16384x4096"]
+    assert memory == {"ours": {"16384x512": 48.0, "16384x4096": 384.0}, "theirs": {"16384x512": 96.0}}
+
+
+def refused(capsys, *arguments):
+    """The one line on stderr of a command that ends with status 2."""
+    assert cli.main(["bench", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and not out
+    return err
+
+
+def test_an_unknown_op_or_provider_is_refused_with_the_nearest(capsys):
+    assert "no op 'rmsnorm'; the nearest is 'rms_norm'" in refused(capsys, "rmsnorm")
+    assert "no provider 'ligr'; the nearest is 'liger'" in refused(capsys, "rope", "--provider", "ligr")
+    assert "no provider 'quack'" in refused(capsys, "rope", "--provider", "quack")
+
+
+def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "needs a GPU" in refused(capsys, "rope")
+
+
+def test_an_installed_package_names_the_checkout_it_needs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path / "benchmarks")
+    error = refused(capsys)
+    assert str(tmp_path / "benchmarks") in error and "checkout" in error
+
+
+@pytest.mark.gpu
+def test_a_copy_reaches_the_ceiling_and_a_waiting_call_is_noticed():
+    x = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    sets = [timing.Inputs([x], [], [])]
+    timings, peak = timing.measure(torch.clone, sets, ["forward"])
+    rate = 2 * x.nbytes / timings["forward"].ms / 1e6
+    assert 0.7 < rate / timing.ceilings()[timing.COPY] < 1.1
+    assert timings["forward"].ahead and peak == x.nbytes
+    waiting, _ = timing.measure(lambda x: x[:1].clone() * x[0].item(), sets, ["forward"])
+    assert not waiting["forward"].ahead
+
+
+def test_a_provider_is_a_function_of_the_shape(op):
+    @op.provider("mine", shapes=[(64, 8)], layout=lambda x: (x.T,))
+    def mine(rows, columns):
+        assert (rows, columns) == (64, 8)
+        return lambda x: 2 * x.T
+
+    assert op.providers["mine"] == Provider(mine, [(64, 8)], op.providers["mine"].layout)
+    rows = rows_by_provider(op)["mine"]
+    assert [(row["shape"], row["status"]) for row in rows] == 3 * [("64x8", "ok")]
