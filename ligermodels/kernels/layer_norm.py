@@ -18,7 +18,7 @@ from ligermodels.kernels.op import kernel, register, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
 
-WIDEST_KEPT = 8192  # columns of a row that backward keeps in registers beside dw and db
+WIDEST_KEPT = 12288  # columns of a row that backward keeps in registers beside dw and db
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -115,7 +115,7 @@ def _launch_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     (dy, dy_stride), (x, x_stride), rows = rows_of(dy), rows_of(x), stats.shape[1]
     tile, programs = backward_tile(x.shape[-1], 3, x.itemsize, x.device)
-    reread = tile["WIDTH"] > WIDEST_KEPT
+    reread = tile["COLUMNS"] > WIDEST_KEPT
     tile = tile | {"REREAD": reread, "STAGES": 1 if reread else tile["STAGES"]}
     programs = min(tiles_of(rows, tile), programs)
     weights = (weight,) * (weight_grad + bias_grad)

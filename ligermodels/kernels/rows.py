@@ -14,8 +14,9 @@ from ligermodels.kernels.op import as_rows, multiprocessors, shared_memory
 
 MAX_COLUMNS = 65536
 TILE_ELEMENTS = 2048  # at least: short rows share a program
-ELEMENTS_PER_THREAD = 24  # of a row, at most: weight gradients in registers and two values more for each still fit
-PROGRAMS = {4: 3, 8: 2, 16: 1, 32: 1}  # of backward, a multiprocessor, by their warps: one hides another's sums
+FORWARD_ELEMENTS = 32  # of a row a thread, at most: it holds the row
+BACKWARD_ELEMENTS = 24  # it holds the weights' gradients and two values more of each
+PROGRAMS = {4: 3, 8: 2, 16: 1}  # of backward, a multiprocessor, by their warps: one works while another waits for a sum
 REGISTERS = 65536  # of a multiprocessor, for all of these
 RESERVED_BYTES = 8192  # of shared memory a program, for sums across warps and what the driver takes
 
@@ -40,21 +41,16 @@ def zero_beyond(x, in_row):
 
 
 @functools.cache
-def forward_tile(columns: int) -> dict[str, int]:
-    """What a kernel that holds whole rows is built with: ROWS of COLUMNS elements, in tiles of a power of two."""
+def forward_tile(columns: int, elements: int = FORWARD_ELEMENTS) -> dict[str, int]:
+    """What a kernel that holds whole rows is built with: ROWS of COLUMNS elements, in tiles of a power of two.
+
+    elements: of a row, that a thread holds at most.
+    """
     if columns > MAX_COLUMNS:
         raise ValueError(f"norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
     width = triton.next_power_of_2(columns)
-    return {
-        "ROWS": max(1, TILE_ELEMENTS // width),
-        "COLUMNS": columns,
-        "WIDTH": width,
-        "num_warps": warps_of(columns, 16),
-    }
-
-
-def warps_of(columns: int, most: int) -> int:
-    return min(most, max(4, triton.next_power_of_2(triton.cdiv(columns, 32 * ELEMENTS_PER_THREAD))))
+    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(columns, 32 * elements))))
+    return {"ROWS": max(1, TILE_ELEMENTS // width), "COLUMNS": columns, "WIDTH": width, "num_warps": warps}
 
 
 @functools.cache
@@ -63,12 +59,11 @@ def backward_tile(columns: int, streams: int, itemsize: int, device: torch.devic
 
     STAGES - 1 tiles are on their way through shared memory while one is worked on.
     """
-    tile, warps = forward_tile(columns), warps_of(columns, 32)
-    if device.type == "cpu":  # the interpreter's: one stage, no registers
-        return tile | {"STAGES": 1}, PROGRAMS[warps] * multiprocessors(device)
-    room = shared_memory(device) // PROGRAMS[warps] - RESERVED_BYTES
-    ahead = min(2, max(0, room // (streams * tile["ROWS"] * tile["WIDTH"] * itemsize)))
-    built = {"STAGES": 1 + ahead, "num_warps": warps}
-    if not torch.version.hip:
-        built["maxnreg"] = REGISTERS // (32 * warps * PROGRAMS[warps]) // 8 * 8
-    return tile | built, PROGRAMS[warps] * multiprocessors(device)
+    tile = forward_tile(columns, BACKWARD_ELEMENTS)
+    programs = PROGRAMS[tile["num_warps"]]
+    if device.type == "cpu":  # the interpreter: no stages, no registers
+        return tile | {"STAGES": 1}, programs * multiprocessors(device)
+    room = shared_memory(device) // programs - RESERVED_BYTES
+    ahead = min(2, room // (streams * tile["ROWS"] * tile["WIDTH"] * itemsize))
+    registers = {} if torch.version.hip else {"maxnreg": REGISTERS // (32 * tile["num_warps"] * programs) // 8 * 8}
+    return tile | registers | {"STAGES": 1 + ahead}, programs * multiprocessors(device)
