@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from ligermodels.kernels import cross_entropy as module
 from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from ligermodels.kernels.scaled import rescale_
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error, run
 
@@ -163,6 +164,78 @@ def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, TOGETHER])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_in_place_is_within_the_error_budget(short_blocks, reduction, options, dtype):
+    """check's upstream gradients are random: the gradient of each row meets its own."""
+
+    def in_place(logits, targets, **options):
+        return cross_entropy(logits.clone(), targets, inplace=True, **options)
+
+    check_loss(in_place, cross_entropy_reference, draw(2, 9, 257), dtype, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_in_place_the_gradient_lies_where_the_logits_were(short_blocks, reduction):
+    logits, targets = draw(6, 257)
+    logits = logits.float()
+    leaf, before = logits.clone().requires_grad_(), logits.clone()
+    (expected,) = torch.autograd.grad(cross_entropy(leaf, targets, reduction=reduction), leaf)
+    (got,) = torch.autograd.grad(
+        cross_entropy(logits.requires_grad_(), targets, reduction=reduction, inplace=True), logits
+    )
+    assert got.data_ptr() == logits.data_ptr()
+    assert not torch.equal(logits, before)
+    torch.testing.assert_close(got, expected)
+
+
+def test_in_place_an_upstream_gradient_of_one_writes_nothing():
+    """A row that the kernel passed by keeps what was put there since; the row beside it does not."""
+    gradient = torch.ones(2, 33, device=DEVICE)
+    rescale_(gradient, torch.tensor([1.0, 3.0], device=DEVICE))
+    assert torch.equal(gradient, torch.tensor([[1.0], [3.0]], device=DEVICE).expand(2, 33))
+    poison = torch.full((4, 33), float("nan"), device=DEVICE)
+    rescale_(poison, torch.ones((), device=DEVICE))
+    assert poison.isnan().all()
+
+
+def test_in_place_refuses_a_second_backward():
+    logits, targets = draw(4, 33)
+    loss = cross_entropy(logits.float().requires_grad_(), targets, inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_is_refused_by_an_op_that_kept_the_logits():
+    logits, targets = draw(4, 33)
+    leaf = logits.float().requires_grad_()
+    loss = cross_entropy(torch.exp(leaf), targets, inplace=True)  # exp keeps its output for its own backward
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_keeps_logits_that_need_no_gradient():
+    logits, targets = draw(4, 33)
+    logits = logits.float()
+    before = logits.clone()
+    cross_entropy(logits, targets, inplace=True)
+    with torch.no_grad():
+        cross_entropy(logits.requires_grad_(), targets, inplace=True)
+    assert torch.equal(logits, before)
+
+
+def test_in_place_expanded_rows_are_copied():
+    logits, targets = draw(4, 33)
+    row = logits[:1].float().requires_grad_()
+    expected, got = (
+        torch.autograd.grad(cross_entropy(row.expand(4, 33), targets, inplace=inplace), row)[0]
+        for inplace in (False, True)
+    )
+    torch.testing.assert_close(got, expected)
+
+
 def test_logits_are_not_written_to():
     logits, targets = draw(4, 33)
     logits = logits.float().requires_grad_()
@@ -186,6 +259,7 @@ def test_opcheck(options):
     torch.library.opcheck(ops.cross_entropy.default, (logits, targets, *options))
     for scale in [torch.rand(4, device=DEVICE), torch.rand((), device=DEVICE).expand(4)]:
         torch.library.opcheck(ops.cross_entropy_backward.default, (logits, targets, lse, scale, *options))
+        torch.library.opcheck(ops.cross_entropy_.default, (logits, targets, scale, *options))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
