@@ -20,7 +20,8 @@ from ligermodels.kernels.scaled import multiply_
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
 REDUCTIONS = ("mean", "sum", "none")
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e38)  # below any logit, and finite in units of ln 2 too: exp(-inf - LOWEST) is 0 where exp(-inf - -inf) is not
+# Below any logit, and finite in units of ln 2 too: exp(-inf - LOWEST) is 0 where exp(-inf - -inf) is not a number.
+LOWEST = tl.constexpr(-1.0e38)
 
 
 def cross_entropy_reference(
@@ -87,19 +88,10 @@ def _cap(x, softcap, SINGLE: tl.constexpr):
 
 
 @triton.jit
-def _load_logits(
-    row_ptr, column, columns, logit_scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
-):
-    """The scaled and capped logits at `column`; where MASKED, -inf outside [0, columns)."""
-    inside = (column >= 0) & (column < columns)
-    if MASKED:
-        logits = tl.load(row_ptr + column, inside, other=0.0).to(tl.float32)
-    else:
-        logits = tl.load(row_ptr + column).to(tl.float32)
-    logits *= logit_scale
-    if SOFTCAP:
-        logits = _cap(logits, softcap, row_ptr.dtype.element_ty == tl.float32)
-    return tl.where(inside, logits, -float("inf")) if MASKED else logits
+def _load_logits(row_ptr, column, inside, logit_scale, softcap, SOFTCAP: tl.constexpr, POLICY: tl.constexpr):
+    """The scaled and capped logits at `column`; outside, some number."""
+    logits = tl.load(row_ptr + column, inside, other=0.0, eviction_policy=POLICY).to(tl.float32) * logit_scale
+    return _cap(logits, softcap, row_ptr.dtype.element_ty == tl.float32) if SOFTCAP else logits
 
 
 @triton.jit
@@ -114,10 +106,10 @@ def _unpack(pair):
 
 
 @triton.jit
-def _read_all(mail_ptr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+def _read_all(mail_ptr, PIECES: tl.constexpr):
     """The pairs that the PIECES programs of a row have posted, once all have; (LOWEST, 0) beyond them."""
-    piece = tl.arange(0, WIDTH)
-    nothing = _pack(tl.full([WIDTH], LOWEST, tl.float32), tl.zeros([WIDTH], tl.float32))
+    piece = tl.arange(0, triton.next_power_of_2(PIECES))
+    nothing = _pack(piece * 0.0 + LOWEST, piece * 0.0)
     pairs = tl.load(mail_ptr + piece, piece < PIECES, other=nothing, volatile=True)
     while tl.sum((pairs == 0).to(tl.int32), 0) > 0:
         pairs = tl.load(mail_ptr + piece, piece < PIECES, other=nothing, volatile=True)
@@ -125,63 +117,29 @@ def _read_all(mail_ptr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _piece(
-    logits_ptr, loss_ptr, lse_ptr, dlogits_ptr, mail_ptr, target, scale, piece, columns,
-    softcap, logit_scale, z_loss, label_smoothing, share,
-    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr, LAST: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+def _sum_exponentials(
+    logits_ptr, first, end, logit_scale, softcap,
+    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One piece of a row. The LAST one is the one that may not be full, and stores loss and lse."""
-    start = piece * BLOCK
-    column = start + tl.arange(0, BLOCK)
-    logits = _load_logits(logits_ptr, column, columns, logit_scale, softcap, SOFTCAP, LAST)
-    if LOSS:
-        if LAST:  # read before this piece is posted, so before any of them is overwritten
-            target_logit = _load_logits(logits_ptr, target, columns, logit_scale, softcap, SOFTCAP, True)
-        maximum = tl.maximum(tl.max(logits, 0), LOWEST)
-        powers = tl.exp2(logits * LOG2_E - maximum * LOG2_E)
-        total = tl.sum(powers, 0)
-        lse = maximum + tl.log(total)
-        if SMOOTHING:
-            logit_sum = tl.sum(tl.where(column < columns, logits, 0.0), 0)
-        if PIECES > 1:
-            if SMOOTHING:
-                tl.atomic_xchg(mail_ptr + WIDTH + piece, _pack(total, logit_sum), sem="relaxed")
-            tl.atomic_xchg(mail_ptr + piece, _pack(maximum, total), sem="release")
-            if GRADIENT or LAST:
-                maxima, totals = _read_all(mail_ptr, PIECES, WIDTH)
-                highest = tl.max(maxima, 0)
-                lse = highest + tl.log(tl.sum(totals * tl.exp(maxima - highest), 0))
-            if SMOOTHING and LAST:
-                _, sums = _read_all(mail_ptr + WIDTH, PIECES, WIDTH)
-                logit_sum = tl.sum(sums, 0)
-        if LAST:
-            loss = lse - (1 - label_smoothing) * target_logit + z_loss * lse * lse
-            if SMOOTHING:
-                loss -= share * logit_sum
-            tl.store(loss_ptr, loss)
-            tl.store(lse_ptr, lse)
-    else:
-        lse = tl.load(lse_ptr)
+    """(maximum, Σ exp(l - maximum), Σ l) over the columns from `first` to `end`.
 
-    if GRADIENT:
-        factor = scale * (1 + 2 * z_loss * lse)
-        if LOSS and not SOFTCAP:
-            gradient = powers * (tl.exp(maximum - lse) * factor)
-        else:  # the powers are not worth their registers
-            gradient = tl.exp2(logits * LOG2_E - lse * LOG2_E) * factor
+    Each thread keeps its own for the VECTOR logits that it loads at once: no step waits for another warp.
+    """
+    maxima = tl.full([BLOCK // VECTOR], LOWEST, tl.float32)
+    totals = tl.zeros([BLOCK // VECTOR], tl.float32)
+    sums = tl.zeros([BLOCK // VECTOR], tl.float32)
+    for start in range(first, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logits = _load_logits(logits_ptr, column, column < end, logit_scale, softcap, SOFTCAP, "")
         if SMOOTHING:
-            gradient -= scale * share
-        if (target >= start) & (target < start + BLOCK):
-            gradient -= tl.where(column == target, scale * (1 - label_smoothing), 0.0)
-        if SOFTCAP:
-            tanh = logits * (1 / softcap)
-            gradient *= 1 - tanh * tanh
-        gradient = gradient.to(dlogits_ptr.dtype.element_ty)
-        if LAST:
-            tl.store(dlogits_ptr + column, gradient, column < columns, eviction_policy="evict_first")
-        else:
-            tl.store(dlogits_ptr + column, gradient, eviction_policy="evict_first")
+            sums += tl.sum(tl.reshape(tl.where(column < end, logits, 0.0), [BLOCK // VECTOR, VECTOR]), 1)
+        logits = tl.reshape(tl.where(column < end, logits, -float("inf")), [BLOCK // VECTOR, VECTOR])
+        higher = tl.maximum(maxima, tl.max(logits, 1))
+        powers = tl.exp2(logits * LOG2_E - (higher * LOG2_E)[:, None])
+        totals = totals * tl.exp2((maxima - higher) * LOG2_E) + tl.sum(powers, 1)
+        maxima = higher
+    maximum = tl.max(maxima, 0)
+    return maximum, tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), 0), tl.sum(sums, 0)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -190,49 +148,92 @@ def _kernel(
     logits_stride, dlogits_stride, scale_stride, columns, first,
     ignore_index, softcap, logit_scale, z_loss, label_smoothing, share,
     SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, EVICT: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One program holds a piece of a row in registers, and the programs of a row exchange maxima and sums: LOSS reduces
-    the row (else its lse is read), GRADIENT then writes dlogits, which may lie over the logits.
+    """One program takes SPAN columns of a row: LOSS sums them up (else the row's lse is read), GRADIENT reads them again,
+    from a cache, and writes dlogits, which may lie over the logits: each element is read and written by one thread.
 
-    With both, the programs of a row wait for each other. They start in the order of their ids, so that all of them
-    run together on a device that has room for PIECES programs.
+    With both, the PIECES programs of a row exchange their sums and wait for each other. Programs start in the order of
+    their ids, so that all of them run together on a device that has room for PIECES programs.
     """
     piece = tl.program_id(0) % PIECES
     row = (tl.program_id(0) // PIECES).to(tl.int64)
-    target = tl.load(targets_ptr + row)
+    begin = piece * SPAN
+    end = tl.minimum(begin + SPAN, columns)
+    block = tl.arange(0, BLOCK)
     logits_ptr += row * logits_stride
     dlogits_ptr += row * dlogits_stride
-    mail_ptr += row * (2 * WIDTH)
+    target = tl.load(targets_ptr + row)
     if target == ignore_index:
         if LOSS:
             tl.store(loss_ptr + row, 0.0)
             tl.store(lse_ptr + row, 0.0)
         if GRADIENT:
-            column = piece * BLOCK + tl.arange(0, BLOCK)
-            tl.store(dlogits_ptr + column, tl.zeros([BLOCK], dlogits_ptr.dtype.element_ty), column < columns)
+            zeros = tl.zeros([BLOCK], dlogits_ptr.dtype.element_ty)
+            for start in range(begin, end, BLOCK):
+                tl.store(dlogits_ptr + start + block, zeros, start + block < end)
         return
+
     target -= first
-    scale = tl.load(scale_ptr + row * scale_stride) * logit_scale if GRADIENT else 0.0
-    if piece == PIECES - 1:
-        _piece(
-            logits_ptr, loss_ptr + row, lse_ptr + row, dlogits_ptr, mail_ptr, target, scale, piece, columns, softcap,
-            logit_scale, z_loss, label_smoothing, share, SOFTCAP, SMOOTHING, LOSS, GRADIENT, True, PIECES, WIDTH, BLOCK,
-        )  # fmt: skip
+    if LOSS:
+        exists = (target >= 0) & (target < columns)
+        target_logit = _load_logits(logits_ptr, target, exists, logit_scale, softcap, SOFTCAP, "")
+        target_logit = tl.where(exists, target_logit, -float("inf"))
+        maximum, total, logit_sum = _sum_exponentials(
+            logits_ptr, begin, end, logit_scale, softcap, SOFTCAP, SMOOTHING, BLOCK, VECTOR
+        )
+        if PIECES > 1:
+            mail_ptr += row * 2 * PIECES
+            if SMOOTHING:
+                tl.atomic_xchg(mail_ptr + PIECES + piece, _pack(total, logit_sum), sem="relaxed")
+            # Released, so that the target's logit was read before any of the row is overwritten.
+            tl.atomic_xchg(mail_ptr + piece, _pack(maximum, total), sem="release")
+            maxima, totals = _read_all(mail_ptr, PIECES)
+            maximum = tl.max(maxima, 0)
+            total = tl.sum(totals * tl.exp(maxima - maximum), 0)
+            if SMOOTHING:
+                _, sums = _read_all(mail_ptr + PIECES, PIECES)
+                logit_sum = tl.sum(sums, 0)
+        lse = maximum + tl.log(total)
+        if piece == 0:
+            loss = lse - (1 - label_smoothing) * target_logit + z_loss * lse * lse
+            if SMOOTHING:
+                loss -= share * logit_sum
+            tl.store(loss_ptr + row, loss)
+            tl.store(lse_ptr + row, lse)
     else:
-        _piece(
-            logits_ptr, loss_ptr + row, lse_ptr + row, dlogits_ptr, mail_ptr, target, scale, piece, columns, softcap,
-            logit_scale, z_loss, label_smoothing, share, SOFTCAP, SMOOTHING, LOSS, GRADIENT, False, PIECES, WIDTH, BLOCK,
-        )  # fmt: skip
+        lse = tl.load(lse_ptr + row)
+
+    if GRADIENT:
+        scale = tl.load(scale_ptr + row * scale_stride) * logit_scale
+        for step in range(0, tl.cdiv(end - begin, BLOCK)):
+            start = begin + step * BLOCK
+            if REVERSE:
+                start = begin + (tl.cdiv(end - begin, BLOCK) - 1 - step) * BLOCK
+            column = start + block
+            logits = _load_logits(logits_ptr, column, column < end, logit_scale, softcap, SOFTCAP, EVICT)
+            gradient = tl.exp2(logits * LOG2_E - lse * LOG2_E) * (scale * (1 + 2 * z_loss * lse))
+            if SMOOTHING:
+                gradient -= scale * share
+            if (target >= start) & (target < start + BLOCK):
+                gradient -= tl.where(column == target, scale * (1 - label_smoothing), 0.0)
+            if SOFTCAP:
+                tanh = logits * (1 / softcap)
+                gradient *= 1 - tanh * tanh
+            gradient = gradient.to(dlogits_ptr.dtype.element_ty)
+            tl.store(dlogits_ptr + column, gradient, column < end, eviction_policy="evict_first")
 
 
 TUNE = {}
 
 
-def block_of(columns: int) -> tuple[int, int]:
-    """(columns, warps) of one program."""
-    block = min(triton.next_power_of_2(columns), 8192)
-    return block, max(4, block // 1024)
+def tile_of(columns: int, loss: bool, gradient: bool) -> tuple[int, int, int]:
+    """(columns of one program, columns of one of its steps, warps)."""
+    block, warps = (8192, 16) if loss else (4096, 4)
+    block = min(triton.next_power_of_2(columns), block)
+    if not gradient:
+        return triton.next_power_of_2(columns), block, max(4, min(warps, block // 512))
+    return max(16384, block) if loss else block, block, max(4, min(warps, block // 512))
 
 
 def sweep(
@@ -249,17 +250,15 @@ def sweep(
     rows, columns = logits.shape
     if not rows:
         return
-    block, warps = block_of(columns)
-    pieces = triton.cdiv(columns, block)
-    together = multiprocessors(logits.device) if logits.is_cuda else 1
-    if loss is not None and dlogits is not None and pieces > together:
-        options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
-        sweep(logits, targets, loss, lse, None, None, *options)
-        return sweep(logits, targets, None, lse, scale, dlogits, *options)
-    width = triton.next_power_of_2(pieces)
+    span, block, warps = tile_of(columns, loss is not None, dlogits is not None)
+    pieces = triton.cdiv(columns, span)
     mail = lse
     if loss is not None and pieces > 1:
-        mail = torch.zeros(rows, 2, width, dtype=torch.int64, device=logits.device)
+        if pieces > (multiprocessors(logits.device) if logits.is_cuda else 1):  # they could wait for ever
+            options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
+            sweep(logits, targets, loss, lse, None, None, *options)
+            return sweep(logits, targets, None, lse, scale, dlogits, *options)
+        mail = torch.zeros(rows, 2, pieces, dtype=torch.int64, device=logits.device)
     _kernel[(pieces * rows,)](
         logits, targets, lse if loss is None else loss, lse,
         lse if scale is None else scale, logits if dlogits is None else dlogits, mail,
@@ -267,7 +266,8 @@ def sweep(
         columns, first, ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
         label_smoothing / (vocab or columns),
         SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, LOSS=loss is not None,
-        GRADIENT=dlogits is not None, PIECES=pieces, WIDTH=width, BLOCK=block, num_warps=warps, **TUNE,
+        GRADIENT=dlogits is not None, PIECES=pieces, SPAN=span, BLOCK=block, VECTOR=16 // logits.element_size(),
+        num_warps=warps, **(dict(EVICT="evict_first", REVERSE=True) | TUNE),
     )  # fmt: skip
 
 

@@ -25,9 +25,8 @@ def _kernel(
     spans = tl.cdiv(columns, SPAN)
     row = (tl.program_id(0) // spans).to(tl.int64)
     scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32)
-    if IN_PLACE:
-        if scale == 1:
-            return
+    if IN_PLACE and scale == 1:
+        return
     first = (tl.program_id(0) % spans).to(tl.int64) * SPAN
     for start in range(0, SPAN, BLOCK):
         column = first + start + tl.arange(0, BLOCK)

@@ -37,7 +37,7 @@ def draw(*shape, ignore_index=-100):
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Rows of several blocks, the last one not full."""
-    monkeypatch.setattr(module, "block_of", lambda columns: (64, 4))
+    monkeypatch.setattr(module, "tile_of", lambda columns, loss, gradient: (128 if gradient else 512, 64, 4))
 
 
 def check_loss(ours, reference, inputs, dtype, **options):
@@ -277,6 +277,41 @@ def test_fullgraph_compile_gives_equal_gradients(reduction):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [128256, 50257])
+@pytest.mark.parametrize("options", [(-100, None, 1.0, 0.0, 0.0), (-100, 20.0, 1.5, 0.01, 0.1)])
+def test_programs_that_share_a_row_agree_and_repeat(vocab, options):
+    """More rows than run at once, in one launch whose programs wait for each other, against one program a row."""
+    logits, targets = draw(3000, vocab)
+    logits = logits.bfloat16()
+    scale = torch.rand(3000, device=DEVICE)
+    loss, lse = module.cross_entropy_forward(logits, targets, *options)
+    expected = module.cross_entropy_backward(logits, targets, lse, scale, *options)
+    (got, got_loss), (again, again_loss) = (
+        (copy, module.cross_entropy_in_place(copy, targets, scale, *options))
+        for copy in (logits.clone(), logits.clone())
+    )
+    assert torch.equal(got, again) and torch.equal(got_loss, again_loss)
+    assert relative_error(got_loss, loss.double()) <= FP32_BOUND
+    assert relative_error(got, expected.double()) <= torch.finfo(torch.bfloat16).eps / 8
+
+
+@pytest.mark.gpu
+def test_in_place_is_captured_in_a_graph():
+    logits, targets = draw(64, 128256)
+    logits = logits.bfloat16()
+    options, scale = (-100, None, 1.0, 0.0, 0.0), torch.ones((), device=DEVICE).expand(64)
+    expected = logits.clone()
+    expected_loss = module.cross_entropy_in_place(expected, targets, scale, *options)  # compiles the kernel
+    buffer, graph = torch.empty_like(logits), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = module.cross_entropy_in_place(buffer, targets, scale, *options)
+    for _ in range(2):
+        buffer.copy_(logits)
+        graph.replay()
+        assert torch.equal(buffer, expected) and torch.equal(loss, expected_loss)
+
+
+@pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31():
     rows, columns = 2**13 + 1, 2**18
     logits = torch.zeros(rows, columns, device=DEVICE, dtype=torch.bfloat16)
@@ -293,12 +328,13 @@ def test_offsets_beyond_two_to_the_31():
 
 
 @pytest.mark.gpu
-def test_no_synchronisation():
+@pytest.mark.parametrize("inplace", [False, True])
+def test_no_synchronisation(inplace):
     logits, targets = draw(8, 1000)
     logits = logits.bfloat16().requires_grad_()
-    cross_entropy(logits, targets).backward()  # compiles the kernels
+    cross_entropy(logits, targets, inplace=inplace).backward()  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
-        cross_entropy(logits, targets).backward()
+        cross_entropy(logits, targets, inplace=inplace).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
