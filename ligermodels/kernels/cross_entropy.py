@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import as_rows, register, runs_kernels, traced, widen
 from ligermodels.kernels.scaled import multiply_
 
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
@@ -95,71 +95,48 @@ def _load_logits(row_ptr, column, inside, logit_scale, softcap, SOFTCAP: tl.cons
 
 
 @triton.jit
-def _pack(a, b):
-    """Two fp32 numbers in the 64 bits that one instruction reads or writes."""
-    return a.to(tl.int32, bitcast=True).to(tl.int64) << 32 | b.to(tl.uint32, bitcast=True).to(tl.int64)
-
-
-@triton.jit
-def _unpack(pair):
-    return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), pair.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _read_all(mail_ptr, PIECES: tl.constexpr):
-    """The pairs that the PIECES programs of a row have posted, once all have; (LOWEST, 0) beyond them."""
-    piece = tl.arange(0, triton.next_power_of_2(PIECES))
-    nothing = _pack(piece * 0.0 + LOWEST, piece * 0.0)
-    pairs = tl.load(mail_ptr + piece, piece < PIECES, other=nothing, volatile=True)
-    while tl.sum((pairs == 0).to(tl.int32), 0) > 0:
-        pairs = tl.load(mail_ptr + piece, piece < PIECES, other=nothing, volatile=True)
-    return _unpack(pairs)
-
-
-@triton.jit
-def _sum_exponentials(
-    logits_ptr, first, end, logit_scale, softcap,
+def _log_sum_exp(
+    row_ptr, columns, logit_scale, softcap,
     SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(maximum, Σ exp(l - maximum), Σ l) over the columns from `first` to `end`.
+    """(log Σ exp(l), Σ l) of a row.
 
-    Each thread keeps its own for the VECTOR logits that it loads at once: no step waits for another warp.
+    Each thread keeps maxima and sums of its own, one for the VECTOR logits that it loads at once: no step of the sweep
+    waits for another warp.
     """
     maxima = tl.full([BLOCK // VECTOR], LOWEST, tl.float32)
     totals = tl.zeros([BLOCK // VECTOR], tl.float32)
     sums = tl.zeros([BLOCK // VECTOR], tl.float32)
-    for start in range(first, end, BLOCK):
+    for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        logits = _load_logits(logits_ptr, column, column < end, logit_scale, softcap, SOFTCAP, "")
+        logits = _load_logits(row_ptr, column, column < columns, logit_scale, softcap, SOFTCAP, "")
         if SMOOTHING:
-            sums += tl.sum(tl.reshape(tl.where(column < end, logits, 0.0), [BLOCK // VECTOR, VECTOR]), 1)
-        logits = tl.reshape(tl.where(column < end, logits, -float("inf")), [BLOCK // VECTOR, VECTOR])
+            sums += tl.sum(tl.reshape(tl.where(column < columns, logits, 0.0), [BLOCK // VECTOR, VECTOR]), 1)
+        logits = tl.reshape(tl.where(column < columns, logits, -float("inf")), [BLOCK // VECTOR, VECTOR])
         higher = tl.maximum(maxima, tl.max(logits, 1))
         powers = tl.exp2(logits * LOG2_E - (higher * LOG2_E)[:, None])
         totals = totals * tl.exp2((maxima - higher) * LOG2_E) + tl.sum(powers, 1)
         maxima = higher
     maximum = tl.max(maxima, 0)
-    return maximum, tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), 0), tl.sum(sums, 0)
+    return maximum + tl.log(tl.sum(totals * tl.exp(maxima - maximum), 0)), tl.sum(sums, 0)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["pieces", "first"])
 def _kernel(
-    logits_ptr, targets_ptr, loss_ptr, lse_ptr, scale_ptr, dlogits_ptr, mail_ptr,
-    logits_stride, dlogits_stride, scale_stride, columns, first,
+    logits_ptr, targets_ptr, loss_ptr, lse_ptr, scale_ptr, dlogits_ptr,
+    logits_stride, dlogits_stride, scale_stride, columns, pieces, first,
     ignore_index, softcap, logit_scale, z_loss, label_smoothing, share,
     SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr,
-    PIECES: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, EVICT: tl.constexpr, REVERSE: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """One program takes SPAN columns of a row: LOSS sums them up (else the row's lse is read), GRADIENT reads them again,
-    from a cache, and writes dlogits, which may lie over the logits: each element is read and written by one thread.
+    """LOSS: one program sweeps a row for loss and lse; else lse is read, and one program takes one BLOCK of a row.
 
-    With both, the PIECES programs of a row exchange their sums and wait for each other. Programs start in the order of
-    their ids, so that all of them run together on a device that has room for PIECES programs.
+    GRADIENT writes dlogits, which may lie over the logits: each element is read and written by the same thread. After
+    LOSS it sweeps backwards, as what was read last is the likeliest to be in a cache.
     """
-    piece = tl.program_id(0) % PIECES
-    row = (tl.program_id(0) // PIECES).to(tl.int64)
-    begin = piece * SPAN
-    end = tl.minimum(begin + SPAN, columns)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    begin = tl.program_id(0) % pieces * BLOCK
+    end = columns if LOSS else tl.minimum(begin + BLOCK, columns)
     block = tl.arange(0, BLOCK)
     logits_ptr += row * logits_stride
     dlogits_ptr += row * dlogits_stride
@@ -176,40 +153,23 @@ def _kernel(
 
     target -= first
     if LOSS:
+        # Read before the reductions, whose barriers keep any thread from overwriting it earlier.
         exists = (target >= 0) & (target < columns)
         target_logit = _load_logits(logits_ptr, target, exists, logit_scale, softcap, SOFTCAP, "")
-        target_logit = tl.where(exists, target_logit, -float("inf"))
-        maximum, total, logit_sum = _sum_exponentials(
-            logits_ptr, begin, end, logit_scale, softcap, SOFTCAP, SMOOTHING, BLOCK, VECTOR
-        )
-        if PIECES > 1:
-            mail_ptr += row * 2 * PIECES
-            if SMOOTHING:
-                tl.atomic_xchg(mail_ptr + PIECES + piece, _pack(total, logit_sum), sem="relaxed")
-            # Released, so that the target's logit was read before any of the row is overwritten.
-            tl.atomic_xchg(mail_ptr + piece, _pack(maximum, total), sem="release")
-            maxima, totals = _read_all(mail_ptr, PIECES)
-            maximum = tl.max(maxima, 0)
-            total = tl.sum(totals * tl.exp(maxima - maximum), 0)
-            if SMOOTHING:
-                _, sums = _read_all(mail_ptr + PIECES, PIECES)
-                logit_sum = tl.sum(sums, 0)
-        lse = maximum + tl.log(total)
-        if piece == 0:
-            loss = lse - (1 - label_smoothing) * target_logit + z_loss * lse * lse
-            if SMOOTHING:
-                loss -= share * logit_sum
-            tl.store(loss_ptr + row, loss)
-            tl.store(lse_ptr + row, lse)
+        lse, logit_sum = _log_sum_exp(logits_ptr, columns, logit_scale, softcap, SOFTCAP, SMOOTHING, BLOCK, VECTOR)
+        loss = lse - (1 - label_smoothing) * tl.where(exists, target_logit, -float("inf")) + z_loss * lse * lse
+        if SMOOTHING:
+            loss -= share * logit_sum
+        tl.store(loss_ptr + row, loss)
+        tl.store(lse_ptr + row, lse)
     else:
         lse = tl.load(lse_ptr + row)
 
     if GRADIENT:
         scale = tl.load(scale_ptr + row * scale_stride) * logit_scale
-        for step in range(0, tl.cdiv(end - begin, BLOCK)):
-            start = begin + step * BLOCK
-            if REVERSE:
-                start = begin + (tl.cdiv(end - begin, BLOCK) - 1 - step) * BLOCK
+        steps = tl.cdiv(end - begin, BLOCK)
+        for step in range(steps):
+            start = begin + (steps - 1 - step) * BLOCK
             column = start + block
             logits = _load_logits(logits_ptr, column, column < end, logit_scale, softcap, SOFTCAP, EVICT)
             gradient = tl.exp2(logits * LOG2_E - lse * LOG2_E) * (scale * (1 + 2 * z_loss * lse))
@@ -227,13 +187,16 @@ def _kernel(
 TUNE = {}
 
 
-def tile_of(columns: int, loss: bool, gradient: bool) -> tuple[int, int, int]:
-    """(columns of one program, columns of one of its steps, warps)."""
-    block, warps = (8192, 16) if loss else (4096, 4)
+def tile_of(columns: int, loss: bool, gradient: bool) -> tuple[int, int]:
+    """(columns, warps) of one step of a program."""
+    if not loss:
+        block, warps = 4096, 4
+    elif gradient:  # few rows at a time, so that caches still hold much of a row when it is read again
+        block, warps = 16384, 32
+    else:
+        block, warps = 8192, 16
     block = min(triton.next_power_of_2(columns), block)
-    if not gradient:
-        return triton.next_power_of_2(columns), block, max(4, min(warps, block // 512))
-    return max(16384, block) if loss else block, block, max(4, min(warps, block // 512))
+    return block, max(4, min(warps, block // 512))
 
 
 def sweep(
@@ -241,7 +204,7 @@ def sweep(
     ignore_index: int, softcap: float | None, logit_scale: float, z_loss: float, label_smoothing: float,
     first: int = 0, vocab: int | None = None,
 ) -> None:  # fmt: skip
-    """Fills `loss` and `lse` (where `loss` is None, `lse` is read), and `dlogits` where it is given.
+    """One launch that fills `loss` and `lse` (where `loss` is None, `lse` is read), and `dlogits` where it is given.
 
     logits, dlogits [rows, V] with unit stride along V, the same tensor or disjoint; targets [rows]; loss, lse [rows]
     fp32; scale [rows] fp32 of any stride, 0 for a scalar's. Where `lse` is read, logits may be those of the classes
@@ -250,24 +213,17 @@ def sweep(
     rows, columns = logits.shape
     if not rows:
         return
-    span, block, warps = tile_of(columns, loss is not None, dlogits is not None)
-    pieces = triton.cdiv(columns, span)
-    mail = lse
-    if loss is not None and pieces > 1:
-        if pieces > (multiprocessors(logits.device) if logits.is_cuda else 1):  # they could wait for ever
-            options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
-            sweep(logits, targets, loss, lse, None, None, *options)
-            return sweep(logits, targets, None, lse, scale, dlogits, *options)
-        mail = torch.zeros(rows, 2, pieces, dtype=torch.int64, device=logits.device)
-    _kernel[(pieces * rows,)](
+    block, warps = tile_of(columns, loss is not None, dlogits is not None)
+    pieces = triton.cdiv(columns, block) if loss is None else 1
+    _kernel[(rows * pieces,)](
         logits, targets, lse if loss is None else loss, lse,
-        lse if scale is None else scale, logits if dlogits is None else dlogits, mail,
+        lse if scale is None else scale, logits if dlogits is None else dlogits,
         logits.stride(0), 0 if dlogits is None else dlogits.stride(0), 0 if scale is None else scale.stride(0),
-        columns, first, ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
+        columns, pieces, first, ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
         label_smoothing / (vocab or columns),
         SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, LOSS=loss is not None,
-        GRADIENT=dlogits is not None, PIECES=pieces, SPAN=span, BLOCK=block, VECTOR=16 // logits.element_size(),
-        num_warps=warps, **(dict(EVICT="evict_first", REVERSE=True) | TUNE),
+        GRADIENT=dlogits is not None, BLOCK=block, VECTOR=16 // logits.element_size(),
+        num_warps=warps, **(dict(EVICT="") | TUNE),
     )  # fmt: skip
 
 

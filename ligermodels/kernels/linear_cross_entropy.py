@@ -10,8 +10,8 @@ so that the chunk size changes the order of dweight's fp32 sums (a relative 1e-6
 rounds. "none" keeps the rows' log-sum-exp and recomputes the logits: 8 T H V FLOP.
 
 lean needs LEAN_BYTES beyond the gradients and takes them in two passes: one over chunks of rows, whose logits lie in
-dweight's own memory, for the log-sum-exps and dhidden; one over chunks of the vocabulary, which computes their logits again
-and each row of dweight in one matrix product, summed in fp32 inside it and rounded once: 8 T H V FLOP.
+dweight's own memory, for the log-sum-exps and dhidden; one over chunks of the vocabulary, which computes their logits
+again and each row of dweight in one matrix product, summed in fp32 inside it and rounded once: 8 T H V FLOP.
 """
 
 from collections.abc import Iterator

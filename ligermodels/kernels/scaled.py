@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ligermodels.kernels.op import register, traced
 
-BLOCK, SPAN = 8192, 65536  # elements of one step, and of one program
+# Elements of one step and of one program, and warps. In place most programs find a 1 and stop: let them be few.
+OUT_OF_PLACE_TILE = 1024, 1024, 4
+IN_PLACE_TILE = 8192, 65536, 8
 
 
 @triton.jit
@@ -40,10 +42,11 @@ def _launch(x: Tensor, scale: Tensor, out: Tensor, in_place: bool) -> None:
     if not per_row and x.is_contiguous():
         x, out = x.view(1, -1), out.view(1, -1)
     rows, columns = x.shape
+    block, span, warps = IN_PLACE_TILE if in_place else OUT_OF_PLACE_TILE
     if rows * columns:
-        _kernel[(rows * triton.cdiv(columns, SPAN),)](
+        _kernel[(rows * triton.cdiv(columns, span),)](
             x, scale, out, x.stride(0), out.stride(0), scale.stride(0) if per_row else 0, columns,
-            IN_PLACE=in_place, BLOCK=BLOCK, SPAN=SPAN, num_warps=8,
+            IN_PLACE=in_place, BLOCK=block, SPAN=span, num_warps=warps,
         )  # fmt: skip
 
 
