@@ -146,14 +146,23 @@ def _launch_lean(
             if hidden_grad:
                 torch.mm(logits, weight, out=dhidden[piece])
     if weight_grad and rows:
-        chunk = aligned(elements // rows)
-        for start in range(0, vocab, chunk):
-            piece = slice(start, min(start + chunk, vocab))
-            logits = buffer[: rows * (piece.stop - start)].view(rows, -1)
-            torch.mm(hidden, weight[piece].T, out=logits)
-            sweep(logits, targets, None, row_lse, scale, logits, *options, start, vocab)
-            torch.mm(logits.T, hidden, out=dweight[piece])
+        _take_dweight_(dweight, hidden, weight, targets, row_lse, scale, buffer, *options)
     return loss, row_lse if lse is None else torch.empty_like(loss), dhidden, dweight
+
+
+def _take_dweight_(
+    dweight: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, buffer: Tensor,
+    *options,
+) -> None:  # fmt: skip
+    """A chunk of the vocabulary at a time, over all rows: each element of dweight is one sum, rounded once."""
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    chunk = aligned(buffer.numel() // rows)
+    for start in range(0, vocab, chunk):
+        piece = slice(start, min(start + chunk, vocab))
+        logits = buffer[: rows * (piece.stop - start)].view(rows, -1)
+        torch.mm(hidden, weight[piece].T, out=logits)
+        sweep(logits, targets, None, lse, scale, logits, *options, first=start, vocab=vocab)
+        torch.mm(logits.T, hidden, out=dweight[piece])
 
 
 def _fake_forward(hidden, weight, targets, hidden_grad, weight_grad, *options):
