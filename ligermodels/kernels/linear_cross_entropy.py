@@ -9,7 +9,7 @@ so that the chunk size changes the order of dweight's fp32 sums (a relative 1e-6
 "mean" and "sum" take both in the forward, in fp32: 6 T H V FLOP; backward only multiplies by the upstream gradient and
 rounds. "none" keeps the rows' log-sum-exp and recomputes the logits: 8 T H V FLOP.
 
-lean needs LEAN_BYTES beyond the gradients and takes them in two passes: one over chunks of rows, whose logits lie in
+lean needs 64 MiB beyond the gradients and takes them in two passes: one over chunks of rows, whose logits lie in
 dweight's own memory, for the log-sum-exps and dhidden; one over chunks of the vocabulary, which computes their logits
 again and each row of dweight in one matrix product, summed in fp32 inside it and rounded once: 8 T H V FLOP.
 """
@@ -34,7 +34,7 @@ from ligermodels.kernels.scaled import multiply_, scaled
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
 LOGITS_BYTES = 2**30
-LEAN_BYTES = 7 * 2**24  # of logits, where memory is short
+LEAN_BYTES = 2**26  # of logits at most, where memory is short, and an eighth of the weight at most
 FEWEST_ROWS, MOST_ROWS = 1024, 8192  # below, adding to dweight in fp32 costs more than the matrix products
 ALIGNMENT = 128  # rows of a chunk, and the elements from one row of logits to the next: tiles of a matrix product
 
@@ -135,7 +135,7 @@ def _launch_lean(
     dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=hidden.dtype, device=hidden.device)
     make = torch.empty if rows else torch.zeros
     dweight = make(weight.shape if weight_grad else 0, dtype=weight.dtype, device=weight.device)
-    elements = max(LEAN_BYTES // hidden.element_size(), round_up(vocab), rows)
+    elements = max(min(LEAN_BYTES // hidden.element_size(), weight.numel() // 8), round_up(vocab), rows)
     buffer = torch.empty(elements, dtype=hidden.dtype, device=hidden.device)
     if hidden_grad or lse is None:
         room = dweight.view(-1) if dweight.numel() > elements else buffer
@@ -292,9 +292,9 @@ def linear_cross_entropy(
     """Cross-entropy of hidden @ weightᵀ, whose logits are never all in memory.
 
     hidden [..., H] and weight [V, H] of one float dtype, targets [...] int64 in [0, V) or ignore_index; loss and
-    options as in `cross_entropy`. lean: a third more time for the least memory, 112 MiB beyond both gradients; an
-    upstream gradient other than 1 then rounds them a second time, and backward runs once. Raises ValueError where the
-    shapes disagree.
+    options as in `cross_entropy`. lean: at least a third more time for the least memory, 64 MiB beyond both gradients;
+    an upstream gradient other than 1 then rounds them a second time, and backward runs once. Raises ValueError where
+    the shapes disagree.
     """
     check_arguments(hidden, targets, reduction)
     options = ignore_index, softcap, logit_scale, z_loss, label_smoothing

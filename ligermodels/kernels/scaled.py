@@ -15,7 +15,7 @@ from ligermodels.kernels.op import register, traced
 
 # Elements of one step and of one program, and warps. In place most programs find a 1 and stop: let them be few.
 OUT_OF_PLACE_TILE = 1024, 1024, 4
-IN_PLACE_TILE = 8192, 65536, 8
+IN_PLACE_TILE = 8192, 2**18, 8
 
 
 @triton.jit
