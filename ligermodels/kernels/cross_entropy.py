@@ -6,8 +6,8 @@
 and zero for both where the target t is ignored. logits [rows, V] any float dtype, targets [rows] int64; loss, lse and
 the row's upstream gradient g [rows] fp32. All maths in fp32, one rounding of dlogits: p_t - 1 would cancel in half
 precision.
-Moves R V elements forward and 2 R V backward. In place, where the forward writes dlogits over the logits, it moves 2 R V
-in all, as far as the second reading of a row finds it in a cache.
+Moves R V elements forward and 2 R V backward. In place, where the forward writes dlogits over the logits, 2 R V in all,
+as far as the second reading of a row finds it in a cache.
 """
 
 import torch
