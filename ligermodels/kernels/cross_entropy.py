@@ -6,7 +6,8 @@
 and zero for both where the target t is ignored. logits [rows, V] any float dtype, targets [rows] int64; loss, lse and
 the row's upstream gradient g [rows] fp32. All maths in fp32, one rounding of dlogits: p_t - 1 would cancel in half
 precision.
-Moves R V elements forward, 2 R V backward, 2 R V for both in one sweep while the row's second read comes from L2.
+Moves R V elements forward and 2 R V backward. In place, where the forward writes dlogits over the logits, 2 R V in all,
+as far as the second reading of a row finds it in a cache.
 """
 
 import torch
@@ -14,10 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, register, runs_kernels, widen
+from ligermodels.kernels.op import as_rows, register, runs_kernels, traced, widen
+from ligermodels.kernels.scaled import multiply_
 
+FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
 REDUCTIONS = ("mean", "sum", "none")
-LOWEST = tl.constexpr(-3.0e38)  # below any logit, and finite: exp(-inf - LOWEST) is 0 where exp(-inf - -inf) is not
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Below any logit, and finite in units of ln 2 too: exp(-inf - LOWEST) is 0 where exp(-inf - -inf) is not a number.
+LOWEST = tl.constexpr(-1.0e38)
 
 
 def cross_entropy_reference(
@@ -36,12 +41,19 @@ def cross_entropy_reference(
         loss = loss - label_smoothing * log_probs.mean(-1)
     if z_loss:
         loss = loss + z_loss * logits.logsumexp(-1).square()
-    return _reduce(torch.where(kept, loss, 0.0), targets, ignore_index, reduction)
+    return reduce(torch.where(kept, loss, 0.0), targets, ignore_index, reduction)
 
 
 def supervised_count(targets: Tensor, ignore_index: int) -> Tensor:
     """Number of targets not ignored, at least one, as a scalar on their device."""
     return (targets != ignore_index).sum().clamp_min(1)
+
+
+def normaliser(targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """What `reduction` multiplies the sum of the losses by: an fp32 scalar on their device."""
+    if reduction == "mean":
+        return supervised_count(targets, ignore_index).to(torch.float32).reciprocal()
+    return torch.ones((), dtype=torch.float32, device=targets.device)
 
 
 def check_arguments(inputs: Tensor, targets: Tensor, reduction: str) -> None:
@@ -53,7 +65,7 @@ def check_arguments(inputs: Tensor, targets: Tensor, reduction: str) -> None:
         raise ValueError(f"cross_entropy: reduction {reduction!r} must be one of {', '.join(REDUCTIONS)}")
 
 
-def _reduce(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def reduce(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -61,41 +73,74 @@ def _reduce(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 @triton.jit
-def _tanh(x, SINGLE: tl.constexpr):
-    """The exponential form cancels near zero: what is left serves half precision; for SINGLE a series takes over."""
-    decay = tl.exp(-2 * tl.abs(x))
-    size = 1 - 2 * decay / (1 + decay)
-    tanh = tl.where(x < 0, -size, size)
+def _cap(x, softcap, SINGLE: tl.constexpr):
+    """softcap * tanh(x / softcap)."""
     if SINGLE:
-        square = x * x
-        series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-        tanh = tl.where(tl.abs(x) < 0.3, series, tanh)
-    return tanh
+        # The exponential form cancels near zero: what is left serves half precision; for fp32 a series takes over.
+        y = x * (1 / softcap)
+        decay = tl.exp2(tl.abs(y) * (-2 * LOG2_E))
+        size = 1 - 2 * decay / (1 + decay)
+        square = y * y
+        series = y + y * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        return softcap * tl.where(tl.abs(y) < 0.3, series, tl.where(y < 0, -size, size))
+    # One reciprocal square root and its square are cheaper than a division.
+    root = tl.rsqrt(1 + tl.exp2(x * (2 * LOG2_E / softcap)))
+    return softcap - 2 * softcap * (root * root)
 
 
 @triton.jit
-def _load_logits(row_ptr, column, columns, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """The scaled and capped logits at `column`, -inf outside [0, columns)."""
-    inside = (column >= 0) & (column < columns)
-    logits = tl.load(row_ptr + column, inside, other=0.0).to(tl.float32) * logit_scale
-    if SOFTCAP:
-        logits = softcap * _tanh(logits * (1 / softcap), row_ptr.dtype.element_ty == tl.float32)
-    return tl.where(inside, logits, -float("inf"))
+def _load_logits(row_ptr, column, inside, logit_scale, softcap, SOFTCAP: tl.constexpr, POLICY: tl.constexpr):
+    """The scaled and capped logits at `column`; outside, some number."""
+    logits = tl.load(row_ptr + column, inside, other=0.0, eviction_policy=POLICY).to(tl.float32) * logit_scale
+    return _cap(logits, softcap, row_ptr.dtype.element_ty == tl.float32) if SOFTCAP else logits
 
 
 @triton.jit
+def _log_sum_exp(
+    row_ptr, columns, logit_scale, softcap,
+    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """(log Σ exp(l), Σ l) of a row.
+
+    Each thread keeps maxima and sums of its own, one for the VECTOR logits that it loads at once: no step of the sweep
+    waits for another warp.
+    """
+    maxima = tl.full([BLOCK // VECTOR], LOWEST, tl.float32)
+    totals = tl.zeros([BLOCK // VECTOR], tl.float32)
+    sums = tl.zeros([BLOCK // VECTOR], tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logits = _load_logits(row_ptr, column, column < columns, logit_scale, softcap, SOFTCAP, "")
+        if SMOOTHING:
+            sums += tl.sum(tl.reshape(tl.where(column < columns, logits, 0.0), [BLOCK // VECTOR, VECTOR]), 1)
+        logits = tl.reshape(tl.where(column < columns, logits, -float("inf")), [BLOCK // VECTOR, VECTOR])
+        higher = tl.maximum(maxima, tl.max(logits, 1))
+        powers = tl.exp2(logits * LOG2_E - (higher * LOG2_E)[:, None])
+        totals = totals * tl.exp2((maxima - higher) * LOG2_E) + tl.sum(powers, 1)
+        maxima = higher
+    maximum = tl.max(maxima, 0)
+    return maximum + tl.log(tl.sum(totals * tl.exp(maxima - maximum), 0)), tl.sum(sums, 0)
+
+
+@triton.jit(do_not_specialize=["pieces", "first"])
 def _kernel(
     logits_ptr, targets_ptr, loss_ptr, lse_ptr, scale_ptr, dlogits_ptr,
-    logits_stride, dlogits_stride, scale_stride, columns,
-    ignore_index, softcap, logit_scale, z_loss, label_smoothing,
-    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    logits_stride, dlogits_stride, scale_stride, columns, pieces, first,
+    ignore_index, softcap, logit_scale, z_loss, label_smoothing, share,
+    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: LOSS sweeps it for loss and lse (else lse is read), GRADIENT sweeps it (again) for dlogits,
-    which may lie over the logits: each element is read and written by the same thread."""
-    row = tl.program_id(0).to(tl.int64)
+    """LOSS: one program sweeps a row for loss and lse; else lse is read, and one program takes one BLOCK of a row.
+
+    GRADIENT writes dlogits, which may lie over the logits: each element is read and written by the same thread. After
+    LOSS it sweeps backwards, as what was read last is the likeliest to be in a cache.
+    """
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    begin = tl.program_id(0) % pieces * BLOCK
+    end = columns if LOSS else tl.minimum(begin + BLOCK, columns)
+    block = tl.arange(0, BLOCK)
     logits_ptr += row * logits_stride
     dlogits_ptr += row * dlogits_stride
-    block = tl.arange(0, BLOCK)
     target = tl.load(targets_ptr + row)
     if target == ignore_index:
         if LOSS:
@@ -103,27 +148,19 @@ def _kernel(
             tl.store(lse_ptr + row, 0.0)
         if GRADIENT:
             zeros = tl.zeros([BLOCK], dlogits_ptr.dtype.element_ty)
-            for start in range(0, columns, BLOCK):
-                tl.store(dlogits_ptr + start + block, zeros, start + block < columns)
+            for start in range(begin, end, BLOCK):
+                tl.store(dlogits_ptr + start + block, zeros, start + block < end)
         return
 
+    target -= first
     if LOSS:
-        # Read before the first reduction of the sweep, whose barrier keeps any thread from overwriting it earlier.
-        target_logit = _load_logits(logits_ptr, target, columns, logit_scale, softcap, SOFTCAP)
-        maximum = LOWEST
-        total = 0.0
-        logit_sum = 0.0
-        for start in range(0, columns, BLOCK):
-            logits = _load_logits(logits_ptr, start + block, columns, logit_scale, softcap, SOFTCAP)
-            higher = tl.maximum(maximum, tl.max(logits, 0))
-            total = total * tl.exp(maximum - higher) + tl.sum(tl.exp(logits - higher), 0)
-            maximum = higher
-            if SMOOTHING:
-                logit_sum += tl.sum(tl.where(start + block < columns, logits, 0.0), 0)
-        lse = maximum + tl.log(total)
-        loss = lse - (1 - label_smoothing) * target_logit + z_loss * lse * lse
+        # Read before the reductions, whose barriers keep any thread from overwriting it earlier.
+        exists = (target >= 0) & (target < columns)
+        target_logit = _load_logits(logits_ptr, target, exists, logit_scale, softcap, SOFTCAP, "")
+        lse, logit_sum = _log_sum_exp(logits_ptr, columns, logit_scale, softcap, SOFTCAP, SMOOTHING, BLOCK, VECTOR)
+        loss = lse - (1 - label_smoothing) * tl.where(exists, target_logit, -float("inf")) + z_loss * lse * lse
         if SMOOTHING:
-            loss -= label_smoothing * (logit_sum / columns)
+            loss -= share * logit_sum
         tl.store(loss_ptr + row, loss)
         tl.store(lse_ptr + row, lse)
     else:
@@ -131,49 +168,57 @@ def _kernel(
 
     if GRADIENT:
         scale = tl.load(scale_ptr + row * scale_stride) * logit_scale
-        for start in range(0, columns, BLOCK):
+        steps = tl.cdiv(end - begin, BLOCK)
+        for step in range(steps):
+            start = begin + (steps - 1 - step) * BLOCK
             column = start + block
-            logits = _load_logits(logits_ptr, column, columns, logit_scale, softcap, SOFTCAP)
-            gradient = tl.exp(logits - lse) * (1 + 2 * z_loss * lse)
-            gradient -= tl.where(column == target, 1 - label_smoothing, 0.0)
+            logits = _load_logits(logits_ptr, column, column < end, logit_scale, softcap, SOFTCAP, "evict_first")
+            gradient = tl.exp2(logits * LOG2_E - lse * LOG2_E) * (scale * (1 + 2 * z_loss * lse))
             if SMOOTHING:
-                gradient -= label_smoothing / columns
+                gradient -= scale * share
+            if (target >= start) & (target < start + BLOCK):
+                gradient -= tl.where(column == target, scale * (1 - label_smoothing), 0.0)
             if SOFTCAP:
                 tanh = logits * (1 / softcap)
                 gradient *= 1 - tanh * tanh
-            tl.store(dlogits_ptr + column, (gradient * scale).to(dlogits_ptr.dtype.element_ty), column < columns)
+            gradient = gradient.to(dlogits_ptr.dtype.element_ty)
+            tl.store(dlogits_ptr + column, gradient, column < end, eviction_policy="evict_first")
 
 
-def block_of(columns: int) -> tuple[int, int]:
-    """(columns, warps) of one step of the sweep.
-
-    The rows in flight should fit in L2 between the two sweeps. From V = 65536 on, 32 warps of over 32 registers leave
-    room for one program on a multiprocessor: 132 rows of 2 V bytes on an H200, 34 MB at V = 128256.
-    """
-    block = min(triton.next_power_of_2(columns), 16384 if columns > 65536 else 8192)
-    return block, min(32, max(4, block // 512))
+def tile_of(columns: int, loss: bool, gradient: bool) -> tuple[int, int]:
+    """(columns, warps) of one step of a program, as measured on an H200."""
+    if not loss:
+        return min(triton.next_power_of_2(columns), 4096), 4
+    # For both, few rows at a time: caches still hold much of a row when it is read again.
+    block = min(triton.next_power_of_2(columns), 16384 if gradient else 8192)
+    return block, max(4, block // 512)
 
 
 def sweep(
     logits: Tensor, targets: Tensor, loss: Tensor | None, lse: Tensor, scale: Tensor | None, dlogits: Tensor | None,
     ignore_index: int, softcap: float | None, logit_scale: float, z_loss: float, label_smoothing: float,
+    *, first: int = 0, vocab: int | None = None,
 ) -> None:  # fmt: skip
     """One launch that fills `loss` and `lse` (where `loss` is None, `lse` is read), and `dlogits` where it is given.
 
     logits, dlogits [rows, V] with unit stride along V, the same tensor or disjoint; targets [rows]; loss, lse [rows]
-    fp32; scale [rows] fp32 of any stride, 0 for a scalar's.
+    fp32; scale [rows] fp32 of any stride, 0 for a scalar's. Where `lse` is read, logits may be those of the classes
+    from `first` on, of `vocab` in all.
     """
     rows, columns = logits.shape
     if not rows:
         return
-    block, warps = block_of(columns)
-    _kernel[(rows,)](
+    block, warps = tile_of(columns, loss is not None, dlogits is not None)
+    pieces = triton.cdiv(columns, block) if loss is None else 1
+    _kernel[(rows * pieces,)](
         logits, targets, lse if loss is None else loss, lse,
         lse if scale is None else scale, logits if dlogits is None else dlogits,
-        logits.stride(0), 0 if dlogits is None else dlogits.stride(0), 0 if scale is None else scale.stride(0), columns,
-        ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
+        logits.stride(0), 0 if dlogits is None else dlogits.stride(0), 0 if scale is None else scale.stride(0),
+        columns, pieces, first, ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
+        label_smoothing / (vocab or columns),
         SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, LOSS=loss is not None,
-        GRADIENT=dlogits is not None, BLOCK=block, num_warps=warps,
+        GRADIENT=dlogits is not None, BLOCK=block, VECTOR=16 // logits.element_size(),
+        num_warps=warps,
     )  # fmt: skip
 
 
@@ -190,6 +235,12 @@ def _launch_backward(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor
     return dlogits
 
 
+def _launch_in_place(logits: Tensor, targets: Tensor, scale: Tensor, *options) -> Tensor:
+    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    sweep(logits, targets, loss, torch.empty_like(loss), scale, logits, *options)
+    return loss
+
+
 def _fake_forward(logits, targets, *options):
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
     return loss, torch.empty_like(loss)
@@ -197,6 +248,10 @@ def _fake_forward(logits, targets, *options):
 
 def _fake_backward(logits, targets, lse, scale, *options):
     return logits.new_empty(logits.shape)
+
+
+def _fake_in_place(logits, targets, scale, *options):
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
 OPTIONS = "int ignore_index, float? softcap, float logit_scale, float z_loss, float label_smoothing"
@@ -209,6 +264,13 @@ cross_entropy_backward = register(
     f"cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor scale, {OPTIONS}) -> Tensor dlogits",
     _launch_backward,
     _fake_backward,
+)
+
+
+cross_entropy_in_place = register(
+    f"cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor scale, {OPTIONS}) -> Tensor loss",
+    _launch_in_place,
+    _fake_in_place,
 )
 
 
@@ -227,15 +289,39 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits, None, None, None, None, None, None
 
 
+class _CrossEntropyInPlace(torch.autograd.Function):
+    """Losses, or their sum times `scale`, with the gradient left where the logits were."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, scale, summed, *options):
+        gradient = logits.detach()
+        # What 1 / N would round to zero in fp16 waits for the upstream gradient, which may be a loss scale.
+        taken = torch.full_like(scale, FP16_SCALE) if logits.dtype == torch.float16 else scale
+        losses = cross_entropy_in_place(gradient, targets, taken.expand(targets.shape), *options)
+        torch.autograd.graph.increment_version(gradient)  # so that autograd objects if somebody did save the logits
+        ctx.save_for_backward(gradient, scale / taken)
+        return losses.sum() * scale if summed else losses
+
+    @staticmethod
+    def backward(ctx, dloss):
+        gradient, rest = ctx.saved_tensors
+        return multiply_(gradient, dloss * rest), *[None] * 8
+
+
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, ignore_index: int = -100, softcap: float | None = None,
     logit_scale: float = 1.0, z_loss: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    inplace: bool = False,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of logits against class indices; the file's docstring has the formula.
 
     logits [..., V] float, targets [...] int64 in [0, V) or ignore_index -> fp32, a scalar, or [...] for "none". "mean"
     divides by the number of targets not ignored, and is 0 where there is none. An ignored row has loss 0 and gradient
-    0; a target out of range gives an infinite loss. Raises ValueError where the shapes disagree.
+    0; a target out of range gives an infinite loss.
+
+    inplace: where logits ask for a gradient, the forward writes it over them (their values are lost), and backward
+    multiplies it by an upstream gradient that is not 1, with a second rounding, and runs once. While something traces
+    this is left to the compiler. Raises ValueError where the shapes disagree.
     """
     check_arguments(logits, targets, reduction)
     if not runs_kernels(logits):
@@ -244,5 +330,12 @@ def cross_entropy(
             label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
     options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
-    losses = _CrossEntropy.apply(as_rows(logits), targets.reshape(-1).contiguous(), *options)
-    return _reduce(losses.reshape(targets.shape), targets, ignore_index, reduction)
+    rows, flat = as_rows(logits), targets.reshape(-1).contiguous()
+    if inplace and torch.is_grad_enabled() and logits.requires_grad and not traced((logits,)):
+        if rows.stride(0) < rows.shape[1]:  # expanded: rows that share their memory
+            rows = rows.contiguous()
+        scale = normaliser(targets, ignore_index, reduction)
+        losses = _CrossEntropyInPlace.apply(rows, flat, scale, reduction != "none", *options)
+        return losses.reshape(targets.shape) if reduction == "none" else losses
+    losses = _CrossEntropy.apply(rows, flat, *options)
+    return reduce(losses.reshape(targets.shape), targets, ignore_index, reduction)

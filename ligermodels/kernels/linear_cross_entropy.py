@@ -8,6 +8,10 @@ exists, in the inputs' dtype; its gradient overwrites it, and then
 so that the chunk size changes the order of dweight's fp32 sums (a relative 1e-6) and nothing else.
 "mean" and "sum" take both in the forward, in fp32: 6 T H V FLOP; backward only multiplies by the upstream gradient and
 rounds. "none" keeps the rows' log-sum-exp and recomputes the logits: 8 T H V FLOP.
+
+lean needs 64 MiB beyond the gradients and takes them in two passes: one over chunks of rows, whose logits lie in
+dweight's own memory, for the log-sum-exps and dhidden; one over chunks of the vocabulary, which computes their logits
+again and each row of dweight in one matrix product, summed in fp32 inside it and rounded once: 8 T H V FLOP.
 """
 
 from collections.abc import Iterator
@@ -20,13 +24,17 @@ from ligermodels.kernels.cross_entropy import (
     OPTIONS,
     check_arguments,
     cross_entropy_reference,
+    normaliser,
+    reduce,
     supervised_count,
     sweep,
 )
 from ligermodels.kernels.op import register, runs_kernels
+from ligermodels.kernels.scaled import multiply_, scaled
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
 LOGITS_BYTES = 2**30
+LEAN_BYTES = 2**26  # of logits at most, where memory is short, and an eighth of the weight at most
 FEWEST_ROWS, MOST_ROWS = 1024, 8192  # below, adding to dweight in fp32 costs more than the matrix products
 ALIGNMENT = 128  # rows of a chunk, and the elements from one row of logits to the next: tiles of a matrix product
 
@@ -47,14 +55,23 @@ def round_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _chunks_of_logits(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits) of each chunk, all in the same buffer."""
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    chunk = min(chunk_rows(rows, vocab, hidden.dtype), rows)
-    buffer = torch.empty(chunk, round_up(vocab), dtype=hidden.dtype, device=hidden.device)
+def aligned(size: int) -> int:
+    """The most that `size` holds of whole tiles, or `size` where it holds none."""
+    return size // ALIGNMENT * ALIGNMENT or max(size, 1)
+
+
+def _chunks_of_logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits) of each chunk, all in the same memory: `buffer`'s, where one of enough elements is given."""
+    rows, width = hidden.shape[0], round_up(weight.shape[0])
+    if buffer is None:
+        chunk = min(chunk_rows(rows, weight.shape[0], hidden.dtype), rows)
+        buffer = torch.empty(chunk, width, dtype=hidden.dtype, device=hidden.device)
+    else:
+        chunk = aligned(buffer.numel() // width)
+        buffer = buffer[: chunk * width].view(chunk, width)
     for start in range(0, rows, max(chunk, 1)):
         piece = slice(start, min(start + chunk, rows))
-        logits = buffer[: piece.stop - start, :vocab]
+        logits = buffer[: piece.stop - start, : weight.shape[0]]
         yield piece, torch.mm(hidden[piece], weight.T, out=logits)
 
 
@@ -107,6 +124,47 @@ def _launch_backward(
     return dhidden, dweight
 
 
+def _launch_lean(
+    hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor | None, scale: Tensor,
+    hidden_grad: bool, weight_grad: bool, *options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Both gradients, of rows weighed by `scale`, in the inputs' dtype; loss and lse where lse is not given."""
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    loss = torch.empty(rows if lse is None else 0, dtype=torch.float32, device=hidden.device)
+    row_lse = torch.empty_like(loss) if lse is None else lse
+    dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=hidden.dtype, device=hidden.device)
+    make = torch.empty if rows else torch.zeros
+    dweight = make(weight.shape if weight_grad else 0, dtype=weight.dtype, device=weight.device)
+    elements = max(min(LEAN_BYTES // hidden.element_size(), weight.numel() // 8), round_up(vocab), rows)
+    buffer = torch.empty(elements, dtype=hidden.dtype, device=hidden.device)
+    if hidden_grad or lse is None:
+        room = dweight.view(-1) if dweight.numel() > elements else buffer
+        for piece, logits in _chunks_of_logits(hidden, weight, room):
+            dlogits = logits if hidden_grad else None
+            piece_loss = loss[piece] if lse is None else None
+            sweep(logits, targets[piece], piece_loss, row_lse[piece], scale[piece], dlogits, *options)
+            if hidden_grad:
+                torch.mm(logits, weight, out=dhidden[piece])
+    if weight_grad and rows:
+        _take_dweight_(dweight, hidden, weight, targets, row_lse, scale, buffer, *options)
+    return loss, row_lse if lse is None else torch.empty_like(loss), dhidden, dweight
+
+
+def _take_dweight_(
+    dweight: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, buffer: Tensor,
+    *options,
+) -> None:  # fmt: skip
+    """A chunk of the vocabulary at a time, over all rows: each element of dweight is one sum, rounded once."""
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    chunk = aligned(buffer.numel() // rows)
+    for start in range(0, vocab, chunk):
+        piece = slice(start, min(start + chunk, vocab))
+        logits = buffer[: rows * (piece.stop - start)].view(rows, -1)
+        torch.mm(hidden, weight[piece].T, out=logits)
+        sweep(logits, targets, None, lse, scale, logits, *options, first=start, vocab=vocab)
+        torch.mm(logits.T, hidden, out=dweight[piece])
+
+
 def _fake_forward(hidden, weight, targets, hidden_grad, weight_grad, *options):
     loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     return loss, torch.empty_like(loss), *_fake_backward(hidden, weight, targets, loss, loss, hidden_grad, weight_grad)
@@ -115,6 +173,12 @@ def _fake_forward(hidden, weight, targets, hidden_grad, weight_grad, *options):
 def _fake_backward(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options):
     dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0, dtype=torch.float32)
     return dhidden, weight.new_empty(weight.shape if weight_grad else 0, dtype=torch.float32)
+
+
+def _fake_lean(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options):
+    loss = hidden.new_empty(hidden.shape[0] if lse is None else 0, dtype=torch.float32)
+    dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0)
+    return loss, torch.empty_like(loss), dhidden, weight.new_empty(weight.shape if weight_grad else 0)
 
 
 linear_cross_entropy_forward = register(
@@ -131,6 +195,14 @@ linear_cross_entropy_backward = register(
 )
 
 
+linear_cross_entropy_lean = register(
+    "linear_cross_entropy_lean(Tensor hidden, Tensor weight, Tensor targets, Tensor? lse, Tensor scale,"
+    f" bool hidden_grad, bool weight_grad, {OPTIONS}) -> (Tensor loss, Tensor lse, Tensor dhidden, Tensor dweight)",
+    _launch_lean,
+    _fake_lean,
+)
+
+
 @register_flop_formula(torch.ops.ligermodels.linear_cross_entropy)
 def _forward_flops(hidden, weight, targets, hidden_grad, weight_grad, *options, **_) -> int:
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
@@ -141,9 +213,10 @@ def _backward_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_gra
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
 
 
-def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * scale rounded once to `dtype`: in fp32, as scale is no scalar, and without a temporary."""
-    return torch.mul(gradient, scale.reshape(1, 1), out=torch.empty_like(gradient, dtype=dtype))
+@register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_lean)
+def _lean_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options, **_) -> int:
+    products = (lse is None or hidden_grad) + hidden_grad + 2 * weight_grad
+    return 2 * hidden[0] * hidden[1] * weight[0] * products
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -162,41 +235,66 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx, dloss):
         (dhidden, dweight), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
         scale = dloss / GRADIENT_SCALE
-        dhidden = _scaled(dhidden, scale, ctx.dtype) if hidden_grad else None
-        dweight = _scaled(dweight, scale, ctx.dtype) if weight_grad else None
+        dhidden = scaled(dhidden, scale, ctx.dtype) if hidden_grad else None
+        dweight = scaled(dweight, scale, ctx.dtype) if weight_grad else None
         return dhidden, dweight, *[None] * 8
+
+
+class _LeanLoss(torch.autograd.Function):
+    """Σ loss * normaliser, with both gradients taken in the forward in the inputs' dtype; backward multiplies in place
+    where the upstream gradient is not 1."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, normaliser, hidden_grad, weight_grad, *options):
+        loss, _, *gradients = linear_cross_entropy_lean(
+            hidden, weight, targets, None, normaliser.expand(targets.shape), hidden_grad, weight_grad, *options
+        )
+        ctx.save_for_backward(*gradients)
+        ctx.wanted = hidden_grad, weight_grad
+        return loss.sum() * normaliser
+
+    @staticmethod
+    def backward(ctx, dloss):
+        pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        return *[multiply_(gradient, dloss) if wanted else None for gradient, wanted in pairs], *[None] * 9
 
 
 class _RowLosses(torch.autograd.Function):
     """The loss of each row; backward recomputes the logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, *options):
-        loss, lse, _, _ = linear_cross_entropy_forward(hidden, weight, targets, False, False, *options)
+    def forward(ctx, hidden, weight, targets, lean, *options):
+        if lean:
+            scale = hidden.new_empty(targets.shape, dtype=torch.float32)  # of no gradient
+            loss, lse, *_ = linear_cross_entropy_lean(hidden, weight, targets, None, scale, False, False, *options)
+        else:
+            loss, lse, *_ = linear_cross_entropy_forward(hidden, weight, targets, False, False, *options)
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.options = options
+        ctx.lean, ctx.options = lean, options
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
         hidden_grad, weight_grad = ctx.needs_input_grad[:2]
-        hidden, weight, targets, lse = ctx.saved_tensors
-        dhidden, dweight = linear_cross_entropy_backward(
-            hidden, weight, targets, lse, dloss, hidden_grad, weight_grad, *ctx.options
-        )
+        backward = linear_cross_entropy_lean if ctx.lean else linear_cross_entropy_backward
+        *_, dhidden, dweight = backward(*ctx.saved_tensors, dloss, hidden_grad, weight_grad, *ctx.options)
+        hidden, weight, *_ = ctx.saved_tensors
         dhidden = dhidden.to(hidden.dtype) if hidden_grad else None
         dweight = dweight.to(weight.dtype) if weight_grad else None
-        return dhidden, dweight, *[None] * 6
+        return dhidden, dweight, *[None] * 7
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, softcap: float | None = None,
     logit_scale: float = 1.0, z_loss: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    lean: bool = False,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of hidden @ weightᵀ, whose logits are never all in memory.
 
     hidden [..., H] and weight [V, H] of one float dtype, targets [...] int64 in [0, V) or ignore_index; loss and
-    options as in `cross_entropy`. Raises ValueError where the shapes disagree.
+    options as in `cross_entropy`. lean: at least a third more time for the least memory, 64 MiB beyond both gradients;
+    an upstream gradient other than 1 then rounds them a second time, and backward runs once. Raises ValueError where
+    the shapes disagree.
     """
     check_arguments(hidden, targets, reduction)
     options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
@@ -206,9 +304,14 @@ def linear_cross_entropy(
             z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
-    if reduction == "none":
-        return _RowLosses.apply(rows, weight, flat, *options).reshape(targets.shape)
+    # Lean gradients wait for their upstream gradient in the inputs' dtype: in fp16 they might underflow before a loss
+    # scale reaches them, and are taken in backward instead.
+    if reduction == "none" or (lean and hidden.dtype == torch.float16):
+        losses = _RowLosses.apply(rows, weight, flat, lean, *options)
+        return reduce(losses.reshape(targets.shape), targets, ignore_index, reduction)
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    if lean:
+        return _LeanLoss.apply(rows, weight, flat, normaliser(targets, ignore_index, reduction), *wanted, *options)
     loss = _SummedLoss.apply(rows, weight, flat, *wanted, *options)
     return loss / supervised_count(targets, ignore_index) if reduction == "mean" else loss
 

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from ligermodels.kernels import cross_entropy as module
 from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from ligermodels.kernels.scaled import rescale_
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error, run
 
@@ -36,7 +37,7 @@ def draw(*shape, ignore_index=-100):
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Rows of several blocks, the last one not full."""
-    monkeypatch.setattr(module, "block_of", lambda columns: (64, 4))
+    monkeypatch.setattr(module, "tile_of", lambda *shape: (64, 4))
 
 
 def check_loss(ours, reference, inputs, dtype, **options):
@@ -163,6 +164,78 @@ def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, TOGETHER])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_in_place_is_within_the_error_budget(short_blocks, reduction, options, dtype):
+    """check's upstream gradients are random: the gradient of each row meets its own."""
+
+    def in_place(logits, targets, **options):
+        return cross_entropy(logits.clone(), targets, inplace=True, **options)
+
+    check_loss(in_place, cross_entropy_reference, draw(2, 9, 257), dtype, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_in_place_the_gradient_lies_where_the_logits_were(short_blocks, reduction):
+    logits, targets = draw(6, 257)
+    logits = logits.float()
+    leaf, before = logits.clone().requires_grad_(), logits.clone()
+    (expected,) = torch.autograd.grad(cross_entropy(leaf, targets, reduction=reduction), leaf)
+    (got,) = torch.autograd.grad(
+        cross_entropy(logits.requires_grad_(), targets, reduction=reduction, inplace=True), logits
+    )
+    assert got.data_ptr() == logits.data_ptr()
+    assert not torch.equal(logits, before)
+    torch.testing.assert_close(got, expected)
+
+
+def test_in_place_an_upstream_gradient_of_one_writes_nothing():
+    """A row that the kernel passed by keeps what was put there since; the row beside it does not."""
+    gradient = torch.ones(2, 33, device=DEVICE)
+    rescale_(gradient, torch.tensor([1.0, 3.0], device=DEVICE))
+    assert torch.equal(gradient, torch.tensor([[1.0], [3.0]], device=DEVICE).expand(2, 33))
+    poison = torch.full((4, 33), float("nan"), device=DEVICE)
+    rescale_(poison, torch.ones((), device=DEVICE))
+    assert poison.isnan().all()
+
+
+def test_in_place_refuses_a_second_backward():
+    logits, targets = draw(4, 33)
+    loss = cross_entropy(logits.float().requires_grad_(), targets, inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_is_refused_by_an_op_that_kept_the_logits():
+    logits, targets = draw(4, 33)
+    leaf = logits.float().requires_grad_()
+    loss = cross_entropy(torch.exp(leaf), targets, inplace=True)  # exp keeps its output for its own backward
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_keeps_logits_that_need_no_gradient():
+    logits, targets = draw(4, 33)
+    logits = logits.float()
+    before = logits.clone()
+    cross_entropy(logits, targets, inplace=True)
+    with torch.no_grad():
+        cross_entropy(logits.requires_grad_(), targets, inplace=True)
+    assert torch.equal(logits, before)
+
+
+def test_in_place_expanded_rows_are_copied():
+    logits, targets = draw(4, 33)
+    row = logits[:1].float().requires_grad_()
+    expected, got = (
+        torch.autograd.grad(cross_entropy(row.expand(4, 33), targets, inplace=inplace), row)[0]
+        for inplace in (False, True)
+    )
+    torch.testing.assert_close(got, expected)
+
+
 def test_logits_are_not_written_to():
     logits, targets = draw(4, 33)
     logits = logits.float().requires_grad_()
@@ -186,6 +259,7 @@ def test_opcheck(options):
     torch.library.opcheck(ops.cross_entropy.default, (logits, targets, *options))
     for scale in [torch.rand(4, device=DEVICE), torch.rand((), device=DEVICE).expand(4)]:
         torch.library.opcheck(ops.cross_entropy_backward.default, (logits, targets, lse, scale, *options))
+        torch.library.opcheck(ops.cross_entropy_.default, (logits, targets, scale, *options))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -200,6 +274,41 @@ def test_fullgraph_compile_gives_equal_gradients(reduction):
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
     expected, got = (torch.autograd.grad(f(logits), logits)[0] for f in (loss, compiled))
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [128256, 50257])
+@pytest.mark.parametrize("options", [(-100, None, 1.0, 0.0, 0.0), (-100, 20.0, 1.5, 0.01, 0.1)])
+def test_one_launch_agrees_with_two_and_repeats(vocab, options):
+    """More rows than run at once, of many blocks."""
+    logits, targets = draw(3000, vocab)
+    logits = logits.bfloat16()
+    scale = torch.rand(3000, device=DEVICE)
+    loss, lse = module.cross_entropy_forward(logits, targets, *options)
+    expected = module.cross_entropy_backward(logits, targets, lse, scale, *options)
+    (got, got_loss), (again, again_loss) = (
+        (copy, module.cross_entropy_in_place(copy, targets, scale, *options))
+        for copy in (logits.clone(), logits.clone())
+    )
+    assert torch.equal(got, again) and torch.equal(got_loss, again_loss)
+    assert relative_error(got_loss, loss.double()) <= FP32_BOUND
+    assert relative_error(got, expected.double()) <= torch.finfo(torch.bfloat16).eps / 8
+
+
+@pytest.mark.gpu
+def test_in_place_is_captured_in_a_graph():
+    logits, targets = draw(64, 128256)
+    logits = logits.bfloat16()
+    options, scale = (-100, None, 1.0, 0.0, 0.0), torch.ones((), device=DEVICE).expand(64)
+    expected = logits.clone()
+    expected_loss = module.cross_entropy_in_place(expected, targets, scale, *options)  # compiles the kernel
+    buffer, graph = torch.empty_like(logits), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = module.cross_entropy_in_place(buffer, targets, scale, *options)
+    for _ in range(2):
+        buffer.copy_(logits)
+        graph.replay()
+        assert torch.equal(buffer, expected) and torch.equal(loss, expected_loss)
 
 
 @pytest.mark.gpu
@@ -219,12 +328,13 @@ def test_offsets_beyond_two_to_the_31():
 
 
 @pytest.mark.gpu
-def test_no_synchronisation():
+@pytest.mark.parametrize("inplace", [False, True])
+def test_no_synchronisation(inplace):
     logits, targets = draw(8, 1000)
     logits = logits.bfloat16().requires_grad_()
-    cross_entropy(logits, targets).backward()  # compiles the kernels
+    cross_entropy(logits, targets, inplace=inplace).backward()  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
-        cross_entropy(logits, targets).backward()
+        cross_entropy(logits, targets, inplace=inplace).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

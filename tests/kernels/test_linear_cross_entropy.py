@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,13 @@ def chunks_of_16(monkeypatch):
     monkeypatch.setattr(module, "chunk_rows", lambda rows, vocab, dtype: 16)
 
 
+@pytest.fixture
+def short_of_memory(monkeypatch):
+    """Buffers of as little as one row of logits or one of the vocabulary: several chunks of each."""
+    monkeypatch.setattr(module, "LEAN_BYTES", 1)
+    monkeypatch.setattr(module, "ALIGNMENT", 8)
+
+
 def check_options(inputs, dtype, **options):
     check_loss(linear_cross_entropy, linear_cross_entropy_reference, inputs, dtype, **options)
 
@@ -67,6 +76,66 @@ def test_shapes_are_within_the_error_budget(shape, reduction, dtype):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_several_chunks_are_within_the_error_budget(chunks_of_16, reduction, dtype):
     check_options(draw(45, 17, 33), dtype, reduction=reduction, **TOGETHER)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [{}, TOGETHER])
+def test_lean_is_within_the_error_budget(short_of_memory, options, reduction, dtype):
+    """Half precision that is not fp16 waits for its upstream gradient rounded, and is rounded again."""
+    lean = partial(linear_cross_entropy, lean=True)
+    check_loss(lean, linear_cross_entropy_reference, draw(100, 17, 33), dtype, reduction=reduction, **options)
+
+
+def test_lean_with_room_for_all_of_it():
+    lean = partial(linear_cross_entropy, lean=True)
+    check_loss(lean, linear_cross_entropy_reference, draw(100, 17, 33), torch.float32, **TOGETHER)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_lean_buffers_change_only_the_order_of_fp32_sums(monkeypatch, reduction):
+    *inputs, targets = leaves(50, 17, 33)
+    results = []
+    for size in (1, 2**20):
+        monkeypatch.setattr(module, "LEAN_BYTES", size)
+        loss = linear_cross_entropy(*inputs, targets, reduction=reduction, lean=True, **TOGETHER)
+        results.append([loss.detach(), *torch.autograd.grad(loss.sum(), inputs)])
+    for little, much in zip(*results, strict=True):
+        assert relative_error(little, much.double()) <= 1e-6
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_lean_a_frozen_input_gets_no_gradient_and_the_other_the_same(short_of_memory, frozen, reduction):
+    *inputs, targets = leaves(40, 17, 33)
+    loss = linear_cross_entropy(*inputs, targets, reduction=reduction, lean=True).sum()
+    expected = torch.autograd.grad(loss, inputs)
+    inputs[frozen].requires_grad_(False)
+    linear_cross_entropy(*inputs, targets, reduction=reduction, lean=True).sum().backward()
+    assert inputs[frozen].grad is None
+    torch.testing.assert_close(inputs[1 - frozen].grad, expected[1 - frozen])
+
+
+def test_lean_memory_is_both_gradients_and_one_buffer(short_of_memory, monkeypatch):
+    """The largest that is made beyond the gradients is a row of logits, rounded up to whole tiles."""
+    made, empty = [], torch.empty
+
+    def record(*size, **kwargs):
+        made.append(empty(*size, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", record)
+    *inputs, targets = leaves(100, 17, 1001)
+    linear_cross_entropy(*inputs, targets, lean=True).backward()
+    assert [tuple(x.shape) for x in made] == [(100,), (100, 17), (1001, 17), (1008,)]
+
+
+def test_lean_refuses_a_second_backward():
+    *inputs, targets = leaves(5, 17, 33)
+    loss = linear_cross_entropy(*inputs, targets, lean=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_non_contiguous_inputs(chunks_of_16):
@@ -109,13 +178,14 @@ def test_without_gradients_the_loss_is_the_same_and_costs_one_product(chunks_of_
     assert counter.get_total_flops() == 2 * 40 * 17 * 33
 
 
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("rows", [0, 5])
-def test_nothing_to_supervise_gives_zero_loss_and_zero_gradients(rows, reduction):
+def test_nothing_to_supervise_gives_zero_loss_and_zero_gradients(rows, reduction, lean):
     hidden = torch.randn(rows, 17, device=DEVICE, requires_grad=True)
     weight = torch.randn(33, 17, device=DEVICE, requires_grad=True)
     targets = torch.full((rows,), -100, device=DEVICE)
-    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction).sum()
+    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction, lean=lean).sum()
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
@@ -201,11 +271,13 @@ def test_chunks_hold_a_gibibyte_of_logits(rows, vocab, dtype, expected):
     assert chunk_rows(rows, vocab, dtype) == expected
 
 
-@pytest.mark.parametrize(("reduction", "products"), [("mean", 3), ("none", 4)])
-def test_flops_are_counted(reduction, products):
+@pytest.mark.parametrize(
+    ("reduction", "lean", "products"), [("mean", False, 3), ("none", False, 4), ("mean", True, 4), ("none", True, 5)]
+)
+def test_flops_are_counted(reduction, lean, products):
     *inputs, targets = leaves(6, 17, 33)
     with FlopCounterMode(display=False) as counter:
-        linear_cross_entropy(*inputs, targets, reduction=reduction).sum().backward()
+        linear_cross_entropy(*inputs, targets, reduction=reduction, lean=lean).sum().backward()
     assert counter.get_total_flops() == products * 2 * 6 * 17 * 33
 
 
@@ -217,14 +289,17 @@ def test_opcheck(wanted, options):
     inputs = hidden, weight, targets
     torch.library.opcheck(ops.linear_cross_entropy.default, (*inputs, *wanted, *options))
     torch.library.opcheck(ops.linear_cross_entropy_backward.default, (*inputs, lse, scale, *wanted, *options))
+    for given in (None, lse):
+        torch.library.opcheck(ops.linear_cross_entropy_lean.default, (*inputs, given, scale, *wanted, *options))
 
 
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_fullgraph_compile_gives_equal_gradients(chunks_of_16, reduction):
+def test_fullgraph_compile_gives_equal_gradients(chunks_of_16, reduction, lean):
     *inputs, targets = leaves(2, 20, 17, 33)
 
     def loss(hidden, weight):
-        losses = linear_cross_entropy(2 * hidden, weight, targets, reduction=reduction, **TOGETHER)
+        losses = linear_cross_entropy(2 * hidden, weight, targets, reduction=reduction, lean=lean, **TOGETHER)
         return (0.3 * losses).square().sum()
 
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
@@ -235,12 +310,13 @@ def test_fullgraph_compile_gives_equal_gradients(chunks_of_16, reduction):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_synchronisation(reduction):
+def test_no_synchronisation(reduction, lean):
     *inputs, targets = leaves(40, 64, 1000, dtype=torch.bfloat16)
-    linear_cross_entropy(*inputs, targets, reduction=reduction).sum().backward()  # compiles the kernels
+    linear_cross_entropy(*inputs, targets, reduction=reduction, lean=lean).sum().backward()  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
-        linear_cross_entropy(*inputs, targets, reduction=reduction).sum().backward()
+        linear_cross_entropy(*inputs, targets, reduction=reduction, lean=lean).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,78 @@
+"""A tensor times one number on its device, or times one number a row: out = x * scale, in fp32, rounded once.
+
+`scaled` makes a tensor of another dtype (fp32 sums into gradients of half precision). `rescale_` writes over x, and
+leaves the rows whose number is 1 alone: how a gradient that was taken in the forward meets its upstream gradient, which
+is 1 in most training loops, without asking the device for it.
+Moves each element in and out once; `rescale_` by 1 moves nothing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.op import register, traced
+
+# Elements of one step and of one program, and warps. In place most programs find a 1 and stop: let them be few.
+OUT_OF_PLACE_TILE = 1024, 1024, 4
+IN_PLACE_TILE = 8192, 2**18, 8
+
+
+@triton.jit
+def _kernel(
+    x_ptr, scale_ptr, out_ptr, x_stride, out_stride, scale_stride, columns,
+    IN_PLACE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """One program scales SPAN columns of a row."""
+    spans = tl.cdiv(columns, SPAN)
+    row = (tl.program_id(0) // spans).to(tl.int64)
+    scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32)
+    if IN_PLACE and scale == 1:
+        return
+    first = (tl.program_id(0) % spans).to(tl.int64) * SPAN
+    for start in range(0, SPAN, BLOCK):
+        column = first + start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + column, column < columns, eviction_policy="evict_first").to(tl.float32)
+        tl.store(out_ptr + row * out_stride + column, (x * scale).to(out_ptr.dtype.element_ty), column < columns)
+
+
+def _launch(x: Tensor, scale: Tensor, out: Tensor, in_place: bool) -> None:
+    """x and out [rows, N] with unit stride along N; scale of one element, or [rows] of any stride."""
+    per_row = scale.numel() > 1
+    if not per_row and x.is_contiguous():
+        x, out = x.view(1, -1), out.view(1, -1)
+    rows, columns = x.shape
+    block, span, warps = IN_PLACE_TILE if in_place else OUT_OF_PLACE_TILE
+    if rows * columns:
+        _kernel[(rows * triton.cdiv(columns, span),)](
+            x, scale, out, x.stride(0), out.stride(0), scale.stride(0) if per_row else 0, columns,
+            IN_PLACE=in_place, BLOCK=block, SPAN=span, num_warps=warps,
+        )  # fmt: skip
+
+
+def _launch_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _launch(x, scale, out, False)
+    return out
+
+
+def _launch_rescale(x: Tensor, scale: Tensor) -> None:
+    _launch(x, scale, x, True)
+
+
+# x [rows, N] with unit stride along N; scale fp32, one element or [rows] of any stride.
+scaled = register(
+    "scaled(Tensor x, Tensor scale, ScalarType dtype) -> Tensor out",
+    _launch_scaled,
+    lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype),
+)
+rescale_ = register("rescale_(Tensor(a!) x, Tensor scale) -> ()", _launch_rescale, lambda x, scale: None)
+
+
+def multiply_(gradient: Tensor, upstream: Tensor) -> Tensor:
+    """gradient * upstream in gradient's own memory, or in new memory while something traces."""
+    if traced((gradient,)):
+        return scaled(gradient, upstream, gradient.dtype)
+    rescale_(gradient, upstream)
+    torch.autograd.graph.increment_version(gradient)  # a second backward is told that what it needs was written to
+    return gradient.detach()
