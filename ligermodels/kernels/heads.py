@@ -43,11 +43,11 @@ def with_unit_stride(*heads: Tensor) -> Iterator[Tensor]:
 
 
 @triton.jit
-def places(first, stride, HEADS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """Offsets of the first COLUMNS dimensions of heads first, first + 1, ... [TILE, WIDTH], and which of them there are."""
-    head = first + tl.arange(0, TILE)[:, None]
+def places(stride, first, HEADS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets of the first COLUMNS dimensions of TILE heads [TILE, WIDTH], and which there are, counting from first."""
+    head = tl.arange(0, TILE)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    return head.to(tl.int64) * stride + column, (head < HEADS) & (column < COLUMNS)
+    return head.to(tl.int64) * stride + column, (head < HEADS - first) & (column < COLUMNS)
 
 
 @triton.jit
@@ -66,17 +66,19 @@ def load_heads(
     """Both halves of TILES times TILE heads, a tuple of (x1, x2), each [TILE, PAIRS]: all are read before one is used."""
     tiles = ()
     for index in tl.static_range(TILES):
-        place, mask = places(first + index * TILE, stride, HEADS, SIZE // 2, TILE, PAIRS)
-        halves = tl.load(x_ptr + place, mask, other=0.0), tl.load(x_ptr + place + SIZE // 2, mask, other=0.0)
-        tiles = tiles + (halves,)
+        place, mask = places(stride, first + index * TILE, HEADS, SIZE // 2, TILE, PAIRS)
+        tile_ptr = x_ptr + tl.cast(first + index * TILE, tl.int64) * stride
+        halves = tl.load(tile_ptr + place, mask, other=0.0), tl.load(tile_ptr + SIZE // 2 + place, mask, other=0.0)
+        tiles += (halves,)
     return tiles
 
 
 @triton.jit
 def store_heads(x_ptr, x1, x2, first, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    place, mask = places(first, SIZE, HEADS, SIZE // 2, TILE, PAIRS)
+    place, mask = places(SIZE, first, HEADS, SIZE // 2, TILE, PAIRS)
+    x_ptr += first * SIZE
     tl.store(x_ptr + place, x1, mask)
-    tl.store(x_ptr + place + SIZE // 2, x2, mask)
+    tl.store(x_ptr + SIZE // 2 + place, x2, mask)
 
 
 @triton.jit
@@ -90,7 +92,9 @@ def copy_heads(
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Moves the dimensions from LEFT on of TILE heads as they are."""
+    source_ptr += tl.cast(first, tl.int64) * source_stride
+    target_ptr += first * SIZE
     for left in tl.static_range(LEFT, SIZE, WIDTH):
-        source, mask = places(first, source_stride, HEADS, SIZE - left, TILE, WIDTH)
-        target, mask = places(first, SIZE, HEADS, SIZE - left, TILE, WIDTH)
+        source, mask = places(source_stride, first, HEADS, SIZE - left, TILE, WIDTH)
+        target, mask = places(SIZE, first, HEADS, SIZE - left, TILE, WIDTH)
         tl.store(target_ptr + left + target, tl.load(source_ptr + left + source, mask), mask)

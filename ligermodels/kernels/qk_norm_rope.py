@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ligermodels.kernels.heads import (
     check_shapes,
-    copy_heads,
     load_angles,
     load_heads,
     rotate,
@@ -29,11 +28,8 @@ from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kern
 from ligermodels.kernels.rms_norm import rms_norm_reference
 from ligermodels.kernels.rope import rotate_reference
 
-TILE_PAIRS = 512
-FORWARD_WARPS = {False: 1, True: 4}
-BACKWARD_WARPS = {False: 2, True: 4}
-PROGRAMS_PER_MULTIPROCESSOR = 8
-STAGES = 2
+WARPS_PER_MULTIPROCESSOR = 16  # of backward: as many find room at
+REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # a thread
 
 
 def qk_norm_rope_reference(
@@ -119,27 +115,60 @@ def _means(a, b, HEADS: tl.constexpr, SIZE: tl.constexpr, WHOLE_ROW: tl.constexp
 
 
 @triton.jit
+def _load_item(
+    item, dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, cos_ptr, sin_ptr, angle_rows, length,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
+):  # fmt: skip
+    """What the gradient of TILE heads of one token, or of all of them, is computed from: x, dy, cos, sin."""
+    tiles: tl.constexpr = (HEADS + TILE - 1) // TILE if WHOLE_ROW else 1
+    parts: tl.constexpr = 1 if WHOLE_ROW else (HEADS + TILE - 1) // TILE
+    token, first = item // parts, item % parts * TILE
+    x_ptr += tl.cast(token, tl.int64) * x_stride
+    dy_ptr += tl.cast(token // length, tl.int64) * dy_batch + tl.cast(token % length, tl.int64) * dy_token
+    x = load_heads(x_ptr, SIZE, first, HEADS, SIZE, tiles, TILE, PAIRS)
+    dy = load_heads(dy_ptr, dy_head, first, HEADS, SIZE, tiles, TILE, PAIRS)
+    cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, TILE, PAIRS)
+    return x, dy, cos, sin
+
+
+@triton.jit
+def _gradients(x, dy, weight, cos, sin, offset):
+    """x, u and g of one tile, both halves each."""
+    x1, x2 = x
+    dy1, dy2 = dy
+    w1, w2 = weight
+    u1, u2 = rotate(dy1.to(tl.float32), dy2.to(tl.float32), cos, -sin)
+    g1, g2 = u1 * (w1.to(tl.float32) + offset), u2 * (w2.to(tl.float32) + offset)
+    return x1.to(tl.float32), x2.to(tl.float32), u1, u2, g1, g2
+
+
+@triton.jit
 def _norm_heads_backward(
     dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dx_stride, dweight_ptr,
-    angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
+    angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Strides over all tokens' queries, or keys, TILE heads or a whole row at a time, and keeps the weight's gradient."""
+    """Strides over all tokens' queries, or keys, TILE heads or a whole row at a time; sums the weight's gradient."""
     tiles: tl.constexpr = (HEADS + TILE - 1) // TILE if WHOLE_ROW else 1
-    parts: tl.constexpr = 1 if WHOLE_ROW else (HEADS + TILE - 1) // TILE  # of one token
-    weight = load_heads(weight_ptr, SIZE if WHOLE_ROW else 0, 0, HEADS, SIZE, tiles, TILE, PAIRS)
+    parts: tl.constexpr = 1 if WHOLE_ROW else (HEADS + TILE - 1) // TILE
+    weight_stride: tl.constexpr = SIZE if WHOLE_ROW else 0
+    weight = load_heads(weight_ptr, weight_stride, 0, HEADS, SIZE, tiles, TILE, PAIRS)
     dweight = ()
     for _ in tl.static_range(tiles):
-        dweight = dweight + ((tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)),)
-    for item in tl.range(tl.program_id(0), tokens * parts, tl.num_programs(0), num_stages=STAGES):
-        token, first = item // parts, item % parts * TILE
-        batch, time = token // length, token % length
-        x = load_heads(x_ptr + tl.cast(token, tl.int64) * x_stride, SIZE, first, HEADS, SIZE, tiles, TILE, PAIRS)
-        dy = load_heads(
-            dy_ptr + tl.cast(batch, tl.int64) * dy_batch + tl.cast(time, tl.int64) * dy_token, dy_head, first, HEADS, SIZE,
-            tiles, TILE, PAIRS,
+        dweight += ((tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)),)
+    items = tokens * parts
+    coming = _load_item(
+        tl.program_id(0), dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, cos_ptr, sin_ptr, angle_rows, length,
+        HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
+    )  # fmt: skip
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
+        x, dy, cos, sin = coming
+        coming = _load_item(  # in flight while this item is computed; after the last one, the last one again
+            tl.minimum(item + tl.num_programs(0), items - 1), dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride,
+            cos_ptr, sin_ptr, angle_rows, length, HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
         )  # fmt: skip
-        cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, TILE, PAIRS)
+        if WHOLE_ROW:  # so many that they are not kept in registers, but read from the L1 cache
+            weight = load_heads(weight_ptr, weight_stride, 0, HEADS, SIZE, tiles, TILE, PAIRS)
         square, product = tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)
         for index in tl.static_range(tiles):
             x1, x2, u1, u2, g1, g2 = _gradients(x[index], dy[index], weight[index], cos, sin, offset)
@@ -147,16 +176,16 @@ def _norm_heads_backward(
             product += g1 * x1 + g2 * x2
         square, product = _means(square, product, HEADS, SIZE, WHOLE_ROW)
         rstd = tl.rsqrt(square + eps)
-        slope = rstd * rstd * rstd * product  # rstd mean(g n) n = slope x
+        slope = rstd * rstd * product  # mean(g n) n = slope x
+        first = item % parts * TILE
+        target_ptr = dx_ptr + tl.cast(item // parts, tl.int64) * dx_stride
         added = ()
         for index in tl.static_range(tiles):
             x1, x2, u1, u2, g1, g2 = _gradients(x[index], dy[index], weight[index], cos, sin, offset)
-            dx1, dx2 = rstd * g1 - slope * x1, rstd * g2 - slope * x2
-            store_heads(
-                dx_ptr + tl.cast(token, tl.int64) * dx_stride, dx1, dx2, first + index * TILE, HEADS, SIZE, TILE, PAIRS
-            )
+            dx1, dx2 = rstd * (g1 - slope * x1), rstd * (g2 - slope * x2)
+            store_heads(target_ptr, dx1, dx2, first + index * TILE, HEADS, SIZE, TILE, PAIRS)
             dw1, dw2 = dweight[index]
-            added = added + ((dw1 + u1 * (x1 * rstd), dw2 + u2 * (x2 * rstd)),)
+            added += ((dw1 + u1 * (x1 * rstd), dw2 + u2 * (x2 * rstd)),)
         if WEIGHT_GRAD:
             dweight = added
     if WEIGHT_GRAD:
@@ -168,22 +197,12 @@ def _norm_heads_backward(
                 store_heads(dweight_ptr, tl.sum(dw1, 0)[None, :], tl.sum(dw2, 0)[None, :], 0, 1, SIZE, 1, PAIRS)
 
 
-@triton.jit
-def _gradients(x, dy, weight, cos, sin, offset):
-    """x, u and g of one tile, both halves each."""
-    x1, x2 = x
-    dy1, dy2 = dy
-    w1, w2 = weight
-    u1, u2 = rotate(dy1.to(tl.float32), dy2.to(tl.float32), cos, -sin)
-    return x1.to(tl.float32), x2.to(tl.float32), u1, u2, u1 * (w1.to(tl.float32) + offset), u2 * (w2.to(tl.float32) + offset)
-
-
 @triton.jit(do_not_specialize=["angle_rows", "length", "tokens"])
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, dweight_ptr,
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head,
-    qkv_stride, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr,
+    qkv_stride, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, V_ROWS: tl.constexpr,
     TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over the tokens' queries, then their keys, then their values."""
@@ -193,29 +212,32 @@ def _backward_kernel(
     dweight_ptr += tl.program_id(0) * (q_width + k_width)
     _norm_heads_backward(
         dq_ptr, dq_batch, dq_token, dq_head, qkv_ptr, qkv_stride, q_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, stride,
-        dweight_ptr, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD, STAGES, Q_HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
+        dweight_ptr, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD, Q_HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
     )  # fmt: skip
     qkv_ptr += Q_HEADS * SIZE
     dqkv_ptr += Q_HEADS * SIZE
     _norm_heads_backward(
         dk_ptr, dk_batch, dk_token, dk_head, qkv_ptr, qkv_stride, k_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, stride,
-        dweight_ptr + q_width, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD, STAGES, K_HEADS, SIZE, TILE, PAIRS,
+        dweight_ptr + q_width, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD, K_HEADS, SIZE, TILE, PAIRS,
         WHOLE_ROW,
     )  # fmt: skip
     dqkv_ptr += K_HEADS * SIZE
-    parts: tl.constexpr = (K_HEADS + TILE - 1) // TILE
-    for item in tl.range(tl.program_id(0), tokens * parts, tl.num_programs(0), num_stages=1):
-        token, first = item // parts, item % parts * TILE
-        source_ptr = dv_ptr + tl.cast(token // length, tl.int64) * dv_batch + tl.cast(token % length, tl.int64) * dv_token
-        copy_heads(source_ptr, dv_head, dqkv_ptr + tl.cast(token, tl.int64) * stride, first, 0, K_HEADS, SIZE, TILE, 2 * PAIRS)
+    for start in tl.range(tl.program_id(0) * V_ROWS, tokens * K_HEADS, tl.num_programs(0) * V_ROWS, num_stages=1):
+        row = tl.arange(0, V_ROWS)[:, None] + start
+        column = tl.arange(0, 2 * PAIRS)[None, :]
+        mask = (row < tokens * K_HEADS) & (column < SIZE)
+        token, head = row // K_HEADS, (row % K_HEADS).to(tl.int64)
+        source = (token // length).to(tl.int64) * dv_batch + (token % length).to(tl.int64) * dv_token + head * dv_head
+        dv = tl.load(dv_ptr + source + column, mask)
+        tl.store(dqkv_ptr + token.to(tl.int64) * stride + head * SIZE + column, dv, mask)
 
 
-def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool) -> dict[str, int]:
+def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool, tile_pairs: int) -> dict[str, int]:
     """What both kernels are built with."""
     pairs = triton.next_power_of_2(head_size // 2)
     return {
         "Q_HEADS": num_heads, "K_HEADS": num_kv_heads, "SIZE": head_size, "WHOLE_ROW": whole_row,
-        "TILE": max(1, TILE_PAIRS // pairs), "PAIRS": pairs,
+        "TILE": max(1, tile_pairs // pairs), "PAIRS": pairs,
     }  # fmt: skip
 
 
@@ -226,12 +248,12 @@ def _launch_forward(
     qk = _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     rows, head_size = as_rows(qkv), qk.shape[-1]
     whole_row = len(q_weight) > head_size
-    layout = layout_of(num_heads, num_kv_heads, head_size, whole_row)
+    tile_pairs, warps = (512, 4 if (num_heads + num_kv_heads) * head_size <= 10240 else 8) if whole_row else (1024, 2)
+    layout = layout_of(num_heads, num_kv_heads, head_size, whole_row, tile_pairs)
     parts = 1 if whole_row else triton.cdiv(num_heads, layout["TILE"]) + triton.cdiv(num_kv_heads, layout["TILE"])
     if len(rows):
         _forward_kernel[(len(rows) * parts,)](
-            rows, q_weight, k_weight, cos, sin, qk, rows.stride(0), len(cos), eps, offset, **layout,
-            num_warps=FORWARD_WARPS[whole_row],
+            rows, q_weight, k_weight, cos, sin, qk, rows.stride(0), len(cos), eps, offset, **layout, num_warps=warps
         )  # fmt: skip
     return qk
 
@@ -244,14 +266,18 @@ def _launch_backward(
     rows, (_, length, num_heads, head_size) = as_rows(qkv), dq.shape
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     whole_row = len(q_weight) > head_size
-    programs = min(len(rows), PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(qkv.device))
+    tile_pairs, warps = 256, 1
+    if whole_row:
+        tile_pairs, warps = 512 if num_heads % 16 else 1024, 8 if num_heads * head_size <= 5120 else 16
+    layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)
+    programs = min(len(rows), WARPS_PER_MULTIPROCESSOR // warps * multiprocessors(qkv.device))
     widths = (len(q_weight), len(k_weight)) if weight_grad else (0, 0)
     partials = torch.empty(programs, sum(widths), dtype=torch.float32, device=qkv.device)
     if len(rows):
         _backward_kernel[(programs,)](
             dq, dk, dv, rows, q_weight, k_weight, cos, sin, dqkv, partials, *dq.stride()[:3], *dk.stride()[:3],
             *dv.stride()[:3], rows.stride(0), len(cos), length, len(rows), eps, offset, WEIGHT_GRAD=weight_grad,
-            STAGES=STAGES, **layout_of(num_heads, dk.shape[2], head_size, whole_row), num_warps=BACKWARD_WARPS[whole_row],
+            V_ROWS=max(1, 512 * warps // layout["PAIRS"]), **layout, num_warps=warps, **REGISTERS,
         )  # fmt: skip
     dwq, dwk = partials.sum(0).split(widths)
     return dqkv, dwq.to(q_weight.dtype, copy=True), dwk.to(k_weight.dtype, copy=True)

@@ -49,8 +49,10 @@ def _rotate_heads(
     # Neighbours are loaded together and told apart in registers: strided loads would fetch every sector twice.
     columns: tl.constexpr = ROTATED if INTERLEAVED else half
     width: tl.constexpr = 2 * PAIRS if INTERLEAVED else PAIRS
-    source, mask = places(first, source_stride, HEADS, columns, TILE, width)
-    target, mask = places(first, SIZE, HEADS, columns, TILE, width)
+    source, mask = places(source_stride, first, HEADS, columns, TILE, width)
+    target, mask = places(SIZE, first, HEADS, columns, TILE, width)
+    source_ptr += tl.cast(first, tl.int64) * source_stride
+    target_ptr += first * SIZE
     if INTERLEAVED:
         x1, x2 = tl.split(tl.reshape(tl.load(source_ptr + source, mask), [TILE, PAIRS, 2]))
     else:
