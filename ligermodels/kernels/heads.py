@@ -44,7 +44,10 @@ def with_unit_stride(*heads: Tensor) -> Iterator[Tensor]:
 
 @triton.jit
 def places(stride, first, HEADS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """Offsets of the first COLUMNS dimensions of TILE heads [TILE, WIDTH], and which there are, counting from first."""
+    """Offsets of COLUMNS dimensions of TILE heads [TILE, WIDTH], and which there are where the first is head `first`.
+
+    What `first` adds to the offsets is left to the pointers, where it is one number and not one a thread.
+    """
     head = tl.arange(0, TILE)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     return head.to(tl.int64) * stride + column, (head < HEADS - first) & (column < COLUMNS)
@@ -52,9 +55,9 @@ def places(stride, first, HEADS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.c
 
 @triton.jit
 def load_angles(cos_ptr, sin_ptr, row, ROTATED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    """cos and sin [TILE, PAIRS], each row the same: laid out as the heads are, they need not travel between threads."""
+    """cos and sin [TILE, PAIRS], every row the same: laid out as the heads are, they never travel between threads."""
     place, mask = places(0, 0, TILE, ROTATED // 2, TILE, PAIRS)
-    place += row * (ROTATED // 2)
+    place += tl.cast(row, tl.int64) * (ROTATED // 2)
     return tl.load(cos_ptr + place, mask, other=0.0), tl.load(sin_ptr + place, mask, other=0.0)
 
 
@@ -63,7 +66,7 @@ def load_heads(
     x_ptr, stride, first, HEADS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of TILES times TILE heads, a tuple of (x1, x2), each [TILE, PAIRS]: all are read before one is used."""
+    """Both halves of TILES * TILE heads: a tuple of (x1, x2), each [TILE, PAIRS]. All are read before one is used."""
     tiles = ()
     for index in tl.static_range(TILES):
         place, mask = places(stride, first + index * TILE, HEADS, SIZE // 2, TILE, PAIRS)

@@ -28,6 +28,7 @@ from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kern
 from ligermodels.kernels.rms_norm import rms_norm_reference
 from ligermodels.kernels.rope import rotate_reference
 
+FORWARD_TILE = {True: (512, 4), False: (1024, 2)}  # pairs and warps of a program, by whether whole rows are normed
 WARPS_PER_MULTIPROCESSOR = 16  # of backward: as many find room at
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # a thread
 
@@ -151,8 +152,7 @@ def _norm_heads_backward(
     """Strides over all tokens' queries, or keys, TILE heads or a whole row at a time; sums the weight's gradient."""
     tiles: tl.constexpr = (HEADS + TILE - 1) // TILE if WHOLE_ROW else 1
     parts: tl.constexpr = 1 if WHOLE_ROW else (HEADS + TILE - 1) // TILE
-    weight_stride: tl.constexpr = SIZE if WHOLE_ROW else 0
-    weight = load_heads(weight_ptr, weight_stride, 0, HEADS, SIZE, tiles, TILE, PAIRS)
+    shared_weight = load_heads(weight_ptr, 0, 0, HEADS, SIZE, 1, TILE, PAIRS)
     dweight = ()
     for _ in tl.static_range(tiles):
         dweight += ((tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)),)
@@ -167,8 +167,8 @@ def _norm_heads_backward(
             tl.minimum(item + tl.num_programs(0), items - 1), dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride,
             cos_ptr, sin_ptr, angle_rows, length, HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
         )  # fmt: skip
-        if WHOLE_ROW:  # so many that they are not kept in registers, but read from the L1 cache
-            weight = load_heads(weight_ptr, weight_stride, 0, HEADS, SIZE, tiles, TILE, PAIRS)
+        # A whole row's weights come from the L1 cache each time: with them there are not registers enough.
+        weight = load_heads(weight_ptr, SIZE, 0, HEADS, SIZE, tiles, TILE, PAIRS) if WHOLE_ROW else shared_weight
         square, product = tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)
         for index in tl.static_range(tiles):
             x1, x2, u1, u2, g1, g2 = _gradients(x[index], dy[index], weight[index], cos, sin, offset)
@@ -232,8 +232,15 @@ def _backward_kernel(
         tl.store(dqkv_ptr + token.to(tl.int64) * stride + head * SIZE + column, dv, mask)
 
 
+def backward_tile(width: int, whole_row: bool) -> tuple[int, int]:
+    """(pairs, warps) of a program, few enough for its registers; width: of all queries of a token."""
+    if not whole_row:
+        return 256, 1
+    return 512 if width % 2048 else 1024, 8 if width <= 5120 else 16
+
+
 def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool, tile_pairs: int) -> dict[str, int]:
-    """What both kernels are built with."""
+    """What a kernel is built with."""
     pairs = triton.next_power_of_2(head_size // 2)
     return {
         "Q_HEADS": num_heads, "K_HEADS": num_kv_heads, "SIZE": head_size, "WHOLE_ROW": whole_row,
@@ -248,7 +255,7 @@ def _launch_forward(
     qk = _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     rows, head_size = as_rows(qkv), qk.shape[-1]
     whole_row = len(q_weight) > head_size
-    tile_pairs, warps = (512, 4 if (num_heads + num_kv_heads) * head_size <= 10240 else 8) if whole_row else (1024, 2)
+    tile_pairs, warps = FORWARD_TILE[whole_row]
     layout = layout_of(num_heads, num_kv_heads, head_size, whole_row, tile_pairs)
     parts = 1 if whole_row else triton.cdiv(num_heads, layout["TILE"]) + triton.cdiv(num_kv_heads, layout["TILE"])
     if len(rows):
@@ -266,9 +273,7 @@ def _launch_backward(
     rows, (_, length, num_heads, head_size) = as_rows(qkv), dq.shape
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     whole_row = len(q_weight) > head_size
-    tile_pairs, warps = 256, 1
-    if whole_row:
-        tile_pairs, warps = 512 if num_heads % 16 else 1024, 8 if num_heads * head_size <= 5120 else 16
+    tile_pairs, warps = backward_tile(num_heads * head_size, whole_row)
     layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)
     programs = min(len(rows), WARPS_PER_MULTIPROCESSOR // warps * multiprocessors(qkv.device))
     widths = (len(q_weight), len(k_weight)) if weight_grad else (0, 0)

@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.heads import check_shapes, copy_heads, load_angles, places, rotate, split_heads, with_unit_stride
+from ligermodels.kernels.heads import (
+    check_shapes,
+    copy_heads,
+    load_angles,
+    places,
+    rotate,
+    split_heads,
+    with_unit_stride,
+)
 from ligermodels.kernels.op import register, runs_kernels, traced, widen
 
 TILE_PAIRS = 512  # rotated by one program of four warps
@@ -82,6 +90,18 @@ def _forward_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _rotate_heads_back(
+    dy_ptr, dy_head, dx_ptr, cos_ptr, sin_ptr, angle_row, first, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    _rotate_heads(
+        dy_ptr, dy_head, dx_ptr, cos_ptr, sin_ptr, angle_row, -1.0, first,
+        HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS,
+    )  # fmt: skip
+    copy_heads(dy_ptr, dy_head, dx_ptr, first, ROTATED, HEADS, SIZE, TILE, 2 * PAIRS)
+
+
 @triton.jit(do_not_specialize=["angle_rows", "length"])
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dqkv_ptr,
@@ -92,31 +112,29 @@ def _backward_kernel(
     """One program gathers TILE heads of one token's dq, dk or dv and writes them packed, the first two rotated back."""
     q_tiles: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     k_tiles: tl.constexpr = (K_HEADS + TILE - 1) // TILE
-    token = tl.program_id(0) // (q_tiles + 2 * k_tiles)
-    tile = tl.program_id(0) % (q_tiles + 2 * k_tiles)
+    tiles: tl.constexpr = q_tiles + 2 * k_tiles
+    token, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     batch, time = (token // length).to(tl.int64), (token % length).to(tl.int64)
-    target_ptr = dqkv_ptr + token.to(tl.int64) * ((Q_HEADS + 2 * K_HEADS) * SIZE)
+    angle_row = token % angle_rows
+    q_ptr = dqkv_ptr + token.to(tl.int64) * ((Q_HEADS + 2 * K_HEADS) * SIZE)
+    k_ptr = q_ptr + Q_HEADS * SIZE
+    v_ptr = k_ptr + K_HEADS * SIZE
     if tile < q_tiles:
-        source_ptr = dq_ptr + batch * dq_batch + time * dq_token
+        dq_ptr += batch * dq_batch + time * dq_token
         first = tile * TILE
-        _rotate_heads(
-            source_ptr, dq_head, target_ptr, cos_ptr, sin_ptr, token % angle_rows, -1.0, first,
-            Q_HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS,
-        )  # fmt: skip
-        copy_heads(source_ptr, dq_head, target_ptr, first, ROTATED, Q_HEADS, SIZE, TILE, 2 * PAIRS)
+        _rotate_heads_back(
+            dq_ptr, dq_head, q_ptr, cos_ptr, sin_ptr, angle_row, first, Q_HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS
+        )
     elif tile < q_tiles + k_tiles:
-        source_ptr = dk_ptr + batch * dk_batch + time * dk_token
-        target_ptr += Q_HEADS * SIZE
+        dk_ptr += batch * dk_batch + time * dk_token
         first = (tile - q_tiles) * TILE
-        _rotate_heads(
-            source_ptr, dk_head, target_ptr, cos_ptr, sin_ptr, token % angle_rows, -1.0, first,
-            K_HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS,
-        )  # fmt: skip
-        copy_heads(source_ptr, dk_head, target_ptr, first, ROTATED, K_HEADS, SIZE, TILE, 2 * PAIRS)
+        _rotate_heads_back(
+            dk_ptr, dk_head, k_ptr, cos_ptr, sin_ptr, angle_row, first, K_HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS
+        )
     else:
-        source_ptr = dv_ptr + batch * dv_batch + time * dv_token
-        target_ptr += (Q_HEADS + K_HEADS) * SIZE
-        copy_heads(source_ptr, dv_head, target_ptr, (tile - q_tiles - k_tiles) * TILE, 0, K_HEADS, SIZE, TILE, 2 * PAIRS)
+        dv_ptr += batch * dv_batch + time * dv_token
+        first = (tile - q_tiles - k_tiles) * TILE
+        copy_heads(dv_ptr, dv_head, v_ptr, first, 0, K_HEADS, SIZE, TILE, 2 * PAIRS)
 
 
 def tile_of(rotated: int) -> tuple[int, int]:
