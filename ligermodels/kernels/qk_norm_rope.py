@@ -232,11 +232,11 @@ def _backward_kernel(
         tl.store(dqkv_ptr + token.to(tl.int64) * stride + head * SIZE + column, dv, mask)
 
 
-def backward_tile(width: int, whole_row: bool) -> tuple[int, int]:
-    """(pairs, warps) of a program, few enough for its registers; width: of all queries of a token."""
+def backward_tile(width: int, itemsize: int, whole_row: bool) -> tuple[int, int]:
+    """(pairs, warps) of a program, so that its registers hold what it keeps; width: of all queries of a token."""
     if not whole_row:
         return 256, 1
-    return 512 if width % 2048 else 1024, 8 if width <= 5120 else 16
+    return 512 if width % 2048 else 1024, 8 if width * itemsize <= 10240 else 16
 
 
 def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool, tile_pairs: int) -> dict[str, int]:
@@ -273,7 +273,7 @@ def _launch_backward(
     rows, (_, length, num_heads, head_size) = as_rows(qkv), dq.shape
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     whole_row = len(q_weight) > head_size
-    tile_pairs, warps = backward_tile(num_heads * head_size, whole_row)
+    tile_pairs, warps = backward_tile(num_heads * head_size, qkv.itemsize, whole_row)
     layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)
     programs = min(len(rows), WARPS_PER_MULTIPROCESSOR // warps * multiprocessors(qkv.device))
     widths = (len(q_weight), len(k_weight)) if weight_grad else (0, 0)
