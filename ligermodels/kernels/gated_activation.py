@@ -39,8 +39,16 @@ def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
 def activate(gate, ACTIVATION: tl.constexpr):
     """The activation and its derivative at `gate`."""
     if ACTIVATION == "gelu":
-        sigmoid = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
-        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        # From Φ(-|g|) = exp(-g²/2) t P(t), t = 1 / (1 + 0.32 |g|), P fitted: off by less than 4e-8 (Φ + 0.001), which
+        # loses less than 1 + erf does, in half its instructions; with erf they, not memory, bound forward.
+        bell = tl.exp(-0.5 * gate * gate)
+        t = 1.0 / (1.0 + 0.32 * tl.abs(gate))
+        p = 0.21375779807567596 + t * (
+            -0.15716803073883057 + t * (0.39856231212615967 + t * (-0.2353157252073288 + t * 0.044500768184661865))
+        )
+        tail = bell * (t * (0.1296568214893341 + t * (0.10600603371858597 + t * p)))
+        sigmoid = tl.where(gate >= 0.0, 1.0 - tail, tail)
+        density = 0.3989422804014327 * bell
     else:
         if ACTIVATION == "silu":
             z = gate
@@ -58,37 +66,44 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(gate_up_ptr, y_ptr, gate_up_stride, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
+def _place(COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """This program's row, its columns and which of them there are. Neighbours share a row: memory likes them close."""
+    tiles: tl.constexpr = (COLUMNS + TILE - 1) // TILE
+    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    column = tile * TILE + tl.arange(0, TILE)
+    return row.to(tl.int64), column, column < COLUMNS
+
+
+@triton.jit
+def _forward_kernel(
+    gate_up_ptr, y_ptr, gate_up_stride, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr
+):
     """One program computes TILE columns of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < columns
+    row, column, mask = _place(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + COLUMNS, mask, other=0.0).to(tl.float32)
     activated, _ = activate(gate, ACTIVATION)
-    tl.store(y_ptr + row * columns + column, (activated * up).to(y_ptr.dtype.element_ty), mask)
+    tl.store(y_ptr + row * COLUMNS + column, (activated * up).to(y_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, gate_up_ptr, dgate_up_ptr, y_ptr, dy_stride, gate_up_stride, columns,
-    ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,
+    dy_ptr, gate_up_ptr, dgate_up_ptr, y_ptr, dy_stride, gate_up_stride,
+    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program computes TILE columns of one row's dgate and dup, and of y again where it is asked to."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < columns
+    row, column, mask = _place(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
-    dgate_ptr = dgate_up_ptr + row * (2 * columns) + column
+    dgate_ptr = dgate_up_ptr + row * (2 * COLUMNS) + column
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + COLUMNS, mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
     activated, slope = activate(gate, ACTIVATION)
     tl.store(dgate_ptr, (dy * up * slope).to(dgate_up_ptr.dtype.element_ty), mask)
-    tl.store(dgate_ptr + columns, (dy * activated).to(dgate_up_ptr.dtype.element_ty), mask)
+    tl.store(dgate_ptr + COLUMNS, (dy * activated).to(dgate_up_ptr.dtype.element_ty), mask)
     if EMIT:
-        tl.store(y_ptr + row * columns + column, (activated * up).to(y_ptr.dtype.element_ty), mask)
+        tl.store(y_ptr + row * COLUMNS + column, (activated * up).to(y_ptr.dtype.element_ty), mask)
 
 
 def grid_of(rows: int, columns: int) -> tuple[tuple[int, int], int]:
@@ -99,22 +114,24 @@ def grid_of(rows: int, columns: int) -> tuple[tuple[int, int], int]:
 
 def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
     y = _fake_forward(gate_up, activation)
-    grid, tile = grid_of(y.numel() // y.shape[-1], y.shape[-1])
+    (rows, tiles), tile = grid_of(y.numel() // y.shape[-1], y.shape[-1])
     if y.numel():
         gate_up = as_rows(gate_up)
-        _forward_kernel[grid](gate_up, y, gate_up.stride(0), y.shape[-1], ACTIVATION=activation, TILE=tile)
+        _forward_kernel[(rows * tiles,)](
+            gate_up, y, gate_up.stride(0), COLUMNS=y.shape[-1], ACTIVATION=activation, TILE=tile
+        )
     return y
 
 
 def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -> tuple[Tensor, Tensor]:
     dgate_up, y = _fake_backward(dy, gate_up, activation, emit)
     columns = dy.shape[-1]
-    grid, tile = grid_of(dy.numel() // columns, columns)
+    (rows, tiles), tile = grid_of(dy.numel() // columns, columns)
     if dy.numel():
         dy, gate_up = as_rows(dy), as_rows(gate_up)
-        _backward_kernel[grid](
-            dy, gate_up, dgate_up, y, dy.stride(0), gate_up.stride(0), columns,
-            ACTIVATION=activation, EMIT=emit, TILE=tile,
+        _backward_kernel[(rows * tiles,)](
+            dy, gate_up, dgate_up, y, dy.stride(0), gate_up.stride(0),
+            COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile,
         )  # fmt: skip
     return dgate_up, y
 

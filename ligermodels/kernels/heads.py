@@ -43,11 +43,45 @@ def with_unit_stride(*heads: Tensor) -> Iterator[Tensor]:
 
 
 @triton.jit
-def load_angles(cos_ptr, sin_ptr, row, ROTATED: tl.constexpr, PAIRS: tl.constexpr):
-    column = tl.arange(0, PAIRS)[None, :]
-    offset = row * (ROTATED // 2) + column
-    in_head = column < ROTATED // 2
-    return tl.load(cos_ptr + offset, in_head), tl.load(sin_ptr + offset, in_head)
+def places(stride, first, HEADS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets of COLUMNS dimensions of TILE heads [TILE, WIDTH], and which there are where the first is head `first`.
+
+    What `first` adds to the offsets is left to the pointers, where it is one number and not one a thread.
+    """
+    head = tl.arange(0, TILE)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    return head.to(tl.int64) * stride + column, (head < HEADS - first) & (column < COLUMNS)
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, row, ROTATED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    """cos and sin [TILE, PAIRS], every row the same: laid out as the heads are, they never travel between threads."""
+    place, mask = places(0, 0, TILE, ROTATED // 2, TILE, PAIRS)
+    place += tl.cast(row, tl.int64) * (ROTATED // 2)
+    return tl.load(cos_ptr + place, mask, other=0.0), tl.load(sin_ptr + place, mask, other=0.0)
+
+
+@triton.jit
+def load_heads(
+    x_ptr, stride, first, HEADS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Both halves of TILES * TILE heads: a tuple of (x1, x2), each [TILE, PAIRS]. All are read before one is used."""
+    tiles = ()
+    for index in tl.static_range(TILES):
+        place, mask = places(stride, first + index * TILE, HEADS, SIZE // 2, TILE, PAIRS)
+        tile_ptr = x_ptr + tl.cast(first + index * TILE, tl.int64) * stride
+        halves = tl.load(tile_ptr + place, mask, other=0.0), tl.load(tile_ptr + SIZE // 2 + place, mask, other=0.0)
+        tiles += (halves,)
+    return tiles
+
+
+@triton.jit
+def store_heads(x_ptr, x1, x2, first, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
+    place, mask = places(SIZE, first, HEADS, SIZE // 2, TILE, PAIRS)
+    x_ptr += first * SIZE
+    tl.store(x_ptr + place, x1, mask)
+    tl.store(x_ptr + SIZE // 2 + place, x2, mask)
 
 
 @triton.jit
@@ -57,37 +91,13 @@ def rotate(x1, x2, cos, sin):
 
 @triton.jit
 def copy_heads(
-    source_ptr, source_stride, target_ptr, FIRST: tl.constexpr,
-    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+    source_ptr, source_stride, target_ptr, first, LEFT: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Moves the dimensions from FIRST on of one token's heads as they are."""
-    for start in range(0, NUM_HEADS, HEADS):
-        head = start + tl.arange(0, HEADS)[:, None].to(tl.int64)
-        for left in range(FIRST, HEAD_SIZE, COLUMNS):
-            column = left + tl.arange(0, COLUMNS)[None, :]
-            mask = (head < NUM_HEADS) & (column < HEAD_SIZE)
-            x = tl.load(source_ptr + head * source_stride + column, mask)
-            tl.store(target_ptr + head * HEAD_SIZE + column, x, mask)
-
-
-@triton.jit
-def _places(stride, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    """Offsets of the first halves of one token's heads [TILE, PAIRS], and which of them there are."""
-    head = tl.arange(0, TILE)[:, None].to(tl.int64)
-    column = tl.arange(0, PAIRS)[None, :]
-    return head * stride + column, (head < HEADS) & (column < SIZE // 2)
-
-
-@triton.jit
-def load_heads(x_ptr, stride, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    """Both halves of one token's heads, fp32 [TILE, PAIRS]."""
-    place, mask = _places(stride, HEADS, SIZE, TILE, PAIRS)
-    first = tl.load(x_ptr + place, mask, other=0.0).to(tl.float32)
-    return first, tl.load(x_ptr + place + SIZE // 2, mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_heads(x_ptr, x1, x2, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    place, mask = _places(SIZE, HEADS, SIZE, TILE, PAIRS)
-    tl.store(x_ptr + place, x1, mask)
-    tl.store(x_ptr + place + SIZE // 2, x2, mask)
+    """Moves the dimensions from LEFT on of TILE heads as they are."""
+    source_ptr += tl.cast(first, tl.int64) * source_stride
+    target_ptr += first * SIZE
+    for left in tl.static_range(LEFT, SIZE, WIDTH):
+        source, mask = places(source_stride, first, HEADS, SIZE - left, TILE, WIDTH)
+        target, mask = places(SIZE, first, HEADS, SIZE - left, TILE, WIDTH)
+        tl.store(target_ptr + left + target, tl.load(source_ptr + left + source, mask), mask)

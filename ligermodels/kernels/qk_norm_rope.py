@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ligermodels.kernels.heads import (
     check_shapes,
-    copy_heads,
     load_angles,
     load_heads,
     rotate,
@@ -29,10 +28,9 @@ from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kern
 from ligermodels.kernels.rms_norm import rms_norm_reference
 from ligermodels.kernels.rope import rotate_reference
 
-PAIRS_PER_WARP = 256
+FORWARD_TILE = {True: (512, 4), False: (1024, 2)}  # pairs and warps of a program, by whether whole rows are normed
 WARPS_PER_MULTIPROCESSOR = 16  # of backward: as many find room at
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # a thread
-PREFETCH_BYTES = 64 * 1024  # of shared memory, at most, for the tokens that a program of backward reads ahead
 
 
 def qk_norm_rope_reference(
@@ -47,108 +45,206 @@ def qk_norm_rope_reference(
 
 
 @triton.jit
-def _mean(x, HEADS: tl.constexpr, SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr):
-    """Of each head, or of all of them, from their halves' sum."""
-    total = tl.sum(x, 1, keep_dims=True)
-    return tl.sum(total, 0, keep_dims=True) / (HEADS * SIZE) if WHOLE_ROW else total / SIZE
-
-
-@triton.jit
 def _norm_heads(
-    x_ptr, weight_ptr, y_ptr, cos, sin, eps, offset,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
+    x, weight_ptr, y_ptr, cos, sin, eps, offset, first, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Norms and rotates one token's heads."""
-    w1, w2 = load_heads(weight_ptr, SIZE if WHOLE_ROW else 0, HEADS, SIZE, TILE, PAIRS)
-    x1, x2 = load_heads(x_ptr, SIZE, HEADS, SIZE, TILE, PAIRS)
-    rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, HEADS, SIZE, WHOLE_ROW) + eps)
-    y1, y2 = rotate(x1 * rstd * (w1 + offset), x2 * rstd * (w2 + offset), cos, sin)
-    store_heads(y_ptr, y1, y2, HEADS, SIZE, TILE, PAIRS)
-
-
-@triton.jit
-def _norm_heads_backward(
-    dy_ptr, dy_stride, x_ptr, dx_ptr, w1, w2, dw1, dw2, cos, sin, eps, offset, WEIGHT_GRAD: tl.constexpr,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
-):  # fmt: skip
-    """Writes the gradient of one token's heads; returns dw1 and dw2 [TILE, PAIRS] with that of the weight added."""
-    x1, x2 = load_heads(x_ptr, SIZE, HEADS, SIZE, TILE, PAIRS)
-    dy1, dy2 = load_heads(dy_ptr, dy_stride, HEADS, SIZE, TILE, PAIRS)
-    rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, HEADS, SIZE, WHOLE_ROW) + eps)
-    u1, u2 = rotate(dy1, dy2, cos, -sin)
-    n1, n2 = x1 * rstd, x2 * rstd
-    g1, g2 = u1 * (w1 + offset), u2 * (w2 + offset)
-    mean = _mean(g1 * n1 + g2 * n2, HEADS, SIZE, WHOLE_ROW)
-    store_heads(dx_ptr, rstd * (g1 - n1 * mean), rstd * (g2 - n2 * mean), HEADS, SIZE, TILE, PAIRS)
-    if WEIGHT_GRAD:
-        dw1 += u1 * n1
-        dw2 += u2 * n2
-    return dw1, dw2
+    """Norms, rotates and writes x: all heads of one token where they are normed together, else TILE from first on."""
+    tiles: tl.constexpr = (HEADS + TILE - 1) // TILE if WHOLE_ROW else 1
+    weight = load_heads(weight_ptr, SIZE if WHOLE_ROW else 0, 0, HEADS, SIZE, tiles, TILE, PAIRS)
+    square = tl.zeros([TILE, PAIRS], tl.float32)
+    for index in tl.static_range(tiles):
+        x1, x2 = x[index]
+        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+        square += x1 * x1 + x2 * x2
+    square = tl.sum(square, 1, keep_dims=True)
+    square = tl.sum(square, 0, keep_dims=True) / (HEADS * SIZE) if WHOLE_ROW else square / SIZE
+    rstd = tl.rsqrt(square + eps)
+    for index in tl.static_range(tiles):
+        x1, x2 = x[index]
+        w1, w2 = weight[index]
+        x1 = x1.to(tl.float32) * rstd * (w1.to(tl.float32) + offset)
+        x2 = x2.to(tl.float32) * rstd * (w2.to(tl.float32) + offset)
+        y1, y2 = rotate(x1, x2, cos, sin)
+        store_heads(y_ptr, y1, y2, first + index * TILE, HEADS, SIZE, TILE, PAIRS)
 
 
 @triton.jit(do_not_specialize=["angle_rows"])
 def _forward_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, qk_ptr, qkv_stride, angle_rows, eps, offset,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
+    TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """One program norms and rotates all query and key heads of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, PAIRS)
-    x_ptr = qkv_ptr + token * qkv_stride
-    y_ptr = qk_ptr + token * ((Q_HEADS + K_HEADS) * SIZE)
-    _norm_heads(x_ptr, q_weight_ptr, y_ptr, cos, sin, eps, offset, Q_HEADS, SIZE, Q_TILE, PAIRS, WHOLE_ROW)
-    x_ptr += Q_HEADS * SIZE
-    y_ptr += Q_HEADS * SIZE
-    _norm_heads(x_ptr, k_weight_ptr, y_ptr, cos, sin, eps, offset, K_HEADS, SIZE, K_TILE, PAIRS, WHOLE_ROW)
+    """One program norms and rotates TILE of one token's heads, or all of them where they are normed together."""
+    q_tiles: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
+    k_tiles: tl.constexpr = (K_HEADS + TILE - 1) // TILE
+    parts: tl.constexpr = 1 if WHOLE_ROW else q_tiles + k_tiles
+    token, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    q_ptr = qkv_ptr + token.to(tl.int64) * qkv_stride
+    k_ptr = q_ptr + Q_HEADS * SIZE
+    q_out_ptr = qk_ptr + token.to(tl.int64) * ((Q_HEADS + K_HEADS) * SIZE)
+    k_out_ptr = q_out_ptr + Q_HEADS * SIZE
+    cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, TILE, PAIRS)
+    if WHOLE_ROW:
+        q = load_heads(q_ptr, SIZE, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS)
+        k = load_heads(k_ptr, SIZE, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS)
+        _norm_heads(q, q_weight_ptr, q_out_ptr, cos, sin, eps, offset, 0, Q_HEADS, SIZE, TILE, PAIRS, True)
+        _norm_heads(k, k_weight_ptr, k_out_ptr, cos, sin, eps, offset, 0, K_HEADS, SIZE, TILE, PAIRS, True)
+    elif part < q_tiles:
+        first = part * TILE
+        q = load_heads(q_ptr, SIZE, first, Q_HEADS, SIZE, 1, TILE, PAIRS)
+        _norm_heads(q, q_weight_ptr, q_out_ptr, cos, sin, eps, offset, first, Q_HEADS, SIZE, TILE, PAIRS, False)
+    else:
+        first = (part - q_tiles) * TILE
+        k = load_heads(k_ptr, SIZE, first, K_HEADS, SIZE, 1, TILE, PAIRS)
+        _norm_heads(k, k_weight_ptr, k_out_ptr, cos, sin, eps, offset, first, K_HEADS, SIZE, TILE, PAIRS, False)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _means(a, b, HEADS: tl.constexpr, SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr):
+    """Means of a and b over each head, or over all HEADS of them, from the sums of their halves [TILE, PAIRS]."""
+    a, b = tl.reduce((a, b), 1, _add_pairs, keep_dims=True)
+    if WHOLE_ROW:
+        a, b = tl.reduce((a, b), 0, _add_pairs, keep_dims=True)
+    count: tl.constexpr = HEADS * SIZE if WHOLE_ROW else SIZE
+    return a / count, b / count
+
+
+@triton.jit
+def _load_item(
+    item, dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, cos_ptr, sin_ptr, angle_rows, length,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
+):  # fmt: skip
+    """What the gradient of TILE heads of one token, or of all of them, is computed from: x, dy, cos, sin."""
+    tiles: tl.constexpr = (HEADS + TILE - 1) // TILE if WHOLE_ROW else 1
+    parts: tl.constexpr = 1 if WHOLE_ROW else (HEADS + TILE - 1) // TILE
+    token, first = item // parts, item % parts * TILE
+    x_ptr += tl.cast(token, tl.int64) * x_stride
+    dy_ptr += tl.cast(token // length, tl.int64) * dy_batch + tl.cast(token % length, tl.int64) * dy_token
+    x = load_heads(x_ptr, SIZE, first, HEADS, SIZE, tiles, TILE, PAIRS)
+    dy = load_heads(dy_ptr, dy_head, first, HEADS, SIZE, tiles, TILE, PAIRS)
+    cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, TILE, PAIRS)
+    return x, dy, cos, sin
+
+
+@triton.jit
+def _gradients(x, dy, weight, cos, sin, offset):
+    """x, u and g of one tile, both halves each."""
+    x1, x2 = x
+    dy1, dy2 = dy
+    w1, w2 = weight
+    u1, u2 = rotate(dy1.to(tl.float32), dy2.to(tl.float32), cos, -sin)
+    g1, g2 = u1 * (w1.to(tl.float32) + offset), u2 * (w2.to(tl.float32) + offset)
+    return x1.to(tl.float32), x2.to(tl.float32), u1, u2, g1, g2
+
+
+@triton.jit
+def _norm_heads_backward(
+    dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dx_stride, dweight_ptr,
+    angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
+):  # fmt: skip
+    """Strides over all tokens' queries, or keys, TILE heads or a whole row at a time; sums the weight's gradient."""
+    tiles: tl.constexpr = (HEADS + TILE - 1) // TILE if WHOLE_ROW else 1
+    parts: tl.constexpr = 1 if WHOLE_ROW else (HEADS + TILE - 1) // TILE
+    shared_weight = load_heads(weight_ptr, 0, 0, HEADS, SIZE, 1, TILE, PAIRS)
+    dweight = ()
+    for _ in tl.static_range(tiles):
+        dweight += ((tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)),)
+    items = tokens * parts
+    coming = _load_item(
+        tl.program_id(0), dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, cos_ptr, sin_ptr, angle_rows, length,
+        HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
+    )  # fmt: skip
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
+        x, dy, cos, sin = coming
+        coming = _load_item(  # in flight while this item is computed; after the last one, the last one again
+            tl.minimum(item + tl.num_programs(0), items - 1), dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride,
+            cos_ptr, sin_ptr, angle_rows, length, HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
+        )  # fmt: skip
+        # A whole row's weights come from the L1 cache each time: with them there are not registers enough.
+        weight = load_heads(weight_ptr, SIZE, 0, HEADS, SIZE, tiles, TILE, PAIRS) if WHOLE_ROW else shared_weight
+        square, product = tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)
+        for index in tl.static_range(tiles):
+            x1, x2, u1, u2, g1, g2 = _gradients(x[index], dy[index], weight[index], cos, sin, offset)
+            square += x1 * x1 + x2 * x2
+            product += g1 * x1 + g2 * x2
+        square, product = _means(square, product, HEADS, SIZE, WHOLE_ROW)
+        rstd = tl.rsqrt(square + eps)
+        slope = rstd * rstd * product  # mean(g n) n = slope x
+        first = item % parts * TILE
+        target_ptr = dx_ptr + tl.cast(item // parts, tl.int64) * dx_stride
+        added = ()
+        for index in tl.static_range(tiles):
+            x1, x2, u1, u2, g1, g2 = _gradients(x[index], dy[index], weight[index], cos, sin, offset)
+            dx1, dx2 = rstd * (g1 - slope * x1), rstd * (g2 - slope * x2)
+            store_heads(target_ptr, dx1, dx2, first + index * TILE, HEADS, SIZE, TILE, PAIRS)
+            dw1, dw2 = dweight[index]
+            added += ((dw1 + u1 * (x1 * rstd), dw2 + u2 * (x2 * rstd)),)
+        if WEIGHT_GRAD:
+            dweight = added
+    if WEIGHT_GRAD:
+        for index in tl.static_range(tiles):
+            dw1, dw2 = dweight[index]
+            if WHOLE_ROW:
+                store_heads(dweight_ptr, dw1, dw2, index * TILE, HEADS, SIZE, TILE, PAIRS)
+            else:
+                store_heads(dweight_ptr, tl.sum(dw1, 0)[None, :], tl.sum(dw2, 0)[None, :], 0, 1, SIZE, 1, PAIRS)
 
 
 @triton.jit(do_not_specialize=["angle_rows", "length", "tokens"])
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, dweight_ptr,
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head,
-    qkv_stride, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr, STAGES: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
+    qkv_stride, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, V_ROWS: tl.constexpr,
+    TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """One of a few persistent programs: strides over tokens, keeps its share of the weights' gradients in registers."""
-    weight_stride: tl.constexpr = SIZE if WHOLE_ROW else 0
-    wq1, wq2 = load_heads(q_weight_ptr, weight_stride, Q_HEADS, SIZE, Q_TILE, PAIRS)
-    wk1, wk2 = load_heads(k_weight_ptr, weight_stride, K_HEADS, SIZE, K_TILE, PAIRS)
-    dwq1, dwq2 = tl.zeros([Q_TILE, PAIRS], tl.float32), tl.zeros([Q_TILE, PAIRS], tl.float32)
-    dwk1, dwk2 = tl.zeros([K_TILE, PAIRS], tl.float32), tl.zeros([K_TILE, PAIRS], tl.float32)
-    for token in tl.range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0), num_stages=STAGES):
-        batch, time = token // length, token % length
-        cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, PAIRS)
-        x_ptr = qkv_ptr + token * qkv_stride
-        dx_ptr = dqkv_ptr + token * ((Q_HEADS + 2 * K_HEADS) * SIZE)
-        dwq1, dwq2 = _norm_heads_backward(
-            dq_ptr + batch * dq_batch + time * dq_token, dq_head, x_ptr, dx_ptr,
-            wq1, wq2, dwq1, dwq2, cos, sin, eps, offset, WEIGHT_GRAD, Q_HEADS, SIZE, Q_TILE, PAIRS, WHOLE_ROW,
-        )  # fmt: skip
-        dwk1, dwk2 = _norm_heads_backward(
-            dk_ptr + batch * dk_batch + time * dk_token, dk_head, x_ptr + Q_HEADS * SIZE, dx_ptr + Q_HEADS * SIZE,
-            wk1, wk2, dwk1, dwk2, cos, sin, eps, offset, WEIGHT_GRAD, K_HEADS, SIZE, K_TILE, PAIRS, WHOLE_ROW,
-        )  # fmt: skip
-        dx_ptr += (Q_HEADS + K_HEADS) * SIZE
-        copy_heads(dv_ptr + batch * dv_batch + time * dv_token, dv_head, dx_ptr, 0, K_HEADS, SIZE, K_TILE, 2 * PAIRS)
-    if WEIGHT_GRAD and WHOLE_ROW:
-        dweight_ptr += tl.program_id(0) * ((Q_HEADS + K_HEADS) * SIZE)
-        store_heads(dweight_ptr, dwq1, dwq2, Q_HEADS, SIZE, Q_TILE, PAIRS)
-        store_heads(dweight_ptr + Q_HEADS * SIZE, dwk1, dwk2, K_HEADS, SIZE, K_TILE, PAIRS)
-    elif WEIGHT_GRAD:
-        dweight_ptr += tl.program_id(0) * (2 * SIZE)
-        store_heads(dweight_ptr, tl.sum(dwq1, 0)[None, :], tl.sum(dwq2, 0)[None, :], 1, SIZE, 1, PAIRS)
-        store_heads(dweight_ptr + SIZE, tl.sum(dwk1, 0)[None, :], tl.sum(dwk2, 0)[None, :], 1, SIZE, 1, PAIRS)
+    """One of a few persistent programs: strides over the tokens' queries, then their keys, then their values."""
+    q_width: tl.constexpr = Q_HEADS * SIZE if WHOLE_ROW else SIZE
+    k_width: tl.constexpr = K_HEADS * SIZE if WHOLE_ROW else SIZE
+    stride: tl.constexpr = (Q_HEADS + 2 * K_HEADS) * SIZE
+    dweight_ptr += tl.program_id(0) * (q_width + k_width)
+    _norm_heads_backward(
+        dq_ptr, dq_batch, dq_token, dq_head, qkv_ptr, qkv_stride, q_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, stride,
+        dweight_ptr, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD, Q_HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
+    )  # fmt: skip
+    qkv_ptr += Q_HEADS * SIZE
+    dqkv_ptr += Q_HEADS * SIZE
+    _norm_heads_backward(
+        dk_ptr, dk_batch, dk_token, dk_head, qkv_ptr, qkv_stride, k_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, stride,
+        dweight_ptr + q_width, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD, K_HEADS, SIZE, TILE, PAIRS,
+        WHOLE_ROW,
+    )  # fmt: skip
+    dqkv_ptr += K_HEADS * SIZE
+    for start in tl.range(tl.program_id(0) * V_ROWS, tokens * K_HEADS, tl.num_programs(0) * V_ROWS, num_stages=1):
+        row = tl.arange(0, V_ROWS)[:, None] + start
+        column = tl.arange(0, 2 * PAIRS)[None, :]
+        mask = (row < tokens * K_HEADS) & (column < SIZE)
+        token, head = row // K_HEADS, (row % K_HEADS).to(tl.int64)
+        source = (token // length).to(tl.int64) * dv_batch + (token % length).to(tl.int64) * dv_token + head * dv_head
+        dv = tl.load(dv_ptr + source + column, mask)
+        tl.store(dqkv_ptr + token.to(tl.int64) * stride + head * SIZE + column, dv, mask)
 
 
-def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool) -> dict[str, int]:
-    """What both kernels are built with: a token's queries are one tile, its keys another."""
-    q_tile, k_tile, pairs = map(triton.next_power_of_2, (num_heads, num_kv_heads, head_size // 2))
-    warps = min(16, max(1, (q_tile + k_tile) * pairs // PAIRS_PER_WARP))
+def backward_tile(width: int, itemsize: int, whole_row: bool) -> tuple[int, int]:
+    """(pairs, warps) of a program, so that its registers hold what it keeps; width: of all queries of a token."""
+    if not whole_row:
+        return 256, 1
+    return 512 if width % 2048 else 1024, 8 if width * itemsize <= 10240 else 16
+
+
+def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool, tile_pairs: int) -> dict[str, int]:
+    """What a kernel is built with."""
+    pairs = triton.next_power_of_2(head_size // 2)
     return {
         "Q_HEADS": num_heads, "K_HEADS": num_kv_heads, "SIZE": head_size, "WHOLE_ROW": whole_row,
-        "Q_TILE": q_tile, "K_TILE": k_tile, "PAIRS": pairs, "num_warps": 1 << (warps.bit_length() - 1),
+        "TILE": max(1, tile_pairs // pairs), "PAIRS": pairs,
     }  # fmt: skip
 
 
@@ -158,10 +254,13 @@ def _launch_forward(
 ) -> Tensor:  # fmt: skip
     qk = _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     rows, head_size = as_rows(qkv), qk.shape[-1]
-    layout = layout_of(num_heads, num_kv_heads, head_size, len(q_weight) > head_size)
+    whole_row = len(q_weight) > head_size
+    tile_pairs, warps = FORWARD_TILE[whole_row]
+    layout = layout_of(num_heads, num_kv_heads, head_size, whole_row, tile_pairs)
+    parts = 1 if whole_row else triton.cdiv(num_heads, layout["TILE"]) + triton.cdiv(num_kv_heads, layout["TILE"])
     if len(rows):
-        _forward_kernel[(len(rows),)](
-            rows, q_weight, k_weight, cos, sin, qk, rows.stride(0), len(cos), eps, offset, **layout
+        _forward_kernel[(len(rows) * parts,)](
+            rows, q_weight, k_weight, cos, sin, qk, rows.stride(0), len(cos), eps, offset, **layout, num_warps=warps
         )  # fmt: skip
     return qk
 
@@ -173,16 +272,17 @@ def _launch_backward(
     dq, dk, dv = with_unit_stride(dq, dk, dv)
     rows, (_, length, num_heads, head_size) = as_rows(qkv), dq.shape
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    layout = layout_of(num_heads, dk.shape[2], head_size, len(q_weight) > head_size)
-    read_bytes = (2 * layout["Q_TILE"] + 3 * layout["K_TILE"]) * 2 * layout["PAIRS"] * qkv.itemsize  # a token
-    programs = min(len(rows), WARPS_PER_MULTIPROCESSOR // layout["num_warps"] * multiprocessors(qkv.device))
+    whole_row = len(q_weight) > head_size
+    tile_pairs, warps = backward_tile(num_heads * head_size, qkv.itemsize, whole_row)
+    layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)
+    programs = min(len(rows), WARPS_PER_MULTIPROCESSOR // warps * multiprocessors(qkv.device))
     widths = (len(q_weight), len(k_weight)) if weight_grad else (0, 0)
     partials = torch.empty(programs, sum(widths), dtype=torch.float32, device=qkv.device)
     if len(rows):
         _backward_kernel[(programs,)](
             dq, dk, dv, rows, q_weight, k_weight, cos, sin, dqkv, partials, *dq.stride()[:3], *dk.stride()[:3],
-            *dv.stride()[:3], rows.stride(0), len(cos), length, len(rows), eps, offset,
-            WEIGHT_GRAD=weight_grad, STAGES=1 + min(2, PREFETCH_BYTES // read_bytes), **layout, **REGISTERS,
+            *dv.stride()[:3], rows.stride(0), len(cos), length, len(rows), eps, offset, WEIGHT_GRAD=weight_grad,
+            V_ROWS=max(1, 512 * warps // layout["PAIRS"]), **layout, num_warps=warps, **REGISTERS,
         )  # fmt: skip
     dwq, dwk = partials.sum(0).split(widths)
     return dqkv, dwq.to(q_weight.dtype, copy=True), dwk.to(k_weight.dtype, copy=True)

@@ -15,10 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.heads import check_shapes, copy_heads, load_angles, rotate, split_heads, with_unit_stride
+from ligermodels.kernels.heads import (
+    check_shapes,
+    copy_heads,
+    load_angles,
+    places,
+    rotate,
+    split_heads,
+    with_unit_stride,
+)
 from ligermodels.kernels.op import register, runs_kernels, traced, widen
 
-TILE_PAIRS = 1024  # rotated at a time by one program of four warps
+TILE_PAIRS = 512  # rotated by one program of four warps
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -40,71 +48,97 @@ def rope_reference(
 
 @triton.jit
 def _rotate_heads(
-    source_ptr, source_stride, target_ptr, cos, sin, NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    source_ptr, source_stride, target_ptr, cos_ptr, sin_ptr, angle_row, sign, first, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Moves the ROTATED dimensions of one token's heads, HEADS at a time, rotated by cos and sin [1, PAIRS]."""
+    """Moves the ROTATED dimensions of TILE heads of one token, rotated by its angles times sign."""
     half: tl.constexpr = ROTATED // 2
+    cos, sin = load_angles(cos_ptr, sin_ptr, angle_row, ROTATED, TILE, PAIRS)
     # Neighbours are loaded together and told apart in registers: strided loads would fetch every sector twice.
-    column = tl.arange(0, 2 * PAIRS if INTERLEAVED else PAIRS)[None, :]
-    for start in range(0, NUM_HEADS, HEADS):
-        head = start + tl.arange(0, HEADS)[:, None].to(tl.int64)
-        mask = (head < NUM_HEADS) & (column < (ROTATED if INTERLEAVED else half))
-        source = source_ptr + head * source_stride + column
-        target = target_ptr + head * HEAD_SIZE + column
-        if INTERLEAVED:
-            first, second = tl.split(tl.reshape(tl.load(source, mask), [HEADS, PAIRS, 2]))
-        else:
-            first = tl.load(source, mask)
-            second = tl.load(source + half, mask)
-        first, second = rotate(first.to(tl.float32), second.to(tl.float32), cos, sin)
-        if INTERLEAVED:
-            tl.store(target, tl.interleave(first, second), mask)  # rounds to the target's dtype
-        else:
-            tl.store(target, first, mask)
-            tl.store(target + half, second, mask)
+    columns: tl.constexpr = ROTATED if INTERLEAVED else half
+    width: tl.constexpr = 2 * PAIRS if INTERLEAVED else PAIRS
+    source, mask = places(source_stride, first, HEADS, columns, TILE, width)
+    target, mask = places(SIZE, first, HEADS, columns, TILE, width)
+    source_ptr += tl.cast(first, tl.int64) * source_stride
+    target_ptr += first * SIZE
+    if INTERLEAVED:
+        x1, x2 = tl.split(tl.reshape(tl.load(source_ptr + source, mask), [TILE, PAIRS, 2]))
+    else:
+        x1 = tl.load(source_ptr + source, mask)
+        x2 = tl.load(source_ptr + source + half, mask)
+    x1, x2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sign * sin)
+    if INTERLEAVED:
+        tl.store(target_ptr + target, tl.interleave(x1, x2), mask)  # rounds to the target's dtype
+    else:
+        tl.store(target_ptr + target, x1, mask)
+        tl.store(target_ptr + target + half, x2, mask)
 
 
 @triton.jit(do_not_specialize=["angle_rows"])
 def _forward_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, qkv_stride, angle_rows,
-    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, qkv_stride, angle_rows, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One program rotates all query and key heads of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, ROTATED, PAIRS)
-    x_ptr = qkv_ptr + token * qkv_stride
-    _rotate_heads(x_ptr, HEAD_SIZE, x_ptr, cos, sin, NUM_HEADS, HEAD_SIZE, ROTATED, INTERLEAVED, HEADS, PAIRS)
+    """One program rotates TILE of one token's query and key heads."""
+    tiles: tl.constexpr = (HEADS + TILE - 1) // TILE
+    token = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * TILE
+    x_ptr = qkv_ptr + token.to(tl.int64) * qkv_stride
+    _rotate_heads(
+        x_ptr, SIZE, x_ptr, cos_ptr, sin_ptr, token % angle_rows, 1.0, first,
+        HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate_heads_back(
+    dy_ptr, dy_head, dx_ptr, cos_ptr, sin_ptr, angle_row, first, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    _rotate_heads(
+        dy_ptr, dy_head, dx_ptr, cos_ptr, sin_ptr, angle_row, -1.0, first,
+        HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS,
+    )  # fmt: skip
+    copy_heads(dy_ptr, dy_head, dx_ptr, first, ROTATED, HEADS, SIZE, TILE, 2 * PAIRS)
 
 
 @triton.jit(do_not_specialize=["angle_rows", "length"])
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dqkv_ptr,
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, angle_rows, length,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One program gathers one token's dq, dk and dv, rotates the first two back and writes them packed."""
-    token = tl.program_id(0).to(tl.int64)
-    batch, time = token // length, token % length
-    cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, ROTATED, PAIRS)
-    dq_ptr += batch * dq_batch + time * dq_token
-    dk_ptr += batch * dk_batch + time * dk_token
-    dv_ptr += batch * dv_batch + time * dv_token
-    q_ptr = dqkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE)
-    k_ptr = q_ptr + NUM_HEADS * HEAD_SIZE
-    v_ptr = k_ptr + NUM_KV_HEADS * HEAD_SIZE
-    _rotate_heads(dq_ptr, dq_head, q_ptr, cos, -sin, NUM_HEADS, HEAD_SIZE, ROTATED, INTERLEAVED, HEADS, PAIRS)
-    _rotate_heads(dk_ptr, dk_head, k_ptr, cos, -sin, NUM_KV_HEADS, HEAD_SIZE, ROTATED, INTERLEAVED, HEADS, PAIRS)
-    if ROTATED < HEAD_SIZE:
-        copy_heads(dq_ptr, dq_head, q_ptr, ROTATED, NUM_HEADS, HEAD_SIZE, HEADS, 2 * PAIRS)
-        copy_heads(dk_ptr, dk_head, k_ptr, ROTATED, NUM_KV_HEADS, HEAD_SIZE, HEADS, 2 * PAIRS)
-    copy_heads(dv_ptr, dv_head, v_ptr, 0, NUM_KV_HEADS, HEAD_SIZE, HEADS, 2 * PAIRS)
+    """One program gathers TILE heads of one token's dq, dk or dv and writes them packed, the first two rotated back."""
+    q_tiles: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
+    k_tiles: tl.constexpr = (K_HEADS + TILE - 1) // TILE
+    tiles: tl.constexpr = q_tiles + 2 * k_tiles
+    token, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    batch, time = (token // length).to(tl.int64), (token % length).to(tl.int64)
+    angle_row = token % angle_rows
+    q_ptr = dqkv_ptr + token.to(tl.int64) * ((Q_HEADS + 2 * K_HEADS) * SIZE)
+    k_ptr = q_ptr + Q_HEADS * SIZE
+    v_ptr = k_ptr + K_HEADS * SIZE
+    if tile < q_tiles:
+        dq_ptr += batch * dq_batch + time * dq_token
+        first = tile * TILE
+        _rotate_heads_back(
+            dq_ptr, dq_head, q_ptr, cos_ptr, sin_ptr, angle_row, first, Q_HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS
+        )
+    elif tile < q_tiles + k_tiles:
+        dk_ptr += batch * dk_batch + time * dk_token
+        first = (tile - q_tiles) * TILE
+        _rotate_heads_back(
+            dk_ptr, dk_head, k_ptr, cos_ptr, sin_ptr, angle_row, first, K_HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS
+        )
+    else:
+        dv_ptr += batch * dv_batch + time * dv_token
+        first = (tile - q_tiles - k_tiles) * TILE
+        copy_heads(dv_ptr, dv_head, v_ptr, first, 0, K_HEADS, SIZE, TILE, 2 * PAIRS)
 
 
 def tile_of(rotated: int) -> tuple[int, int]:
-    """(heads, pairs) that one program rotates at a time."""
+    """(heads, pairs) of one program's tile."""
     pairs = triton.next_power_of_2(rotated // 2)
     return max(1, TILE_PAIRS // pairs), pairs
 
@@ -113,27 +147,28 @@ def _launch_forward_(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool
 ) -> None:
     rows = qkv.view(-1, qkv.shape[-1])  # never a copy: the rotation would be lost
-    rotated = 2 * cos.shape[1]
-    heads, pairs = tile_of(rotated)
+    heads, rotated = num_heads + num_kv_heads, 2 * cos.shape[1]
+    tile, pairs = tile_of(rotated)
     if len(rows):
-        _forward_kernel[(len(rows),)](
+        _forward_kernel[(len(rows) * triton.cdiv(heads, tile),)](
             rows, cos, sin, rows.stride(0), len(cos),
-            NUM_HEADS=num_heads + num_kv_heads, HEAD_SIZE=rows.shape[1] // (num_heads + 2 * num_kv_heads),
-            ROTATED=rotated, INTERLEAVED=interleaved, HEADS=heads, PAIRS=pairs,
+            HEADS=heads, SIZE=rows.shape[1] // (heads + num_kv_heads), ROTATED=rotated, INTERLEAVED=interleaved,
+            TILE=tile, PAIRS=pairs,
         )  # fmt: skip
 
 
 def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dq, dk, dv = with_unit_stride(dq, dk, dv)
     dqkv = _fake_backward(dq, dk, dv, cos, sin, interleaved)
-    batch, length, num_heads, head_size = dq.shape
-    rotated = 2 * cos.shape[1]
-    heads, pairs = tile_of(rotated)
+    batch, length, heads, head_size = dq.shape
+    kv_heads, rotated = dk.shape[2], 2 * cos.shape[1]
+    tile, pairs = tile_of(rotated)
+    tiles = triton.cdiv(heads, tile) + 2 * triton.cdiv(kv_heads, tile)  # of one token
     if dqkv.numel():
-        _backward_kernel[(batch * length,)](
+        _backward_kernel[(batch * length * tiles,)](
             dq, dk, dv, cos, sin, dqkv, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], len(cos), length,
-            NUM_HEADS=num_heads, NUM_KV_HEADS=dk.shape[2], HEAD_SIZE=head_size,
-            ROTATED=rotated, INTERLEAVED=interleaved, HEADS=heads, PAIRS=pairs,
+            Q_HEADS=heads, K_HEADS=kv_heads, SIZE=head_size, ROTATED=rotated, INTERLEAVED=interleaved,
+            TILE=tile, PAIRS=pairs,
         )  # fmt: skip
     return dqkv
 
