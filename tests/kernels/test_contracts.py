@@ -155,7 +155,7 @@ def columns_apart(x):
 @over(is_ours)
 @pytest.mark.parametrize("place", [misaligned, rows_apart, columns_apart])
 def test_any_layout_is_within_the_error_budget_under_random_upstream_gradients(op, place, poisoned):
-    case = op.draw(3, 20, *op.small)
+    case = op.draw(2, 12, *op.small)
     placed = [x if x.is_floating_point() else place(x) for x in case.constants]  # angles are contiguous
 
     def rounded(function, constants):
@@ -181,8 +181,9 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(op, poisoned):
     outputs, gradients = full[: len(upstream)], full[len(upstream) :]
     for index, gradient in enumerate(gradients):
         others = [i for i in range(len(gradients)) if i != index]
-        assert equal(freeze(case, index).step(case.ours, upstream), [*outputs, *(gradients[i] for i in others)])
-        assert equal(freeze(case, *others).step(case.ours, upstream), [*outputs, gradient])
+        expected = [*outputs, *(gradients[i] for i in others)]
+        torch.testing.assert_close(freeze(case, index).step(case.ours, upstream), expected)
+        torch.testing.assert_close(freeze(case, *others).step(case.ours, upstream), [*outputs, gradient])
 
 
 def flops(function, *args):
@@ -258,8 +259,8 @@ def test_offsets_beyond_two_to_the_31(op):
     for whole, part in zip(upstream, upstream_alone, strict=True):
         last(whole).copy_(part)
     results = case.step(case.ours, upstream)
-    for got, expected in zip(results, alone.step(alone.ours, upstream_alone), strict=True):
-        assert relative_error(last(got), expected.double()) < 2**-7
+    for index, (got, expected) in enumerate(zip(results, alone.step(alone.ours, upstream_alone), strict=True)):
+        assert relative_error(last(got), expected.double()) < 2**-7, f"tensor {index} of {len(results)}"
     for gradient in results[len(upstream) :]:
         if length in gradient.shape:
             assert not gradient.narrow(gradient.shape.index(length), 0, length - rows).any()
