@@ -18,8 +18,9 @@ from tests.kernels.kernels_of import import_all
 from tests.kernels.ops import OPS, as_list, attention_case, over
 
 HALF = DTYPES[-1]
+SIZES = [(2, 4), (4, 2), (8, 14)][: 3 if DEVICE == "cuda" else 2]  # of batch and length, and of no other dimension
 import_all()
-REGISTERED = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligermodels::")]
+REGISTERED = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligermodels::"))
 pytestmark = [
     pytest.mark.usefixtures("kernels"),
     # The interpreter warns of what NumPy computes in masked lanes.
@@ -92,9 +93,7 @@ def test_one_graph_of_all_batches_and_lengths_gives_equal_gradients(op):
     ours = op.case().ours
     counter = CompileCounterWithBackend("inductor" if DEVICE == "cuda" else "aot_eager")
     compiled = torch.compile(lambda *inputs: ours(*inputs), fullgraph=True, backend=counter)
-    for sizes in [(2, 4), (4, 2), (8, 14)][
-        : 3 if DEVICE == "cuda" else 2
-    ]:  # no other dimension of the table is so long
+    for sizes in SIZES:
         case = op.case(*sizes)
         for x in [*case.leaves, *case.constants]:
             for dim in [dim for dim, size in enumerate(x.shape) if size in sizes]:
