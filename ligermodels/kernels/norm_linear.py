@@ -37,21 +37,17 @@ class _NormLinear(torch.autograd.Function):
         else:
             normed, hidden, rstd = add_rms_norm_forward(x, residual, norm_weight, eps, offset)
         ctx.save_for_backward(hidden, rstd, norm_weight, weight)
-        ctx.eps, ctx.offset = eps, offset
+        ctx.offset = offset
         return F.linear(normed, weight, bias), hidden
 
     @staticmethod
     def backward(ctx, dy, dhidden):
         hidden, rstd, norm_weight, weight = ctx.saved_tensors
-        needs_x, needs_residual, needs_norm_weight, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
-        dx = dnorm_weight = normed = None
-        if needs_x or needs_residual or needs_norm_weight:
-            dnormed = input_gradient(dy, weight)
-            dx, dnorm_weight, normed = rms_norm_backward(
-                dnormed, dhidden, hidden, rstd, norm_weight, ctx.offset, needs_norm_weight, needs_weight
-            )
-        elif needs_weight:
-            normed, _ = rms_norm_forward(hidden, norm_weight, ctx.eps, ctx.offset)
+        _, needs_residual, needs_norm_weight, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        dnormed = input_gradient(dy, weight)
+        dx, dnorm_weight, normed = rms_norm_backward(
+            dnormed, dhidden, hidden, rstd, norm_weight, ctx.offset, needs_norm_weight, needs_weight
+        )
         return (
             dx,
             dx if needs_residual else None,
@@ -70,7 +66,7 @@ def norm_linear(
     """linear(rms_norm(hidden), weight, bias), and hidden = x + residual itself: the residual stream that goes on.
 
     x, residual [..., H] float (residual None: hidden is x), norm_weight [H], weight [N, H], bias [N] or None
-    -> (y [..., N], hidden [..., H]), both in x's dtype. Frozen arguments cost no gradient.
+    -> (y [..., N], hidden [..., H]), both in x's dtype. Frozen weights cost no gradient.
     Raises ValueError where H exceeds 65536.
     """
     if not runs_kernels(x):
