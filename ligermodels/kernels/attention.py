@@ -112,10 +112,10 @@ def visible(
     distance = query[:, :, None] - key  # [B, T, S]
     mask = distance >= 0
     if window is not None:
-        mask &= distance < window
+        mask = mask & (distance < window)  # in place it could not be replayed by selective checkpointing
     if cu_seqlens is not None:
         document = document_of(key, cu_seqlens)
-        mask &= document[:, None] == document
+        mask = mask & (document[:, None] == document)
     return mask
 
 

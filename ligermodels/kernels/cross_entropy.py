@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import as_rows, kernel, on_device_of_first_tensor, register, runs_kernels, traced, widen
 from ligermodels.kernels.scaled import multiply_
 
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
@@ -122,7 +122,7 @@ def _log_sum_exp(
     return maximum + tl.log(tl.sum(totals * tl.exp(maxima - maximum), 0)), tl.sum(sums, 0)
 
 
-@triton.jit(do_not_specialize=["pieces", "first"])
+@kernel(do_not_specialize=["scale_stride", "pieces", "first"])
 def _kernel(
     logits_ptr, targets_ptr, loss_ptr, lse_ptr, scale_ptr, dlogits_ptr,
     logits_stride, dlogits_stride, scale_stride, columns, pieces, first,
@@ -250,10 +250,6 @@ def _fake_backward(logits, targets, lse, scale, *options):
     return logits.new_empty(logits.shape)
 
 
-def _fake_in_place(logits, targets, scale, *options):
-    return logits.new_empty(logits.shape[0], dtype=torch.float32)
-
-
 OPTIONS = "int ignore_index, float? softcap, float logit_scale, float z_loss, float label_smoothing"
 cross_entropy_forward = register(
     f"cross_entropy(Tensor logits, Tensor targets, {OPTIONS}) -> (Tensor loss, Tensor lse)",
@@ -265,13 +261,7 @@ cross_entropy_backward = register(
     _launch_backward,
     _fake_backward,
 )
-
-
-cross_entropy_in_place = register(
-    f"cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor scale, {OPTIONS}) -> Tensor loss",
-    _launch_in_place,
-    _fake_in_place,
-)
+cross_entropy_in_place = on_device_of_first_tensor(_launch_in_place)  # not registered: nothing traces it
 
 
 class _CrossEntropy(torch.autograd.Function):

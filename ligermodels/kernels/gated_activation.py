@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, register, runs_kernels, widen
+from ligermodels.kernels.op import as_rows, kernel, register, runs_kernels, widen
 
 MAX_TILE = 1024  # columns of one program of four warps
 
@@ -74,7 +74,7 @@ def _place(COLUMNS: tl.constexpr, TILE: tl.constexpr):
     return row.to(tl.int64), column, column < COLUMNS
 
 
-@triton.jit
+@kernel()
 def _forward_kernel(
     gate_up_ptr, y_ptr, gate_up_stride, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr
 ):
@@ -87,7 +87,7 @@ def _forward_kernel(
     tl.store(y_ptr + row * COLUMNS + column, (activated * up).to(y_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@kernel()
 def _backward_kernel(
     dy_ptr, gate_up_ptr, dgate_up_ptr, y_ptr, dy_stride, gate_up_stride,
     COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,

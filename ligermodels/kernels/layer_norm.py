@@ -104,8 +104,9 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
     stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     if rows:
         _forward_kernel[(tiles_of(rows, tile),)](
-            x, weight, weight if bias is None else bias, y, stats, x_stride, rows, eps, BIAS=bias is not None, **tile
-        )
+            x, weight.contiguous(), (weight if bias is None else bias).contiguous(), y, stats, x_stride, rows, eps,
+            BIAS=bias is not None, **tile,
+        )  # fmt: skip
     return y, stats
 
 
@@ -122,7 +123,7 @@ def _launch_backward(
     partials = stats.new_empty(programs, len(weights) * tile["COLUMNS"])
     if rows:
         _backward_kernel[(programs,)](
-            dy, x, stats, weight, dx, partials, dy_stride, x_stride, rows,
+            dy, x, stats, weight.contiguous(), dx, partials, dy_stride, x_stride, rows,
             WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile,
         )  # fmt: skip
     gradients = sum_partials(partials, *weights) if weights else []

@@ -56,8 +56,8 @@ def round_up(size: int) -> int:
 
 
 def aligned(size: int) -> int:
-    """The most that `size` holds of whole tiles, or `size` where it holds none."""
-    return size // ALIGNMENT * ALIGNMENT or max(size, 1)
+    """The most that `size` holds of whole tiles, or of 16 elements, or `size` where it holds none."""
+    return size // ALIGNMENT * ALIGNMENT or size // 16 * 16 or max(size, 1)
 
 
 def _chunks_of_logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
@@ -277,8 +277,8 @@ class _RowLosses(torch.autograd.Function):
     def backward(ctx, dloss):
         hidden_grad, weight_grad = ctx.needs_input_grad[:2]
         backward = linear_cross_entropy_lean if ctx.lean else linear_cross_entropy_backward
-        *_, dhidden, dweight = backward(*ctx.saved_tensors, dloss, hidden_grad, weight_grad, *ctx.options)
-        hidden, weight, *_ = ctx.saved_tensors
+        hidden, weight, *rest = ctx.saved_tensors  # once: checkpointing refuses a second time
+        *_, dhidden, dweight = backward(hidden, weight, *rest, dloss, hidden_grad, weight_grad, *ctx.options)
         dhidden = dhidden.to(hidden.dtype) if hidden_grad else None
         dweight = dweight.to(weight.dtype) if weight_grad else None
         return dhidden, dweight, *[None] * 7

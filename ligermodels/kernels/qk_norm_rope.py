@@ -24,7 +24,7 @@ from ligermodels.kernels.heads import (
     store_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import as_rows, multiprocessors, register, runs_kernels
+from ligermodels.kernels.op import as_rows, kernel, multiprocessors, register, runs_kernels
 from ligermodels.kernels.rms_norm import rms_norm_reference
 from ligermodels.kernels.rope import rotate_reference
 
@@ -69,7 +69,7 @@ def _norm_heads(
         store_heads(y_ptr, y1, y2, first + index * TILE, HEADS, SIZE, TILE, PAIRS)
 
 
-@triton.jit(do_not_specialize=["angle_rows"])
+@kernel(do_not_specialize=["angle_rows"])
 def _forward_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, qk_ptr, qkv_stride, angle_rows, eps, offset,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr,
@@ -197,7 +197,7 @@ def _norm_heads_backward(
                 store_heads(dweight_ptr, tl.sum(dw1, 0)[None, :], tl.sum(dw2, 0)[None, :], 0, 1, SIZE, 1, PAIRS)
 
 
-@triton.jit(do_not_specialize=["angle_rows", "length", "tokens"])
+@kernel(do_not_specialize=["angle_rows", "length", "tokens"])
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, dweight_ptr,
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head,
@@ -260,7 +260,8 @@ def _launch_forward(
     parts = 1 if whole_row else triton.cdiv(num_heads, layout["TILE"]) + triton.cdiv(num_kv_heads, layout["TILE"])
     if len(rows):
         _forward_kernel[(len(rows) * parts,)](
-            rows, q_weight, k_weight, cos, sin, qk, rows.stride(0), len(cos), eps, offset, **layout, num_warps=warps
+            rows, q_weight.contiguous(), k_weight.contiguous(), cos, sin, qk, rows.stride(0), len(cos), eps, offset,
+            **layout, num_warps=warps,
         )  # fmt: skip
     return qk
 
@@ -280,8 +281,9 @@ def _launch_backward(
     partials = torch.empty(programs, sum(widths), dtype=torch.float32, device=qkv.device)
     if len(rows):
         _backward_kernel[(programs,)](
-            dq, dk, dv, rows, q_weight, k_weight, cos, sin, dqkv, partials, *dq.stride()[:3], *dk.stride()[:3],
-            *dv.stride()[:3], rows.stride(0), len(cos), length, len(rows), eps, offset, WEIGHT_GRAD=weight_grad,
+            dq, dk, dv, rows, q_weight.contiguous(), k_weight.contiguous(), cos, sin, dqkv, partials,
+            *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+            rows.stride(0), len(cos), length, len(rows), eps, offset, WEIGHT_GRAD=weight_grad,
             V_ROWS=max(1, 512 * warps // layout["PAIRS"]), **layout, num_warps=warps, **REGISTERS,
         )  # fmt: skip
     dwq, dwk = partials.sum(0).split(widths)

@@ -102,7 +102,7 @@ def _launch_forward(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         _forward_kernel[(tiles_of(rows, tile),)](
-            x, residual, weight, y, hidden, rstd, x_stride, residual_stride, rows, eps, offset,
+            x, residual, weight.contiguous(), y, hidden, rstd, x_stride, residual_stride, rows, eps, offset,
             ADD=hidden is not y, **tile,
         )  # fmt: skip
     return y, hidden, rstd
@@ -133,7 +133,7 @@ def _launch_backward(
     partials = rstd.new_empty(programs if weight_grad else 0, tile["COLUMNS"])
     if rows:
         _backward_kernel[(programs,)](
-            dy, dhidden, hidden, rstd, weight, dx, partials, y,
+            dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials, y,
             dy_stride, dhidden_stride, hidden_stride, rows, offset,
             ADD=add, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile,
         )  # fmt: skip

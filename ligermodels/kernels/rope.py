@@ -24,7 +24,7 @@ from ligermodels.kernels.heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import register, runs_kernels, traced, widen
+from ligermodels.kernels.op import kernel, on_device_of_first_tensor, register, runs_kernels, traced, widen
 
 TILE_PAIRS = 512  # rotated by one program of four warps
 
@@ -74,7 +74,7 @@ def _rotate_heads(
         tl.store(target_ptr + target + half, x2, mask)
 
 
-@triton.jit(do_not_specialize=["angle_rows"])
+@kernel(do_not_specialize=["angle_rows"])
 def _forward_kernel(
     qkv_ptr, cos_ptr, sin_ptr, qkv_stride, angle_rows, HEADS: tl.constexpr,
     SIZE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
@@ -102,7 +102,7 @@ def _rotate_heads_back(
     copy_heads(dy_ptr, dy_head, dx_ptr, first, ROTATED, HEADS, SIZE, TILE, 2 * PAIRS)
 
 
-@triton.jit(do_not_specialize=["angle_rows", "length"])
+@kernel(do_not_specialize=["angle_rows", "length"])
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dqkv_ptr,
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, angle_rows, length,
@@ -157,6 +157,14 @@ def _launch_forward_(
         )  # fmt: skip
 
 
+def _launch_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool
+) -> Tensor:
+    qkv = qkv.clone(memory_format=torch.contiguous_format)
+    _launch_forward_(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
+    return qkv
+
+
 def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dq, dk, dv = with_unit_stride(dq, dk, dv)
     dqkv = _fake_backward(dq, dk, dv, cos, sin, interleaved)
@@ -173,8 +181,8 @@ def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     return dqkv
 
 
-def _fake_forward_(qkv, cos, sin, num_heads, num_kv_heads, interleaved):
-    return None
+def _fake_forward(qkv, cos, sin, num_heads, num_kv_heads, interleaved):
+    return qkv.new_empty(qkv.shape)
 
 
 def _fake_backward(dq, dk, dv, cos, sin, interleaved):
@@ -182,10 +190,11 @@ def _fake_backward(dq, dk, dv, cos, sin, interleaved):
     return dq.new_empty(batch, length, (num_heads + 2 * dk.shape[2]) * head_size)
 
 
-rope_forward_ = register(
-    "rope_(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, bool interleaved) -> ()",
-    _launch_forward_,
-    _fake_forward_,
+rope_forward_ = on_device_of_first_tensor(_launch_forward_)
+rope_forward = register(
+    "rope(Tensor qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, bool interleaved) -> Tensor",
+    _launch_forward,
+    _fake_forward,
 )
 rope_backward = register(
     "rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
@@ -199,13 +208,14 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, interleaved):
         ctx.interleaved = interleaved
         ctx.save_for_backward(cos, sin)
-        # The Function returns views of what it wrote to, which autograd takes for fresh outputs when they come from a
-        # detached alias. In eager mode that is the projection's own memory, which no linear saves. Whoever traces may
-        # keep the projection's output (selective checkpointing replays it): then a copy is rotated.
-        in_place = not traced((qkv,))
-        qkv = qkv.detach() if in_place else qkv.clone()
-        rope_forward_(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
-        if in_place:
+        # Whoever traces may keep the projection, and the op's output, to replay the one without the other (selective
+        # checkpointing does): then nothing is written in place. In eager mode it is the projection's own memory, which
+        # no linear saves; views of a detached alias are fresh outputs to autograd.
+        if traced((qkv,)):
+            qkv = rope_forward(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
+        else:
+            qkv = qkv.detach()
+            rope_forward_(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
             torch.autograd.graph.increment_version(qkv)  # so that autograd objects if somebody did save it
         return split_heads(qkv, num_heads, num_kv_heads)
 

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import register, traced
+from ligermodels.kernels.op import kernel, on_device_of_first_tensor, register, traced
 
 # Elements of one step and of one program, and warps. In place most programs find a 1 and stop: let them be few.
 OUT_OF_PLACE_TILE = 1024, 1024, 4
 IN_PLACE_TILE = 8192, 2**18, 8
 
 
-@triton.jit
+@kernel(do_not_specialize=["scale_stride"])
 def _kernel(
     x_ptr, scale_ptr, out_ptr, x_stride, out_stride, scale_stride, columns,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
@@ -66,7 +66,7 @@ scaled = register(
     _launch_scaled,
     lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype),
 )
-rescale_ = register("rescale_(Tensor(a!) x, Tensor scale) -> ()", _launch_rescale, lambda x, scale: None)
+rescale_ = on_device_of_first_tensor(_launch_rescale)  # not registered: whoever traces gets `scaled`
 
 
 def multiply_(gradient: Tensor, upstream: Tensor) -> Tensor:

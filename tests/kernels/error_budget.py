@@ -26,17 +26,19 @@ def check(
     inputs: Iterable[Tensor],
     dtype: torch.dtype,
     factor: float = FACTOR,
+    place: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> None:
     """Compares outputs and the gradients of all floating inputs, under random upstream gradients.
 
     inputs: float64 tensors (differentiated, cast to `dtype`) and integer ones (passed as they are), on the test device.
     ours, reference: take the inputs and return one tensor or several; non-floating outputs must be equal.
+    place: lays out what ours is given, upstream gradients too, in another way.
     """
     inputs = [x.to(dtype).double() if x.is_floating_point() else x for x in inputs]
     generator = torch.Generator().manual_seed(1)
     oracle = run(reference, inputs, torch.float64, generator)
     plain = run(reference, inputs, dtype, generator)
-    result = run(ours, inputs, dtype, generator)
+    result = run(ours, inputs, dtype, generator, place)
     assert len(result) == len(oracle)
     for index, (got, expected, baseline) in enumerate(zip(result, oracle, plain, strict=True)):
         assert got.dtype == baseline.dtype and got.shape == baseline.shape, f"tensor {index}: {got.dtype} {got.shape}"
@@ -45,15 +47,16 @@ def check(
         assert error <= allowed, f"tensor {index} of {len(result)}: error {error:.3e}, allowed {allowed:.3e}"
 
 
-def run(function, inputs, dtype, generator) -> list[Tensor]:
-    """Outputs, then the gradient of each floating input."""
+def run(function, inputs, dtype, generator, place=lambda x: x) -> list[Tensor]:
+    """Outputs, then the gradient of each floating input; of an op without gradients outputs only."""
     generator.manual_seed(1)
-    inputs = [as_leaf(x, dtype) if x.is_floating_point() else x for x in inputs]
+    inputs = [place(as_leaf(x, dtype)).detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
     outputs = function(*inputs)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    upstream = [random_like(y, generator, dtype) for y in outputs]
+    upstream = [place(random_like(y, generator, dtype)) for y in outputs]
     leaves = [x for x in inputs if x.requires_grad]
-    return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, leaves, upstream))
+    gradients = torch.autograd.grad(outputs, leaves, upstream) if outputs[0].requires_grad else []
+    return [*(y.detach() for y in outputs), *gradients]
 
 
 def as_leaf(x: Tensor, dtype: torch.dtype) -> Tensor:

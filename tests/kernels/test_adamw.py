@@ -125,10 +125,6 @@ def test_one_element_is_enough(shape):
     torch.testing.assert_close(updated(tensors, *HYPERPARAMETERS, scalar(3)), expected, rtol=1e-6, atol=0)
 
 
-def test_empty_parameters_are_left_alone():
-    updated(draw((0, 5), [torch.float32] * 4), *HYPERPARAMETERS, scalar(1))
-
-
 def test_shapes_that_differ_are_refused():
     tensors = draw((4, 6), [torch.float32] * 4)
     with pytest.raises(ValueError, match=r"adamw_.*\[24\]"):
@@ -142,12 +138,6 @@ def test_autograd_notices_the_write():
         adamw_(weight, *draw((5,), [torch.float32] * 4)[1:], *HYPERPARAMETERS, scalar(1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_opcheck():
-    tensors = draw((7, 5), [torch.float32] * 4)
-    for optional in [(None, None), (scalar(2), scalar(0))]:
-        torch.library.opcheck(torch.ops.ligermodels.adamw_.default, (*tensors, *HYPERPARAMETERS, scalar(1), *optional))
 
 
 @pytest.mark.gpu
@@ -165,16 +155,3 @@ def test_no_synchronisation_and_one_kernel_for_all_learning_rates():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(_update_kernel.device_caches[torch.cuda.current_device()][0]) == compiled
-
-
-@pytest.mark.gpu
-def test_offsets_beyond_two_to_the_31():
-    torch.use_deterministic_algorithms(False)  # no filling of 17 GB
-    tensors = [torch.zeros(2**31 + 4112, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
-    tail = draw((8192,), [torch.bfloat16] * 4)
-    for whole, part in zip(tensors, tail, strict=True):
-        whole[-8192:] = part
-    adamw_(*tensors, *HYPERPARAMETERS, scalar(3))
-    for got, expected in zip((tensors[0], *tensors[2:]), updated(tail, *HYPERPARAMETERS, scalar(3)), strict=True):
-        assert torch.equal(got[-8192:], expected)
-        assert not got[:-8192].any()

@@ -1,12 +1,9 @@
 import weakref
-from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import ligermodels.kernels.experts as module
-from ligermodels.kernels.expert_rows import sort_by_expert
 from ligermodels.kernels.experts import experts, experts_reference, route
 from ligermodels.kernels.grouped_linear import grouped_weight_gradient
 from ligermodels.kernels.op import widen
@@ -65,23 +62,6 @@ def test_an_expert_chosen_twice_by_a_token_counts_twice():
     torch.testing.assert_close(experts(x, index, weight, gate_up, down, "silu"), expected)
 
 
-@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (1, 3)])
-def test_frozen_arguments_get_no_gradient_and_change_no_other(trained):
-    x, index, *rest = draw(5, 16, 8, 4, 2, torch.float32)
-    inputs = [x, *rest]
-    for number in trained:
-        inputs[number].requires_grad_()
-    leaves = [inputs[number] for number in trained]
-
-    def run(function):
-        return function(inputs[0], index, *inputs[1:], "silu")
-
-    expected, got = (torch.autograd.grad(run(f).square().sum(), leaves) for f in (experts_reference, experts))
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    run(experts).sum().backward()
-    assert [x.grad is not None for x in inputs] == [number in trained for number in range(4)]
-
-
 def test_experts_without_tokens_get_zero_gradients():
     x, index, weight, gate_up, down = draw(3, 8, 16, 9, 2, torch.float32)
     leaves = gate_up.requires_grad_(), down.requires_grad_()
@@ -92,16 +72,6 @@ def test_experts_without_tokens_get_zero_gradients():
         assert gradient[index.unique()].abs().amax((1, 2)).min() > 0
 
 
-def test_zero_tokens():
-    x, index, *rest = draw(0, 16, 8, 4, 2, torch.float32)
-    leaves = [x.requires_grad_(), *(p.requires_grad_() for p in rest)]
-    y = experts(x, index, *rest, "silu")
-    gradients = torch.autograd.grad(y.sum(), leaves)
-    assert y.shape == (0, 16)
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        assert torch.equal(gradient, torch.zeros_like(leaf))
-
-
 def test_only_gate_up_and_the_routing_are_kept_for_backward():
     tokens, hidden, inner, num_experts, k = 8, 64, 32, 4, 2
     x, index, *rest = draw(tokens, hidden, inner, num_experts, k, torch.float32)
@@ -109,16 +79,6 @@ def test_only_gate_up_and_the_routing_are_kept_for_backward():
     kept = saved_bytes(lambda x, w: experts(x, index, w, gate_up, down, "silu"), x.requires_grad_(), rest[0])
     routing = (tokens * k + num_experts) * 4  # the row of each slot, the offsets
     assert kept - 4 * (gate_up.numel() + down.numel()) == tokens * k * 2 * inner * 4 + routing
-
-
-def test_bits_are_equal_from_run_to_run_and_under_recomputation():
-    x, index, *rest = draw(40, 16, 24, 6, 3, torch.float32)
-    leaves = [x.requires_grad_(), *(p.requires_grad_() for p in rest)]
-    plain = partial(experts, activation="silu")
-    functions = plain, plain, partial(checkpoint, plain, use_reentrant=False)
-    first, *others = (torch.autograd.grad(f(x, index, *rest).sin().sum(), leaves) for f in functions)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def test_a_retained_graph_gives_the_same_gradients_again():
@@ -172,49 +132,6 @@ def test_unknown_activations_and_odd_widths_are_refused():
         experts(x, index, weight, gate_up, down, "relu")
     with pytest.raises(ValueError, match="even width"):
         experts(x, index, weight, gate_up[:, 1:], down, "silu")
-
-
-def test_opcheck():
-    ops, weight = torch.ops.ligermodels, torch.rand(3, 2, device=DEVICE)
-    index = torch.tensor([[1, 0], [3, 1], [0, 1]], device=DEVICE)
-    row, _ = sort_by_expert(index, 4)
-    gate_up, dproduct = torch.randn(6, 32, device=DEVICE), torch.randn(6, 16, device=DEVICE)
-    torch.library.opcheck(ops.experts_product.default, (gate_up, weight, row, "silu"))
-    for emit in (True, False):
-        torch.library.opcheck(ops.experts_product_backward.default, (dproduct, gate_up, weight, row, "silu", emit))
-
-
-def test_fullgraph_compile_gives_equal_gradients():
-    x, index, *rest = draw(6, 16, 8, 4, 2, torch.float32)
-    leaves = [x.requires_grad_(), *(p.requires_grad_() for p in rest)]
-
-    def loss(x, *rest):
-        return experts(x, index, *rest, "silu").sin().sum()
-
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    compiled = torch.compile(loss, fullgraph=True, backend=backend)
-    expected, got = (torch.autograd.grad(f(*leaves), leaves) for f in (loss, compiled))
-    torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_nothing_waits_for_the_device(dtype):
-    x, _, _, gate_up, down = draw(64, 128, 64, 8, 2, dtype)
-    leaves = [p.requires_grad_() for p in (x, gate_up, down)]
-
-    def step():
-        weight, index = route(x @ gate_up[:, 0].t(), 2, True)
-        return torch.autograd.grad(experts(x, index, weight, gate_up, down, "silu").square().sum(), leaves)
-
-    torch.use_deterministic_algorithms(False)  # filling memory and checking indices are the test's own
-    step()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,5 +1,4 @@
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -74,16 +73,6 @@ def test_an_update_is_trained_whatever_else_is_frozen(trained, residual):
     assert [x is not None and x.grad is not None for x in inputs] == [name in trained for name in names]
 
 
-@pytest.mark.parametrize("trained", [*((name,) for name in NAMES), *pairwise(NAMES), ("x", "weight"), ("x", "bias")])
-def test_frozen_inputs_get_no_gradient_and_change_no_other(trained):
-    inputs = draw_inputs()
-    leaves = [x.requires_grad_() for name, x in zip(NAMES, inputs, strict=True) if name in trained]
-    expected, got = (torch.autograd.grad(loss(*f(*inputs, 1e-6)), leaves) for f in (norm_linear_reference, norm_linear))
-    torch.testing.assert_close(got, expected)
-    loss(*norm_linear(*inputs, 1e-6)).backward()
-    assert [x.grad is not None for x in inputs] == [name in trained for name in NAMES]
-
-
 @pytest.mark.parametrize("residual", [True, False])
 def test_only_hidden_and_rstd_are_kept_for_backward(residual):
     inputs = [x if x is None else x.requires_grad_() for x in draw_inputs(residual)]
@@ -109,20 +98,6 @@ def test_an_unused_output_counts_as_zero_gradient():
             for f in (norm_linear_reference, norm_linear)
         )
         torch.testing.assert_close(got, expected)
-
-
-def test_zero_rows():
-    inputs = [x.requires_grad_() for x in draw_inputs()]
-    y, hidden = norm_linear(inputs[0][:0], inputs[1][:0], *inputs[2:], 1e-6)
-    loss(y, hidden).backward()
-    assert y.shape == (0, 3, 20)
-    assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in inputs)
-
-
-def test_gradients_are_bit_identical_from_run_to_run():
-    inputs = [x.requires_grad_() for x in draw_inputs()]
-    first, second = (torch.autograd.grad(loss(*norm_linear(*inputs, 1e-6)), inputs) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("residual", [True, False])

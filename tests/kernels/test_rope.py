@@ -1,8 +1,5 @@
-from functools import partial
-
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ligermodels.kernels.rope import rope_, rope_backward, rope_reference
 from tests.conftest import DEVICE
@@ -132,14 +129,6 @@ def test_infinite_gradients_stay_where_they_are():
     assert torch.equal(rope_backward(dq, dk, dv, *angles(1, 8), False)[0, 0, 16:], dv.flatten())
 
 
-def test_zero_tokens():
-    qkv = torch.empty(2, 0, 3 * 8, device=DEVICE, requires_grad=True)
-    q, k, v = rotated_copy(qkv, *angles(0, 8), (1, 1))
-    (q.sum() + k.sum() + v.sum()).backward()
-    assert q.shape == k.shape == v.shape == (2, 0, 1, 8)
-    assert qkv.grad.shape == qkv.shape
-
-
 @pytest.mark.parametrize("on_kernels", [True, False])
 def test_shapes_that_do_not_fit_are_refused(on_kernels, monkeypatch):
     monkeypatch.setattr("ligermodels.kernels.op.interpreting", on_kernels)
@@ -152,51 +141,3 @@ def test_shapes_that_do_not_fit_are_refused(on_kernels, monkeypatch):
         rope_(torch.zeros(1, 2, 3 * 16, device=DEVICE), cos[:, :0], sin[:, :0], 1, 1)
     with pytest.raises(ValueError, match=r"or \[9, pairs\]"):
         rope_(torch.zeros(3, 3, 3 * 8, device=DEVICE), cos, sin, 1, 1)
-
-
-def test_opcheck():
-    ops, (cos, sin) = torch.ops.ligermodels, angles(6, 6)
-    qkv, heads = draw(2, 3, 7 * 8, dtype=torch.float32), [draw(2, 3, h, 8, dtype=torch.float32) for h in (5, 1, 1)]
-    torch.library.opcheck(ops.rope_.default, (qkv, cos, sin, 5, 1, True))
-    torch.library.opcheck(ops.rope_backward.default, (*heads, cos, sin, True))
-
-
-def projected_loss(x, weight, cos, sin):
-    q, k, v = rope_(torch.nn.functional.linear(x, weight), cos, sin, 3, 1)
-    return (q * q.sin()).sum() + (k * k.cos()).sum() + v.square().sum()
-
-
-def assert_gradients_equal(loss):
-    inputs, tables = [draw(2, 3, 16, dtype=torch.float32), draw(5 * 8, 16, dtype=torch.float32)], angles(3, 8)
-    inputs = [x.requires_grad_() for x in inputs]
-    expected, got = (torch.autograd.grad(f(*inputs, *tables), inputs) for f in (projected_loss, loss))
-    for a, b in zip(expected, got, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_fullgraph_compile_gives_equal_gradients():
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    assert_gradients_equal(torch.compile(projected_loss, fullgraph=True, backend=backend))
-
-
-def test_selective_checkpointing_does_not_rotate_twice():
-    def policy(context, op, *args, **kwargs):
-        save = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-    context_fn = partial(create_selective_checkpoint_contexts, policy)
-    assert_gradients_equal(partial(checkpoint, projected_loss, use_reentrant=False, context_fn=context_fn))
-
-
-def test_plain_checkpointing_gives_equal_gradients():
-    assert_gradients_equal(partial(checkpoint, projected_loss, use_reentrant=False))
-
-
-@pytest.mark.gpu
-def test_offsets_beyond_two_to_the_31():
-    length, width = 2**17 + 1, 2**14
-    qkv = torch.zeros(1, length, width, device=DEVICE, dtype=torch.bfloat16)
-    qkv[:, -1] = torch.randn(width, device=DEVICE)
-    cos, sin = angles(length, 128)
-    expected = rope_reference(qkv[:, -1:].clone(), cos[-1:], sin[-1:], 96, 16)[0]
-    torch.testing.assert_close(rope_(qkv, cos, sin, 96, 16)[0][:, -1:], expected)

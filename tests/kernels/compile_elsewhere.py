@@ -1,0 +1,59 @@
+"""Compiles every kernel for a device that need not be there: python -m tests.kernels.compile_elsewhere CAPABILITY LIMIT
+
+Each op takes its forward and backward at the largest of its sizes, on tensors of the CPU that hold nothing; launches
+compile and do no more. CAPABILITY: 80, 86, 90. LIMIT: bytes of shared memory that one program may use there.
+Prints a line for each variant: bytes of shared memory, registers, bytes of stack (spills), name.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from ligermodels.kernels import op
+from tests.kernels import ops
+from tests.kernels.kernels_of import compiled_kernels, kernels
+
+TOKENS = 512
+
+
+def be(capability: int, limit: int) -> None:
+    """Makes Triton believe in a device, and ops believe that tensors on the CPU are there."""
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": limit}),
+    )
+    triton.runtime.driver.set_active(driver)
+    for kernel in kernels():
+        type(kernel).__getitem__ = lambda self, grid: partial(getattr(self, "jit", self).warmup, grid=grid)
+    op.interpreting = True
+    ops.normal = lambda *shape, scale=1.0: torch.empty(shape, dtype=torch.bfloat16)
+
+
+def resources(kernel) -> tuple[int, int]:
+    """(registers of a thread, bytes of its stack)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return int(registers), int(stack)
+
+
+if __name__ == "__main__":
+    be(*map(int, sys.argv[1:]))
+    for entry in ops.OPS.values():
+        if entry.real:
+            case = entry.draw(1, TOKENS, *entry.real[-1]).to(torch.bfloat16)
+            case.step(case.ours, case.upstream())
+    for name, kernel in compiled_kernels():
+        print(kernel.metadata.shared, *resources(kernel), name)

@@ -1,0 +1,277 @@
+"""Every op once, for the tests that hold for all of them. A new op adds a function here and a line to OPS.
+
+A case is an op at one size, with its tensors. They are drawn by (batch, length, *size): odd sizes for the interpreter,
+those of models for compiled kernels, and one beyond 2^31 elements.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.adamw import adamw_, adamw_reference
+from ligermodels.kernels.attention import attention, attention_reference
+from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from ligermodels.kernels.experts import experts, experts_reference
+from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
+from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
+from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.op import widen
+from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from ligermodels.kernels.rope import rope_, rope_reference
+from tests.conftest import DEVICE
+
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+EPS = 1e-6
+HIDDEN = 2048, 2880, 3584, 4096, 5120, 8192, 16384
+HEADS = (32, 8, 128), (8, 4, 256), (40, 8, 128), (64, 8, 128), (16, 16, 64)  # query heads, key and value heads, size
+VOCABULARIES = 32000, 128256, 151936, 262144
+
+
+@dataclass(frozen=True)
+class Case:
+    """ours and reference take leaves, which may have gradients and are cast to the dtype under test, then constants."""
+
+    ours: Function
+    reference: Function
+    leaves: list[Tensor]
+    constants: list[Tensor]
+
+    def to(self, dtype: torch.dtype, device: str = DEVICE) -> "Case":
+        leaves = [x.to(device, dtype).requires_grad_() for x in self.leaves]
+        return replace(self, leaves=leaves, constants=[x.to(device) for x in self.constants])
+
+    def step(self, function: Function, upstream: list[Tensor]) -> list[Tensor]:
+        """Outputs, then the gradients of the leaves that have one."""
+        outputs = as_list(function(*self.leaves, *self.constants))
+        leaves = [x for x in self.leaves if x.requires_grad]
+        gradients = torch.autograd.grad(outputs, leaves, upstream) if outputs[0].requires_grad else []
+        return [*(x.detach() for x in outputs), *gradients]
+
+    def upstream(self) -> list[Tensor]:
+        """Random gradients of the outputs."""
+        with torch.no_grad():
+            return [torch.randn_like(x) for x in as_list(self.ours(*self.leaves, *self.constants))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    draw: Callable[..., Case]  # from (batch, length, *size)
+    small: tuple[int, ...]
+    real: tuple[tuple[int, ...], ...] = ()
+    huge: tuple[int, ...] | None = None  # length, then the size; None where the kernels are those of another entry
+    # FLOPs of backward with one leaf trained alone, over those of forward. Empty: no matrix product.
+    products: tuple[float, ...] = ()
+
+    def case(self, batch: int = 2, length: int = 4, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> Case:
+        return self.draw(batch, length, *self.small).to(dtype, device)
+
+
+def over(condition: Callable[[Op], bool] = lambda op: True):
+    chosen = {name: op for name, op in OPS.items() if condition(op)}
+    return pytest.mark.parametrize("op", chosen.values(), ids=chosen)
+
+
+def as_list(outputs: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(shape, device=DEVICE)
+
+
+def norm_case(batch, length, hidden) -> Case:
+    ours, reference = (partial(f, eps=EPS, offset=1.0) for f in (rms_norm, rms_norm_reference))
+    return Case(ours, reference, [normal(batch, length, hidden), normal(hidden)], [])
+
+
+def add_norm_case(batch, length, hidden) -> Case:
+    ours, reference = (partial(f, eps=EPS) for f in (add_rms_norm, add_rms_norm_reference))
+    return Case(ours, reference, [normal(batch, length, hidden), normal(batch, length, hidden), normal(hidden)], [])
+
+
+def layer_norm_case(batch, length, hidden) -> Case:
+    ours, reference = (partial(f, eps=EPS) for f in (layer_norm, layer_norm_reference))
+    return Case(ours, reference, [normal(batch, length, hidden), normal(hidden), normal(hidden)], [])
+
+
+def norm_linear_case(batch, length, hidden, width) -> Case:
+    ours, reference = (partial(f, eps=EPS) for f in (norm_linear, norm_linear_reference))
+    stream = normal(batch, length, hidden), normal(batch, length, hidden)
+    return Case(ours, reference, [*stream, normal(hidden), normal(width, hidden, scale=0.1), normal(width)], [])
+
+
+def angles(rows: int, rotated: int) -> list[Tensor]:
+    phases = 100 * torch.rand(rows, rotated // 2, device=DEVICE)
+    return [phases.cos(), phases.sin()]
+
+
+def rope_case(batch, length, heads, kv_heads, head_size, interleaved=False) -> Case:
+    def rotate(function, qkv, cos, sin):
+        consumed = qkv.clone(memory_format=torch.contiguous_format)
+        return function(consumed, cos, sin, heads, kv_heads, interleaved)
+
+    rotated = head_size // 2 if interleaved else head_size
+    qkv = normal(batch, length, (heads + 2 * kv_heads) * head_size)
+    return Case(partial(rotate, rope_), partial(rotate, rope_reference), [qkv], angles(length, rotated))
+
+
+def qk_norm_rope_case(batch, length, heads, kv_heads, head_size, whole_row=False) -> Case:
+    def norm_and_rotate(function, qkv, q_weight, k_weight, cos, sin):
+        return function(qkv, q_weight, k_weight, cos, sin, heads, kv_heads, EPS)
+
+    qkv = normal(batch, length, (heads + 2 * kv_heads) * head_size)
+    weights = [normal(head_size * (h if whole_row else 1)) for h in (heads, kv_heads)]
+    ours, reference = (partial(norm_and_rotate, f) for f in (qk_norm_rope, qk_norm_rope_reference))
+    return Case(ours, reference, [qkv, *weights], angles(length, head_size))
+
+
+def gated_case(batch, length, inner, activation="silu") -> Case:
+    ours, reference = (partial(f, activation=activation) for f in (gated_activation, gated_activation_reference))
+    return Case(ours, reference, [normal(batch, length, 2 * inner)], [])
+
+
+def gated_linear_case(batch, length, inner, width) -> Case:
+    ours, reference = (partial(f, activation="silu") for f in (gated_linear, gated_linear_reference))
+    weights = normal(width, inner, scale=0.1), normal(width)
+    return Case(ours, reference, [normal(batch, length, 2 * inner), *weights], [])
+
+
+def experts_case(batch, length, hidden, inner, num_experts, k) -> Case:
+    def route(function, x, weight, gate_up, down, index):
+        y = function(x.flatten(0, 1), index.flatten(0, 1), widen(weight).flatten(0, 1), gate_up, down, "silu")
+        return y.view(x.shape)
+
+    index = torch.rand(batch, length, num_experts, device=DEVICE).topk(k).indices
+    gate_up, down = normal(num_experts, 2 * inner, hidden, scale=0.2), normal(num_experts, hidden, inner, scale=0.2)
+    leaves = [normal(batch, length, hidden), normal(batch, length, k), gate_up, down]
+    return Case(partial(route, experts), partial(route, experts_reference), leaves, [index])
+
+
+def draw_targets(batch: int, length: int, vocabulary: int) -> Tensor:
+    targets = torch.randint(vocabulary, (batch, length), device=DEVICE)
+    return torch.where(torch.rand(batch, length, device=DEVICE) < 0.2, -100, targets)
+
+
+def cross_entropy_case(batch, length, vocabulary, **options) -> Case:
+    ours, reference = (partial(f, **options) for f in (cross_entropy, cross_entropy_reference))
+    return Case(ours, reference, [normal(batch, length, vocabulary)], [draw_targets(batch, length, vocabulary)])
+
+
+def cross_entropy_in_place_case(batch, length, vocabulary) -> Case:
+    def ours(logits, targets):
+        return cross_entropy(logits.clone(memory_format=torch.contiguous_format), targets, inplace=True)
+
+    return replace(cross_entropy_case(batch, length, vocabulary), ours=ours)
+
+
+def linear_cross_entropy_case(batch, length, hidden, vocabulary, **options) -> Case:
+    ours, reference = (partial(f, **options) for f in (linear_cross_entropy, linear_cross_entropy_reference))
+    leaves = [normal(batch, length, hidden), normal(vocabulary, hidden, scale=hidden**-0.5)]
+    return Case(ours, reference, leaves, [draw_targets(batch, length, vocabulary)])
+
+
+def lean_case(batch, length, hidden, vocabulary, **options) -> Case:
+    case = linear_cross_entropy_case(batch, length, hidden, vocabulary, **options)
+    return replace(case, ours=partial(linear_cross_entropy, lean=True, **options))
+
+
+def attention_case(batch, length, heads, kv_heads, head_size, window) -> Case:
+    settings = {"scale": head_size**-0.5, "window": window}
+    leaves = [normal(batch, length, h, head_size) for h in (heads, kv_heads, kv_heads)]
+    return Case(partial(attention, **settings), partial(attention_reference, **settings), leaves, [])
+
+
+def adamw_case(batch, length, width) -> Case:
+    hyperparameters = 1e-2, 0.9, 0.999, 1e-8, 0.1
+
+    @torch.no_grad()
+    def ours(param, grad, exp_avg, exp_avg_sq, step):
+        updated = param.clone(), exp_avg.clone(), exp_avg_sq.clone()
+        adamw_(updated[0], grad, *updated[1:], *hyperparameters, step)
+        return updated
+
+    @torch.no_grad()
+    def reference(param, grad, exp_avg, exp_avg_sq, step):
+        return adamw_reference(param, grad, exp_avg, exp_avg_sq, *hyperparameters, step)
+
+    tensors = [normal(batch, length, width) for _ in range(4)]
+    tensors[3] = tensors[3].square() + 0.1
+    return Case(ours, reference, tensors, [torch.tensor(3.0, device=DEVICE)])
+
+
+TOGETHER = {"softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.1}
+
+OPS = {
+    "rms_norm": Op(
+        draw=norm_case, small=(33,), real=tuple((h,) for h in (128, 1024, *HIDDEN)), huge=(2**17 + 1, 2**14)
+    ),
+    "add_rms_norm": Op(
+        draw=add_norm_case, small=(33,), real=tuple((h,) for h in HIDDEN), huge=(2**17 + 1, 2**14)
+    ),
+    # To 1024 columns: where x has more than 2^31 elements, cuBLAS 13.0 loses rows of dyᵀ x for a dy of 16 columns.
+    "layer_norm": Op(
+        draw=layer_norm_case, small=(33,), real=tuple((h,) for h in HIDDEN), huge=(2**17 + 1, 2**14)
+    ),
+    "norm_linear": Op(
+        draw=norm_linear_case, small=(33, 7), real=tuple((h, 64) for h in HIDDEN), huge=(2**17 + 1, 2**14, 1024),
+        products=(1, 1, 1, 1, 0),
+    ),
+    "rope": Op(draw=rope_case, small=(5, 3, 20), real=HEADS, huge=(2**17 + 1, 96, 16, 128)),
+    "rope interleaved in part": Op(
+        draw=partial(rope_case, interleaved=True), small=(5, 1, 12), real=((32, 2, 128),), huge=(2**17 + 1, 96, 16, 128)
+    ),
+    "qk_norm_rope": Op(draw=qk_norm_rope_case, small=(5, 3, 20), real=HEADS, huge=(2**17 + 1, 96, 16, 128)),
+    "qk_norm_rope of whole rows": Op(
+        draw=partial(qk_norm_rope_case, whole_row=True), small=(3, 1, 12), real=((32, 32, 128), (40, 8, 128)),
+        huge=(2**17 + 1, 96, 16, 128),
+    ),
+    "swiglu": Op(
+        draw=gated_case, small=(33,), real=((1024,), (2880,), (8192,), (14336,), (28672,)), huge=(2**16 + 1, 2**14)
+    ),
+    "geglu": Op(draw=partial(gated_case, activation="gelu"), small=(33,), real=((8192,), (14336,))),
+    "geglu by tanh": Op(draw=partial(gated_case, activation="gelu_tanh"), small=(33,), real=((8192,), (14336,))),
+    "gated_linear": Op(
+        draw=gated_linear_case, small=(33, 7), real=((14336, 64),), huge=(2**16 + 1, 2**14, 16), products=(1, 1, 0)
+    ),
+    "experts": Op(
+        draw=experts_case, small=(20, 11, 5, 3), real=((2048, 768, 128, 8), (4096, 14336, 8, 2)),
+        huge=(2**18 + 1, 4096, 16, 4, 2), products=(1, 1 / 3, 1, 1 / 3),
+    ),
+    "cross_entropy": Op(
+        draw=partial(cross_entropy_case, reduction="none"), small=(257,), real=tuple((v,) for v in VOCABULARIES),
+        huge=(2**13 + 1, 2**18),
+    ),
+    "cross_entropy, options together": Op(
+        draw=partial(cross_entropy_case, **TOGETHER), small=(257,), real=tuple((v,) for v in VOCABULARIES)
+    ),
+    "cross_entropy in place": Op(
+        draw=cross_entropy_in_place_case, small=(257,), real=tuple((v,) for v in VOCABULARIES)
+    ),
+    "linear_cross_entropy": Op(
+        draw=linear_cross_entropy_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(1, 1)
+    ),
+    "linear_cross_entropy, options together": Op(
+        draw=partial(linear_cross_entropy_case, **TOGETHER), small=(17, 33), real=((16, 128256), (16, 262144)),
+        products=(1, 1),
+    ),
+    "linear_cross_entropy by rows": Op(
+        draw=partial(linear_cross_entropy_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)),
+        huge=(2**18 + 1, 2**13, 64), products=(2, 2),
+    ),
+    "lean linear_cross_entropy": Op(
+        draw=lean_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(1, 2)
+    ),
+    "lean linear_cross_entropy by rows": Op(
+        draw=partial(lean_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)), products=(2, 2)
+    ),
+    "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
+    "attention in a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
+    "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14)),
+}  # fmt: skip

@@ -1,0 +1,72 @@
+"""What every compiled kernel promises: its variants, registers, shared memory and addresses."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.kernels_of import compiled_kernels
+from tests.kernels.ops import OPS, over
+
+ROOT = Path(__file__).parents[2]
+KB = 1024
+SANITIZER = shutil.which("compute-sanitizer")
+
+
+def run_module(name, *args, prefix=(), **environment):
+    """Output of a module of the tests, in a process of its own that compiles its kernels."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
+    command = [*prefix, sys.executable, "-m", name, *map(str, args)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(("capability", "limit"), [(86, 99 * KB), (90, 227 * KB)])
+def test_no_kernel_spills_or_exceeds_the_shared_memory_of(capability, limit):
+    """Of chips that need not be here; those of capability 80 have more shared memory than 86, and equal kernels."""
+    lines = run_module("tests.kernels.compile_elsewhere", capability, limit).splitlines()
+    assert len(lines) > len(OPS)
+    bad = [line for line in lines if int(line.split()[0]) > limit or int(line.split()[2])]
+    assert not bad, "shared memory, registers, stack, kernel:\n" + "\n".join(bad)
+
+
+def step(op, batch, length, size):
+    case = op.draw(batch, length, *size).to(torch.bfloat16)
+    case.step(case.ours, case.upstream())
+
+
+@pytest.mark.gpu
+@over(lambda op: op.real)
+def test_no_kernel_is_compiled_for_another_batch_or_length(op):
+    step(op, 2, 48, op.real[0])
+    known = {id(kernel) for _, kernel in compiled_kernels()}
+    assert known
+    for batch, length in [(1, 1), (2, 1), (1, 2), (3, 16), (1, 17), (3, 1000), (1, 4096)]:
+        step(op, batch, length, op.real[0])
+        new = [name for name, kernel in compiled_kernels() if id(kernel) not in known]
+        assert not new, f"batch {batch}, length {length}: {new}"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_no_kernel_spills_at_the_sizes_of_models():
+    for op in OPS.values():
+        for size in op.real:
+            step(op, 1, 64, size)
+    compiled = compiled_kernels()
+    assert len(compiled) > len(OPS)
+    spilled = [f"{name} {kernel.n_spills}" for name, kernel in compiled if kernel.n_spills]
+    assert not spilled, "\n".join(spilled)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer")
+def test_no_kernel_leaves_its_memory():
+    prefix = SANITIZER, "--tool", "memcheck", "--error-exitcode", "1"
+    run_module("tests.kernels.one_pass", prefix=prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1")

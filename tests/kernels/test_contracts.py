@@ -1,0 +1,278 @@
+"""What every op promises: each test runs over the table of ops.py."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check, relative_error
+from tests.kernels.kernels_of import import_all
+from tests.kernels.ops import OPS, as_list, attention_case, over
+
+HALF = DTYPES[-1]
+SIZES = [(2, 4), (4, 2), (8, 14)][: 3 if DEVICE == "cuda" else 2]  # of batch and length, and of no other dimension
+import_all()
+REGISTERED = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligermodels::"))
+pytestmark = [
+    pytest.mark.usefixtures("kernels"),
+    # The interpreter warns of what NumPy computes in masked lanes.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
+]
+
+
+def has_gradients(op):
+    return op is not OPS["adamw"]
+
+
+def is_ours(op):
+    return op.draw is not attention_case
+
+
+def equal(results, expected):
+    return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def freeze(case, *frozen):
+    return replace(case, leaves=[x.detach() if i in frozen else x for i, x in enumerate(case.leaves)])
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every call of a registered op: its arguments, and how many elements it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.written = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace != "ligermodels":
+            return function(*args, **(kwargs or {}))
+        self.calls.append((function, tree_map_only(Tensor, lambda x: x.detach().clone(), args)))
+        outputs = function(*args)
+        self.written += sum(x.numel() for x in tree_leaves(outputs) if x is not None)
+        return outputs
+
+
+def record(case):
+    upstream = case.upstream()
+    with Recorder() as recorder:
+        case.step(case.ours, upstream)
+    return recorder
+
+
+@cache
+def calls_of_all_ops():
+    """{op: {its arguments, tensors apart: the arguments}} of each op, with everything trained and with nothing."""
+    calls = {name: {} for name in REGISTERED}
+    for op in OPS.values():
+        case = op.case()
+        for trained in (case, freeze(case, *range(1, len(case.leaves)))):
+            for function, args in record(trained).calls:
+                calls[function._schema.name][str(tree_map_only(Tensor, lambda x: x.dtype, args))] = function, args
+    return calls
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_opcheck(name):
+    calls = calls_of_all_ops()[name].values()
+    assert calls, f"no op of the table calls {name}"
+    for function, args in calls:
+        torch.library.opcheck(function, args)
+
+
+@over()
+def test_one_graph_of_all_batches_and_lengths_gives_equal_gradients(op):
+    torch._dynamo.reset()
+    ours = op.case().ours
+    counter = CompileCounterWithBackend("inductor" if DEVICE == "cuda" else "aot_eager")
+    compiled = torch.compile(lambda *inputs: ours(*inputs), fullgraph=True, backend=counter)
+    for sizes in SIZES:
+        case = op.case(*sizes)
+        for x in [*case.leaves, *case.constants]:
+            for dim in [dim for dim, size in enumerate(x.shape) if size in sizes]:
+                torch._dynamo.mark_dynamic(x, dim)
+        upstream = case.upstream()
+        torch.testing.assert_close(case.step(compiled, upstream), case.step(ours, upstream), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def recompute_others(context, function, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if function.namespace == "ligermodels" else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_ours(context, function, *args, **kwargs):
+    return CheckpointPolicy.PREFER_RECOMPUTE if function.namespace == "ligermodels" else CheckpointPolicy.MUST_SAVE
+
+
+def recompute_nothing(context, function, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
+@over(has_gradients)
+@pytest.mark.parametrize("policy", [None, recompute_ours, recompute_others, recompute_nothing])
+def test_checkpointing_changes_no_output_and_no_gradient(op, policy):
+    case = op.case()
+
+    def region(*inputs):
+        return tuple(y.sin() for y in as_list(case.ours(*inputs)))  # whose backward reads what is recomputed
+
+    options = {} if policy is None else {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+    recomputed = partial(checkpoint, region, use_reentrant=False, **options)
+    upstream = case.upstream()
+    torch.testing.assert_close(case.step(recomputed, upstream), case.step(region, upstream))
+
+
+@over(is_ours)
+def test_two_runs_are_bit_identical(op, poisoned):
+    case = op.case(3, 670 if DEVICE == "cuda" else 5, HALF)
+    upstream = case.upstream()
+    assert equal(case.step(case.ours, upstream), case.step(case.ours, upstream))
+
+
+def misaligned(x):
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+def rows_apart(x):
+    """The first two dimensions exchanged, unit stride along the last one, odd ones elsewhere; misaligned."""
+    x = x.transpose(0, 1) if x.ndim > 2 else x
+    x = x.new_empty(*x.shape[:-1], x.shape[-1] + 3)[..., 1:-2].copy_(x) if x.ndim else x
+    return x.transpose(0, 1) if x.ndim > 2 else x
+
+
+def columns_apart(x):
+    return x.new_empty(*x.shape, 2)[..., 1].copy_(x)
+
+
+@over(is_ours)
+@pytest.mark.parametrize("place", [misaligned, rows_apart, columns_apart])
+def test_any_layout_is_within_the_error_budget_under_random_upstream_gradients(op, place, poisoned):
+    case = op.draw(2, 12, *op.small)
+    placed = [x if x.is_floating_point() else place(x) for x in case.constants]  # angles are contiguous
+
+    def rounded(function, constants):
+        """Losses too in the precision of the leaves."""
+        return lambda *leaves: tuple(x.to(leaves[0].dtype) for x in as_list(function(*leaves, *constants)))
+
+    leaves = [x.double() for x in case.leaves]
+    check(rounded(case.ours, placed), rounded(case.reference, case.constants), leaves, HALF, place=place)
+
+
+@over()
+def test_zero_rows(op, poisoned):
+    case = op.case(batch=0)
+    upstream = case.upstream()
+    assert equal(case.step(case.ours, upstream), case.step(case.reference, upstream))
+
+
+@over(lambda op: is_ours(op) and has_gradients(op) and len(op.case().leaves) > 1)
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(op, poisoned):
+    case = op.case()
+    upstream = case.upstream()
+    full = case.step(case.ours, upstream)
+    outputs, gradients = full[: len(upstream)], full[len(upstream) :]
+    for index, gradient in enumerate(gradients):
+        others = [i for i in range(len(gradients)) if i != index]
+        expected = [*outputs, *(gradients[i] for i in others)]
+        torch.testing.assert_close(freeze(case, index).step(case.ours, upstream), expected)
+        torch.testing.assert_close(freeze(case, *others).step(case.ours, upstream), [*outputs, gradient])
+
+
+def flops(function, *args):
+    with FlopCounterMode(display=False) as counter:
+        function(*args)
+    return counter.get_total_flops()
+
+
+@over(lambda op: op.products)
+def test_products_that_only_frozen_leaves_need_are_skipped(op):
+    case = op.case()
+    upstream, forward = case.upstream(), flops(case.upstream)
+    for index, products in enumerate(op.products):
+        alone = freeze(case, *(i for i in range(len(case.leaves)) if i != index))
+        assert flops(alone.step, alone.ours, upstream) == round((1 + products) * forward), f"leaf {index} alone"
+
+
+@over(lambda op: is_ours(op) and not op.products and {x.ndim for x in op.case().leaves} == {1, 3})
+def test_gradients_of_frozen_norm_weights_are_not_written(op):
+    case = op.case()
+    weights = [i for i, x in enumerate(case.leaves) if x.ndim == 1]
+    skipped = record(case).written - record(freeze(case, *weights)).written
+    assert skipped >= sum(case.leaves[i].numel() for i in weights)
+
+
+@pytest.mark.gpu
+@over()
+def test_nothing_waits_for_the_device(op):
+    case = op.case(dtype=torch.bfloat16)
+    upstream = case.upstream()
+    case.step(case.ours, upstream)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.step(case.ours, upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@over()
+def test_a_captured_graph_replays_on_new_inputs(op):
+    case, new = op.case(dtype=torch.bfloat16), op.case(dtype=torch.bfloat16)
+    upstream = case.upstream()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        case.step(case.ours, upstream)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = case.step(case.ours, upstream)
+    with torch.no_grad():
+        for static, x in zip((*case.leaves, *case.constants), (*new.leaves, *new.constants), strict=True):
+            static.copy_(x)
+    graph.replay()
+    torch.testing.assert_close(results, new.step(new.ours, upstream))
+
+
+@pytest.mark.gpu
+@over(lambda op: op.huge)
+def test_offsets_beyond_two_to_the_31(op):
+    """The last rows are those of the same rows alone; the others, without an upstream gradient, get none."""
+    length, rows = op.huge[0], 3
+
+    def last(x):
+        return x.narrow(x.shape.index(length), length - rows, rows) if length in x.shape else x
+
+    case = op.draw(1, *op.huge).to(torch.bfloat16)
+    leaves = [last(x).detach().clone().requires_grad_() for x in case.leaves]
+    alone = replace(case, leaves=leaves, constants=[last(x).clone() for x in case.constants])
+    upstream_alone = alone.upstream()
+    upstream = [torch.zeros_like(x) for x in case.upstream()]
+    for whole, part in zip(upstream, upstream_alone, strict=True):
+        last(whole).copy_(part)
+    results = case.step(case.ours, upstream)
+    for index, (got, expected) in enumerate(zip(results, alone.step(alone.ours, upstream_alone), strict=True)):
+        assert relative_error(last(got), expected.double()) < 2**-7, f"tensor {index} of {len(results)}"
+    for gradient in results[len(upstream) :]:
+        if length in gradient.shape:
+            assert not gradient.narrow(gradient.shape.index(length), 0, length - rows).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@over()
+def test_kernels_run_on_the_device_of_the_tensors(op):
+    drawn = op.draw(2, 4, *op.small)
+    here, there = drawn.to(torch.bfloat16, "cuda:0"), drawn.to(torch.bfloat16, "cuda:1")
+    upstream = here.upstream()
+    assert torch.cuda.current_device() == 0
+    results = there.step(there.ours, [x.to("cuda:1") for x in upstream])
+    assert {x.device for x in results} == {torch.device("cuda:1")}
+    torch.testing.assert_close([x.to("cuda:0") for x in results], here.step(here.ours, upstream))
