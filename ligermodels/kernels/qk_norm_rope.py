@@ -45,22 +45,26 @@ def qk_norm_rope_reference(
 
 
 @triton.jit
-def _norm_heads(
-    x, weight_ptr, y_ptr, cos, sin, eps, offset, first, HEADS: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
-):  # fmt: skip
-    """Norms, rotates and writes x: all heads of one token where they are normed together, else TILE from first on."""
-    tiles: tl.constexpr = (HEADS + TILE - 1) // TILE if WHOLE_ROW else 1
-    weight = load_heads(weight_ptr, SIZE if WHOLE_ROW else 0, 0, HEADS, SIZE, tiles, TILE, PAIRS)
+def _rstd(
+    x, eps, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr
+):
+    """1 / root mean square of each head of the one tile x [TILE, 1], or of all HEADS of the tiles x [1, 1]."""
     square = tl.zeros([TILE, PAIRS], tl.float32)
-    for index in tl.static_range(tiles):
+    for index in tl.static_range((HEADS + TILE - 1) // TILE if WHOLE_ROW else 1):
         x1, x2 = x[index]
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         square += x1 * x1 + x2 * x2
     square = tl.sum(square, 1, keep_dims=True)
-    square = tl.sum(square, 0, keep_dims=True) / (HEADS * SIZE) if WHOLE_ROW else square / SIZE
-    rstd = tl.rsqrt(square + eps)
-    for index in tl.static_range(tiles):
+    return tl.rsqrt((tl.sum(square, 0, keep_dims=True) / (HEADS * SIZE) if WHOLE_ROW else square / SIZE) + eps)
+
+
+@triton.jit
+def _norm_heads(
+    x, rstd, weight, y_ptr, cos, sin, offset, first, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Norms, rotates and writes TILES * TILE heads from first on."""
+    for index in tl.static_range(TILES):
         x1, x2 = x[index]
         w1, w2 = weight[index]
         x1 = x1.to(tl.float32) * rstd * (w1.to(tl.float32) + offset)
@@ -88,16 +92,24 @@ def _forward_kernel(
     if WHOLE_ROW:
         q = load_heads(q_ptr, SIZE, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS)
         k = load_heads(k_ptr, SIZE, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS)
-        _norm_heads(q, q_weight_ptr, q_out_ptr, cos, sin, eps, offset, 0, Q_HEADS, SIZE, TILE, PAIRS, True)
-        _norm_heads(k, k_weight_ptr, k_out_ptr, cos, sin, eps, offset, 0, K_HEADS, SIZE, TILE, PAIRS, True)
+        q_rstd = _rstd(q, eps, Q_HEADS, SIZE, TILE, PAIRS, True)
+        k_rstd = _rstd(k, eps, K_HEADS, SIZE, TILE, PAIRS, True)
+        weight = load_heads(q_weight_ptr, SIZE, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS, "evict_last")
+        _norm_heads(q, q_rstd, weight, q_out_ptr, cos, sin, offset, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS)
+        weight = load_heads(k_weight_ptr, SIZE, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS, "evict_last")
+        _norm_heads(k, k_rstd, weight, k_out_ptr, cos, sin, offset, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS)
     elif part < q_tiles:
         first = part * TILE
         q = load_heads(q_ptr, SIZE, first, Q_HEADS, SIZE, 1, TILE, PAIRS)
-        _norm_heads(q, q_weight_ptr, q_out_ptr, cos, sin, eps, offset, first, Q_HEADS, SIZE, TILE, PAIRS, False)
+        weight = load_heads(q_weight_ptr, 0, 0, Q_HEADS, SIZE, 1, TILE, PAIRS)
+        rstd = _rstd(q, eps, Q_HEADS, SIZE, TILE, PAIRS, False)
+        _norm_heads(q, rstd, weight, q_out_ptr, cos, sin, offset, first, Q_HEADS, SIZE, 1, TILE, PAIRS)
     else:
         first = (part - q_tiles) * TILE
         k = load_heads(k_ptr, SIZE, first, K_HEADS, SIZE, 1, TILE, PAIRS)
-        _norm_heads(k, k_weight_ptr, k_out_ptr, cos, sin, eps, offset, first, K_HEADS, SIZE, TILE, PAIRS, False)
+        weight = load_heads(k_weight_ptr, 0, 0, K_HEADS, SIZE, 1, TILE, PAIRS)
+        rstd = _rstd(k, eps, K_HEADS, SIZE, TILE, PAIRS, False)
+        _norm_heads(k, rstd, weight, k_out_ptr, cos, sin, offset, first, K_HEADS, SIZE, 1, TILE, PAIRS)
 
 
 @triton.jit
