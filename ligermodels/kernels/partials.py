@@ -10,7 +10,10 @@ from torch import Tensor
 
 from ligermodels.kernels.op import kernel
 
-TILE_ROWS, TILE_COLUMNS = 64, 16  # narrow, so that every multiprocessor has a share from 2048 columns on
+# Rows, columns and warps of one program: narrow, so that most multiprocessors have a share, and tall where the columns
+# are few and the programs that left partials many.
+FEW_COLUMNS = 1024
+TILES = {True: (512, 8, 8), False: (64, 16, 4)}
 
 
 @kernel(do_not_specialize=["rows"])
@@ -36,8 +39,9 @@ def sum_partials(partials: Tensor, *weights: Tensor) -> list[Tensor]:
     """
     gradients = [torch.empty_like(weight) for weight in weights]
     rows, columns = partials.shape
-    _sum_kernel[(-(-columns // TILE_COLUMNS),)](
+    tile_rows, tile_columns, warps = TILES[columns <= FEW_COLUMNS]
+    _sum_kernel[(-(-columns // tile_columns),)](
         partials, gradients[0], gradients[-1], rows, columns, gradients[0].numel(),
-        ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
+        ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps,
     )  # fmt: skip
     return gradients

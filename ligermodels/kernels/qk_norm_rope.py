@@ -25,6 +25,7 @@ from ligermodels.kernels.heads import (
     with_unit_stride,
 )
 from ligermodels.kernels.op import as_rows, kernel, multiprocessors, register, runs_kernels
+from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rms_norm import rms_norm_reference
 from ligermodels.kernels.rope import rotate_reference
 
@@ -289,8 +290,8 @@ def _launch_backward(
     tile_pairs, warps = backward_tile(num_heads * head_size, qkv.itemsize, whole_row)
     layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)
     programs = min(len(rows), WARPS_PER_MULTIPROCESSOR // warps * multiprocessors(qkv.device))
-    widths = (len(q_weight), len(k_weight)) if weight_grad else (0, 0)
-    partials = torch.empty(programs, sum(widths), dtype=torch.float32, device=qkv.device)
+    width = len(q_weight) + len(k_weight) if weight_grad else 0
+    partials = torch.empty(programs, width, dtype=torch.float32, device=qkv.device)
     if len(rows):
         _backward_kernel[(programs,)](
             dq, dk, dv, rows, q_weight.contiguous(), k_weight.contiguous(), cos, sin, dqkv, partials,
@@ -298,8 +299,10 @@ def _launch_backward(
             rows.stride(0), len(cos), length, len(rows), eps, offset, WEIGHT_GRAD=weight_grad,
             V_ROWS=max(1, 512 * warps // layout["PAIRS"]), **layout, num_warps=warps, **REGISTERS,
         )  # fmt: skip
-    dwq, dwk = partials.sum(0).split(widths)
-    return dqkv, dwq.to(q_weight.dtype, copy=True), dwk.to(k_weight.dtype, copy=True)
+    if not weight_grad:
+        return dqkv, q_weight.new_empty(0), k_weight.new_empty(0)
+    dwq, dwk = sum_partials(partials, q_weight, k_weight)
+    return dqkv, dwq, dwk
 
 
 def _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset):
