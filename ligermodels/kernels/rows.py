@@ -14,7 +14,7 @@ from ligermodels.kernels.op import as_rows, multiprocessors, shared_memory
 
 MAX_COLUMNS = 65536
 TILE_ELEMENTS = 2048  # at least: short rows share a program
-FORWARD_ELEMENTS = 32  # of a row a thread, at most: it holds the row
+FORWARD_ELEMENTS = 40  # of a row a thread, at most: it holds the row, and few warps wait for each other less
 BACKWARD_ELEMENTS = 24  # it holds the weights' gradients and two values more of each
 PROGRAMS = {4: 3, 8: 2, 16: 1}  # of backward, a multiprocessor, by their warps: one works while another waits for a sum
 REGISTERS = 65536  # of a multiprocessor, for all of these
