@@ -6,7 +6,7 @@ from ligermodels.kernels import cross_entropy as module
 from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from ligermodels.kernels.scaled import rescale_
 from tests.conftest import DEVICE
-from tests.kernels.error_budget import DTYPES, check, relative_error, run
+from tests.kernels.error_budget import DTYPES, FACTOR, check, relative_error, run
 
 SHAPES = [(20, 33), (3, 5, 257), (12, 1000)]
 OPTIONS = [
@@ -40,7 +40,7 @@ def short_blocks(monkeypatch):
     monkeypatch.setattr(module, "tile_of", lambda *shape: (64, 4))
 
 
-def check_loss(ours, reference, inputs, dtype, **options):
+def check_loss(ours, reference, inputs, dtype, factor=FACTOR, **options):
     """The error budget in half precision, for the loss rounded to it; in fp32, where the plain path's own error is one
     or two roundings, or none by luck, a fixed bound."""
 
@@ -48,7 +48,7 @@ def check_loss(ours, reference, inputs, dtype, **options):
         return lambda *inputs: function(*inputs, **options).to(inputs[0].dtype)
 
     if dtype != torch.float32:
-        return check(rounded(ours), rounded(reference), inputs, dtype)
+        return check(rounded(ours), rounded(reference), inputs, dtype, factor)
     inputs = [x.float() if x.is_floating_point() else x for x in inputs]
     got, expected = (
         run(rounded(f), inputs, precision, torch.Generator())
@@ -162,12 +162,13 @@ def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
 @pytest.mark.parametrize("options", [{}, TOGETHER])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_in_place_is_within_the_error_budget(short_blocks, reduction, options, dtype):
-    """check's upstream gradients are random: the gradient of each row meets its own."""
+    """check's upstream gradients are random: the gradient of each row meets its own, and is rounded a second time."""
 
     def in_place(logits, targets, **options):
         return cross_entropy(logits.clone(), targets, inplace=True, **options)
 
-    check_loss(in_place, cross_entropy_reference, draw(2, 9, 257), dtype, reduction=reduction, **options)
+    inputs = draw(4, 20, 257)  # rows enough that the error of their few large elements is not luck
+    check_loss(in_place, cross_entropy_reference, inputs, dtype, factor=2, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
