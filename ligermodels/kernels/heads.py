@@ -73,7 +73,7 @@ def load_heads(
         tile_ptr = x_ptr + tl.cast(first + index * TILE, tl.int64) * stride
         first_half = tl.load(tile_ptr + place, mask, other=0.0, eviction_policy=EVICTION)
         second_half = tl.load(tile_ptr + SIZE // 2 + place, mask, other=0.0, eviction_policy=EVICTION)
-        tiles += ((first_half, second_half),)
+        tiles += ((first_half, second_half),)  # type: ignore[assignment]
     return tiles
 
 

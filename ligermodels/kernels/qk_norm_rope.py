@@ -168,7 +168,7 @@ def _norm_heads_backward(
     shared_weight = load_heads(weight_ptr, 0, 0, HEADS, SIZE, 1, TILE, PAIRS)
     dweight = ()
     for _ in tl.static_range(tiles):
-        dweight += ((tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)),)
+        dweight += ((tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)),)  # type: ignore[assignment]
     items = tokens * parts
     coming = _load_item(
         tl.program_id(0), dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, cos_ptr, sin_ptr, angle_rows, length,
@@ -197,8 +197,8 @@ def _norm_heads_backward(
             x1, x2, u1, u2, g1, g2 = _gradients(x[index], dy[index], weight[index], cos, sin, offset)
             dx1, dx2 = rstd * (g1 - slope * x1), rstd * (g2 - slope * x2)
             store_heads(target_ptr, dx1, dx2, first + index * TILE, HEADS, SIZE, TILE, PAIRS)
-            dw1, dw2 = dweight[index]
-            added += ((dw1 + u1 * (x1 * rstd), dw2 + u2 * (x2 * rstd)),)
+            dw1, dw2 = dweight[index]  # type: ignore[var-annotated]
+            added += ((dw1 + u1 * (x1 * rstd), dw2 + u2 * (x2 * rstd)),)  # type: ignore[assignment]
         if WEIGHT_GRAD:
             dweight = added
     if WEIGHT_GRAD:
