@@ -10,6 +10,7 @@ Three paths, chosen per call:
 """
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,11 +78,13 @@ class Kernel:
 
     Triton binds, specialises and hashes all arguments at every launch and asks the driver about each pointer, which
     takes longer than the launch itself. Here the first launch of a kind is Triton's; the next ones look up what it
-    compiled and run that on bare addresses. Constants are keywords, and come last in the kernel's signature.
+    compiled and run that on bare addresses. A kernel's signature has its pointers first (`…_ptr`, all of them tensors),
+    then numbers, then constants, which are given by keyword.
     """
 
     def __init__(self, function: Callable[..., None], do_not_specialize: Sequence[str]) -> None:
         self.jit = triton.jit(function, do_not_specialize=do_not_specialize)
+        self.pointers = sum(name.endswith("_ptr") for name in self.jit.arg_names)
         self.compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -91,29 +94,24 @@ class Kernel:
         return functools.partial(self._launch, grid + (1,) * (3 - len(grid)))
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        device = args[0].get_device()
-        kind, values = [device, *constants, *constants.values()], []
-        for arg in args:
-            if isinstance(arg, Tensor):
-                address = arg.data_ptr()
-                kind += arg.dtype, address % 16 == 0
-                values.append(address)
-            else:
-                kind.append(_kind_of_number(arg))
-                values.append(arg)
-        run = self.compiled.get(key := tuple(kind))
+        tensors, numbers = args[: self.pointers], args[self.pointers :]
+        device, addresses = tensors[0].get_device(), [*map(Tensor.data_ptr, tensors)]
+        alignment = [x % 16 == 0 for x in addresses] if functools.reduce(operator.or_, addresses) % 16 else ()
+        dtypes, kinds = map(Tensor.dtype.__get__, tensors), map(_kind_of_number, numbers)
+        key = (device, *constants, *constants.values(), *dtypes, *kinds, *alignment)
+        run = self.compiled.get(key)
         if run is None:
             self.compiled[key] = self._compile(grid, args, constants)
         else:
-            run(*grid, torch._C._cuda_getCurrentRawStream(device), values)
+            run(*grid, torch._C._cuda_getCurrentRawStream(device), *addresses, *numbers)
 
     def _compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Callable[..., None]:
-        """Launches through Triton; returns what launches the same kernel on (grid, stream, arguments)."""
+        """Launches through Triton; returns what launches the same kernel on the grid, a stream and the arguments."""
         compiled = self.jit[grid](*args, **constants)
         last = [constants[name] for name in self.jit.arg_names[len(args) :]]
         launch, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-        def run(x: int, y: int, z: int, stream: int, values: list[Any]) -> None:
+        def run(x: int, y: int, z: int, stream: int, *values: Any) -> None:
             launch(x, y, z, stream, function, metadata, None, None, None, *values, *last)  # None: no launch hooks
 
         return run
