@@ -97,7 +97,7 @@ class Kernel:
         tensors, numbers = args[: self.pointers], args[self.pointers :]
         device, addresses = tensors[0].get_device(), [*map(Tensor.data_ptr, tensors)]
         alignment = [x % 16 == 0 for x in addresses] if functools.reduce(operator.or_, addresses) % 16 else ()
-        dtypes, kinds = map(Tensor.dtype.__get__, tensors), map(_kind_of_number, numbers)
+        dtypes, kinds = map(_dtype_of, tensors), map(_kind_of_number, numbers)
         key = (device, *constants, *constants.values(), *dtypes, *kinds, *alignment)
         run = self.compiled.get(key)
         if run is None:
@@ -115,6 +115,9 @@ class Kernel:
             launch(x, y, z, stream, function, metadata, None, None, None, *values, *last)  # None: no launch hooks
 
         return run
+
+
+_dtype_of = operator.attrgetter("dtype")
 
 
 def _kind_of_number(x: float | None) -> float | None:
