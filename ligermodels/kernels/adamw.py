@@ -58,7 +58,8 @@ def _bias_correction(log_beta, step):
 @kernel()
 def _update_kernel(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, step_ptr, grad_scale_ptr, found_inf_ptr,
-    numel, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, TILE: tl.constexpr,
+    numel, lr, decay, rate1, rate2, log_beta1, log_beta2, eps,
+    SCALED: tl.constexpr, GUARDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program updates TILE elements. A forbidden update stops at the stores, so that no load waits for the flag."""
     offset = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -68,9 +69,9 @@ def _update_kernel(
     exp_avg = tl.load(exp_avg_ptr + offset, mask).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + offset, mask).to(tl.float32)
     step = tl.load(step_ptr)
-    if grad_scale_ptr is not None:
+    if SCALED:
         grad *= 1.0 / tl.load(grad_scale_ptr)
-    if found_inf_ptr is not None:
+    if GUARDED:
         mask = tl.where(tl.load(found_inf_ptr) == 1.0, False, mask)
     step_size = lr / _bias_correction(log_beta1, step)
     root_scale = tl.rsqrt(_bias_correction(log_beta2, step))
@@ -91,9 +92,10 @@ def _launch_(
     if numel:
         # Differences from one are taken here, in fp64: fp32 knows 1 - 0.999 to four digits only.
         _update_kernel[(triton.cdiv(numel, TILE),)](
-            param, grad, exp_avg, exp_avg_sq, step, grad_scale, found_inf,
+            param, grad, exp_avg, exp_avg_sq, step,
+            step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
             numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log(beta1), log(beta2), float(eps),
-            TILE=TILE, num_warps=WARPS,
+            SCALED=grad_scale is not None, GUARDED=found_inf is not None, TILE=TILE, num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -208,7 +208,7 @@ def sweep(
     rows, columns = logits.shape
     if not rows:
         return
-    block, warps = tile_of(columns, loss is not None, dlogits is not None)
+    block, warps = tile_of(vocab or columns, loss is not None, dlogits is not None)  # the same for every chunk
     pieces = triton.cdiv(columns, block) if loss is None else 1
     _kernel[(rows * pieces,)](
         logits, targets, lse if loss is None else loss, lse,

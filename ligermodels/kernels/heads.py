@@ -64,15 +64,19 @@ def load_angles(cos_ptr, sin_ptr, row, ROTATED: tl.constexpr, TILE: tl.constexpr
 @triton.jit
 def load_heads(
     x_ptr, stride, first, HEADS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
-    PAIRS: tl.constexpr, EVICTION: tl.constexpr = "",
+    PAIRS: tl.constexpr, KEEP: tl.constexpr = False,
 ):  # fmt: skip
-    """Both halves of TILES * TILE heads: a tuple of (x1, x2), each [TILE, PAIRS]. All are read before one is used."""
+    """Both halves of TILES * TILE heads: a tuple of (x1, x2), each [TILE, PAIRS]. All are read before one is used.
+
+    KEEP: in the cache, for other programs.
+    """
+    policy: tl.constexpr = "evict_last" if KEEP else ""
     tiles = ()
     for index in tl.static_range(TILES):
         place, mask = places(stride, first + index * TILE, HEADS, SIZE // 2, TILE, PAIRS)
         tile_ptr = x_ptr + tl.cast(first + index * TILE, tl.int64) * stride
-        first_half = tl.load(tile_ptr + place, mask, other=0.0, eviction_policy=EVICTION)
-        second_half = tl.load(tile_ptr + SIZE // 2 + place, mask, other=0.0, eviction_policy=EVICTION)
+        first_half = tl.load(tile_ptr + place, mask, other=0.0, eviction_policy=policy)
+        second_half = tl.load(tile_ptr + SIZE // 2 + place, mask, other=0.0, eviction_policy=policy)
         tiles += ((first_half, second_half),)  # type: ignore[assignment]
     return tiles
 

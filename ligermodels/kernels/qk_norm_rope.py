@@ -95,9 +95,9 @@ def _forward_kernel(
         k = load_heads(k_ptr, SIZE, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS)
         q_rstd = _rstd(q, eps, Q_HEADS, SIZE, TILE, PAIRS, True)
         k_rstd = _rstd(k, eps, K_HEADS, SIZE, TILE, PAIRS, True)
-        weight = load_heads(q_weight_ptr, SIZE, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS, "evict_last")
+        weight = load_heads(q_weight_ptr, SIZE, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS, KEEP=True)
         _norm_heads(q, q_rstd, weight, q_out_ptr, cos, sin, offset, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS)
-        weight = load_heads(k_weight_ptr, SIZE, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS, "evict_last")
+        weight = load_heads(k_weight_ptr, SIZE, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS, KEEP=True)
         _norm_heads(k, k_rstd, weight, k_out_ptr, cos, sin, offset, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS)
     elif part < q_tiles:
         first = part * TILE
