@@ -18,6 +18,7 @@ from ligermodels.kernels.op import kernel, register, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
 
+FORWARD_ELEMENTS = 40  # of a row a thread, at most: fewer warps wait for each other's two sums
 WIDEST_KEPT = 12288  # columns of a row that backward keeps in registers beside dw and db
 
 
@@ -98,7 +99,7 @@ def _backward_kernel(
 
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tile = forward_tile(x.shape[-1])
+    tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS)
     x, x_stride = rows_of(x)
     rows = x.numel() // tile["COLUMNS"]
     stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)

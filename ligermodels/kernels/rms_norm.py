@@ -17,6 +17,8 @@ from ligermodels.kernels.op import kernel, register, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
 
+FORWARD_ELEMENTS = 28  # of a row a thread, at most
+
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     wide = widen(x)
@@ -95,7 +97,7 @@ def _launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     hidden = y if residual is None else torch.empty_like(y)
-    tile = forward_tile(x.shape[-1])
+    tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS)
     x, x_stride = rows_of(x)
     residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual)
     rows = x.numel() // tile["COLUMNS"]

@@ -14,8 +14,7 @@ from ligermodels.kernels.op import as_rows, multiprocessors, shared_memory
 
 MAX_COLUMNS = 65536
 TILE_ELEMENTS = 2048  # at least: short rows share a program
-FORWARD_ELEMENTS = 40  # of a row a thread, at most: it holds the row, and few warps wait for each other less
-BACKWARD_ELEMENTS = 24  # it holds the weights' gradients and two values more of each
+BACKWARD_ELEMENTS = 24  # of a row a thread, at most: it holds the weights' gradients and two values more of each
 PROGRAMS = {4: 3, 8: 2, 16: 1}  # of backward, a multiprocessor, by their warps: one works while another waits for a sum
 REGISTERS = 65536  # of a multiprocessor, for all of these
 RESERVED_BYTES = 8192  # of shared memory a program, for sums across warps and what the driver takes
@@ -41,7 +40,7 @@ def zero_beyond(x, in_row):
 
 
 @functools.cache
-def forward_tile(columns: int, elements: int = FORWARD_ELEMENTS) -> dict[str, int]:
+def forward_tile(columns: int, elements: int) -> dict[str, int]:
     """What a kernel that holds whole rows is built with: ROWS of COLUMNS elements, in tiles of a power of two.
 
     elements: of a row, that a thread holds at most.

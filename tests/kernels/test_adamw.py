@@ -147,11 +147,11 @@ def test_no_synchronisation_and_one_kernel_for_all_learning_rates():
     tensors = draw((64, 64), [torch.bfloat16] * 4)
     step, scale, flag = scalar(1), scalar(2), scalar(0)
     adamw_(*tensors, *HYPERPARAMETERS, step, scale, flag)  # compiles the kernel
-    compiled = len(_update_kernel.device_caches[torch.cuda.current_device()][0])
+    compiled = len(_update_kernel.jit.device_caches[torch.cuda.current_device()][0])
     torch.cuda.set_sync_debug_mode("error")
     try:
         for lr in (0.0, 1.0, 1, 3e-4):
             adamw_(*tensors, lr, *HYPERPARAMETERS[1:], step, scale, flag)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(_update_kernel.device_caches[torch.cuda.current_device()][0]) == compiled
+    assert len(_update_kernel.jit.device_caches[torch.cuda.current_device()][0]) == compiled

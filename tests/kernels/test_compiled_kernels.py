@@ -16,8 +16,13 @@ ROOT = Path(__file__).parents[2]
 KB = 1024
 SANITIZER = shutil.which("compute-sanitizer")
 STACK = 16  # bytes a thread, at most: the norms' in rows of 16384 columns, and two kernels' of capability 86
-# Words a thread, in rows of 16384 columns, whose weight gradients fill the registers; nothing narrower spills.
-SPILLED = {"ligermodels.kernels.rms_norm._backward_kernel": 2, "ligermodels.kernels.layer_norm._backward_kernel": 4}
+# Words a thread, at most, of what spills with Triton 3.6: norms in rows whose weight gradients fill the registers, and
+# one variant of the losses. No other kernel may.
+SPILLED = {
+    "ligermodels.kernels.rms_norm._backward_kernel": 2,
+    "ligermodels.kernels.layer_norm._backward_kernel": 16,
+    "ligermodels.kernels.cross_entropy._kernel": 16,
+}
 
 
 def run_module(name, *args, prefix=(), **environment):
@@ -32,7 +37,7 @@ def run_module(name, *args, prefix=(), **environment):
 @pytest.mark.parametrize(("capability", "limit"), [(86, 99 * KB), (90, 227 * KB)])
 def test_no_kernel_spills_or_exceeds_the_shared_memory_of(capability, limit):
     """Of chips that need not be here; those of capability 80 have more shared memory than 86, and equal kernels."""
-    lines = run_module("tests.kernels.compile_elsewhere", capability, limit).splitlines()
+    lines = run_module("tests.kernels.compile_elsewhere", capability, limit, CUDA_VISIBLE_DEVICES="").splitlines()
     assert len(lines) > len(OPS)
     bad = [line for line in lines if int(line.split()[0]) > limit or int(line.split()[2]) > STACK]
     assert not bad, "shared memory, registers, stack, kernel:\n" + "\n".join(bad)
