@@ -1,13 +1,14 @@
 """RoPE of queries and keys: [batch, length, query heads, key and value heads, head size].
 
 ligermodels rotates in place in the packed projection, and its backward writes the packed gradient, values included: the
-bytes counted. The others are given queries, keys and values apart, as unpacked projections leave them: they need not
-touch the values.
+bytes counted. Of the others, those not called packed are given queries, keys and values apart, as unpacked projections
+leave them: they need not touch the values.
 """
 
 import torch
 
 from benchmarks.ops import Op, both, draw
+from ligermodels.kernels.heads import split_heads
 from ligermodels.kernels.rope import rope_reference
 
 MAIN = [(4, 4096, 32, 8, 128), (1, 64, 4, 2, 128)]  # the last is bound by the host
@@ -70,6 +71,13 @@ def liger(*shape):
         return q.transpose(1, 2), k.transpose(1, 2), v
 
     return rotated
+
+
+@rope.provider("liger, packed", layout=lambda *inputs: duplicated(*packed(*inputs)))
+def liger_packed(batch, length, num_heads, num_kv_heads, head_size):
+    """From the packed projection, whose gradient autograd puts together."""
+    rotated = liger()
+    return lambda qkv, cos, sin: rotated(*split_heads(qkv, num_heads, num_kv_heads), cos, sin)
 
 
 @rope.provider("ligermodels", layout=packed)
