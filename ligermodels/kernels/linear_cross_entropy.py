@@ -135,7 +135,8 @@ def _launch_lean(
     dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=hidden.dtype, device=hidden.device)
     make = torch.empty if rows else torch.zeros
     dweight = make(weight.shape if weight_grad else 0, dtype=weight.dtype, device=weight.device)
-    elements = max(min(LEAN_BYTES // hidden.element_size(), weight.numel() // 8), round_up(vocab), rows)
+    least = max(round_up(vocab), 16 * rows)  # a row of logits; 16 columns of them
+    elements = max(min(LEAN_BYTES // hidden.element_size(), weight.numel() // 8), least)
     buffer = torch.empty(elements, dtype=hidden.dtype, device=hidden.device)
     if hidden_grad or lse is None:
         room = dweight.view(-1) if dweight.numel() > elements else buffer
