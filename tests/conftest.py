@@ -10,9 +10,15 @@ if not torch.cuda.is_available():
 import pytest
 
 import ligermodels.kernels.op as op
+from tests import interpreter
 
 torch.set_num_threads(1)  # tensors here are too small to share
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pytest_configure():
+    if DEVICE == "cpu":
+        interpreter.hasten()
 
 
 def pytest_collection_modifyitems(items):
