@@ -2,6 +2,8 @@
 
 import os
 
+os.environ["OMP_NUM_THREADS"] = "1"  # tensors here are too small to share, and processes share the cores
+
 import torch
 
 if not torch.cuda.is_available():
@@ -12,8 +14,11 @@ import pytest
 import ligermodels.kernels.op as op
 from tests import interpreter
 
-torch.set_num_threads(1)  # tensors here are too small to share
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# Needs tens of GiB: one at a time, under `--dist loadgroup`.
+BEYOND_INT32 = pytest.mark.xdist_group("beyond int32")
 
 
 def pytest_configure():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ligermodels.kernels.expert_rows import SORT_TILE, gather_sum, sort_by_expert, spread
-from tests.conftest import DEVICE
+from tests.conftest import BEYOND_INT32, DEVICE
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
@@ -49,6 +49,7 @@ def test_opcheck():
     torch.library.opcheck(ops.gather_sum.default, (torch.randn(6, 8, device=DEVICE), row))
 
 
+@BEYOND_INT32
 @pytest.mark.gpu
 def test_rows_beyond_two_to_the_31_elements():
     tokens, hidden = 2**17 + 9, 2**13

@@ -9,7 +9,7 @@ from ligermodels.kernels.grouped_linear import (
     grouped_linear_reference,
     grouped_weight_gradient,
 )
-from tests.conftest import DEVICE
+from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error
 
 # Rows of each group, N, K: empty groups at both ends and inside, several tiles each way, more groups than rows.
@@ -130,6 +130,7 @@ def test_operands_that_are_not_aligned_run_in_bfloat16():
             torch.testing.assert_close(function(*operands, offsets), expected)
 
 
+@BEYOND_INT32
 @pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31():
     rows, depth = 2**17 + 100, 2**14

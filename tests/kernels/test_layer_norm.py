@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
-from tests.conftest import DEVICE
+from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error
 
 SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (33, 257), (5, 9000)]
@@ -104,6 +104,7 @@ def test_fullgraph_compile_gives_equal_gradients():
         torch.testing.assert_close(a, b)
 
 
+@BEYOND_INT32
 @pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31():
     rows, columns = 2**18 + 1, 2**13

@@ -60,14 +60,15 @@ def check_options(inputs, dtype, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS[:-1])  # together they are the next test's
 def test_options_are_within_the_error_budget(options, reduction, dtype):
     check_options(draw(40, 17, 33), dtype, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "reduction"), [(SHAPES[0], "sum"), *((shape, kind) for shape in SHAPES for kind in ("mean", "none"))]
+)
 def test_shapes_are_within_the_error_budget(shape, reduction, dtype):
     check_options(draw(*shape), dtype, reduction=reduction, **TOGETHER)
 
@@ -79,8 +80,9 @@ def test_several_chunks_are_within_the_error_budget(chunks_of_16, reduction, dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("options", [{}, TOGETHER])
+@pytest.mark.parametrize(
+    ("reduction", "options"), [("mean", {}), ("sum", TOGETHER), ("none", {}), ("none", TOGETHER)]
+)
 def test_lean_is_within_the_error_budget(short_of_memory, options, reduction, dtype):
     """Half precision that is not fp16 waits for its upstream gradient rounded, and is rounded again."""
     lean = partial(linear_cross_entropy, lean=True)
@@ -125,9 +127,9 @@ def test_lean_memory_is_both_gradients_and_one_buffer(short_of_memory, monkeypat
         return made[-1]
 
     monkeypatch.setattr(torch, "empty", record)
-    *inputs, targets = leaves(40, 17, 1001)
+    *inputs, targets = leaves(5, 17, 129)
     linear_cross_entropy(*inputs, targets, lean=True).backward()
-    assert [tuple(x.shape) for x in made] == [(40,), (40, 17), (1001, 17), (1008,)]
+    assert [tuple(x.shape) for x in made] == [(5,), (5, 17), (129, 17), (136,)]
 
 
 def test_lean_refuses_a_second_backward():
@@ -222,10 +224,10 @@ def test_token_log_probs_are_log_softmax_at_the_targets(chunks_of_16):
 def test_logits_beyond_one_chunk_never_exist(chunks_of_16, monkeypatch):
     sizes, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **k: sizes.append(size) or empty(*size, **k))
-    *inputs, targets = leaves(100, 17, 1000)
+    *inputs, targets = leaves(40, 17, 200)
     linear_cross_entropy(*inputs, targets).backward()
-    assert (16, 1024) in sizes  # the vocabulary rounded up to a multiple of 128
-    assert not [s for s in sizes if s[0] == 100 and len(s) > 1 and s[1] >= 1000]
+    assert (16, 256) in sizes  # the vocabulary rounded up to a multiple of 128
+    assert not [s for s in sizes if s[0] == 40 and len(s) > 1 and s[1] >= 200]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

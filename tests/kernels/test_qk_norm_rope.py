@@ -32,7 +32,7 @@ def draw_inputs(batch, length, heads, head_size, whole_row, dtype=torch.float64)
     [((5, 1), 10, True, 0.0), ((3, 3), 80, False, 1.0), ((6, 2), 96, True, 1.0), ((1, 1), 32, False, 0.0)],
 )
 def test_qk_norm_rope_is_within_the_error_budget(heads, head_size, shared, offset, whole_row, dtype):
-    batch, length = 2, 10
+    batch, length = 2, 5 if whole_row and DEVICE == "cpu" else 10  # more than there are programs
     cos, sin = angles(length if shared else batch * length, head_size)
     arguments = cos, sin, *heads, 1e-6, offset
     inputs = draw_inputs(batch, length, heads, head_size, whole_row)

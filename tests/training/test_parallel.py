@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,18 +29,14 @@ def config(model_type, tied):
 
 def torchrun(ranks, *command, folder=ROOT, interpret=False):
     """Runs a script or module under torchrun on the CPU, in `folder`; interpret: by the kernels, interpreted."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {
-        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "TRITON_INTERPRET": str(int(interpret)),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    command = [*launcher, f"--master-port={port}", *command]
+    command = [*launcher, *command]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 

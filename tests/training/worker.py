@@ -10,7 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import ligermodels
+from ligermodels.kernels import op
 from ligermodels.training import data, optimizer, parallel
+from tests import interpreter
 from tests.layers.adapters import adapt
 
 
@@ -60,6 +62,8 @@ def whole(tensor):
 
 
 if __name__ == "__main__":
+    if op.interpreting:
+        interpreter.hasten()
     result = train(**json.loads(sys.argv[2]))
     if result["is_first"]:
         torch.save(result, sys.argv[1])
