@@ -160,9 +160,7 @@ def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("reduction", "options"), [("mean", {}), ("sum", TOGETHER), ("none", {}), ("none", TOGETHER)]
-)
+@pytest.mark.parametrize(("reduction", "options"), [("mean", {}), ("sum", TOGETHER), ("none", {}), ("none", TOGETHER)])
 def test_in_place_is_within_the_error_budget(short_blocks, reduction, options, dtype):
     """check's upstream gradients are random: the gradient of each row meets its own, and is rounded a second time."""
 

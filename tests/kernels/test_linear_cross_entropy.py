@@ -80,9 +80,7 @@ def test_several_chunks_are_within_the_error_budget(chunks_of_16, reduction, dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("reduction", "options"), [("mean", {}), ("sum", TOGETHER), ("none", {}), ("none", TOGETHER)]
-)
+@pytest.mark.parametrize(("reduction", "options"), [("mean", {}), ("sum", TOGETHER), ("none", {}), ("none", TOGETHER)])
 def test_lean_is_within_the_error_budget(short_of_memory, options, reduction, dtype):
     """Half precision that is not fp16 waits for its upstream gradient rounded, and is rounded again."""
     lean = partial(linear_cross_entropy, lean=True)
