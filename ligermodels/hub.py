@@ -1,6 +1,6 @@
 """Models by name: from a Hub id, a folder, an architecture's name or a configuration, and back to a folder.
 
-The one place that knows both the list of architectures and the Hugging Face Hub. Remote code is never run.
+The one place that knows both the list of architectures and the Hub's door, `download`. Remote code is never run.
 """
 
 import difflib
@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import errors, get_token, snapshot_download
 
 from ligermodels.architectures import ARCHITECTURES
+from ligermodels.download import fetch_files, fetch_weights, local_folder
 from ligermodels.errors import CheckpointError, HubError
+from ligermodels.known_models import KNOWN_MODELS
+from ligermodels.layers.config import Config
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_BYTES, export_weights
 from ligermodels.weights.files import open_checkpoint
 from ligermodels.weights.loading import FLOATS, load_weights
-
-DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*", "USE_POLICY*"]
-# Weights in the vendor's own layout, and whatever lies in sub-folders (other formats of the same weights).
-NOT_DOWNLOADED = ["consolidated*", "*/*"]
 
 
 def list_architectures() -> list[str]:
@@ -55,7 +53,8 @@ def load(
 
 def load_tokenizer(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Tokenizer:
     """The tokenizer of a Hub repository or a folder. Raises HubError, or CheckpointError where there is none."""
-    return Tokenizer.from_folder(resolve(name_or_folder, revision=revision, token=token))
+    folder = local_folder(name_or_folder) or small_files(str(name_or_folder), revision, token)
+    return Tokenizer.from_folder(folder)
 
 
 def create(
@@ -87,12 +86,18 @@ def export(model: CausalLM, folder: str | Path, *, max_shard_size: int = MAX_SHA
 
 def build(raw: dict[str, Any], origin: str | Path) -> CausalLM:
     """The model of a raw configuration on the meta device, in fp32. origin: names the configuration in errors."""
+    architecture, config = understood(raw, origin)
+    with torch.device("meta"):
+        return architecture(config)
+
+
+def understood(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM], Config]:
+    """The architecture of a raw configuration, and what that makes of it. Raises HubError or ConfigError."""
     model_type = raw.get("model_type")
     if model_type not in list_architectures():
         raise HubError(f"{origin}: model_type {model_type!r} is not supported{hint(str(model_type), ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
-    with torch.device("meta"):
-        return architecture(architecture.Config.from_dict(raw))
+    return architecture, architecture.Config.from_dict(raw)
 
 
 def raw_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[dict[str, Any], str | Path]:
@@ -136,42 +141,25 @@ def stored_dtype(raw: dict[str, Any], folder: Path) -> torch.dtype:
 def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Path:
     """The folder of a model: an existing one as it is, else that of the Hub's cache, downloaded where needed.
 
-    Only safetensors, configuration, tokenizer and licence files are downloaded. Raises HubError.
+    revision: a branch, tag or commit of the Hub's repository. token: in place of HF_TOKEN or the one logged in with.
+    Its configuration comes first: a model that cannot be built is refused before its weights are downloaded.
+    Raises HubError, ConfigError or CheckpointError.
     """
-    folder = Path(name_or_folder).expanduser()
-    if folder.is_dir():
+    folder = local_folder(name_or_folder)
+    if folder is not None:
         return folder
     name = str(name_or_folder)
-    try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, token=token, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED
-            )
-        )
-    except Exception as error:  # the Hub's client lets through those of its HTTP library, which differs by version
-        architecture = "" if "/" in name else hint(name, ARCHITECTURES)  # a name like these is more likely meant as one
-        raise HubError(f"{name}: {reason(error, name, revision, token)}{architecture}") from error
+    if name in ARCHITECTURES:
+        raise HubError(f"{name}: is an architecture, which has no weights to load; create one, or pass a checkpoint")
+    folder = small_files(name, revision, token)
+    if not (folder / CONFIG_FILE).exists():
+        raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the format of transformers are read")
+    understood(read_config(folder), folder / CONFIG_FILE)
+    fetch_weights(name, folder, token=token)
+    return folder
 
 
-def reason(error: Exception, name: str, revision: str | None, token: str | None) -> str:
-    """Why a download failed, and what to do."""
-    page, has_token = f"https://huggingface.co/{name}", bool(token or get_token())
-    match error:
-        case errors.HFValidationError():
-            return "is neither a folder nor a Hub name such as 'owner/model'; check the path"
-        case errors.GatedRepoError() if has_token:
-            return f"is gated and the token has no access to it; accept its licence at {page} with the token's account"
-        case errors.GatedRepoError():
-            return f"is gated and there is no token; accept its licence at {page}, then set HF_TOKEN"
-        case errors.RepositoryNotFoundError():
-            access = "the token cannot see it" if has_token else "private, which needs HF_TOKEN"
-            return f"is not a repository of the Hub, or {access}; check the spelling at {page}"
-        case errors.RevisionNotFoundError():
-            return f"has no revision {revision!r}; see {page}/commits"
-        case errors.LocalEntryNotFoundError():
-            return "is not completely in the Hub's cache, and the Hub cannot be reached; connect, or pass a folder"
-    return f"could not be downloaded ({type(error).__name__}: {first_line(error)}); what is complete is kept: try again"
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
+def small_files(name: str, revision: str | None, token: str | None) -> Path:
+    """The snapshot of a Hub repository without its weights."""
+    known = KNOWN_MODELS if "/" in name else (*KNOWN_MODELS, *ARCHITECTURES)  # a bare name may mean an architecture
+    return fetch_files(name, revision=revision, token=token, known=known)

@@ -2,7 +2,6 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-import huggingface_hub.errors
 import pytest
 import torch
 from torch import nn
@@ -43,19 +42,6 @@ class Fake(Tiny):
 @pytest.fixture(autouse=True)
 def architectures(monkeypatch):
     monkeypatch.setattr(hub, "ARCHITECTURES", {"tiny": Fake, "other": Fake})
-
-
-def download_fails(monkeypatch, error, token=None):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(hub, "snapshot_download", fail)
-    monkeypatch.setattr(hub, "get_token", lambda: token)
-
-
-def of_kind(kind) -> Exception:
-    """An error of the Hub's client without the HTTP response it was made from."""
-    return kind.__new__(kind)
 
 
 def same(model, other) -> bool:
@@ -144,85 +130,6 @@ def test_create_of_what_there_is_not(source, size, names):
     with pytest.raises(HubError) as caught:
         hub.create(source, size=size)
     assert names in str(caught.value)
-
-
-def test_an_existing_folder_is_used_as_it_is(tmp_path, monkeypatch):
-    download_fails(monkeypatch, AssertionError("asked the Hub"))
-    assert hub.resolve(tmp_path) == tmp_path
-    assert hub.resolve(str(tmp_path)) == tmp_path
-
-
-def test_only_safe_files_at_the_top_are_asked_for(monkeypatch):
-    asked = {}
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **how: asked.update(how, name=name) or "/cache/x")
-    assert str(hub.resolve("owner/model", revision="main", token="t")) == "/cache/x"
-    assert (asked["name"], asked["revision"], asked["token"]) == ("owner/model", "main", "t")
-    files = [
-        "config.json",
-        "model.safetensors",
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.model",
-        "merges.txt",
-        "chat_template.jinja",
-        "LICENSE",
-        "pytorch_model.bin",
-        "modeling.py",
-        "consolidated.safetensors",
-        "original/consolidated.00.pth",
-        "onnx/model.safetensors",
-        "README.md",
-    ]
-    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
-    assert list(huggingface_hub.utils.filter_repo_objects(files, **patterns)) == files[:8]
-
-
-@pytest.mark.parametrize(
-    ("kind", "token", "names"),
-    [
-        ("RepositoryNotFoundError", None, "not a repository of the Hub, or private, which needs HF_TOKEN"),
-        ("RepositoryNotFoundError", "t", "not a repository of the Hub, or the token cannot see it"),
-        ("GatedRepoError", None, "gated and there is no token"),
-        ("GatedRepoError", "t", "gated and the token has no access"),
-        ("RevisionNotFoundError", None, "no revision 'v9'"),
-        ("LocalEntryNotFoundError", None, "not completely in the Hub's cache"),
-        ("HFValidationError", None, "neither a folder nor a Hub name"),
-    ],
-)
-def test_failures_of_the_hub_are_one_clear_line(monkeypatch, kind, token, names):
-    download_fails(monkeypatch, of_kind(getattr(huggingface_hub.errors, kind)), token)
-    with pytest.raises(HubError) as caught:
-        hub.load("owner/model", revision="v9")
-    assert str(caught.value).startswith("owner/model: ") and names in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_other_failures_of_a_download_keep_their_first_line(monkeypatch):
-    download_fails(monkeypatch, ConnectionResetError("reset by peer\nmore"))
-    with pytest.raises(HubError, match=r"owner/model: could not be downloaded \(ConnectionResetError: reset by peer\)"):
-        hub.resolve("owner/model")
-
-
-def test_offline_and_not_cached_through_the_real_client(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(HubError, match="owner/model: is not completely in the Hub's cache"):
-        hub.resolve("owner/model")
-
-
-@pytest.mark.parametrize("name", ["./no/such/folder", "a/b/c", "/no/such/folder"])
-def test_a_path_that_does_not_exist(name):
-    with pytest.raises(HubError, match=f"{name}: is neither a folder nor a Hub name"):
-        hub.resolve(name)
-
-
-def test_a_name_without_an_owner_gets_the_nearest_architecture(monkeypatch):
-    download_fails(monkeypatch, of_kind(huggingface_hub.errors.LocalEntryNotFoundError))
-    with pytest.raises(HubError, match="did you mean 'tiny'"):
-        hub.resolve("tony")
-    with pytest.raises(HubError) as refused:
-        hub.resolve("owner/tony")
-    assert "did you mean" not in str(refused.value)
 
 
 def test_an_architecture_without_presets_says_what_to_do(monkeypatch):

@@ -98,14 +98,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 def read_shards(folder: Path) -> dict[str, StoredTensor]:
     """The tensors that the index names; others in the shards are not part of the checkpoint."""
-    index = folder / INDEX_FILE
-    weight_map = read_json(safe_file(folder, INDEX_FILE)).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map is not an object of file names by tensor; {AGAIN}")
+    index, weight_map = folder / INDEX_FILE, read_weight_map(folder)
     shards = sorted(set(weight_map.values()))
-    for shard in shards:
-        if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: weight_map names {shard!r}, not a .safetensors file of the same folder")
     absent = [shard for shard in shards if not (folder / shard).exists()]
     if absent:
         raise CheckpointError(f"{index}: names files that are missing: {', '.join(absent)}; download them again")
@@ -116,14 +110,30 @@ def read_shards(folder: Path) -> dict[str, StoredTensor]:
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """The index: which file of the folder holds which tensor. The files need not be there. Raises CheckpointError."""
+    index = folder / INDEX_FILE
+    weight_map = read_json(safe_file(folder, INDEX_FILE)).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map is not an object of file names by tensor; {AGAIN}")
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: weight_map names {shard!r}, not a .safetensors file of the same folder")
+    return weight_map
+
+
 def safe_file(folder: Path, name: str) -> Path:
-    """The path of a regular file of the folder. Links may lead out of it only to the blobs of the Hub's own cache."""
+    """The path of a regular file of the folder. Links may lead out of it only to the blobs of the Hub's own cache.
+
+    They lie in `blobs/` of the repository, or, from huggingface_hub 2 on, in `blobs/ab/` of the whole cache.
+    """
     file, home = folder / name, folder.resolve()
     if not file.is_file():
         raise CheckpointError(f"{file}: is missing or not a regular file; {AGAIN}")
     target = file.resolve()
-    blobs = home.parent.parent / "blobs"
-    if target.parent != home and not (home.parent.name == "snapshots" and target.parent == blobs):
+    repository = home.parent.parent
+    blobs = (target.parent == repository / "blobs", target.parent.parent == repository.parent / "blobs")
+    if target.parent != home and not (home.parent.name == "snapshots" and any(blobs)):
         raise CheckpointError(f"{file}: is a link that leads out of the folder, to {target}; put the file in its place")
     return file
 

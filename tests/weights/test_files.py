@@ -163,6 +163,20 @@ def test_a_link_into_the_blobs_of_the_hub_cache_is_followed(tmp_path):
     assert set(open_checkpoint(tmp_path / "linked").tensors) == {"a", "b"}
 
 
+def test_a_link_into_the_blobs_that_repositories_share_is_followed_and_no_other(tmp_path):
+    blob, snapshot = tmp_path / "hub/blobs/ab/abcdef", tmp_path / "hub/models--o--m/snapshots/0a1b"
+    for folder in (blob.parent, snapshot, snapshot.parents[1] / "blobs"):
+        folder.mkdir(parents=True)
+    save_file(TENSORS, blob)
+    (snapshot.parents[1] / "blobs/etag").symlink_to("../../blobs/ab/abcdef")
+    (snapshot / SINGLE_FILE).symlink_to("../../blobs/etag")
+    assert set(open_checkpoint(snapshot).tensors) == {"a", "b"}
+    blob.rename(tmp_path / "hub/abcdef")
+    (snapshot.parents[1] / "blobs/etag").unlink()
+    (snapshot.parents[1] / "blobs/etag").symlink_to("../../abcdef")
+    assert "leads out of the folder" in refused(snapshot)
+
+
 def test_a_pipe_in_place_of_weights_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / SINGLE_FILE)
     assert "not a regular file" in refused(tmp_path)
