@@ -2,16 +2,15 @@
 
 The client keeps the cache (HF_HOME) and the token (HF_TOKEN, or `hf auth login`), stays offline if told to
 (HF_HUB_OFFLINE), shows progress, locks out other processes, takes up a broken connection at the byte where it broke,
-and puts a file in its place only when it is whole. Decided here: what is downloaded and in which order, and what to
-tell the user where it fails. Remote code is never downloaded. Knows names of files; nothing of what is in them but
-which shards an index names.
+and puts a file in its place only when it is whole: whole files outlive a process that is killed, parts of one do not.
+Decided here: what is downloaded and in which order, and what to tell the user where it fails. Remote code is never
+downloaded. Knows names of files; nothing of what is in them but which shards an index names.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,10 +49,10 @@ class Silent(tqdm):
 
 def local_folder(name_or_folder: str | Path) -> Path | None:
     """The folder, or None for what can only be a Hub id. Raises HubError for a path where no folder is."""
-    folder = Path(name_or_folder).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    folder = os.path.expanduser(name_or_folder)
+    if os.path.isdir(folder):  # which, unlike Path's, is False for whatever cannot be one
+        return Path(folder)
+    if os.path.exists(folder):
         raise HubError(f"{name_or_folder}: is a file; pass the folder that it lies in")
     name = str(name_or_folder)
     if "://" in name:
@@ -99,9 +98,6 @@ def fetch_weights(name: str, folder: Path, *, token: str | None) -> None:
                 f"see {page(name)}/tree/{commit} and take another revision"
             )
         download(name, missing, commit, token)
-    missing = missing_weights(folder)
-    if missing:  # clients before 1.0 take a part for the whole where the Hub goes out of reach in the meantime
-        raise HubError(f"{name}: {shortened(missing)} could not be downloaded; what is complete is kept: try again")
 
 
 def listing(name: str, revision: str, token: str | None) -> list[str]:
@@ -144,8 +140,7 @@ def patiently(call: Callable[[], T]) -> T:
 
 def passing(error: Exception) -> bool:
     """Whether the same call may well succeed a little later."""
-    broken = (ConnectionResetError, IncompleteRead)
-    return status(error) in BUSY or any(isinstance(cause, broken) for cause in causes(error))
+    return status(error) in BUSY or any(isinstance(cause, ConnectionResetError) for cause in causes(error))
 
 
 @contextmanager
@@ -205,16 +200,15 @@ def not_cached(error: Exception, revision: str | None, missing: str) -> str:
         case cause:
             why = f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}: {first_line(cause)})"
             remedy = "connect"
-    if hasattr(error, "snapshot_path"):  # of the client's error where some of what was asked for is there
-        missing = f"all of it: {first_line(error)}"
+    if isinstance(error, errors.IncompleteSnapshotError):
+        missing = f"all of it: {first_line(error)}"  # where the client names the files
     what = missing or f"revision {revision or constants.DEFAULT_REVISION!r}"
     return f"{why}, and the cache {constants.HF_HUB_CACHE} does not hold {what}; {remedy}, or pass a folder"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The name among those known, and the folders beside where `name` would lie, that was most likely meant."""
-    parent = Path(name).expanduser().parent
-    beside = [str(path) for path in parent.glob("*") if path.is_dir()]
+    beside = [str(path) for path in Path(os.path.expanduser(name)).parent.glob("*") if os.path.isdir(path)]
     meant = nearest(name, [*beside, *known])
     return f"; did you mean {meant!r}?" if meant and meant != name else ""
 
@@ -233,12 +227,13 @@ def origin(token: str | None) -> str:
 def status(error: BaseException) -> int | None:
     """The HTTP status that an error of the client, or what caused it, came with."""
     refusal = refused(error)
-    return refusal.response.status_code if refusal and refusal.response is not None else None
+    return refusal.response.status_code if refusal else None
 
 
 def refused(error: BaseException) -> errors.HfHubHTTPError | None:
     """The Hub's own refusal among the causes of an error."""
-    return next((cause for cause in causes(error) if isinstance(cause, errors.HfHubHTTPError)), None)
+    of_the_hub = (cause for cause in causes(error) if isinstance(cause, errors.HfHubHTTPError))
+    return next((cause for cause in of_the_hub if cause.response is not None), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

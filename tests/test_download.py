@@ -179,7 +179,7 @@ def test_progress_is_shown_for_weights_that_come_and_only_for_them(repository, m
 def test_the_command_line_resolves_once(repository, capsys):
     assert main(["generate", NAME, "--prompt", "w5", "--max-new-tokens", "1", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("w5")
-    assert len(repository.asked("GET", "/revision/")) == 1
+    assert len(repository.asked("GET", "/revision/main")) == 1
 
 
 # Refused before weights are downloaded
@@ -285,7 +285,9 @@ def test_an_unknown_name_gets_the_nearest_and_is_not_replaced(server, capsys, na
     assert all("meta-llama/Meta" not in request.path and "Qwen/Q" not in request.path for request in server.requests)
 
 
-@pytest.mark.parametrize("name", ["./no/folder", "a/b/c", "/no/such/folder", "~/no/such", "../x", Path("no/folder")])
+@pytest.mark.parametrize(
+    "name", ["./no/folder", "a/b/c", "/no/such/folder", "~/no/such", "~nobody/x", Path("no/folder")]
+)
 def test_what_looks_like_a_path_is_not_sent_to_the_hub(server, name):
     assert refusal(hub.resolve, name) == f"{name}: is neither a folder nor a Hub name such as 'owner/model'"
     assert not server.requests
@@ -305,6 +307,7 @@ def test_a_folder_typed_wrong_gets_the_nearest_beside_it(server, tmp_path, monke
         ("owner/mod el", "is neither a folder nor a Hub name such as 'owner/model'"),
         ("https://huggingface.co/owner/model", "is a URL; pass the Hub's name for it, such as 'owner/model'"),
         ("llama", "is an architecture, which has no weights to load"),
+        ("model" * 60, "is neither a folder nor a Hub name such as 'owner/model'"),
         (__file__, "is a file; pass the folder that it lies in"),
     ],
 )
