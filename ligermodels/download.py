@@ -48,7 +48,10 @@ class Silent(tqdm):
 
 
 def local_folder(name_or_folder: str | Path) -> Path | None:
-    """The folder, or None for what can only be a Hub id. Raises HubError for a path where no folder is."""
+    """The folder, or None for what may be a Hub id, which a Path is not. Raises HubError for what can be neither.
+
+    What is spelled as a path, such as ./model, the client refuses before it asks the Hub.
+    """
     folder = os.path.expanduser(name_or_folder)
     if os.path.isdir(folder):  # which, unlike Path's, is False for whatever cannot be one
         return Path(folder)
@@ -57,7 +60,7 @@ def local_folder(name_or_folder: str | Path) -> Path | None:
     name = str(name_or_folder)
     if "://" in name:
         raise HubError(f"{name}: is a URL; pass the Hub's name for it, such as 'owner/model'")
-    if isinstance(name_or_folder, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if isinstance(name_or_folder, Path):
         raise HubError(f"{name}: is neither a folder nor a Hub name such as 'owner/model'{did_you_mean(name, ())}")
     return None
 
