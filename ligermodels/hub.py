@@ -16,7 +16,7 @@ from ligermodels.errors import CheckpointError, HubError
 from ligermodels.known_models import KNOWN_MODELS
 from ligermodels.layers.config import Config
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.tokenizer import Tokenizer
+from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_BYTES, export_weights
 from ligermodels.weights.files import open_checkpoint
@@ -52,9 +52,17 @@ def load(
 
 
 def load_tokenizer(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Tokenizer:
-    """The tokenizer of a Hub repository or a folder. Raises HubError, or CheckpointError where there is none."""
+    """The tokenizer of a Hub repository or a folder.
+
+    Raises HubError, or CheckpointError where there is none, or one with more ids than the folder's model has.
+    """
     folder = local_folder(name_or_folder) or small_files(str(name_or_folder), revision, token)
-    return Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
+    for part in (config, config.get("text_config")):  # whatever else is wrong with it is the model's concern
+        if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
+            check_vocabulary(tokenizer, part["vocab_size"], folder / CONFIG_FILE)
+    return tokenizer
 
 
 def create(

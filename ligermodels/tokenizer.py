@@ -1,37 +1,233 @@
-"""Text to token ids and back, over the `tokenizers` library and a checkpoint's tokenizer.json."""
+"""Text to token ids and back, chats too, over the `tokenizers` library and the files of a checkpoint folder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import tokenizers
+import torch
+from torch import Tensor
 
-from ligermodels.errors import CheckpointError
+from ligermodels.chat_template import DEFAULT, Rendered, choose, render
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.tokenizer_files import CONFIG, TokenizerFiles, read_tokenizer
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
+
+
+def token_named(name: str) -> property:
+    """The special token's text, None where there is none. It may be set, to a token of the vocabulary."""
+
+    def get(self: "Tokenizer") -> str | None:
+        return self.named.get(name)
+
+    def put(self: "Tokenizer", token: str) -> None:
+        if self.tokenizer.token_to_id(token) is None:
+            raise InputError(f"{name}: {token!r} is not in the vocabulary of {self.file}")
+        self.named[name] = token
+
+    return property(get, put)
+
+
+def id_of(name: str) -> property:
+    """The special token's id, None where there is none."""
+
+    def get(self: "Tokenizer") -> int | None:
+        return self.tokenizer.token_to_id(self.named[name]) if name in self.named else None
+
+    return property(get)
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder."""
+    """The tokenizer of a checkpoint folder.
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    tokenizer: that of the library. file: where its vocabulary is. named: special tokens by their names in
+    tokenizer_config.json, which chat templates see. special_ids: what decoding skips. padding_side: "left" or "right".
+    model_max_length: None where there is no limit.
+    """
+
+    bos_token, bos_token_id = token_named("bos_token"), id_of("bos_token")
+    eos_token, eos_token_id = token_named("eos_token"), id_of("eos_token")
+    pad_token, pad_token_id = token_named("pad_token"), id_of("pad_token")
+    unk_token, unk_token_id = token_named("unk_token"), id_of("unk_token")
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self.tokenizer, self.file, self.named = files.tokenizer, files.file, dict(files.named)
+        self.padding_side, self.model_max_length = files.padding_side, files.model_max_length
+        self.templates = files.templates
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Raises CheckpointError where the folder has no tokenizer.json or a broken one."""
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(f"{path}: not found; copy the tokenizer's files into the folder")
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a tokenizer that `tokenizers` can read: {error}") from error
+        """Raises CheckpointError, naming file and field, where the folder has no tokenizer or a broken one."""
+        return cls(read_tokenizer(Path(folder)))
 
     @property
     def vocab_size(self) -> int:
         """How many ids there are, added tokens included."""
         return self.tokenizer.get_vocab_size()
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template that chats are rendered with unless another is named."""
+        return self.templates[DEFAULT].source if DEFAULT in self.templates else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """add_special_tokens: what the tokenizer puts before and after a text, such as bos."""
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise not_encodable([text]) from None
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Each text as `encode` gives it, on all cores."""
+        texts = list(texts)
+        try:
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise not_encodable(texts) from None
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_stream(self, *, skip_special_tokens: bool = True) -> "DecodeStream":
+        return DecodeStream(self, self.special_ids if skip_special_tokens else frozenset())
+
+    def pad(
+        self,
+        batch: Sequence[Sequence[int]],
+        *,
+        side: str | None = None,
+        length: int | None = None,
+        multiple_of: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """input_ids [B, T] int64 and attention_mask [B, T] int64, 1 at tokens and 0 at padding.
+
+        side: "left" or "right", by default the tokenizer's. T: the longest row, or `length`, rounded up to a multiple
+        of `multiple_of`. Raises InputError without a pad_token, and for a row longer than `length`.
+        """
+        side = side or self.padding_side
+        if side not in ("left", "right"):
+            raise InputError(f"side: is {side!r}; must be 'left' or 'right'")
+        if self.pad_token_id is None:
+            fix = "set tokenizer.pad_token, for example to tokenizer.eos_token"
+            raise InputError(f"{self.file.with_name(CONFIG)}: field pad_token is missing, which padding needs; {fix}")
+        longest = max(map(len, batch), default=0)
+        width = longest if length is None else length
+        if longest > width:
+            raise InputError(f"length: is {width}, but a row has {longest} tokens; shorten it, nothing is cut off here")
+        width = -(-width // multiple_of) * multiple_of if multiple_of else width
+        input_ids = torch.full((len(batch), width), self.pad_token_id, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, ids in enumerate(batch):
+            place = slice(width - len(ids), width) if side == "left" else slice(len(ids))
+            input_ids[row, place] = torch.tensor(ids, dtype=torch.int64)
+            attention_mask[row, place] = 1
+        return input_ids, attention_mask
+
+    def render_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """A conversation as text; `options` and errors are those of `apply_chat_template`."""
+        return self.rendered(messages, **options).text
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """A conversation as token ids, by the folder's chat template.
+
+        messages: objects with role and content, as {"role": "user", "content": "…"}. Options, all by keyword:
+        tools: JSON schemas of functions. documents: objects of title and text. add_generation_prompt: end with what
+        begins an answer. continue_final_message: end where the last message's text does, to be continued.
+        chat_template: the name of one of the folder's, or one itself. Any other is a variable of the template.
+        Raises InputError: a template that is missing, broken, refuses these messages, or exceeds its limits.
+        """
+        return self.encode(self.render_chat_template(messages, **options), add_special_tokens=False)
+
+    def apply_chat_template_with_mask(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids, and whether each holds text of a {% generation %} block, which is what the assistant said."""
+        rendered = self.rendered(messages, **options)
+        encoding = self.tokenizer.encode(rendered.text, add_special_tokens=False)
+        said = [any(begin < stop and end > start for start, stop in rendered.spans) for begin, end in encoding.offsets]
+        return encoding.ids, said
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> Rendered:
+        template = choose(self.templates, chat_template, tools is not None, self.file.parent)
+        return render(template, messages, **(self.named | {"tools": tools, "documents": documents} | options))
+
+
+class DecodeStream:
+    """Decodes token by token: the texts of all steps and of `flush`, joined, are what `decode` makes of all the ids.
+
+    Text is given out once nothing that follows can change it. The first bytes of a character wait for the others, and
+    bytes that stand as tokens of their own, as <0xE4>, for the end of their row, which is text only if all of it is.
+    That is also where the library's own DecodeStream raises an error.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self.tokenizer, self.skipped = tokenizer, skipped
+        self.ids: list[int] = []  # since the last text but one: where a text begins, decoders treat spaces otherwise
+        self.known = 0  # how many of them have been given out
+        self.prefix = ""  # the text of those
+
+    def step(self, token: int) -> str | None:
+        """The text that has become final, None where there is none."""
+        piece = self.tokenizer.tokenizer.id_to_token(token)
+        if token in self.skipped or piece is None:
+            return None
+        self.ids.append(token)
+        is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+        return None if is_byte else self.advance(final=False) or None
+
+    def flush(self) -> str:
+        """What is left at the end, with characters that lack bytes as U+FFFD."""
+        return self.advance(final=True)
+
+    def advance(self, final: bool) -> str:
+        text = self.decode(self.ids)
+        if len(text) <= len(self.prefix) or (text.endswith(UNFINISHED) and not final):
+            return ""
+        new = text[len(self.prefix) :]
+        self.ids = self.ids[self.known :]
+        self.known = len(self.ids)
+        self.prefix = self.decode(self.ids)
+        return new
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def not_encodable(texts: Sequence[Any]) -> InputError:
+    """Says which text is none: JSON may hold halves of surrogate pairs, such as \\ud83d, alone."""
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            return InputError(f"texts[{index}]: is {type(text).__name__}; must be a string")
+        half = next((place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+        if half is not None:
+            return InputError(f"texts[{index}]: character {half} is half of a surrogate pair, which is no text")
+    return InputError("texts: must be strings")
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, config: Path | str) -> None:
+    """Raises CheckpointError unless the embedding of `vocab_size` rows has one for every id.
+
+    Of the added tokens only bos, eos, pad and unk are looked at: no text but its own becomes another, and Gemma 3 1B
+    has one beyond its embedding. config: the file that gives vocab_size.
+    """
+    known = tokenizer.tokenizer.get_vocab(with_added_tokens=False)
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        if getattr(tokenizer, name) is not None:
+            known[getattr(tokenizer, name)] = getattr(tokenizer, f"{name}_id")
+    token = max(known, key=known.__getitem__, default=None)
+    if token is not None and known[token] >= vocab_size:
+        raise CheckpointError(
+            f"{tokenizer.file}: token {token!r} has the id {known[token]}, but {config} has a vocab_size of "
+            f"{vocab_size}; take both from one model"
+        )

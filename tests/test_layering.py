@@ -13,7 +13,11 @@ MAY_IMPORT = {
     "weights": {"errors"},
     "layers": {"errors", "kernels", "weights"},
     "architectures": {"layers", "weights"},
-    "tokenizer": {"errors"},
+    "template_worker": set(),  # a process of its own
+    "template_process": {"errors"},
+    "chat_template": {"errors", "weights", "template_process"},
+    "tokenizer_files": {"errors", "weights", "chat_template"},
+    "tokenizer": {"errors", "chat_template", "tokenizer_files"},
     "known_models": set(),
     "download": {"errors", "weights", "known_models"},
     "hub": {"errors", "architectures", "layers", "weights", "tokenizer", "known_models", "download"},

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def safe_file(folder: Path, name: str) -> Path:
     target = file.resolve()
     repository = home.parent.parent
     blobs = (target.parent == repository / "blobs", target.parent.parent == repository.parent / "blobs")
-    if target.parent != home and not (home.parent.name == "snapshots" and any(blobs)):
+    if not target.is_relative_to(home) and not (home.parent.name == "snapshots" and any(blobs)):
         raise CheckpointError(f"{file}: is a link that leads out of the folder, to {target}; put the file in its place")
     return file
 
@@ -198,12 +198,15 @@ def read_json(file: Path) -> dict[str, Any]:
     return parse_json(file.read_bytes(), file)
 
 
-def parse_json(data: bytes, file: Path) -> dict[str, Any]:
-    """A JSON object whose numbers are finite and fit 64 bits. Raises CheckpointError naming the file and the field."""
+def parse_json(data: bytes, file: Path, *, may_be_huge: Container[str] = ()) -> dict[str, Any]:
+    """A JSON object whose numbers are finite and fit 64 bits, but for the fields named, which may be infinite.
+
+    Raises CheckpointError naming the file and the field.
+    """
     try:
         # A number too long for 64 bits becomes infinite, to be found with its name below.
         value = json.loads(data.decode(), parse_int=lambda digits: int(digits) if len(digits) <= 20 else math.inf)
-        wild = [field for field, number in numbers(value) if not fits_64_bits(number)]
+        wild = [field for field, number in numbers(value) if not fits_64_bits(number) and field not in may_be_huge]
     except RecursionError:
         raise CheckpointError(f"{file}: field {deepest_field(data.decode())} is nested too deeply; {AGAIN}") from None
     except ValueError as error:

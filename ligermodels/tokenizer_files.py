@@ -1,0 +1,236 @@
+"""The files of a checkpoint folder that make a tokenizer, read and checked.
+
+    tokenizer.json              all of encoding and decoding; without it vocab.json and merges.txt of two known kinds
+    tokenizer_config.json       which tokens are bos, eos, pad, unk; more added tokens; the side of padding
+    special_tokens_map.json     the same tokens as older versions wrote them, added_tokens.json the added ones: read
+                                only where tokenizer_config.json has no added_tokens_decoder
+
+As in transformers 5, what an encoding begins and ends with is tokenizer.json's to say: add_bos_token and add_eos_token
+count only without it. Truncation and padding that tokenizer.json asks for are not applied. Knows no model.
+"""
+
+import types
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from ligermodels.chat_template import ChatTemplate, read_templates
+from ligermodels.errors import CheckpointError
+from ligermodels.weights.files import parse_json, safe_file
+
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+SPECIAL_TOKENS_MAP, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+MAX_FILE_BYTES = 500_000_000  # ten times the largest there is
+NO_LIMIT = 10**9  # a longer model_max_length stands for none
+CONVERT = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes tokenizer.json"
+# In this order those that tokenizer.json lacks are given ids.
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """file: where the vocabulary is. named: special tokens by the names that tokenizer_config.json gives them."""
+
+    file: Path
+    tokenizer: tokenizers.Tokenizer
+    named: dict[str, str]
+    padding_side: str
+    model_max_length: int | None
+    templates: dict[str, ChatTemplate]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON file's object, empty where there is no file. A field that is null is absent."""
+
+    file: Path
+    values: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> "Fields":
+        if not (folder / name).exists():
+            return cls(folder / name, {})
+        values = parse_json(read_bytes(folder, name), folder / name, may_be_huge=("model_max_length",))
+        return cls(folder / name, {field: value for field, value in values.items() if value is not None})
+
+    def get(self, field: str, kind: type | types.UnionType, default: Any) -> Any:
+        value = self.values.get(field, default)
+        if value is not default and not isinstance(value, kind):
+            raise self.error(field, value, f"must be {getattr(kind, '__name__', kind)}")
+        return value
+
+    def error(self, field: str, value: Any, rule: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: field {field} is {value!r:.80}; {rule}")
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """Raises CheckpointError naming the file and the field."""
+    config = Fields.read(folder, CONFIG)
+    has_json = (folder / TOKENIZER).exists()
+    tokenizer = from_json(folder) if has_json else from_vocabulary(folder, config)
+    padding = tokenizer.padding or {}
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = config.get("split_special_tokens", bool, False)
+    refuse_clean_up(tokenizer, config)
+    named = add_tokens(folder, tokenizer, config, padding.get("pad_token"))
+    if not has_json:
+        begin_and_end(tokenizer, config, named)
+    side = config.get("padding_side", str, padding.get("direction", "right"))
+    if side not in ("left", "right"):
+        raise config.error("padding_side", side, "must be 'left' or 'right'")
+    longest = config.get("model_max_length", int | float, NO_LIMIT)
+    return TokenizerFiles(
+        folder / (TOKENIZER if has_json else VOCABULARY),
+        tokenizer,
+        named,
+        side,
+        int(longest) if longest < NO_LIMIT else None,
+        read_templates(folder, config.file, config.values.get("chat_template")),
+    )
+
+
+def read_bytes(folder: Path, name: str) -> bytes:
+    file = safe_file(folder, name)
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise CheckpointError(
+            f"{file}: {file.stat().st_size} bytes, more than {MAX_FILE_BYTES}; not a tokenizer's file"
+        )
+    return file.read_bytes()
+
+
+def from_json(folder: Path) -> tokenizers.Tokenizer:
+    data = read_bytes(folder, TOKENIZER)
+    return built(folder / TOKENIZER, lambda: tokenizers.Tokenizer.from_buffer(data))
+
+
+def from_vocabulary(folder: Path, config: Fields) -> tokenizers.Tokenizer:
+    """Byte-level BPE from vocab.json and merges.txt, over the words of GPT-2 or of Qwen 2."""
+    if not ((folder / VOCABULARY).exists() and (folder / MERGES).exists()):
+        others = [name for name in ("tokenizer.model", "tekken.json", VOCABULARY, MERGES) if (folder / name).exists()]
+        found = f", and {others[0]} alone is not read: {CONVERT}" if others else "; copy the tokenizer's files there"
+        raise CheckpointError(f"{folder / TOKENIZER}: is missing{found}")
+    kind = config.get("tokenizer_class", str, "")
+    if kind.removesuffix("Fast") not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+        rule = f"without {TOKENIZER} only GPT2Tokenizer and Qwen2Tokenizer are read from {VOCABULARY}: {CONVERT}"
+        raise config.error("tokenizer_class", kind, rule)
+    files = [str(safe_file(folder, name)) for name in (VOCABULARY, MERGES)]
+    tokenizer = tokenizers.Tokenizer(built(folder / VOCABULARY, lambda: BPE.from_file(*files)))
+    prefix = config.get("add_prefix_space", bool, False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    if kind.startswith("Qwen2"):
+        words = pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), behavior="isolated")
+        letters = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def built(file: Path, build: Callable[[], Any]) -> Any:
+    """What `tokenizers` builds of a file. It raises bare Exception, and where it panics something that is none."""
+    try:
+        return build()
+    except BaseException as error:
+        if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+            raise
+        reason = next(iter(str(error).splitlines()), "")
+        raise CheckpointError(f"{file}: not a tokenizer that `tokenizers` can read: {reason}") from error
+
+
+def refuse_clean_up(tokenizer: tokenizers.Tokenizer, config: Fields) -> None:
+    """Cleaning up takes spaces from before punctuation. It is void for BPE, whose spaces were there in the text."""
+    if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):
+        raise config.error(
+            "clean_up_tokenization_spaces", True, "is supported for BPE only, where it is void; set false"
+        )
+
+
+def add_tokens(
+    folder: Path, tokenizer: tokenizers.Tokenizer, config: Fields, padding_token: str | None
+) -> dict[str, str]:
+    """Adds what tokenizer.json lacks of the tokens that the other files list; returns those that have a name."""
+    if "added_tokens_decoder" in config.values:
+        source = config
+        named, others = named_tokens(config)
+        listed = dict(listed_tokens(config))
+    else:
+        source = Fields.read(folder, ADDED_TOKENS)
+        named, others = named_tokens(config, Fields.read(folder, SPECIAL_TOKENS_MAP))
+        listed = dict(added_tokens(source, tokenizer, {token.content for token in (*named.values(), *others)}))
+    tokenizer.add_tokens([listed[index] for index in sorted(listed)])
+    for index, token in listed.items():
+        given = tokenizer.token_to_id(token.content)
+        if given != index:
+            raise source.error(token.content, index, f"{TOKENIZER} makes it {given}; take both from one revision")
+    if padding_token:
+        named.setdefault("pad_token", AddedToken(padding_token, special=True))
+    in_order = sorted(named, key=lambda name: NAMES.index(name) if name in NAMES else len(NAMES))
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    new = [token for token in (*(named[name] for name in in_order), *others) if token.content not in known]
+    tokenizer.add_tokens(new)
+    return {name: token.content for name, token in named.items()}
+
+
+def named_tokens(*files: Fields) -> tuple[dict[str, AddedToken], list[AddedToken]]:
+    """Special tokens by name, and those without a name. A later file has the last word."""
+    named: dict[str, AddedToken] = {}
+    others: list[AddedToken] = []
+    for file in files:
+        for field, value in file.values.items():
+            if field in NAMES or (field.endswith("_token") and isinstance(value, str | dict)):
+                named[field] = token_of(file, field, value, special=True)
+        field = "extra_special_tokens" if file.values.get("extra_special_tokens") else "additional_special_tokens"
+        extra = file.get(field, list | dict, [])
+        if isinstance(extra, dict):
+            named |= {name: token_of(file, f"{field}.{name}", token, special=True) for name, token in extra.items()}
+        else:
+            others += [token_of(file, f"{field}[{i}]", token, special=True) for i, token in enumerate(extra)]
+    return named, others
+
+
+def listed_tokens(config: Fields) -> Iterator[tuple[int, AddedToken]]:
+    for index, token in config.get("added_tokens_decoder", dict, {}).items():
+        field = f"added_tokens_decoder.{index}"
+        if not index.isdecimal():
+            raise config.error(field, token, "the name of the field must be the token's id")
+        yield int(index), token_of(config, field, token)
+
+
+def added_tokens(
+    file: Fields, tokenizer: tokenizers.Tokenizer, special: Container[str]
+) -> Iterator[tuple[int, AddedToken]]:
+    """Those of added_tokens.json that tokenizer.json does not add itself."""
+    known = tokenizer.get_added_tokens_decoder()
+    for content in file.values:
+        index = file.get(content, int, None)
+        if index not in known:
+            yield index, AddedToken(content, normalized=content not in special, special=content in special)
+
+
+def token_of(file: Fields, field: str, value: Any, **defaults: bool) -> AddedToken:
+    """A token given as text, or as an object of its content and flags."""
+    token = {"content": value} if isinstance(value, str) else value
+    if isinstance(token, dict) and isinstance(token.get("content"), str) and token["content"]:
+        flags = {flag: token[flag] for flag in FLAGS if flag in token}
+        if all(isinstance(flag, bool) for flag in flags.values()):
+            return AddedToken(token["content"], **(flags | defaults))
+    raise file.error(field, value, "must be a token's text, or an object of its content and flags")
+
+
+def begin_and_end(tokenizer: tokenizers.Tokenizer, config: Fields, named: dict[str, str]) -> None:
+    """add_bos_token and add_eos_token, where there is such a token."""
+    begin = [named["bos_token"]] if config.get("add_bos_token", bool, False) and "bos_token" in named else []
+    end = [named["eos_token"]] if config.get("add_eos_token", bool, False) and "eos_token" in named else []
+    ids = [(token, tokenizer.token_to_id(token)) for token in {*begin, *end}]
+    tokenizer.post_processor = processors.TemplateProcessing(single=[*begin, "$A", *end], special_tokens=ids)
