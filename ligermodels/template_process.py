@@ -19,7 +19,7 @@ from ligermodels.errors import InputError
 SECONDS = 5.0
 CHARACTERS = 10_000_000
 MEMORY_BYTES = 2**29
-MAX_REPLY_BYTES = 12 * CHARACTERS + 2**20  # a character beyond 16 bits is two escapes of six bytes
+MAX_REPLY_BYTES = 6 * CHARACTERS + 2**20  # a control character's escape has six
 
 
 class TemplateProcess:
@@ -36,7 +36,7 @@ class TemplateProcess:
         """
         request = {"template": template, "variables": variables, "seconds": SECONDS, "characters": CHARACTERS}
         try:
-            line = json.dumps(request).encode() + b"\n"
+            line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"what a chat template is given must be plain JSON values: {error}") from None
         with self.lock:
@@ -46,7 +46,7 @@ class TemplateProcess:
                 self.stop()  # it owes a reply, which the next request would get
                 raise
             if reply.endswith(b"\n"):
-                return json.loads(reply)
+                return json.loads(reply.decode("utf-8", "surrogatepass"))
             status = self.stop()
         reason = f"takes more than {SECONDS:g} seconds" if status == -signal.SIGPROF else f"ends with status {status}"
         return {"error": f"the process that renders it {reason}", "line": None}
@@ -63,6 +63,8 @@ class TemplateProcess:
         return process.stdout.readline(MAX_REPLY_BYTES)
 
     def running(self) -> subprocess.Popen[bytes]:
+        if self.process is not None and self.process.poll() is not None:  # ended by another's hand since the last reply
+            self.stop()
         if self.process is None:
             worker = Path(__file__).with_name("template_worker.py")
             # -P: the script's folder holds modules of common names, none of which the worker means by `import`.

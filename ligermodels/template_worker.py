@@ -118,20 +118,27 @@ compiled = functools.lru_cache(maxsize=16)(new_environment().from_string)
 FIRST_USES = '{{ "x" | pprint | wordwrap }}{{ strftime_now("%c") }}'
 
 
-def render(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
-    output = Generation.output = Output()
+def answer(request: bytes) -> dict[str, Any]:
+    """The reply to a request, from whose beginning the seconds count."""
     try:
-        for piece in compiled(template).generate(variables):
-            output.add(piece, characters)
-        return {"text": "".join(output.pieces), "spans": output.spans}
-    except MemoryError:
-        return {"error": "needs more memory than it may use", "line": None}
+        fields = json.loads(request)
+        signal.setitimer(signal.ITIMER_PROF, fields["seconds"])  # nobody handles SIGPROF: it ends the process
+        return render(fields["template"], fields["variables"], fields["characters"])
+    except MemoryError as error:
+        return {"error": "needs more memory than it may use", "line": line_of(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"is not a Jinja template: {error.message}", "line": error.lineno}
     except (jinja2.TemplateError, TooLong) as error:
         return {"error": str(error), "line": line_of(error)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "line": line_of(error)}
+
+
+def render(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
+    output = Generation.output = Output()
+    for piece in compiled(template).generate(variables):
+        output.add(piece, characters)
+    return {"text": "".join(output.pieces), "spans": output.spans}
 
 
 def line_of(error: BaseException) -> int | None:
@@ -154,13 +161,11 @@ def confine(memory: int) -> None:
 
 
 def serve() -> None:
-    for line in iter(sys.stdin.buffer.readline, b""):
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, request.pop("seconds"))  # nobody handles SIGPROF: it ends the process
-        reply = json.dumps(render(**request))
+    for request in iter(sys.stdin.buffer.readline, b""):
+        reply = json.dumps(answer(request), ensure_ascii=False)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(reply + "\n")
-        sys.stdout.flush()
+        sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -102,10 +102,9 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
 def read_bytes(folder: Path, name: str) -> bytes:
     file = safe_file(folder, name)
-    if file.stat().st_size > MAX_FILE_BYTES:
-        raise CheckpointError(
-            f"{file}: {file.stat().st_size} bytes, more than {MAX_FILE_BYTES}; not a tokenizer's file"
-        )
+    size = file.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise CheckpointError(f"{file}: has {size} bytes, more than {MAX_FILE_BYTES}; it is no file of a tokenizer")
     return file.read_bytes()
 
 
@@ -151,9 +150,7 @@ def built(file: Path, build: Callable[[], Any]) -> Any:
 def refuse_clean_up(tokenizer: tokenizers.Tokenizer, config: Fields) -> None:
     """Cleaning up takes spaces from before punctuation. It is void for BPE, whose spaces were there in the text."""
     if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):
-        raise config.error(
-            "clean_up_tokenization_spaces", True, "is supported for BPE only, where it is void; set false"
-        )
+        raise config.error("clean_up_tokenization_spaces", True, "must be false, for it alters what is decoded")
 
 
 def add_tokens(
@@ -183,7 +180,7 @@ def add_tokens(
 
 
 def named_tokens(*files: Fields) -> tuple[dict[str, AddedToken], list[AddedToken]]:
-    """Special tokens by name, and those without a name. A later file has the last word."""
+    """Special tokens by name, where a later file has the last word, and those without one, where the first has it."""
     named: dict[str, AddedToken] = {}
     others: list[AddedToken] = []
     for file in files:
@@ -194,8 +191,8 @@ def named_tokens(*files: Fields) -> tuple[dict[str, AddedToken], list[AddedToken
         extra = file.get(field, list | dict, [])
         if isinstance(extra, dict):
             named |= {name: token_of(file, f"{field}.{name}", token, special=True) for name, token in extra.items()}
-        else:
-            others += [token_of(file, f"{field}[{i}]", token, special=True) for i, token in enumerate(extra)]
+        elif not others:
+            others = [token_of(file, f"{field}[{i}]", token, special=True) for i, token in enumerate(extra)]
     return named, others
 
 

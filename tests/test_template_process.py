@@ -1,0 +1,150 @@
+"""Templates that would harm are held to their limits, and nobody gets another's reply."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from ligermodels import template_process
+from ligermodels.errors import InputError
+from ligermodels.template_process import PROCESS
+
+MEMORY = 2**27
+DOUBLED = "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+NESTED = "{% set ns = namespace(a=[1], b=[1]) %}" + DOUBLED
+GROWING = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+TIME, SPACE, LENGTH = "takes more than 0.2 seconds", "needs more memory than it may use", "makes more than 100000 char"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limits():
+    """Smaller ones, for a process started with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template_process, "SECONDS", 0.2)
+        patch.setattr(template_process, "CHARACTERS", 100_000)
+        patch.setattr(template_process, "MEMORY_BYTES", MEMORY)
+        PROCESS.stop()
+        yield
+        PROCESS.stop()
+
+
+def text_of(template, **variables):
+    return PROCESS.ask(template, variables)["text"]
+
+
+HARMFUL = {
+    "a loop in a loop": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TIME),
+    "a power": ("{{ 7 ** (10 ** 8) }}", TIME),
+    "nested lists compared": (NESTED + "{{ ns.a == ns.b }}", TIME),
+    "a long range": ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+    "a product": ("{{ 'x' * 10 ** 10 }}", SPACE),
+    "a long list": ("{{ ([1] * 10 ** 9) | length }}", SPACE),
+    "a percent format": ("{{ '%1000000000d' % 1 }}", SPACE),
+    "a format": ("{{ '{:1000000000}'.format(1) }}", SPACE),
+    "a filter": ("{{ 'x' | center(10 ** 10) }}", SPACE),
+    "an indentation": ("{{ 'a\nb' | indent(10 ** 10) }}", SPACE),
+    "a method": ("{{ 'x'.ljust(10 ** 10) }}", SPACE),
+    "a replacement": ("{{ ('a' * 10 ** 5).replace('a', 'b' * 10 ** 5) }}", SPACE),
+    "a join": ("{{ ([x] * 1000) | join }}", SPACE),
+    "doubling": (
+        "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        SPACE,
+    ),
+    "a nested list as text": (NESTED + "{{ ns.a }}", ""),
+    "a nested list as JSON": (NESTED + "{{ ns.a | tojson }}", ""),
+    "many pieces": ("{% for i in range(99999) %}{{ 'xx' }}{% endfor %}", LENGTH),
+    "one piece": ("{{ 'x' * 100001 }}", LENGTH),
+    "a macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    "brackets": ("{{" + "[" * 10_000 + "]" * 10_000 + "}}", "recursion"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMFUL)
+def test_a_harmful_template_is_stopped(harm):
+    template, reason = HARMFUL[harm]
+    start = time.monotonic()
+    assert reason in PROCESS.ask(template, {"x": "a" * 10**6})["error"]
+    assert time.monotonic() - start < 20  # of a machine that may be busy: the limit is processor time
+    if PROCESS.process is not None:
+        with open(f"/proc/{PROCESS.process.pid}/status") as status:
+            peak = next(int(line.split()[1]) for line in status if line.startswith("VmPeak"))
+        assert peak * 1024 <= MEMORY
+    assert text_of("{{ x }}", x="user") == "user"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "'__class__' of 'str' object is unsafe"),
+        ("{{ (messages | attr('__class__')).__mro__ }}", "'__class__' of 'list' object is unsafe"),
+        ("{{ '{0.__class__.__mro__}'.format(1) }}", "'__class__' of 'int' object is unsafe"),
+        ("{{ raise_exception.__globals__.json }}", "'__globals__' of 'function' object is unsafe"),
+        ("{{ dict.__globals__.json }}", "'__globals__' of 'function' object is unsafe"),
+        ("{{ namespace(_x=1) }}", "no attribute '_x'"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "no attribute '_x'"),
+        ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
+        ("{% include '/etc/hosts' %}", "no loader"),
+        ("{{ lipsum() }}", "Too many open files"),  # which it reads its words from
+    ],
+)
+def test_the_sandbox_holds(template, reason):
+    reply = PROCESS.ask(template, {"messages": [{}]})
+    assert reason in reply["error"] and reply["line"] == 1
+
+
+def test_any_character_passes():
+    text = "".join(map(chr, [*range(0x300), 0x2028, 0xD83D, 0xE000, 0xFFFD, 0xFFFF, 0x1F600, 0x10FFFF]))
+    assert text_of("{{ x }}", x=text) == text
+
+
+def test_only_json_is_passed():
+    with pytest.raises(InputError, match="must be plain JSON values: Object of type set is not"):
+        PROCESS.ask("", {"x": {1}})
+    assert text_of("{{ x }}", x=1) == "1"
+
+
+def test_threads_get_their_own_replies():
+    replies = {}
+
+    def ask(number):
+        replies[number] = [text_of("{{ x }}", x=number) for _ in range(20)]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert replies == {number: [str(number)] * 20 for number in range(4)}
+
+
+def test_a_forked_process_starts_its_own():
+    assert text_of("{{ 1 }}") == "1"
+    renderer = PROCESS.process.pid
+    child = os.fork()
+    if child == 0:
+        right = text_of("{{ 2 }}") == "2" and PROCESS.process.pid != renderer
+        PROCESS.stop()
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert text_of("{{ 3 }}") == "3" and PROCESS.process.pid == renderer
+
+
+def test_an_interrupted_request_leaves_no_reply_to_the_next(monkeypatch):
+    def interrupted(request):
+        process = PROCESS.running()
+        process.stdin.write(request)
+        process.stdin.flush()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PROCESS, "exchange", interrupted)
+        PROCESS.ask("{{ 1 }}", {})
+    assert text_of("{{ 2 }}") == "2"
+
+
+def test_a_process_that_was_killed_is_replaced():
+    assert text_of("{{ 1 }}") == "1"
+    PROCESS.process.kill()
+    PROCESS.process.wait()
+    assert text_of("{{ 2 }}") == "2"
