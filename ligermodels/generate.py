@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.kv_cache import KVCache
 
@@ -24,7 +25,8 @@ def generate(
 
     input_ids: [B, T], or a sequence of prompts of any lengths. temperature 0 takes the most likely token; otherwise
     tokens are drawn from the top_k most likely, and of these from the smallest set whose probability reaches top_p.
-    stop_tokens: end a row; by default the end-of-text tokens of the checkpoint. Raises ValueError for an empty prompt.
+    stop_tokens: end a row; by default the end-of-text tokens of the checkpoint. Raises ValueError for an empty prompt,
+    InputError for a token id that the model does not have.
     """
     prompts = [list(map(int, prompt)) for prompt in input_ids]
     stops = model_stop_tokens(model) if stop_tokens is None else set(stop_tokens)
@@ -58,6 +60,12 @@ def stream(
     device, switch = model.lm_head.weight.device, model.config.rope_switch
     if not all(prompts):
         raise ValueError("generate: a prompt is empty; give each at least one token")
+    beyond = [token for prompt in prompts for token in prompt if not 0 <= token < model.config.vocab_size]
+    if beyond:
+        fix = "encode it with the model's own tokenizer"
+        raise InputError(
+            f"generate: token id {beyond[0]} is outside the vocabulary of {model.config.vocab_size}; {fix}"
+        )
     longest = max(len(prompt) for prompt in prompts)
     padded = torch.zeros(len(prompts), longest + max_new_tokens, dtype=torch.int64)
     for row, prompt in enumerate(prompts):

@@ -24,8 +24,8 @@ LLAMA_2 = """
 
 LLAMA_3 = """{% set headed = namespace(any=false) %}
 {% for message in messages %}
-{% set text = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim %}
-{% if not headed.any %}{{ bos_token }}{% set headed.any = true %}{% endif %}
+    {% set text = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim %}
+    {% if not headed.any %}{{ bos_token }}{% set headed.any = true %}{% endif %}
 {{- text ~ '<|eot_id|>' -}}
 {% endfor %}
 {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels.errors import InputError
 from ligermodels.generate import model_stop_tokens, sample
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
@@ -70,3 +71,9 @@ def test_stop_tokens_are_generation_configs_or_else_configs():
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="empty"):
         ligermodels.generate(model(), [[5], []], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("token", [-1, LLAMA["vocab_size"]])
+def test_a_token_that_the_model_does_not_have_is_refused(token):
+    with pytest.raises(InputError, match=f"token id {token} is outside the vocabulary of {LLAMA['vocab_size']}"):
+        ligermodels.generate(model(), [[5], [6, token]], max_new_tokens=1)

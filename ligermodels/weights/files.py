@@ -123,7 +123,7 @@ def read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def safe_file(folder: Path, name: str) -> Path:
-    """The path of a regular file of the folder. Links may lead out of it only to the blobs of the Hub's own cache.
+    """The path of a regular file below the folder. Links may lead out only to the blobs of the Hub's own cache.
 
     They lie in `blobs/` of the repository, or, from huggingface_hub 2 on, in `blobs/ab/` of the whole cache.
     """
