@@ -2,17 +2,21 @@
 
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generate import generate
-from ligermodels.hub import create, export, list_architectures, load, load_tokenizer
+from ligermodels.hub import create, export, export_adapter, list_architectures, load, load_adapter, load_tokenizer
+from ligermodels.layers.lora import add_lora
 
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "InputError",
+    "add_lora",
     "create",
     "export",
+    "export_adapter",
     "generate",
     "list_architectures",
     "load",
+    "load_adapter",
     "load_tokenizer",
 ]

@@ -16,11 +16,13 @@ from ligermodels.errors import CheckpointError, HubError
 from ligermodels.known_models import KNOWN_MODELS
 from ligermodels.layers.config import Config
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.lora import insert, projections, updates
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
+from ligermodels.weights.adapters import fill_updates, fitted, read_adapter, write_adapter
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
-from ligermodels.weights.exporting import MAX_SHARD_BYTES, export_weights
+from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import open_checkpoint
-from ligermodels.weights.loading import FLOATS, load_weights
+from ligermodels.weights.loading import FLOATS, load_weights, refuse_meta
 
 
 def list_architectures() -> list[str]:
@@ -87,9 +89,51 @@ def create(
     return model
 
 
-def export(model: CausalLM, folder: str | Path, *, max_shard_size: int = MAX_SHARD_BYTES) -> None:
-    """Writes a folder that transformers 4 and 5 and vLLM read. Raises CheckpointError where `folder` is in use."""
-    export_weights(model, folder, source=model.source, max_shard_size=max_shard_size)
+def export(
+    model: CausalLM, folder: str | Path, *, dtype: torch.dtype | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
+) -> None:
+    """Writes a folder that transformers 4 and 5 and vLLM read; LoRA is merged on the way, the model stays as it is.
+
+    Of a model sharded by FSDP2 every rank calls, rank 0 writes, and no rank gathers more than a parameter at a time.
+    folder: must be empty or not yet exist; it is complete or is not there. dtype: of the weights as written, float64,
+    float32, float16 or bfloat16; None for the model's. max_shard_size: bytes per file, or as in "5GB" or "2GiB".
+    Raises CheckpointError where `folder` is in use or cannot be written, InputError for what is no dtype or size.
+    """
+    export_weights(model, folder, source=model.source, dtype=dtype, max_shard_size=max_shard_size)
+
+
+def export_adapter(model: CausalLM, folder: str | Path) -> None:
+    """Writes the model's LoRA alone, as PEFT reads it: adapter_config.json and adapter_model.safetensors.
+
+    Calls and errors are as with `export`; InputError where the model has no LoRA.
+    """
+    write_adapter(model, projections(model), folder, None if model.source is None else hub_name(model.source))
+
+
+def load_adapter(
+    model: CausalLM, name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None
+) -> None:
+    """Gives a model the LoRA of a Hub repository or folder in PEFT's format, in place, and freezes everything else.
+
+    model: one that has LoRA already, as it must have where it is sharded, is filled if it has just the adapter's.
+    Raises HubError, or CheckpointError naming what does not fit: features beyond plain and rank-stabilised LoRA,
+    tensors that are missing, unexpected or misshapen, updates of routed experts, embeddings or the head.
+    """
+    refuse_meta(model)
+    adapter = read_adapter(resolve(name_or_folder, revision=revision, token=token))
+    layouts = [projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
+    layout, settings = fitted(adapter, layouts)
+    if not any(updates(model)):
+        insert(model, settings)
+    fill_updates(model, adapter, layout, settings)
+
+
+def hub_name(folder: Path) -> str:
+    """What others know a folder's model by: its name on the Hub, where the folder is of the Hub's cache."""
+    *_, repository, snapshots, _ = ("", "", *folder.absolute().parts)
+    if snapshots == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return str(folder)
 
 
 def build(raw: dict[str, Any], origin: str | Path) -> CausalLM:

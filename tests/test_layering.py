@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "generate": {"errors", "layers"},
     "training": {"errors", "kernels", "layers", "architectures", "weights", "hub", "generate", "tokenizer"},
     "cli": {"errors", "layers", "architectures", "hub", "generate", "tokenizer"},
-    "__init__": {"errors", "hub", "generate"},
+    "__init__": {"errors", "layers", "hub", "generate"},
 }
 
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ligermodels.kernels.attention import document_of
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
@@ -18,11 +17,13 @@ from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
 from ligermodels.layers.config import Config as AnyConfig
 from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.layers.shared_configs import MoEConfig
-from ligermodels.weights.mapping import Rule, packed_projections
+from ligermodels.weights.mapping import Rule, is_update, packed_projections
+from ligermodels.weights.sharding import keep_part
 
 IGNORE_INDEX = -100
 
@@ -186,13 +187,17 @@ class CausalLM(nn.Module, ABC):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Random weights: normal with the config's initializer_range, norms such that they only norm, biases zero.
+        """Random weights: normal with the config's initializer_range, norms such that they only norm, biases zero; LoRA
+        such that it adds nothing yet.
 
-        Every rank draws every parameter whole and keeps its shard, so that the weights do not depend on the sharding.
+        Every rank draws every parameter whole and keeps its shard, so that the weights do not depend on the sharding;
+        nor do those of the base on LoRA.
         """
         device = self.model.embed_tokens.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in self.named_parameters():
+            if is_update(name):
+                continue
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             if name.endswith("bias"):
                 value.zero_()
@@ -200,9 +205,8 @@ class CausalLM(nn.Module, ABC):
                 value.fill_(1.0 - getattr(self.get_submodule(name.rpartition(".")[0]), "offset", 0.0))
             else:
                 value.normal_(0.0, self.config.initializer_range, generator=generator)
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.copy_(value)
+            keep_part(parameter, value)
+        initialize_lora(self, generator)
 
 
 def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,44 +1,71 @@
 """A model into a folder that transformers 4 and 5 and vLLM read: the inverse of loading, over the same plan.
 
-Weights are written one parameter at a time, so that no more than the largest one is ever gathered or copied to the
-host. Everything is written beside the final name, synced, then renamed: a folder is complete or is not there. What is
-not weights is copied from the folder the model was loaded from. Knows parameters, rules and folders; no family.
+No more than one parameter is ever gathered, and no more than a block of it is on the host besides. Low-rank updates
+are merged and dtypes converted block by block, on the way. What is not weights is copied from the folder the model was
+loaded from. Knows parameters, rules and folders; no family.
 """
 
 import itertools
-import json
-import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.config_file import CONFIG_FILE, both_spellings, read_config, with_dtype
-from ligermodels.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE, safe_file
-from ligermodels.weights.loading import HubModel
-from ligermodels.weights.mapping import Piece, plan
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, safe_file
+from ligermodels.weights.loading import FLOATS, HubModel
+from ligermodels.weights.mapping import BASE_LAYER, Piece, plan
+from ligermodels.weights.sharding import whole
+from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
 
-MAX_SHARD_BYTES = 5 * 10**9
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_SHARD_SIZE = "5GB"
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(I?)B", re.IGNORECASE)
+BLOCK_BYTES = 16 * 2**20
 COPIED = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
     "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model*",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
     "LICENSE*",
     "USE_POLICY*",
 )
+
+
+class LowRankLinear(Protocol):
+    """What is asked of a linear with a low-rank update: its `base_layer` has the weight, to which scale * B_i A_i is
+    added in the rows that are the i-th of `columns`."""
+
+    columns: tuple[tuple[int, int], ...]  # start, stop
+    rank: int
+    alpha: float
+    scale: float  # alpha / rank
+    dropout: float
+    lora_A: Tensor  # [P rank, in], one A_i after another
+    lora_B: Tensor  # [Σ (stop - start), rank], likewise
+
+
+class Update(NamedTuple):
+    """The pieces of a low-rank update, whole."""
+
+    pieces: tuple[tuple[slice, Tensor, Tensor], ...]  # rows of the weight, A_i [rank, K], B_i [rows, rank]
+    scale: float
 
 
 @torch.no_grad()
@@ -47,80 +74,112 @@ def export_weights(
     folder: str | Path,
     *,
     source: str | Path | None = None,
-    max_shard_size: int = MAX_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
     """Writes `model` to `folder`, which must be empty or not yet exist: weights, config.json, tokenizer files.
 
     model: where its parameters are DTensors every rank calls; rank 0 writes, and all return when the folder is there.
     source: the folder the model was loaded from, whose other files are copied.
-    max_shard_size: bytes of tensors per file, unless a single one is larger.
-    Raises CheckpointError where `folder` is in use or cannot be written; then nothing is left behind.
+    dtype: of the tensors as written, float64, float32, float16 or bfloat16; None for the parameters' own.
+    max_shard_size: bytes of tensors per file, unless a single one is larger: a number, or as in "5GB" or "2GiB".
+    Raises CheckpointError where `folder` is in use or cannot be written, or a value is too large for `dtype`; then
+    nothing is left behind. InputError where `dtype` or `max_shard_size` is none.
     """
-    folder = Path(folder).absolute()
+    if dtype is not None and dtype not in FLOATS:
+        raise InputError(f"dtype is {dtype}; must be one of {', '.join(map(str, FLOATS))}")
+    limit = size_in_bytes(max_shard_size)
     # Larger dtypes first, so that every tensor is aligned to its own.
     parameters = dict(sorted(model.named_parameters(), key=lambda item: -item[1].itemsize))
     pieces = plan({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())
-    tensors = hub_tensors(parameters, pieces)
-    if distributed.is_initialized() and distributed.get_rank() > 0:
-        for _ in tensors:  # takes part in gathering
-            pass
-    else:
-        with committed(folder) as temporary:
-            write_shards(temporary, parameters, pieces, tensors, max_shard_size)
-            write_config(temporary, model, next(iter(parameters.values())).dtype, source)
-            if source is not None:
-                copy_files(Path(source), temporary)
-    if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
-        distributed.barrier()
+    entries = [Entry(piece.tensor, dtype or parameters[piece.parameter].dtype, piece.shape) for piece in pieces]
+    tensors = hub_tensors(model, parameters, pieces, dtype)
+
+    def write(temporary: Path) -> None:
+        write_shards(temporary, entries, tensors, limit)
+        write_config(temporary, model, entries[0].dtype, source)
+        if source is not None:
+            copy_files(Path(source), temporary)
+
+    write_folder(Path(folder).absolute(), write, tensors, any(isinstance(p, DTensor) for p in parameters.values()))
 
 
-def hub_tensors(parameters: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Iterator[Tensor]:
-    """The tensor of each piece, on its parameter's device; a sharded parameter is gathered once for all its pieces."""
+def size_in_bytes(size: int | str) -> int:
+    """A number of bytes, also from "500MB" (10⁶ each) or "2GiB" (2³⁰ each). Raises InputError."""
+    found = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found:
+        number, unit, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit.upper()) + 1))
+    if isinstance(size, str) or size <= 0:
+        raise InputError(f"max_shard_size is {size!r}; must be a number of bytes above zero, such as 5GB or 2GiB")
+    return size
+
+
+def hub_tensors(
+    model: HubModel, parameters: Mapping[str, Tensor], pieces: Sequence[Piece], dtype: torch.dtype | None
+) -> Iterator[Blocks]:
+    """The tensor of each piece, as it is written; a sharded parameter is gathered once for all its pieces."""
     for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
-        parameter = parameters[name]
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        for piece in group:
-            yield whole[piece.index].reshape(piece.shape)
+        yield from tensors_of(whole(parameters[name]), update_of(model, name), group, dtype)
 
 
-@contextmanager
-def committed(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `folder` if all went well and is removed otherwise."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise CheckpointError(f"{folder}: exists and is not an empty folder; export to another, or remove it")
-    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for file in temporary.iterdir():
-            file.chmod(0o644)
-            sync(file)
-        sync(temporary)
-        temporary.rename(folder)
-        sync(folder.parent)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: not written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def tensors_of(
+    parameter: Tensor, update: Update | None, pieces: Iterator[Piece], dtype: torch.dtype | None
+) -> Iterator[Blocks]:
+    """Of a whole parameter; a function of its own so that none is held while the next is gathered."""
+    for piece in pieces:
+        yield blocks_of(piece, parameter, update, dtype or parameter.dtype)
 
 
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def blocks_of(piece: Piece, parameter: Tensor, update: Update | None, dtype: torch.dtype) -> Blocks:
+    """The rows of a Hub tensor. An update is added in float64, whatever torch makes of float32, and rounded once."""
+    tensor = parameter[piece.index].reshape(piece.shape)
+    step = max(1, BLOCK_BYTES * len(tensor) // tensor.nbytes)
+    for start in range(0, len(tensor), step):
+        block = tensor[start : start + step]
+        if update is not None:
+            block = merged(block, piece.index[0].start + start, update)
+        yield converted(piece.tensor, block, dtype)
 
 
-def write_shards(
-    folder: Path,
-    parameters: Mapping[str, Tensor],
-    pieces: Sequence[Piece],
-    tensors: Iterator[Tensor],
-    max_shard_size: int,
-) -> None:
-    entries = [(piece, parameters[piece.parameter].dtype) for piece in pieces]
+def merged(rows: Tensor, first: int, update: Update) -> Tensor:
+    """Rows of a weight from the `first` on, with what the update adds to them, in float64."""
+    rows = rows.to(torch.float64, copy=True)
+    last = first + len(rows)
+    for columns, a, b in update.pieces:
+        begin, end = max(first, columns.start), min(last, columns.stop)
+        if begin < end:
+            part = b[begin - columns.start : end - columns.start]
+            rows[begin - first : end - first].addmm_(part.double(), a.double(), alpha=update.scale)
+    return rows
+
+
+def converted(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
+    """Raises CheckpointError where a value becomes infinite."""
+    if block.dtype == dtype:
+        return block
+    result = block.to(dtype)
+    if (result.isinf() & block.isfinite()).any():
+        largest = torch.finfo(dtype).max
+        raise CheckpointError(
+            f"{name} holds values larger than {dtype}'s largest, {largest:g}; export as another dtype"
+        )
+    return result
+
+
+def update_of(model: HubModel, parameter: str) -> Update | None:
+    """The update that a parameter has, gathered."""
+    owner, found, name = parameter.partition(BASE_LAYER)
+    if not found or name != "weight":
+        return None
+    module: LowRankLinear = model.get_submodule(owner)
+    parts = whole(module.lora_B).split([stop - start for start, stop in module.columns])
+    a = whole(module.lora_A).split(module.rank)
+    rows = [slice(start, stop) for start, stop in module.columns]
+    return Update(tuple(zip(rows, a, parts, strict=True)), module.scale)
+
+
+def write_shards(folder: Path, entries: Sequence[Entry], tensors: Iterator[Blocks], max_shard_size: int) -> None:
     shards = split(entries, max_shard_size)
     if len(shards) == 1:
         return write_safetensors(folder / SINGLE_FILE, shards[0], tensors)
@@ -128,20 +187,12 @@ def write_shards(
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(folder / file, shard, tensors)
-        weight_map |= {piece.tensor: file for piece, _ in shard}
+        weight_map |= {entry.name: file for entry in shard}
     metadata = {
-        "total_parameters": sum(parameter.numel() for parameter in parameters.values()),
-        "total_size": sum(size_of(entry) for entry in entries),
+        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in entries),
+        "total_size": sum(entry.nbytes for entry in entries),
     }
     write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
-
-
-Entry = tuple[Piece, torch.dtype]
-
-
-def size_of(entry: Entry) -> int:
-    piece, dtype = entry
-    return torch.Size(piece.shape).numel() * dtype.itemsize
 
 
 def split(entries: Sequence[Entry], max_shard_size: int) -> list[list[Entry]]:
@@ -149,35 +200,12 @@ def split(entries: Sequence[Entry], max_shard_size: int) -> list[list[Entry]]:
     shards: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
-        if shards[-1] and filled + size_of(entry) > max_shard_size:
+        if shards[-1] and filled + entry.nbytes > max_shard_size:
             shards.append([])
             filled = 0
         shards[-1].append(entry)
-        filled += size_of(entry)
+        filled += entry.nbytes
     return shards
-
-
-def write_safetensors(file: Path, entries: Sequence[Entry], tensors: Iterator[Tensor]) -> None:
-    """One safetensors file of the next tensors of the iterator, one in memory at a time."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it, older readers refuse the file
-    end = 0
-    for piece, dtype in entries:
-        begin, end = end, end + size_of((piece, dtype))
-        header[piece.tensor] = {"dtype": DTYPE_NAMES[dtype], "shape": piece.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in zip(entries, tensors, strict=False):
-            stream.write(bytes_of(tensor))
-
-
-def bytes_of(tensor: Tensor) -> bytearray:
-    """A tensor's elements in row order, from whatever device, without numpy."""
-    buffer = bytearray(tensor.nbytes)
-    if buffer:
-        torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
-    return buffer
 
 
 def write_config(folder: Path, model: HubModel, dtype: torch.dtype, source: str | Path | None) -> None:
@@ -192,11 +220,10 @@ def write_config(folder: Path, model: HubModel, dtype: torch.dtype, source: str 
         write_json(folder / CONFIG_FILE, wanted)
 
 
-def write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def copy_files(source: Path, folder: Path) -> None:
+    """Their content only: a mode that shuts others out stays behind."""
     for pattern in COPIED:
         for file in source.glob(pattern):
-            shutil.copyfile(safe_file(source, file.name), folder / file.name)
+            name = str(file.relative_to(source))
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(safe_file(source, name), folder / name)

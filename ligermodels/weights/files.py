@@ -7,6 +7,7 @@ safetensors (https://github.com/huggingface/safetensors#format): the header's le
 header (a JSON object: name -> dtype, shape, data_offsets), then the tensors without gap or overlap.
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -25,6 +26,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 MAX_DEPTH = 100
+HASHED_BYTES = 4 * 2**20  # at a time
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 AGAIN = "download it again"
 
@@ -120,6 +122,26 @@ def read_weight_map(folder: Path) -> dict[str, str]:
         if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{index}: weight_map names {shard!r}, not a .safetensors file of the same folder")
     return weight_map
+
+
+def tensor_hashes(folder: str | Path) -> dict[str, str]:
+    """The SHA-256 of each tensor's bytes, by its Hub name, in hexadecimal. Raises CheckpointError."""
+    return {name: hash_of(stored) for name, stored in open_checkpoint(folder).tensors.items()}
+
+
+def hash_of(stored: StoredTensor) -> str:
+    digest = hashlib.sha256()
+    with stored.file.open("rb") as stream:
+        data = 8 + int.from_bytes(stream.read(8), "little")
+        stream.seek(data + stored.begin)
+        left = math.prod(stored.shape) * stored.dtype.itemsize
+        while left:
+            block = stream.read(min(left, HASHED_BYTES))
+            if not block:
+                raise CheckpointError(f"{stored.file}: truncated while it was read; {AGAIN}")
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
 
 
 def safe_file(folder: Path, name: str) -> Path:

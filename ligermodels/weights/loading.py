@@ -44,6 +44,9 @@ class HubModel(Protocol):
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         """As of torch.nn.Module."""
 
+    def get_submodule(self, target: str) -> Any:
+        """As of torch.nn.Module."""
+
 
 @torch.no_grad()
 def load_weights(model: HubModel, folder: str | Path) -> None:
@@ -112,10 +115,14 @@ def tied_tensors(model: HubModel, rules: tuple[Rule, ...]) -> dict[str, str]:
     return tied
 
 
-def refuse_unready(model: HubModel) -> None:
+def refuse_meta(model: HubModel) -> None:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ValueError(f"parameters on the meta device: {shortened(meta)}; call model.to_empty(device=...) first")
+
+
+def refuse_unready(model: HubModel) -> None:
+    refuse_meta(model)
     if model.config.tie_word_embeddings and not tied_tensors(model, model.weight_rules()):
         raise ValueError("tie_word_embeddings is true, but the model shares no parameter: tie it again after to_empty")
 

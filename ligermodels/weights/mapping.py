@@ -16,6 +16,10 @@ from typing import Protocol
 
 Shape = tuple[int, ...]
 
+# A linear with a low-rank update keeps the one it was, whose names the rules speak of, as `base_layer`.
+BASE_LAYER = ".base_layer."
+UPDATES = (".lora_A", ".lora_B")
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -117,17 +121,25 @@ def plan(parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule]) -> list
     """The pieces of all parameters, those of one parameter side by side.
 
     parameters: shapes by name. Raises ValueError where a rule does not fit a shape or two pieces claim one tensor.
+    Low-rank updates have no piece: they are no part of a checkpoint.
     """
     rules = tuple(rules)
     pieces: list[Piece] = []
     owner: dict[str, str] = {}
     for name, shape in parameters.items():
-        for piece in pieces_of(name, tuple(shape), rules):
+        if is_update(name):
+            continue
+        for piece in pieces_of(name.replace(BASE_LAYER, "."), tuple(shape), rules):
             if piece.tensor in owner:
                 raise ValueError(f"both {owner[piece.tensor]} and {name} map to the checkpoint's {piece.tensor}")
             owner[piece.tensor] = name
-            pieces.append(piece)
+            pieces.append(replace(piece, parameter=name))
     return pieces
+
+
+def is_update(name: str) -> bool:
+    """Whether a parameter belongs to a low-rank update."""
+    return name.endswith(UPDATES)
 
 
 def pieces_of(name: str, shape: Shape, rules: Iterable[Rule]) -> list[Piece]:

@@ -8,7 +8,6 @@ from torch import nn
 import ligermodels
 from ligermodels.layers.fused import linear
 from ligermodels.layers.lora import LoRALinear
-from ligermodels.weights.mapping import Concat, plan
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import ALPHA, RANK, adapt, lora
@@ -60,18 +59,3 @@ def test_adapters_may_be_wider_than_the_base():
     trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
     assert len(trained) == 3 * 4 * 2
     assert all("lora_" in name and p.grad.dtype == torch.float32 and p.grad.any() for name, p in trained.items())
-
-
-def test_each_projection_s_adapter_has_its_place_in_the_packed_ones():
-    """So that the names under which adapters are exchanged are rules of the mapping."""
-    attention = adapt(ligermodels.create(LLAMA, device=DEVICE)).model.layers[0].self_attn
-    shapes = {f"qkv_proj.{name}": p.shape for name, p in attention.qkv_proj.named_parameters(recurse=False)}
-    projections = "q_proj", "k_proj", "v_proj"
-    rules = (
-        Concat("qkv_proj.lora_A", tuple(f"{p}.lora_A.weight" for p in projections)),
-        Concat("qkv_proj.lora_B", tuple(f"{p}.lora_B.weight" for p in projections), (48, 16, 16)),
-    )
-    assert {piece.tensor: piece.shape for piece in plan(shapes, rules)} == {
-        "q_proj.lora_A.weight": (4, 48), "k_proj.lora_A.weight": (4, 48), "v_proj.lora_A.weight": (4, 48),
-        "q_proj.lora_B.weight": (48, 4), "k_proj.lora_B.weight": (16, 4), "v_proj.lora_B.weight": (16, 4),
-    }  # fmt: skip

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ligermodels.weights import exporting
+from ligermodels.weights import writing
 from ligermodels.weights.exporting import export_weights, split
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint
 from ligermodels.weights.loading import load_weights
-from ligermodels.weights.mapping import Piece
+from ligermodels.weights.writing import Entry
 from tests.weights.tiny import RAW, Tiny, TinyConfig, hub_state, randomized
 
 EXTRAS = {
@@ -95,8 +95,8 @@ def test_mixed_dtypes_stay_aligned(tmp_path):
 
 
 def test_shards_are_filled_up_and_a_larger_tensor_stands_alone():
-    entries = [(Piece(str(size), "", (), (size,)), torch.uint8) for size in (3, 3, 1, 9, 3, 2, 2)]
-    shards = [[piece.shape[0] for piece, _ in shard] for shard in split(entries, 6)]
+    entries = [Entry(str(size), torch.uint8, (size,)) for size in (3, 3, 1, 9, 3, 2, 2)]
+    shards = [[entry.shape[0] for entry in shard] for shard in split(entries, 6)]
     assert shards == [[3, 3], [1], [9], [3, 2], [2]]
 
 
@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(exporting.os, "fsync", full)
+    monkeypatch.setattr(writing.os, "fsync", full)
     with pytest.raises(CheckpointError, match=f"{tmp_path / 'out'}: not written: .*No space left on device"):
         export_weights(Tiny(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

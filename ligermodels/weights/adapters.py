@@ -1,0 +1,395 @@
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, written and strictly read.
+
+The format has two tensors for each of the Hub's projections: `base_model.model.<projection>.lora_A.weight` [r, in] and
+`….lora_B.weight` [out, r]; the update is lora_alpha / r * B A, with rank-stabilised LoRA lora_alpha / √r * B A. Which
+projections there are and where they lie in packed linears is said by the caller. Knows files and names; no layer.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.weights.exporting import LowRankLinear, hub_tensors
+from ligermodels.weights.files import StoredTensor, read_header, read_json, safe_file, shortened
+from ligermodels.weights.loading import FLOATS, HubModel
+from ligermodels.weights.mapping import Piece, is_update, plan
+from ligermodels.weights.sharding import keep_part
+from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+A_MODULE = re.compile(r"\^?[\w.-]+")
+
+# What a configuration may say beside what is read of it: how the update began, and where it was meant to go, which the
+# tensors themselves tell. Anything else that is set changes what is computed.
+WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+READ = {
+    "alpha_pattern",
+    "bias",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_rslora",
+}
+DEFAULTS = {"r": 8, "lora_alpha": 8}  # of PEFT
+KEEPS_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # other ways to begin take the update out of the base
+
+Span = tuple[int, int]  # start, stop
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A linear, and the Hub's projections it consists of, each with its columns of the output."""
+
+    in_features: int
+    columns: Mapping[str, Span]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A linear's update without its values: alpha / rank * B A of `rank`, for each span of columns of its output."""
+
+    columns: tuple[Span, ...]
+    rank: int
+    alpha: float
+    dropout: float
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A folder in PEFT's format, its configuration checked; the tensors, by their names in it, are still on disk."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+
+def is_named(module: str, names: Collection[str]) -> bool:
+    """Whether one of the names is a module's or the end of it, from a dot on."""
+    return any(end in names for end in ends_of(module))
+
+
+def ends_of(name: str) -> list[str]:
+    """q_proj, self_attn.q_proj, 0.self_attn.q_proj, …"""
+    parts = name.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+
+
+def updated(model: HubModel, projections: Iterable[str]) -> dict[str, LowRankLinear]:
+    """Those of the linears that have an update. Raises InputError where something else has one too."""
+    modules = {linear: model.get_submodule(linear) for linear in projections}
+    modules = {linear: module for linear, module in modules.items() if hasattr(module, "lora_A")}
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters() if is_update(name)}
+    others = sorted(owners - modules.keys())
+    if others:
+        raise InputError(f"{shortened(others)}: has LoRA, for which adapters have no name; export the model merged")
+    return modules
+
+
+def pieces_of_updates(modules: Mapping[str, LowRankLinear], projections: Mapping[str, Packed]) -> list[Piece]:
+    """The tensors of an adapter and their boxes of lora_A and lora_B, those of one parameter side by side."""
+    return [piece for linear, module in modules.items() for piece in update_pieces(linear, module, projections[linear])]
+
+
+def update_pieces(linear: str, module: LowRankLinear, packed: Packed) -> Iterator[Piece]:
+    names = {span: name for name, span in packed.columns.items()}
+    if not names.keys() >= set(module.columns):
+        raise InputError(f"{linear}: LoRA on columns {module.columns}, which are no projections: {packed.columns}")
+    rank, every = module.rank, slice(0, packed.in_features)
+    for number, span in enumerate(module.columns):
+        rows = slice(number * rank, (number + 1) * rank)
+        yield Piece(tensor_name(names[span], "A"), f"{linear}.lora_A", (rows, every), (rank, packed.in_features))
+    row = 0
+    for start, stop in module.columns:
+        rows = slice(row, row := row + stop - start)
+        yield Piece(
+            tensor_name(names[start, stop], "B"), f"{linear}.lora_B", (rows, slice(0, rank)), (stop - start, rank)
+        )
+
+
+def tensor_name(projection: str, factor: str) -> str:
+    return f"base_model.model.{projection}.lora_{factor}.weight"
+
+
+@torch.no_grad()
+def write_adapter(
+    model: HubModel, projections: Mapping[str, Packed], folder: str | Path, base_model: str | None
+) -> None:
+    """Writes the updates of `model` alone to `folder`, which must be empty or not yet exist, as PEFT reads them.
+
+    projections: of the linears that can have one, under the names of the Hub. base_model: what to say they belong to.
+    Where parameters are DTensors every rank calls. Raises InputError where there are none, CheckpointError as
+    export_weights does.
+    """
+    modules = updated(model, projections)
+    if not modules:
+        raise InputError("the model has no LoRA to export; add_lora gives it some")
+    pieces = pieces_of_updates(modules, projections)
+    parameters = {f"{name}.{x}": getattr(module, x) for name, module in modules.items() for x in ("lora_A", "lora_B")}
+    entries = [Entry(piece.tensor, parameters[piece.parameter].dtype, piece.shape) for piece in pieces]
+    # Larger dtypes first, so that every tensor is aligned to its own.
+    order = sorted(range(len(pieces)), key=lambda index: -entries[index].dtype.itemsize)
+    entries, pieces = [entries[index] for index in order], [pieces[index] for index in order]
+    tensors = hub_tensors(model, parameters, pieces, None)
+    config = config_of(modules, projections, modules_of(model), base_model)
+
+    def write(temporary: Path) -> None:
+        write_safetensors(temporary / ADAPTER_FILE, entries, tensors)
+        write_json(temporary / ADAPTER_CONFIG_FILE, config)
+
+    write_folder(Path(folder).absolute(), write, tensors, any(isinstance(p, DTensor) for p in parameters.values()))
+
+
+def modules_of(model: HubModel) -> set[str]:
+    """What the Hub calls everything in a model that has a weight."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    tensors = (piece.tensor for piece in plan(shapes, model.weight_rules()))
+    return {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
+
+
+def config_of(
+    modules: Mapping[str, LowRankLinear],
+    projections: Mapping[str, Packed],
+    all_modules: set[str],
+    base_model: str | None,
+) -> dict[str, Any]:
+    """adapter_config.json. What most projections have is said once, what others have by their names."""
+    settings = {
+        name: (module.rank, module.alpha)
+        for linear, module in modules.items()
+        for name, span in projections[linear].columns.items()
+        if span in module.columns
+    }
+    (rank, alpha), _ = Counter(settings.values()).most_common(1)[0]
+    targets, exclude = shortest_names(settings.keys(), all_modules - settings.keys())
+    return {
+        "alpha_pattern": {name: whole_number(a) for name, (_, a) in settings.items() if a != alpha},
+        "auto_mapping": None,
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "exclude_modules": exclude,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": whole_number(alpha),
+        "lora_dropout": max(module.dropout for module in modules.values()),
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": {name: r for name, (r, _) in settings.items() if r != rank},
+        "target_modules": targets,
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def whole_number(x: float) -> int | float:
+    """An int where that is the same: other readers expect one."""
+    return int(x) if x == int(x) else x
+
+
+def shortest_names(names: Iterable[str], others: Iterable[str]) -> tuple[list[str], str | None]:
+    """target_modules, and exclude_modules or None, by which a reader finds `names` and none of the others.
+
+    The others may lie in another part of the model, such as an image side: a reader is told to leave that out. Then
+    each name is cut to the shortest end that none of the rest has.
+    """
+    names = list(names)
+    parts = {name.partition(".")[0] for name in names}
+    ends = {end for name in names for end in ends_of(name)[:1]}
+    elsewhere = {other.partition(".")[0] for other in others if ends_of(other)[0] in ends} - parts
+    taken = {end for other in others if other.partition(".")[0] not in elsewhere for end in ends_of(other)}
+    targets = {next(end for end in ends_of(name) if end not in taken) for name in names}
+    exclude = rf"(.*\.)?({'|'.join(sorted(elsewhere))})\..*" if elsewhere else None
+    return sorted(targets), exclude
+
+
+def read_adapter(folder: str | Path) -> Adapter:
+    """Reads the configuration and the tensors' header. Raises CheckpointError naming the file and the field."""
+    folder = Path(folder)
+    config_file = safe_file(folder, ADAPTER_CONFIG_FILE)
+    config = read_json(config_file)
+    refuse_unsupported(config, config_file)
+    return Adapter(folder, config, read_header(safe_file(folder, ADAPTER_FILE)))
+
+
+def refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
+    def refuse(field: str, rule: str) -> None:
+        raise CheckpointError(f"{file}: {field} is {config.get(field)!r}; {rule}")
+
+    for field in config.keys() - READ - WITHOUT_EFFECT:
+        if config[field]:
+            refuse(field, "is not supported")
+    if config.get("peft_type") != "LORA":
+        refuse("peft_type", "must be 'LORA'")
+    if config.get("bias", "none") != "none":
+        refuse("bias", "must be 'none': trained biases are not supported")
+    if config.get("init_lora_weights", True) not in KEEPS_THE_BASE:
+        refuse("init_lora_weights", "it changed the base weights; convert the adapter with PEFT's save_pretrained")
+    if not isinstance(config.get("use_rslora", False), bool):
+        refuse("use_rslora", "must be true or false")
+    if not is_number(dropout := config.get("lora_dropout", 0.0)) or not 0 <= dropout < 1:
+        refuse("lora_dropout", "must be a number from 0 to below 1")
+    for field, default in DEFAULTS.items():
+        if not is_positive(config.get(field, default)):
+            refuse(field, "must be a number above zero")
+    for field in ("rank_pattern", "alpha_pattern"):
+        by_name = config.get(field) or {}
+        if not isinstance(by_name, dict) or not all(A_MODULE.fullmatch(name) for name in by_name):
+            refuse(field, "must be an object by names of modules; other patterns are not supported")
+        if not all(map(is_positive, by_name.values())):
+            refuse(field, "its values must be numbers above zero")
+    targets = config.get("target_modules")
+    if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
+        refuse("target_modules", "must be a list of names or a pattern")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+def fitted(
+    adapter: Adapter, layouts: Sequence[Mapping[str, Packed]]
+) -> tuple[Mapping[str, Packed], dict[str, Settings]]:
+    """The first of a model's layouts that knows all projections of the adapter, and what is updated there, and how.
+
+    Raises CheckpointError where it does not fit, by the first layout if by none: every tensor must belong to a
+    projection, and every projection have both of its tensors; also each that the configuration targets by name, unless
+    it restricts those further.
+    """
+    found = {match[1] for match in map(TENSOR.fullmatch, adapter.tensors) if match}
+    known = ({name for packed in layout.values() for name in packed.columns} for layout in layouts)
+    layout = next((layout for layout, names in zip(layouts, known, strict=True) if found <= names), layouts[0])
+    refuse_misfits(adapter, layout)
+    return layout, settings_of(adapter, layout)
+
+
+def settings_of(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[str, Settings]:
+    """Raises CheckpointError where projections that are packed together are updated differently."""
+    settings = {}
+    for linear, packed in projections.items():
+        names = [name for name in packed.columns if tensor_name(name, "A") in adapter.tensors]
+        strengths = {strength(adapter.config, name) for name in names}
+        if len(strengths) > 1:
+            raise CheckpointError(
+                f"{adapter.folder / ADAPTER_CONFIG_FILE}: rank_pattern and alpha_pattern must not tell "
+                f"{', '.join(names)} apart, which are one packed linear here"
+            )
+        if names:
+            rank, alpha = strengths.pop()
+            dtype = adapter.tensors[tensor_name(names[0], "A")].dtype
+            dropout = float(adapter.config.get("lora_dropout", 0.0))
+            settings[linear] = Settings(tuple(packed.columns[name] for name in names), rank, alpha, dropout, dtype)
+    return settings
+
+
+def strength(config: dict[str, Any], projection: str) -> tuple[int, float]:
+    """Rank and alpha of a projection, alpha such that the scale is alpha / rank."""
+    ours = DEFAULTS | config
+    rank = int(by_pattern(ours.get("rank_pattern"), projection, ours["r"]))
+    alpha = float(by_pattern(ours.get("alpha_pattern"), projection, ours["lora_alpha"]))
+    return rank, alpha * rank**0.5 if config.get("use_rslora") else alpha
+
+
+def by_pattern(patterns: Mapping[str, float] | None, projection: str, default: float) -> float:
+    """The first that names the projection; a leading ^ asks for its whole name."""
+    for name, value in (patterns or {}).items():
+        if projection == name.removeprefix("^") or is_named(projection, [name]):
+            return value
+    return default
+
+
+def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
+    stored, config = adapter.tensors, adapter.config
+    shapes: dict[str, tuple[int, int]] = {}
+    for packed in projections.values():
+        for name, (start, stop) in packed.columns.items():
+            rank, _ = strength(config, name)
+            shapes |= {tensor_name(name, "A"): (rank, packed.in_features), tensor_name(name, "B"): (stop - start, rank)}
+    found = {match[1] for match in map(TENSOR.fullmatch, stored) if match}
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and not config.get("exclude_modules") and config.get("layers_to_transform") is None:
+        found |= {name for packed in projections.values() for name in packed.columns if is_named(name, targets)}
+    needed = [tensor_name(name, factor) for name in sorted(found) for factor in "AB"]
+    faults = {
+        "missing": [name for name in needed if name in shapes and name not in stored],
+        "of no projection that can have LoRA here": [name for name in stored if name not in shapes],
+        "misshapen": [
+            f"{name} is {list(tensor.shape)} instead of {list(shapes[name])}"
+            for name, tensor in stored.items()
+            if name in shapes and tensor.shape != shapes[name]
+        ],
+        "not floating": [f"{name} is {tensor.dtype}" for name, tensor in stored.items() if tensor.dtype not in FLOATS],
+    }
+    said = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
+    if said or not stored:
+        raise CheckpointError(
+            f"{adapter.folder / ADAPTER_FILE}: does not fit the model and {ADAPTER_CONFIG_FILE}: "
+            f"{'; '.join(said) or 'it is empty'}"
+        )
+
+
+def refuse_others(adapter: Adapter, modules: Mapping[str, LowRankLinear], settings: Mapping[str, Settings]) -> None:
+    """Where a model has updates, the adapter must have the same."""
+    ours = {linear: (module.columns, module.rank, module.scale) for linear, module in modules.items()}
+    theirs = {linear: (own.columns, own.rank, own.alpha / own.rank) for linear, own in settings.items()}
+    different = sorted(linear for linear in ours.keys() | theirs.keys() if ours.get(linear) != theirs.get(linear))
+    if different:
+        linear = different[0]
+        raise CheckpointError(
+            f"{adapter.folder / ADAPTER_CONFIG_FILE}: the model has other LoRA already: on {linear}, columns, rank and "
+            f"scale are {ours.get(linear)}, the adapter's {theirs.get(linear)}"
+        )
+
+
+@torch.no_grad()
+def fill_updates(
+    model: HubModel, adapter: Adapter, projections: Mapping[str, Packed], settings: Mapping[str, Settings]
+) -> None:
+    """Fills the updates of a model with the adapter's, of DTensors each rank its part. Raises CheckpointError where the
+    model has others."""
+    modules = updated(model, projections)
+    refuse_others(adapter, modules, settings)
+    with safe_open(adapter.folder / ADAPTER_FILE, framework="pt") as stored:
+        for name, pieces in itertools.groupby(pieces_of_updates(modules, projections), key=lambda p: p.parameter):
+            linear, _, factor = name.rpartition(".")
+            parameter = getattr(modules[linear], factor)
+            value = torch.cat([stored.get_tensor(piece.tensor) for piece in pieces])
+            keep_part(parameter, value.to(parameter.device, parameter.dtype))

@@ -1,0 +1,19 @@
+"""A parameter that may be split over ranks: all of it, and the part that a rank keeps. Knows tensors only."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """All of a parameter, on its device. Of a DTensor every rank asks for it, and gets it."""
+    parameter = parameter.detach()
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@torch.no_grad()
+def keep_part(parameter: Tensor, value: Tensor) -> None:
+    """Copies into a parameter its part of a value that every rank has whole; nothing is communicated."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)

@@ -1,0 +1,40 @@
+"""LoRA in a model that two ranks share; without an import of what sets tests up, so that a new process starts fast."""
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import ligermodels
+from ligermodels.errors import CheckpointError
+from ligermodels.layers.lora import initialize_lora, updates
+from ligermodels.weights.loading import load_weights
+
+
+def sharded(base):
+    """As a trainer starts: built on the meta device, given LoRA, sharded, then filled."""
+    model = ligermodels.create(base, device="meta")
+    ligermodels.add_lora(model, rank=4, alpha=6.0)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    load_weights(model, base)
+    model.source = base
+    initialize_lora(model, torch.Generator().manual_seed(1))
+    return model
+
+
+def on_two_ranks(rank, base, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    model = sharded(base)
+    ligermodels.export_adapter(model, folder / "new")
+    ligermodels.load_adapter(model, folder / "adapter")
+    assert all(isinstance(layer.lora_B, DTensor) for layer in updates(model))
+    ligermodels.export_adapter(model, folder / "adapter-2")
+    ligermodels.export(model, folder / "merged-2", dtype=torch.bfloat16, max_shard_size=20_000)
+    for wrong in (folder / "adapter", folder / "store" / "x"):  # in use; below a file
+        try:
+            ligermodels.export(model, wrong)
+        except CheckpointError as error:
+            (folder / f"{rank}-{wrong.name}").write_text(str(error))
+    torch.distributed.destroy_process_group()
