@@ -19,7 +19,7 @@ from tests.oracle import reference_model, save_reference, tokens
 from tests.test_round_trip import FAMILIES, bits, parameters_equal, reread, weights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-LLAMA = CASES[FAMILIES["llama"]] | {"num_hidden_layers": 2}
+LLAMA = CASES[FAMILIES["llama"]] | {"num_hidden_layers": 2, "tie_word_embeddings": True}
 
 
 def logits(model, raw):
@@ -172,6 +172,14 @@ def test_a_merged_weight_is_rounded_once(base, tmp_path):
     assert changed == 2 * 7
 
 
+def test_merging_leaves_the_model_as_it_is_in_any_dtype(base, tmp_path):
+    for dtype in (torch.float64, torch.float16):
+        model = adapt(ligermodels.load(base, dtype=dtype))
+        unchanged = [parameter.clone() for parameter in model.parameters()]
+        ligermodels.export(model, tmp_path / str(dtype))
+        assert all(map(torch.equal, model.parameters(), unchanged))
+
+
 def test_adapters_keep_their_dtype_and_the_model_its_mode(base, tmp_path):
     model = adapt(ligermodels.load(base, dtype=torch.bfloat16), dtype=torch.float32, dropout=0.5)
     assert not any(layer.drops for layer in updates(model))  # as loaded, for evaluation
@@ -269,27 +277,29 @@ def test_without_lora_there_is_no_adapter_to_export_and_on_meta_none_to_fill(bas
         ligermodels.load_adapter(ligermodels.create(LLAMA, device="meta"), tmp_path / "out")
 
 
-def test_sharded_adapters_are_those_of_one_process_and_errors_reach_all_ranks(base, tmp_path):
-    model = adapt(ligermodels.load(base))
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_ranks_write_what_one_process_does_and_errors_reach_both(base, tmp_path):
+    model, new = adapt(ligermodels.load(base)), ligermodels.load(base)
     ligermodels.export_adapter(model, tmp_path / "adapter")
-    ligermodels.export(model, tmp_path / "merged", dtype=torch.bfloat16, max_shard_size=20_000)
+    ligermodels.export(model, tmp_path / "merged", dtype=torch.bfloat16, max_shard_size="20KB")
+    ligermodels.add_lora(new, rank=4, alpha=6.0)
+    initialize_lora(new, torch.Generator().manual_seed(1))
+    ligermodels.export_adapter(new, tmp_path / "new-alone")
     torch.multiprocessing.spawn(on_two_ranks, (base, tmp_path), nprocs=2)
 
-    def same(one, other):
-        a, b = ({p.name: p.read_bytes() for p in (tmp_path / folder).iterdir()} for folder in (one, other))
-        assert a == b
-
-    same("adapter", "adapter-2")
-    same("merged", "merged-2")
+    assert bits(tmp_path / "base-2") == bits(base)
+    assert files(tmp_path / "new") == files(tmp_path / "new-alone")
+    assert files(tmp_path / "adapter-2") == files(tmp_path / "adapter")
+    assert files(tmp_path / "merged-2") == files(tmp_path / "merged")
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
-
-    alone = ligermodels.load(base)
-    ligermodels.add_lora(alone, rank=4, alpha=6.0)
-    initialize_lora(alone, torch.Generator().manual_seed(1))
-    ligermodels.export_adapter(alone, tmp_path / "new-alone")
-    same("new", "new-alone")
-    assert {(tmp_path / f"{rank}-adapter").read_text() for rank in (0, 1)} == {
-        f"{tmp_path / 'adapter'}: exists and is not an empty folder; export to another, or remove it"
-    }
-    messages = {(tmp_path / f"{rank}-x").read_text() for rank in (0, 1)}
-    assert len(messages) == 1 and "not written" in messages.pop()
+    for name, message in {
+        "adapter": "exists and is not an empty folder",
+        "below-a-file": "not written: Not a directory",
+        "too-large": "holds values larger than torch.float16's largest",
+    }.items():
+        said = {(tmp_path / f"{rank}-{name}").read_text() for rank in (0, 1)}
+        assert len(said) == 1 and message in said.pop()
+    assert not (tmp_path / "too-large").exists() and not list(tmp_path.glob("*.tmp-*"))

@@ -64,6 +64,19 @@ def test_load_takes_the_dtype_of_the_config_unless_told(tmp_path):
     assert hub.load(tmp_path / "out", dtype=torch.float32).lm_head.weight.dtype == torch.float32
 
 
+def test_export_takes_a_dtype_and_a_shard_size(tmp_path):
+    model = hub.create("tiny", size="tiny")
+    hub.export(model, tmp_path / "out", dtype=torch.bfloat16, max_shard_size="0.3KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert same(hub.load(tmp_path / "out"), model.bfloat16())
+
+
+def test_a_model_goes_by_its_name_on_the_hub_where_it_lies_in_its_cache(tmp_path):
+    cached = tmp_path / "models--meta-llama--Llama-3.2-1B" / "snapshots" / "4e20de36"
+    assert hub.hub_name(cached) == "meta-llama/Llama-3.2-1B"
+    assert hub.hub_name(tmp_path / "my--model") == str(tmp_path / "my--model")
+
+
 @pytest.mark.parametrize("absent", ["missing", None])
 def test_load_takes_the_stored_dtype_where_the_config_has_none(tmp_path, absent):
     hub.export(hub.create("tiny", size="tiny", dtype=torch.float16), tmp_path / "out")

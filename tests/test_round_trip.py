@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.weights.exporting import export_weights
+from ligermodels.weights.files import tensor_hashes
 from tests.cases import CASES
 from tests.oracle import reference_model, save_reference, tokens
 
@@ -33,6 +34,10 @@ def bits(folder):
         on_the_hub(name): (x.dtype, x.shape, x.contiguous().view(torch.uint8).numpy().tobytes())
         for name, x in weights(folder).items()
     }
+
+
+def hashes(folder):
+    return {on_the_hub(name): digest for name, digest in tensor_hashes(folder).items()}
 
 
 def on_the_hub(name):
@@ -62,6 +67,7 @@ def test_export_gives_back_what_was_loaded(name, tmp_path):
     model = ligermodels.load(tmp_path / "in")
     ligermodels.export(model, tmp_path / "out")
 
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "in")
     assert bits(tmp_path / "out") == bits(tmp_path / "in")
     assert all(on_the_hub(tensor) == tensor for tensor in weights(tmp_path / "out"))
     assert includes(config(tmp_path / "out"), config(tmp_path / "in"))

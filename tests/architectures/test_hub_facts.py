@@ -50,6 +50,12 @@ def test_every_fact_has_its_config():
     assert {file.stem for folder in ("tensor_names", "tensor_shapes") for file in (DATA / folder).iterdir()} <= names
 
 
+def test_no_known_index_is_left_out():
+    assert {file.stem for folder in ("tensor_names", "tensor_shapes") for file in (DATA / folder).iterdir()} <= {
+        *CONFIGS
+    }
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_parameter_count(name):
     model = build(name)

@@ -10,10 +10,11 @@ from ligermodels.layers.lora import initialize_lora, updates
 from ligermodels.weights.loading import load_weights
 
 
-def sharded(base):
+def sharded(base, lora=True):
     """As a trainer starts: built on the meta device, given LoRA, sharded, then filled."""
     model = ligermodels.create(base, device="meta")
-    ligermodels.add_lora(model, rank=4, alpha=6.0)
+    if lora:
+        ligermodels.add_lora(model, rank=4, alpha=6.0)
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
@@ -21,20 +22,29 @@ def sharded(base):
     load_weights(model, base)
     model.source = base
     initialize_lora(model, torch.Generator().manual_seed(1))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     return model
 
 
 def on_two_ranks(rank, base, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    ligermodels.export(sharded(base, lora=False), folder / "base-2")
+    assert (folder / "base-2" / "config.json").exists()  # on every rank
     model = sharded(base)
     ligermodels.export_adapter(model, folder / "new")
     ligermodels.load_adapter(model, folder / "adapter")
     assert all(isinstance(layer.lora_B, DTensor) for layer in updates(model))
     ligermodels.export_adapter(model, folder / "adapter-2")
-    ligermodels.export(model, folder / "merged-2", dtype=torch.bfloat16, max_shard_size=20_000)
-    for wrong in (folder / "adapter", folder / "store" / "x"):  # in use; below a file
+    ligermodels.export(model, folder / "merged-2", dtype=torch.bfloat16, max_shard_size="20KB")
+    for wrong, settings in {
+        folder / "adapter": {},  # in use
+        folder / "store" / "below-a-file": {},
+        folder / "too-large": {"dtype": torch.float16},
+    }.items():
+        if settings:
+            torch.nn.init.constant_(model.model.norm.weight, 1e6)  # the last parameter but for the head, which is tied
         try:
-            ligermodels.export(model, wrong)
+            ligermodels.export(model, wrong, **settings)
         except CheckpointError as error:
             (folder / f"{rank}-{wrong.name}").write_text(str(error))
     torch.distributed.destroy_process_group()

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import ligermodels
+from ligermodels.errors import InputError
 from ligermodels.layers.fused import linear
-from ligermodels.layers.lora import LoRALinear
-from tests.cases import LLAMA
+from ligermodels.layers.lora import LoRALinear, add_lora, updates
+from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import ALPHA, RANK, adapt, lora
 
@@ -59,3 +60,118 @@ def test_adapters_may_be_wider_than_the_base():
     trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
     assert len(trained) == 3 * 4 * 2
     assert all("lora_" in name and p.grad.dtype == torch.float32 and p.grad.any() for name, p in trained.items())
+
+
+HIDDEN, Q, KV, INNER = 48, 48, 16, 80
+
+
+def layout(model):
+    """Of the first block: what has LoRA, and on which columns."""
+    layer = model.model.layers[0]
+    return {name: module.columns for name, module in layer.named_modules() if isinstance(module, LoRALinear)}
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("q_proj", {"self_attn.qkv_proj": ((0, Q),)}),
+        (("v_proj", "q_proj"), {"self_attn.qkv_proj": ((0, Q), (Q + KV, Q + 2 * KV))}),
+        (("mlp.up_proj", "o_proj"), {"self_attn.o_proj": ((0, HIDDEN),), "mlp.gate_up_proj": ((INNER, 2 * INNER),)}),
+        (["model.layers.1.mlp.down_proj"], {}),
+        (
+            "all-linear",
+            {
+                "self_attn.qkv_proj": ((0, Q), (Q, Q + KV), (Q + KV, Q + 2 * KV)),
+                "self_attn.o_proj": ((0, HIDDEN),),
+                "mlp.gate_up_proj": ((0, INNER), (INNER, 2 * INNER)),
+                "mlp.down_proj": ((0, HIDDEN),),
+            },
+        ),
+    ],
+)
+def test_targets_are_the_hubs_projections(targets, expected):
+    model = ligermodels.create(LLAMA)
+    add_lora(model, targets=targets, rank=2)
+    assert layout(model) == expected
+    assert {type(m) for n, m in model.model.layers[1].named_modules() if n == "mlp.down_proj"} == (
+        {LoRALinear} if "down_proj" in str(targets) or targets == "all-linear" else {nn.Linear}
+    )
+
+
+def test_where_the_hub_stores_packed_the_packed_projection_is_the_target():
+    phi3 = ligermodels.create(CASES["phi3"])
+    with pytest.raises(
+        InputError, match=r"'q_proj' is no projection .* there are: down_proj, gate_up_proj, o_proj, qkv_"
+    ):
+        add_lora(phi3, targets="q_proj")
+    add_lora(phi3, targets="qkv_proj")
+    columns = layout(phi3)["self_attn.qkv_proj"]
+    assert columns == ((0, phi3.config.query_size + 2 * phi3.config.key_value_size),)
+
+
+def test_all_linear_of_a_mixture_of_experts_is_attention_and_the_shared_expert():
+    model = ligermodels.create(CASES["qwen2_moe"])
+    add_lora(model)
+    assert set(layout(model)) == {
+        f"{part}_proj"
+        for part in ("self_attn.qkv", "self_attn.o", "mlp.shared_expert.gate_up", "mlp.shared_expert.down")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
+        (
+            "llama",
+            ["q_proj", "lm_head"],
+            "'lm_head' is no projection that can have LoRA; there are: down_proj, gate_proj",
+        ),
+        ("llama", "embed_tokens", "'embed_tokens' is no projection"),
+        ("llama", "proj", "'proj' is no projection"),
+        ("llama", "input_layernorm", "'input_layernorm' is no projection"),
+        ("mixtral", ["w1"], "'w1' is no projection .* routed experts cannot have it"),
+        ("qwen3_moe", "mlp.gate", "'mlp.gate' is no projection"),
+        ("qwen2_moe", "up_proj", r"'up_proj' names .*mlp\.experts\.0\.up_proj too, .* as in 'shared_expert\.up_proj'"),
+    ],
+)
+def test_what_cannot_have_lora_is_refused_and_the_model_left_alone(name, targets, message):
+    model = ligermodels.create(CASES[name])
+    with pytest.raises(InputError, match=message):
+        add_lora(model, targets=targets)
+    assert not layout(model) and all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 2.5}, {"alpha": 0}, {"dropout": 1.0}, {"dropout": -0.1}])
+def test_settings_that_mean_nothing_are_refused(settings):
+    with pytest.raises(InputError, match="rank must be a whole number above 0, alpha be above 0, dropout lie between"):
+        add_lora(ligermodels.create(LLAMA), **settings)
+
+
+def test_lora_comes_once():
+    model = ligermodels.create(LLAMA)
+    add_lora(model)
+    with pytest.raises(InputError, match="has LoRA already"):
+        add_lora(model)
+
+
+def test_everything_but_lora_is_frozen_and_a_step_trains_it():
+    model = ligermodels.create(CASES["llama-tied"])
+    add_lora(model, rank=2)
+    ids = torch.randint(3, 99, (2, 16))
+    model(ids, ids).loss.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if "lora_" in name} and len(trained) == 24
+
+
+def test_a_model_on_meta_gets_the_base_it_would_have_without_lora_and_updates_of_zero():
+    plain, model = ligermodels.create(LLAMA, seed=3), ligermodels.create(LLAMA, device="meta")
+    add_lora(model, rank=2)
+    model.to_empty(device="cpu").initialize(3)
+    weights = {name.replace("base_layer.", ""): p for name, p in model.named_parameters() if "lora_" not in name}
+    assert all(torch.equal(p, weights.pop(name)) for name, p in plain.named_parameters()) and not weights
+    ids = torch.randint(3, 99, (2, 16))
+    assert torch.equal(model.eval()(ids).logits, plain.eval()(ids).logits)
+    assert all(not layer.lora_B.any() for layer in updates(model))
+    first, *others = (layer.lora_A for layer in updates(model))
+    assert first.any() and all(not torch.equal(first, other) for other in others if other.shape == first.shape)

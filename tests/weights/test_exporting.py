@@ -1,29 +1,35 @@
 import errno
+import gc
 import json
 import os
 import re
+import resource
 import stat
+import weakref
 
 import pytest
 import torch
-import torch.multiprocessing
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from ligermodels.weights import writing
-from ligermodels.weights.exporting import export_weights, split
+from ligermodels.errors import InputError
+from ligermodels.weights import exporting, writing
+from ligermodels.weights.exporting import export_weights, size_in_bytes, split
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.writing import Entry
-from tests.weights.tiny import RAW, Tiny, TinyConfig, hub_state, randomized
+from tests.weights.tiny import INNER, RAW, Tiny, TinyConfig, hub_state, randomized
 
 EXTRAS = {
     "generation_config.json": b'{"eos_token_id": [1, 2]}',
     "tokenizer.json": b"{}",
     "tokenizer.model": b"\x00\xff",
     "merges.txt": b"#version: 0.2\n",
+    "chat_template.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "preprocessor_config.json": b"{}",
+    "processor_config.json": b"{}",
     "LICENSE.txt": b"licence",
     "USE_POLICY.md": b"policy",
 }
@@ -34,6 +40,10 @@ def same_bits(state, other):
     for name, tensor in state.items():
         assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape, name
         assert torch.equal(tensor.flatten().view(torch.uint8), other[name].flatten().view(torch.uint8)), name
+
+
+def files_of(folder):
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
 def read_all(folder):
@@ -49,6 +59,7 @@ def source(tmp_path):
     state["model.norm.weight"][0] = float("nan")
     save_file(state, folder / SINGLE_FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(RAW, indent=7))
+    (folder / "additional_chat_templates").mkdir()
     for name, content in (EXTRAS | {"README.md": b"x", "model.bin": b"x"}).items():
         (folder / name).write_bytes(content)
     return folder
@@ -62,7 +73,7 @@ def test_load_then_export_gives_back_the_same_bits_and_files(source, tmp_path):
     same_bits(read_all(out), load_file(source / SINGLE_FILE))
     assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert {name: (out / name).read_bytes() for name in EXTRAS} == EXTRAS
-    assert {file.name for file in out.iterdir()} == {SINGLE_FILE, "config.json", *EXTRAS}
+    assert files_of(out) == {SINGLE_FILE, "config.json", *EXTRAS}
     assert not list(out.parent.glob("*.tmp-*"))
 
 
@@ -72,7 +83,21 @@ def test_safetensors_file_is_as_other_readers_expect(tmp_path):
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
-    assert all(stat.S_IMODE(f.stat().st_mode) == 0o644 for f in file.parent.iterdir())
+
+
+@pytest.mark.parametrize(("umask", "shut"), [(0o022, 0o022), (0o002, 0o002), (0o077, 0o077)])
+def test_modes_are_those_that_the_user_gives_new_files(source, tmp_path, umask, shut):
+    """Not those of a temporary file or folder, nor those of what is copied."""
+    for file in source.iterdir():
+        file.chmod(0o700 if file.is_dir() else 0o600)
+    before = os.umask(umask)
+    try:
+        export_weights(Tiny(), tmp_path / "out", source=source, max_shard_size=600)
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out", *(tmp_path / "out").rglob("*"))}
+    assert len(modes) > len(EXTRAS)
+    assert all(mode == (0o777 if path.is_dir() else 0o666) & ~shut for path, mode in modes.items()), modes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -83,6 +108,39 @@ def test_a_cast_model_exports_its_dtype(source, tmp_path, dtype):
     same_bits(read_all(tmp_path / "out"), {n: x.to(dtype) for n, x in load_file(source / SINGLE_FILE).items()})
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == RAW | {"torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_converted_on_the_way(source, tmp_path, dtype):
+    """config.json follows, and is the very file where it needs not; the model stays as it is."""
+    model = Tiny()
+    load_weights(model, source)
+    export_weights(model, tmp_path / "out", source=source, dtype=dtype, max_shard_size=300)
+    expected = {name: x.to(dtype) for name, x in load_file(source / SINGLE_FILE).items()}
+    same_bits(read_all(tmp_path / "out"), expected)
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
+    written, original = ((folder / "config.json").read_bytes() for folder in (tmp_path / "out", source))
+    assert json.loads(written) == RAW | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    assert (written == original) == (dtype == torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_a_value_that_a_dtype_cannot_hold_is_refused_and_an_infinite_one_kept(tmp_path):
+    model = randomized(Tiny())
+    model.model.norm.weight.data[0] = float("inf")
+    export_weights(model, tmp_path / "out", dtype=torch.float16)
+    same_bits(read_all(tmp_path / "out"), {name: x.half() for name, x in hub_state(model).items()})
+    model.model.layers[1].mlp.gate_up_proj.weight.data[INNER] = 1e5
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds values larger than .*65504"):
+        export_weights(model, tmp_path / "other", dtype=torch.float16)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_dtype_that_weights_are_not_stored_in_is_refused(tmp_path, dtype):
+    with pytest.raises(InputError, match=f"dtype is {dtype}; must be one of torch.float64"):
+        export_weights(Tiny(), tmp_path / "out", dtype=dtype)
 
 
 def test_mixed_dtypes_stay_aligned(tmp_path):
@@ -100,7 +158,22 @@ def test_shards_are_filled_up_and_a_larger_tensor_stands_alone():
     assert shards == [[3, 3], [1], [9], [3, 2], [2]]
 
 
-@pytest.mark.parametrize("limit", [1, 300, 600])
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(7, 7), ("5GB", 5 * 10**9), ("500mb", 5 * 10**8), ("2GiB", 2**31), ("1.5 KB", 1500), ("3TB", 3 * 10**12)],
+)
+def test_sizes_are_spelled_as_elsewhere(size, expected):
+    assert size_in_bytes(size) == expected
+
+
+@pytest.mark.parametrize("size", [0, -1, "5", "GB", "-1GB", "0.0KB", "5 gigabytes", "5GB\n6GB"])
+def test_a_size_that_is_none_is_refused(tmp_path, size):
+    with pytest.raises(InputError, match=r"max_shard_size is .*; must be a number of bytes above zero, such as 5GB or"):
+        export_weights(Tiny(), tmp_path / "out", max_shard_size=size)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("limit", [1, 300, "0.6KB"])
 def test_shards_and_index(tmp_path, limit):
     model = randomized(Tiny())
     export_weights(model, tmp_path / "out", max_shard_size=limit)
@@ -117,7 +190,7 @@ def test_shards_and_index(tmp_path, limit):
     for shard in shards:
         state = load_file(out / shard)
         assert {name for name, file in index["weight_map"].items() if file == shard} == set(state)
-        assert len(state) == 1 or sum(x.nbytes for x in state.values()) <= limit
+        assert len(state) == 1 or sum(x.nbytes for x in state.values()) <= size_in_bytes(limit)
     same_bits(read_all(out), expected)
     load_weights(Tiny(), out)
 
@@ -169,14 +242,93 @@ def test_an_empty_folder_is_filled(tmp_path):
     assert (tmp_path / "out" / SINGLE_FILE).exists()
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_what_cannot_be_synced_is_not_there(tmp_path, monkeypatch):
+    def broken(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(writing.os, "fsync", full)
-    with pytest.raises(CheckpointError, match=f"{tmp_path / 'out'}: not written: .*No space left on device"):
+    monkeypatch.setattr(writing.os, "fsync", broken)
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'out'}: not written: Input/output error; make room there"):
         export_weights(Tiny(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def short_of_space():
+    """A limit on the size of files stands for a full disk: to write beyond it fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("place", ["out", "new/parents/out", "empty"])
+def test_a_full_disk_leaves_nothing_behind(tmp_path, place, short_of_space):
+    """Neither the folder nor parents made for it; what was there before stays."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "previous").mkdir()
+    (tmp_path / "previous" / SINGLE_FILE).write_text("intact")
+    with pytest.raises(CheckpointError, match=f"{tmp_path / place}: not written: File too large; make room there"):
+        export_weights(Tiny(), tmp_path / place)
+    assert files_of(tmp_path) == {f"previous/{SINGLE_FILE}"}
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "previous"}
+
+
+def test_parents_that_cannot_be_made_are_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    place = tmp_path / "file" / "new" / "out"
+    with pytest.raises(CheckpointError, match=f"{place}: not written: Not a directory"):
+        export_weights(Tiny(), place)
+    assert files_of(tmp_path) == {"file"}
+
+
+def test_a_parent_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    def denied(self, *args, **kwargs):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(writing.Path, "mkdir", denied)  # modes do not hold for a test that runs as root
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'out'}: not written: Permission denied"):
+        export_weights(Tiny(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_fails_is_made_up_for_by_the_next(tmp_path, monkeypatch):
+    model = randomized(Tiny())
+    with monkeypatch.context() as patched:
+        patched.setattr(exporting, "write_config", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export_weights(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    export_weights(model, tmp_path / "out")
+    same_bits(read_all(tmp_path / "out"), hub_state(model))
+
+
+def test_the_host_holds_no_more_than_a_block_beside_one_parameter(tmp_path, monkeypatch):
+    """Counted over gathered parameters, of which a sharded model has one at a time, and over blocks made of them."""
+    model, alive, most = randomized(Tiny()), weakref.WeakSet(), []
+
+    class Counted(torch.Tensor):
+        __hash__ = object.__hash__
+
+    def gathered(parameter):
+        alive.add(copy := parameter.detach().clone().as_subclass(Counted))
+        most.append(len(alive))
+        return copy
+
+    blocks, converted = [], exporting.converted
+    monkeypatch.setattr(exporting, "whole", gathered)
+    monkeypatch.setattr(exporting, "converted", lambda *args: (blocks.append(args[1].nbytes), converted(*args))[1])
+    monkeypatch.setattr(exporting, "BLOCK_BYTES", 60)
+    gc.disable()
+    export_weights(model, tmp_path / "out", dtype=torch.bfloat16)
+    with monkeypatch.context() as patched:  # a rank that takes part in gathering and does not write
+        patched.setattr(writing.distributed, "is_initialized", lambda: True)
+        patched.setattr(writing.distributed, "get_rank", lambda: 1)
+        export_weights(model, tmp_path / "none")
+    gc.enable()
+    assert max(most) == 1 and len(most) == 2 * len(list(model.parameters()))
+    assert max(blocks) <= 60 < max(x.nbytes for x in hub_state(model).values())
+    assert sum(blocks) == sum(x.nbytes for x in hub_state(model).values())
+    same_bits(read_all(tmp_path / "out"), {name: x.bfloat16() for name, x in hub_state(model).items()})
 
 
 def test_a_tokenizer_linked_from_elsewhere_is_not_copied(source, tmp_path):
@@ -186,26 +338,3 @@ def test_a_tokenizer_linked_from_elsewhere_is_not_copied(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: is a link"):
         export_weights(Tiny(), tmp_path / "out", source=source)
     assert not (tmp_path / "out").exists()
-
-
-def sharded_round_trip(rank, folder, out, store):
-    """Loads into FSDP2 shards of a tied model and exports from them."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = Tiny(TinyConfig(tie_word_embeddings=True))
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    load_weights(model, folder)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    export_weights(model, out, max_shard_size=300)
-    assert (out / "config.json").exists()
-    torch.distributed.destroy_process_group()
-
-
-def test_fsdp_round_trip_on_two_ranks(tmp_path):
-    model = randomized(Tiny(TinyConfig(tie_word_embeddings=True)))
-    export_weights(model, tmp_path / "in")
-    args = tmp_path / "in", tmp_path / "out", tmp_path / "store"
-    torch.multiprocessing.spawn(sharded_round_trip, args, nprocs=2)
-    same_bits(read_all(tmp_path / "out"), hub_state(model))

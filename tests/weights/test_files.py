@@ -1,5 +1,6 @@
 """Every damaged or hostile folder is refused by one line that names the file."""
 
+import hashlib
 import json
 import os
 
@@ -7,7 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint, shortened
+from ligermodels.weights import files
+from ligermodels.weights.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointError,
+    open_checkpoint,
+    shortened,
+    tensor_hashes,
+)
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)}
 
@@ -199,3 +208,33 @@ def test_a_folder_without_weights(tmp_path):
 def test_long_lists_are_shortened():
     assert shortened("abc") == "a, b, c"
     assert shortened(f"t{i}" for i in range(20)) == "t0, t1, t2, t3, t4, t5, t6, t7 and 12 more"
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**20])
+def test_the_hash_of_a_tensor_is_that_of_its_bytes(folder, monkeypatch, block):
+    monkeypatch.setattr(files, "HASHED_BYTES", block)
+    expected = {name: hashlib.sha256(bytes(x.flatten().view(torch.uint8).tolist())) for name, x in TENSORS.items()}
+    assert tensor_hashes(folder) == {name: digest.hexdigest() for name, digest in expected.items()}
+
+
+def test_a_file_that_is_cut_short_while_it_is_hashed_is_named(folder):
+    stored = open_checkpoint(folder).tensors
+    os.truncate(folder / SINGLE_FILE, (folder / SINGLE_FILE).stat().st_size - 1)
+    last = max(stored.values(), key=lambda tensor: tensor.begin)
+    with pytest.raises(CheckpointError, match=f"{folder / SINGLE_FILE}: truncated while it was read"):
+        files.hash_of(last)
+
+
+def test_a_file_below_the_folder_may_be_a_link_to_the_cache_alone(tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0a", tmp_path / "models--a--b" / "blobs"
+    (snapshot / "templates").mkdir(parents=True)
+    blobs.mkdir()
+    for name, place in {"own.jinja": blobs, "stolen.jinja": tmp_path}.items():
+        (place / "blob").write_text("x")
+        (snapshot / "templates" / name).symlink_to(place / "blob")
+    assert files.safe_file(snapshot, "templates/own.jinja").read_text() == "x"
+    with pytest.raises(CheckpointError, match=r"templates/stolen\.jinja: is a link that leads out of the folder"):
+        files.safe_file(snapshot, "templates/stolen.jinja")
+    (snapshot / "elsewhere").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="is a link that leads out"):
+        files.safe_file(snapshot, "elsewhere/blob")

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -116,3 +117,12 @@ def test_the_plan_of_a_model_is_the_hand_written_checkpoint():
     assert {piece.tensor for piece in pieces} == set(expected)
     for piece in pieces:
         assert torch.equal(parameters[piece.parameter][piece.index].reshape(piece.shape), expected[piece.tensor])
+
+
+def test_a_linear_with_a_low_rank_update_has_the_tensors_of_its_base():
+    shapes = {"layers.0.qkv.base_layer.weight": (8, 3), "layers.0.qkv.base_layer.bias": (8,)}
+    updates = {"layers.0.qkv.lora_A": (6, 3), "layers.0.qkv.lora_B": (8, 2)}
+    plain = {name.replace(".base_layer", ""): shape for name, shape in shapes.items()}
+    pieces, expected = plan(updates | shapes, (QKV,)), plan(plain, (QKV,))
+    assert {piece.parameter for piece in pieces} == shapes.keys()
+    assert [replace(piece, parameter=piece.parameter.replace(".base_layer", "")) for piece in pieces] == expected
