@@ -103,7 +103,7 @@ VARIANTS = {
     "mlp stored packed": (CASES[FAMILIES["glm"]], {"target_modules": ["q_proj", "gate_up_proj"]}),
     "below language_model": (
         CASES[FAMILIES["gemma3"]],
-        {"target_modules": r".*language_model.*\.(q_proj|down_proj)"},
+        {"target_modules": r".*language_model.*\.(q_proj|down_proj)", "rank_pattern": {"down_proj": 2}},
     ),
     "shared expert": (CASES[FAMILIES["qwen2_moe"]], {"target_modules": ["v_proj", "shared_expert.up_proj"]}),
 }

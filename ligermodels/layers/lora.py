@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.linear import Columns, LowRank, low_rank_update
-from ligermodels.weights.adapters import Packed, Settings, is_named
+from ligermodels.weights.adapter_config import is_named
+from ligermodels.weights.adapters import Packed, Settings
 from ligermodels.weights.mapping import Rule, pieces_of, plan
 from ligermodels.weights.sharding import keep_part
 

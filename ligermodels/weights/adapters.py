@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, written and strictly read.
+"""LoRA adapters in PEFT's format: written and strictly read.
 
 The format has two tensors for each of the Hub's projections: `base_model.model.<projection>.lora_A.weight` [r, in] and
 `….lora_B.weight` [out, r]; the update is lora_alpha / r * B A, with rank-stabilised LoRA lora_alpha / √r * B A. Which
@@ -7,8 +7,7 @@ projections there are and where they lie in packed linears is said by the caller
 
 import itertools
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,53 +17,23 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.weights.adapter_config import (
+    ADAPTER_CONFIG_FILE,
+    adapter_config,
+    is_named,
+    read_adapter_config,
+    strength,
+    targets_by_name,
+)
 from ligermodels.weights.exporting import LowRankLinear, hub_tensors
-from ligermodels.weights.files import StoredTensor, read_header, read_json, safe_file, shortened
+from ligermodels.weights.files import StoredTensor, read_header, safe_file, shortened
 from ligermodels.weights.loading import FLOATS, HubModel
 from ligermodels.weights.mapping import Piece, is_update, plan
 from ligermodels.weights.sharding import keep_part
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-A_MODULE = re.compile(r"\^?[\w.-]+")
-
-# What a configuration may say beside what is read of it: how the update began, and where it was meant to go, which the
-# tensors themselves tell. Anything else that is set changes what is computed.
-WITHOUT_EFFECT = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "loftq_config",
-    "lora_ga_config",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-}
-READ = {
-    "alpha_pattern",
-    "bias",
-    "init_lora_weights",
-    "lora_alpha",
-    "lora_dropout",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "use_rslora",
-}
-DEFAULTS = {"r": 8, "lora_alpha": 8}  # of PEFT
-KEEPS_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # other ways to begin take the update out of the base
-
 Span = tuple[int, int]  # start, stop
 
 
@@ -94,17 +63,6 @@ class Adapter:
     folder: Path
     config: dict[str, Any]
     tensors: Mapping[str, StoredTensor]
-
-
-def is_named(module: str, names: Collection[str]) -> bool:
-    """Whether one of the names is a module's or the end of it, from a dot on."""
-    return any(end in names for end in ends_of(module))
-
-
-def ends_of(name: str) -> list[str]:
-    """q_proj, self_attn.q_proj, 0.self_attn.q_proj, …"""
-    parts = name.split(".")
-    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def updated(model: HubModel, projections: Iterable[str]) -> dict[str, LowRankLinear]:
@@ -185,104 +143,22 @@ def config_of(
     all_modules: set[str],
     base_model: str | None,
 ) -> dict[str, Any]:
-    """adapter_config.json. What most projections have is said once, what others have by their names."""
-    settings = {
-        name: (module.rank, module.alpha)
+    owners = {
+        name: module
         for linear, module in modules.items()
         for name, span in projections[linear].columns.items()
         if span in module.columns
     }
-    (rank, alpha), _ = Counter(settings.values()).most_common(1)[0]
-    targets, exclude = shortest_names(settings.keys(), all_modules - settings.keys())
-    return {
-        "alpha_pattern": {name: whole_number(a) for name, (_, a) in settings.items() if a != alpha},
-        "auto_mapping": None,
-        "base_model_name_or_path": base_model,
-        "bias": "none",
-        "exclude_modules": exclude,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": whole_number(alpha),
-        "lora_dropout": max(module.dropout for module in modules.values()),
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": rank,
-        "rank_pattern": {name: r for name, (r, _) in settings.items() if r != rank},
-        "target_modules": targets,
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
-    }
-
-
-def whole_number(x: float) -> int | float:
-    """An int where that is the same: other readers expect one."""
-    return int(x) if x == int(x) else x
-
-
-def shortest_names(names: Iterable[str], others: Iterable[str]) -> tuple[list[str], str | None]:
-    """target_modules, and exclude_modules or None, by which a reader finds `names` and none of the others.
-
-    The others may lie in another part of the model, such as an image side: a reader is told to leave that out. Then
-    each name is cut to the shortest end that none of the rest has.
-    """
-    names = list(names)
-    parts = {name.partition(".")[0] for name in names}
-    ends = {end for name in names for end in ends_of(name)[:1]}
-    elsewhere = {other.partition(".")[0] for other in others if ends_of(other)[0] in ends} - parts
-    taken = {end for other in others if other.partition(".")[0] not in elsewhere for end in ends_of(other)}
-    targets = {next(end for end in ends_of(name) if end not in taken) for name in names}
-    exclude = rf"(.*\.)?({'|'.join(sorted(elsewhere))})\..*" if elsewhere else None
-    return sorted(targets), exclude
+    ranks = {name: module.rank for name, module in owners.items()}
+    alphas = {name: module.alpha for name, module in owners.items()}
+    dropout = max(module.dropout for module in modules.values())
+    return adapter_config(ranks, alphas, dropout, all_modules, base_model)
 
 
 def read_adapter(folder: str | Path) -> Adapter:
     """Reads the configuration and the tensors' header. Raises CheckpointError naming the file and the field."""
     folder = Path(folder)
-    config_file = safe_file(folder, ADAPTER_CONFIG_FILE)
-    config = read_json(config_file)
-    refuse_unsupported(config, config_file)
-    return Adapter(folder, config, read_header(safe_file(folder, ADAPTER_FILE)))
-
-
-def refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
-    def refuse(field: str, rule: str) -> None:
-        raise CheckpointError(f"{file}: {field} is {config.get(field)!r}; {rule}")
-
-    for field in config.keys() - READ - WITHOUT_EFFECT:
-        if config[field]:
-            refuse(field, "is not supported")
-    if config.get("peft_type") != "LORA":
-        refuse("peft_type", "must be 'LORA'")
-    if config.get("bias", "none") != "none":
-        refuse("bias", "must be 'none': trained biases are not supported")
-    if config.get("init_lora_weights", True) not in KEEPS_THE_BASE:
-        refuse("init_lora_weights", "it changed the base weights; convert the adapter with PEFT's save_pretrained")
-    if not isinstance(config.get("use_rslora", False), bool):
-        refuse("use_rslora", "must be true or false")
-    if not is_number(dropout := config.get("lora_dropout", 0.0)) or not 0 <= dropout < 1:
-        refuse("lora_dropout", "must be a number from 0 to below 1")
-    for field, default in DEFAULTS.items():
-        if not is_positive(config.get(field, default)):
-            refuse(field, "must be a number above zero")
-    for field in ("rank_pattern", "alpha_pattern"):
-        by_name = config.get(field) or {}
-        if not isinstance(by_name, dict) or not all(A_MODULE.fullmatch(name) for name in by_name):
-            refuse(field, "must be an object by names of modules; other patterns are not supported")
-        if not all(map(is_positive, by_name.values())):
-            refuse(field, "its values must be numbers above zero")
-    targets = config.get("target_modules")
-    if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
-        refuse("target_modules", "must be a list of names or a pattern")
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_positive(value: Any) -> bool:
-    return is_number(value) and value > 0
+    return Adapter(folder, read_adapter_config(folder), read_header(safe_file(folder, ADAPTER_FILE)))
 
 
 def fitted(
@@ -320,22 +196,6 @@ def settings_of(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[str
     return settings
 
 
-def strength(config: dict[str, Any], projection: str) -> tuple[int, float]:
-    """Rank and alpha of a projection, alpha such that the scale is alpha / rank."""
-    ours = DEFAULTS | config
-    rank = int(by_pattern(ours.get("rank_pattern"), projection, ours["r"]))
-    alpha = float(by_pattern(ours.get("alpha_pattern"), projection, ours["lora_alpha"]))
-    return rank, alpha * rank**0.5 if config.get("use_rslora") else alpha
-
-
-def by_pattern(patterns: Mapping[str, float] | None, projection: str, default: float) -> float:
-    """The first that names the projection; a leading ^ asks for its whole name."""
-    for name, value in (patterns or {}).items():
-        if projection == name.removeprefix("^") or is_named(projection, [name]):
-            return value
-    return default
-
-
 def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
     stored, config = adapter.tensors, adapter.config
     shapes: dict[str, tuple[int, int]] = {}
@@ -344,9 +204,8 @@ def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
             rank, _ = strength(config, name)
             shapes |= {tensor_name(name, "A"): (rank, packed.in_features), tensor_name(name, "B"): (stop - start, rank)}
     found = {match[1] for match in map(TENSOR.fullmatch, stored) if match}
-    targets = config.get("target_modules")
-    if isinstance(targets, list) and not config.get("exclude_modules") and config.get("layers_to_transform") is None:
-        found |= {name for packed in projections.values() for name in packed.columns if is_named(name, targets)}
+    targets = targets_by_name(config) or ()
+    found |= {name for packed in projections.values() for name in packed.columns if is_named(name, targets)}
     needed = [tensor_name(name, factor) for name in sorted(found) for factor in "AB"]
     faults = {
         "missing": [name for name in needed if name in shapes and name not in stored],

@@ -159,7 +159,8 @@ def converted(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     if block.dtype == dtype:
         return block
     result = block.to(dtype)
-    if (result.isinf() & block.isfinite()).any():
+    infinite = result.isinf()
+    if infinite.any() and block[infinite].isfinite().any():
         largest = torch.finfo(dtype).max
         raise CheckpointError(
             f"{name} holds values larger than {dtype}'s largest, {largest:g}; export as another dtype"
