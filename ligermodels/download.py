@@ -19,20 +19,14 @@ from tqdm import tqdm
 
 from ligermodels.errors import HubError, InputError
 from ligermodels.known_models import nearest
+from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
+from ligermodels.weights.adapters import ADAPTER_FILE
 from ligermodels.weights.config_file import CONFIG_FILE
 from ligermodels.weights.exporting import COPIED
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, read_weight_map, shortened
 
 # All but weights: what a model is built from, and what its export takes along.
-FILES = (
-    CONFIG_FILE,
-    INDEX_FILE,
-    *COPIED,
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
+FILES = (CONFIG_FILE, INDEX_FILE, *COPIED)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 BUSY = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which the Hub may well answer
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
@@ -73,6 +67,12 @@ def fetch_files(name: str, *, revision: str | None, token: str | None, known: It
     """
     with explained(name, revision, token, known=known):
         return download(name, FILES, revision, token, tqdm_class=Silent)
+
+
+def fetch_adapter(name: str, *, revision: str | None, token: str | None) -> Path:
+    """As `fetch_files`, with the two files of a LoRA adapter. Raises HubError."""
+    with explained(name, revision, token):
+        return download(name, (ADAPTER_CONFIG_FILE, ADAPTER_FILE), revision, token)
 
 
 def fetch_weights(name: str, folder: Path, *, token: str | None) -> None:

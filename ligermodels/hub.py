@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ligermodels.architectures import ARCHITECTURES
-from ligermodels.download import fetch_files, fetch_weights, local_folder
+from ligermodels.download import fetch_adapter, fetch_files, fetch_weights, local_folder
 from ligermodels.errors import CheckpointError, HubError
 from ligermodels.known_models import KNOWN_MODELS
 from ligermodels.layers.config import Config
@@ -120,7 +120,8 @@ def load_adapter(
     tensors that are missing, unexpected or misshapen, updates of routed experts, embeddings or the head.
     """
     refuse_meta(model)
-    adapter = read_adapter(resolve(name_or_folder, revision=revision, token=token))
+    folder = local_folder(name_or_folder) or fetch_adapter(str(name_or_folder), revision=revision, token=token)
+    adapter = read_adapter(folder)
     layouts = [projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
     layout, settings = fitted(adapter, layouts)
     if not any(updates(model)):

@@ -257,6 +257,13 @@ def test_tensors_that_do_not_fit_are_all_named(base, tmp_path, change, message):
     assert not any(updates(model))
 
 
+def test_a_pickled_adapter_is_not_read(base, tmp_path):
+    ligermodels.export_adapter(adapt(ligermodels.load(base)), tmp_path / "adapter")
+    (tmp_path / "adapter" / TENSORS).rename(tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin: pickles can run code and are not read; save it as"):
+        ligermodels.load_adapter(ligermodels.load(base), tmp_path / "adapter")
+
+
 def test_a_model_with_lora_is_filled_by_an_adapter_of_the_same_kind_alone(base, tmp_path):
     model = adapt(ligermodels.load(base))
     ligermodels.export_adapter(model, tmp_path / "adapter")

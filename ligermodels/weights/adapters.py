@@ -33,6 +33,7 @@ from ligermodels.weights.sharding import keep_part
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 Span = tuple[int, int]  # start, stop
 
@@ -158,6 +159,8 @@ def config_of(
 def read_adapter(folder: str | Path) -> Adapter:
     """Reads the configuration and the tensors' header. Raises CheckpointError naming the file and the field."""
     folder = Path(folder)
+    if (folder / PICKLE).exists() and not (folder / ADAPTER_FILE).exists():
+        raise CheckpointError(f"{folder / PICKLE}: pickles can run code and are not read; save it as {ADAPTER_FILE}")
     return Adapter(folder, read_adapter_config(folder), read_header(safe_file(folder, ADAPTER_FILE)))
 
 
