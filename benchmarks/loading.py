@@ -1,12 +1,12 @@
-"""A checkpoint onto the GPU, one provider a process: time, rate, growth of the host's memory, bytes read.
+"""A checkpoint onto the GPU, a process for each provider: time, rate, growth of the host's memory, bytes read.
 
     python -m benchmarks.loading FOLDER                              a checkpoint of any family
     python -m benchmarks.loading FOLDER --generate llama-3-8b        one of that shape in bf16, made there first
 
-A provider is a function from a folder to what it put on the GPU, tensors by their Hub names; what there is to import was
-imported, by loading a tiny checkpoint, before it is timed. It runs with the files in the page cache and after they were
-dropped from it; the disk's share of what it read is in its row. What arrived is compared with the files by a hash of
-every tensor. Memory is what no file backs (RssAnon, RssShmem), sampled every few milliseconds, and pinned memory.
+A provider is a function from a folder to what it put on the GPU: tensors by their Hub names, a hash of each of which is
+compared with that of the file's, untimed. What there is to import was imported by loading a tiny checkpoint first.
+Every provider runs with the files in the page cache and after they were dropped from it. Where there are several GPUs,
+ours also runs on all of them, each rank loading its FSDP2 shards.
 """
 
 import argparse
@@ -18,11 +18,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
@@ -30,132 +32,151 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.train_step import MODELS
 from ligermodels import hub
-from ligermodels.weights.files import DTYPES, INDEX_FILE, read_header
+from ligermodels.training import parallel
+from ligermodels.weights.exporting import DTYPE_NAMES, hub_tensors
+from ligermodels.weights.files import INDEX_FILE, read_header
+from ligermodels.weights.loading import load_weights
 from ligermodels.weights.mapping import plan
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DEVICE = "cuda"
 FILES = 4
 TINY = MODELS["llama-3-8b"] | {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }  # fmt: skip
-BLOCK = 16 * 2**20
+BLOCK_BYTES = 16 * 2**20
 THREADS = 8
+COLUMNS = "{:34} {:5} {:>8} {:>8} {:>9} {:>8} {:>8} {:>10}  {}"
+
+Landed = Iterable[tuple[str, Tensor]]
 
 
-def ligermodels(folder: Path) -> dict[str, Tensor]:
-    import ligermodels
+def ligermodels(folder: Path) -> Landed:
+    return hub_tensors_of(hub.load(folder, dtype=torch.bfloat16, device=DEVICE))
 
-    model = ligermodels.load(folder, dtype=torch.bfloat16, device="cuda")
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+def ligermodels_sharded(folder: Path) -> Landed:
+    """As train.py does it, on one rank of several."""
+    world = parallel.World(torch.device(DEVICE, torch.cuda.current_device()), dist.get_rank(), dist.get_world_size())
+    model = hub.create(folder, dtype=torch.bfloat16, device="meta")
+    parallel.shard(model, world, torch.bfloat16)
+    model.to_empty(device=world.device)
+    load_weights(model, folder)
+    return hub_tensors_of(model)
+
+
+@torch.no_grad()
+def hub_tensors_of(model) -> Landed:
+    parameters = dict(model.named_parameters())
     pieces = plan({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())
-    return {piece.tensor: parameters[piece.parameter][piece.index].view(piece.shape) for piece in pieces}
+    yield from zip((piece.tensor for piece in pieces), hub_tensors(parameters, pieces), strict=True)
 
 
-def transformers(folder: Path) -> dict[str, Tensor]:
+def transformers(folder: Path) -> Landed:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
-    return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_cuda}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE).state_dict().items()
 
 
-def safetensors(folder: Path) -> dict[str, Tensor]:
+def safetensors(folder: Path) -> Landed:
     from safetensors.torch import load_file
 
-    return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file, device="cuda").items()}
+    return [item for file in weight_files(folder) for item in load_file(file, device=DEVICE).items()]
 
 
-def read_and_copy(folder: Path) -> dict[str, Tensor]:
-    """The fastest plain thing: threads read files as bytes, a block each, into two pinned buffers in turn, copied from asynchronously."""
+def read_and_copy(folder: Path) -> Landed:
+    """The fastest plain thing: threads read files, a block at a time, into pinned buffers, two a thread, from which the
+    copies are asynchronous. Nothing is made of the bytes."""
+    files = {file: torch.empty(file.stat().st_size, dtype=torch.uint8, device="cuda") for file in weight_files(folder)}
+    blocks = [(file, start) for file, data in files.items() for start in range(0, len(data), BLOCK_BYTES)]
     stream, free = torch.cuda.Stream(), SimpleQueue()
-    for _ in range(2 * THREADS):
-        free.put((torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
+    for _ in range(min(2 * THREADS, len(blocks))):
+        free.put((torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
 
-    def move(file, target, start):
+    def move(file, start):
+        target = files[file][start : start + BLOCK_BYTES]
         buffer, copied = free.get()
         copied.synchronize()
-        part = target[start : start + BLOCK]
         with file.open("rb", buffering=0) as opened:
             opened.seek(start)
-            assert opened.readinto(buffer.numpy()[: len(part)]) == len(part)
+            assert opened.readinto(buffer.numpy()[: len(target)]) == len(target)
         with torch.cuda.stream(stream):
-            part.copy_(buffer[: len(part)], non_blocking=True)
+            target.copy_(buffer[: len(target)], non_blocking=True)
             copied.record()
         free.put((buffer, copied))
 
-    files = {file: torch.empty(file.stat().st_size, dtype=torch.uint8, device="cuda") for file in weight_files(folder)}
     with ThreadPoolExecutor(THREADS) as pool:
-        blocks = [(file, data, start) for file, data in files.items() for start in range(0, len(data), BLOCK)]
-        list(pool.map(move, *zip(*blocks)))
+        list(pool.map(move, *zip(*blocks, strict=True)))
     stream.synchronize()
     return tensors_of(files)
 
 
-def read_and_copy_plainly(folder: Path) -> dict[str, Tensor]:
-    """One thread, a file at a time."""
+def read_and_copy_naively(folder: Path) -> Landed:
+    """A whole file at a time."""
     files = {}
     for file in weight_files(folder):
-        files[file] = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).cuda()
+        files[file] = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).to(DEVICE)
     return tensors_of(files)
 
 
-PROVIDERS = {
-    "ligermodels": ligermodels,
-    "read and copy, 8 threads, pinned": read_and_copy,
-    "read and copy, plainly": read_and_copy_plainly,
-    "safetensors.load_file": safetensors,
-    "transformers": transformers,
-}
-
-
-def tensors_of(files: dict[Path, Tensor]) -> dict[str, Tensor]:
+def tensors_of(files: dict[Path, Tensor]) -> Landed:
     """The tensors in the bytes of whole files."""
-    found = {}
     for file, data in files.items():
         begin = 8 + int.from_bytes(data[:8].tolist(), "little")
         for name, stored in read_header(file).items():
             size = torch.Size(stored.shape).numel() * stored.dtype.itemsize
-            found[name] = data[begin + stored.begin :][:size].view(stored.dtype).view(stored.shape)
-    return found
+            yield name, data[begin + stored.begin :][:size].view(stored.dtype).view(stored.shape)
+
+
+SHARDED = "ligermodels, FSDP2"
+PROVIDERS: dict[str, Callable[[Path], Landed]] = {
+    "ligermodels": ligermodels,
+    SHARDED: ligermodels_sharded,
+    "read and copy, 8 threads, pinned": read_and_copy,
+    "read and copy, naively": read_and_copy_naively,
+    "safetensors": safetensors,
+    "transformers": transformers,
+}
 
 
 def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def generate(raw: dict, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """A checkpoint of the configuration's shape, in FILES files of about equal size. Its data is one random block over and over, at
-    another phase in every tensor, so that tensors and rows that trade places are noticed."""
+def generate(raw: dict, folder: Path) -> None:
+    """A checkpoint in bf16 of the configuration's shape, in up to FILES files of about equal size.
+
+    Its data is one random block over and over, at another phase in every tensor: what trades places is noticed.
+    """
+    dtype = torch.bfloat16
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(raw | {"torch_dtype": str(dtype).removeprefix("torch.")}))
+    (folder / "config.json").write_text(json.dumps(raw | {"torch_dtype": "bfloat16"}))
     model = hub.create(raw, device="meta")
     pieces = plan({name: parameter.shape for name, parameter in model.named_parameters()}, model.weight_rules())
     sizes = [torch.Size(piece.shape).numel() * dtype.itemsize for piece in pieces]
-    shards: list[dict] = [{} for _ in range(FILES)]
+    shards: dict[int, dict[str, dict]] = {}
     for piece, size, end in zip(pieces, sizes, itertools.accumulate(sizes), strict=True):
-        shards[(end - 1) * FILES // sum(sizes)][piece.tensor] = (piece.shape, size)
-    files = [f"model-{number:05d}-of-{FILES:05d}.safetensors" for number in range(1, FILES + 1)]
-    random = torch.randn(2**24 + 4099, generator=torch.Generator().manual_seed(0)).mul(0.02).to(dtype).view(torch.uint8)
+        entries = shards.setdefault((end - 1) * FILES // sum(sizes), {})
+        begin = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        entries[piece.tensor] = {
+            "dtype": DTYPE_NAMES[dtype], "shape": piece.shape, "data_offsets": [begin, begin + size]
+        }  # fmt: skip
+    files = [folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    block = torch.randn(2**24 + 4099, generator=torch.Generator().manual_seed(0)).mul(0.02).to(dtype).view(torch.uint8)
     with ThreadPoolExecutor(FILES) as pool:
-        phases = [random.roll(8192 * number) for number in range(FILES)]
-        list(pool.map(lambda file, shard, data: write_shard(folder / file, shard, dtype, data), files, shards, phases))
-    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        list(pool.map(write, files, shards.values(), (block.roll(8192 * number) for number in shards)))
+    weight_map = {name: file.name for file, shard in zip(files, shards.values(), strict=True) for name in shard}
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}))
 
 
-def write_shard(file: Path, shard: dict[str, tuple[tuple[int, ...], int]], dtype: torch.dtype, data: Tensor) -> None:
-    header: dict = {"__metadata__": {"format": "pt"}}
-    total = 0
-    for name, (shape, size) in shard.items():
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [total, total + size]}
-        total += size
-    text = json.dumps(header).encode()
+def write(file: Path, entries: dict[str, dict], block: Tensor) -> None:
+    text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
     text += b" " * (-len(text) % 8)
-    view = data.numpy().data
-    with file.open("wb", buffering=0) as stream:
+    size = max(entry["data_offsets"][1] for entry in entries.values())
+    with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for start in range(0, total, len(view)):
-            stream.write(view[: total - start])
+        for start in range(0, size, len(block)):
+            stream.write(block.numpy()[: size - start].data)
         os.fsync(stream.fileno())
 
 
@@ -166,18 +187,23 @@ def fingerprint(tensor: Tensor) -> int:
     return int((words * (2 * torch.arange(len(words), device=words.device) + 1)).sum())
 
 
-def fingerprints(folder: Path) -> dict[str, int]:
-    """Of what the files hold, by the safetensors library's own reading."""
-    found = {}
+def fingerprints(tensors: Landed) -> dict[str, int]:
+    return {name: fingerprint(tensor) for name, tensor in tensors}
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """What the files hold, by the safetensors library's own reading."""
     for file in weight_files(folder):
-        with safe_open(file, framework="pt", device="cuda") as opened:
-            found |= {name: fingerprint(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
-    return found
+        with safe_open(file, framework="pt", device=DEVICE) as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
 
 
 class HostMemory:
-    """How much more memory than on entry this process came to hold that no file backs, bytes. Pinned memory is added, although
-    it may be among the rest: an upper bound."""
+    """How much more memory than on entry this process came to hold, not counting what a file backs: `peak`, in bytes.
+
+    RssAnon and RssShmem, sampled every few milliseconds; and pinned memory, which may be among them: an upper bound.
+    """
 
     def __enter__(self) -> "HostMemory":
         self.before, self.peak, self.ended = self.now(), 0, threading.Event()
@@ -200,13 +226,14 @@ class HostMemory:
 
 
 def read_so_far() -> dict[str, int]:
-    """Bytes this process has read: by system calls (a memory map's are not counted), and from disks."""
+    """Bytes this process has read: by system calls, which a memory map's are not, and from disks."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {"read": int(counts["rchar"]), "from disk": int(counts["read_bytes"])}
+    return {"read": int(counts["rchar"]), "from_disk": int(counts["read_bytes"])}
 
 
-def measure(provider: str, folder: Path) -> dict:
+def measure(provider: str, folder: Path, expected: dict[str, int]) -> dict:
     """One row; runs in a process of its own, whose memory and first-time costs are its own."""
+    parallel.start()
     load = PROVIDERS[provider]
     with tempfile.TemporaryDirectory() as tiny:
         generate(TINY, Path(tiny) / "tiny")
@@ -218,24 +245,25 @@ def measure(provider: str, folder: Path) -> dict:
         tensors = load(folder)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    return (
-        {
-            "seconds": round(seconds, 3),
-            "gb_per_s": round(size / seconds / 1e9, 2),
-            "host_mib": round(memory.peak / 2**20),
-            "gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        }
-        | {
-            f"gb_{what.replace(' ', '_')}": round((count - before[what]) / 1e9, 2)
-            for what, count in read_so_far().items()
-        }
-        | {"fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()}}
-    )
+    row = {
+        "seconds": round(seconds, 3),
+        "gb_per_s": round(size_of(folder) / seconds / 1e9, 2),
+        "host_mib": round(memory.peak / 2**20),
+        "gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    }
+    row |= {f"{what}_gb": round((count - before[what]) / 1e9, 2) for what, count in read_so_far().items()}
+    found = fingerprints(tensors)
+    wrong = [name for name in expected if found.get(name) != expected[name]]
+    return row | ({"error": f"{len(wrong)} tensors differ, such as {wrong[0]}"} if wrong else {})
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def warm(folder: Path) -> None:
-    buffer = bytearray(BLOCK)
+    """Into the page cache."""
+    buffer = bytearray(BLOCK_BYTES)
     for file in weight_files(folder):
         with file.open("rb", buffering=0) as stream:
             while stream.readinto(buffer):
@@ -252,17 +280,22 @@ def drop(folder: Path) -> None:
 CACHES = {"warm": warm, "cold": drop}
 
 
-def row_of(provider: str, cache: str, folder: Path, expected: dict[str, int]) -> dict:
+def rows_of(provider: str, cache: str, folder: Path, expected: Path) -> list[dict]:
+    """The row of a provider, or those of its ranks. expected: a file of the fingerprints."""
     CACHES[cache](folder)
-    command = [sys.executable, "-m", "benchmarks.loading", str(folder), "--row", provider]
+    command = [sys.executable, "-m", "benchmarks.loading", str(folder), "--row", provider, str(expected)]
+    if provider == SHARDED:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torch.cuda.device_count()}"]
     result = subprocess.run(command, capture_output=True, text=True)
     row = {"provider": provider, "cache": cache}
     if result.returncode:
-        return row | {"error": result.stderr.strip().splitlines()[-1][:200]}
-    measured = json.loads(result.stdout.splitlines()[-1])
-    found = measured.pop("fingerprints")
-    wrong = [name for name in expected if found.get(name) != expected[name]]
-    return row | measured | ({"error": f"{len(wrong)} tensors differ, such as {wrong[0]}"} if wrong else {})
+        return [row | {"error": result.stderr.strip().splitlines()[-1][:200]}]
+    return [row | json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def line(row: dict) -> str:
+    keys = ("provider", "cache", "seconds", "gb_per_s", "host_mib", "gpu_gib", "read_gb", "from_disk_gb", "error")
+    return COLUMNS.format(*(row.get(key, "") for key in keys)).rstrip()
 
 
 def main() -> None:
@@ -272,22 +305,28 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
-    parser.add_argument("--row", metavar="PROVIDER", help=argparse.SUPPRESS)
+    parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "EXPECTED"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
-        print(json.dumps(measure(args.row, args.folder)))
+        provider, expected = args.row
+        print(json.dumps(measure(provider, args.folder, json.loads(Path(expected).read_text()))), flush=True)
+        parallel.stop()
         return
     if args.generate:
         generate(MODELS[args.generate], args.folder)
-    expected = fingerprints(args.folder)
+    providers = [name for name in args.providers if name != SHARDED or torch.cuda.device_count() > 1]
     rows = []
-    for cache in args.caches:
-        for provider in args.providers:
-            rows.append(row_of(provider, cache, args.folder, expected))
-            print(rows[-1], flush=True)
-    settings = {"checkpoint": args.generate or args.folder.name, "files": len(weight_files(args.folder))}
-    size = sum(file.stat().st_size for file in weight_files(args.folder))
-    print(results.save(args.output, "loading", results.environment() | settings | {"bytes": size, "rows": rows}))
+    print(COLUMNS.format("provider", "cache", "s", "GB/s", "host MiB", "GPU GiB", "read GB", "of disk GB", ""))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as expected:
+        json.dump(fingerprints(stored_tensors(args.folder)), expected, indent=1)
+        expected.flush()
+        for cache, provider in itertools.product(args.caches, providers):
+            found = rows_of(provider, cache, args.folder, Path(expected.name))
+            print(*map(line, found), sep="\n", flush=True)
+            rows += found
+    name = args.generate or args.folder.name
+    settings = {"checkpoint": name, "files": len(weight_files(args.folder)), "bytes": size_of(args.folder)}
+    print(results.save(args.output, f"loading-{name}", results.environment() | settings | {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Boxes of stored tensors straight into tensors, wherever those are: on the host there is a ring of buffers and no more.
+"""Boxes of stored tensors straight into tensors, wherever these are; the host holds a ring of buffers and no more.
 
 Threads read by position, each byte that is asked for once and no other: into the tensor's own memory where the file's
 bytes are its bytes, else into a buffer. On the way to a GPU buffers are pinned, and copied from on a stream of their
@@ -147,19 +147,20 @@ class Ring:
 
 def fill(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
     """Reads one transfer, through a buffer of its size unless the target's memory takes the file's bytes as they are."""
-    target, stored = transfer.target, transfer.stored
-    if target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous():
-        file.read(transfer.name, runs(stored, transfer.box), target.flatten().view(torch.uint8))
+    target, dtype = transfer.target, transfer.stored.dtype
+    places = runs(transfer.stored, transfer.box)
+    if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+        file.read(transfer.name, places, target.as_strided((target.numel(),), (1,)).view(torch.uint8))
         return
-    file.read(transfer.name, runs(stored, transfer.box), buffer)
-    staged = buffer.view(stored.dtype).view(target.shape)
-    if target.dtype != stored.dtype:
+    file.read(transfer.name, places, buffer)
+    staged = buffer.view(dtype).view(target.shape)
+    if target.dtype != dtype:
         staged = staged.to(target.device, non_blocking=True)  # so that it is converted there
     target.copy_(staged, non_blocking=True)
 
 
 def runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
-    """Where a box lies in its file's data: the offset and length in bytes of each contiguous run, in the box's order."""
+    """Where a box lies in its file's data: offset and length, in bytes, of each contiguous run, in the box's order."""
     shape, box = (1, *stored.shape), (slice(0, 1), *box)
     strides = [math.prod(shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(shape))]
     # Beyond this dimension the box has everything.
