@@ -162,7 +162,8 @@ def generate(raw: dict, folder: Path) -> None:
             "dtype": DTYPE_NAMES[dtype], "shape": piece.shape, "data_offsets": [begin, begin + size]
         }  # fmt: skip
     files = [folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    block = torch.randn(2**24 + 4099, generator=torch.Generator().manual_seed(0)).mul(0.02).to(dtype).view(torch.uint8)
+    block = torch.randn(min(sum(sizes), 2**24 + 4099), generator=torch.Generator().manual_seed(0)).mul(0.02)
+    block = block.to(dtype).view(torch.uint8)
     with ThreadPoolExecutor(FILES) as pool:
         list(pool.map(write, files, shards.values(), (block.roll(8192 * number) for number in shards)))
     weight_map = {name: file.name for file, shard in zip(files, shards.values(), strict=True) for name in shard}

@@ -1,5 +1,7 @@
 """The benchmark of loading without a GPU: what it makes, measures and compares; times are not looked at."""
 
+import mmap
+
 import pytest
 import torch
 
@@ -11,16 +13,15 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
-    loading.generate(loading.TINY | {"num_hidden_layers": 2, "vocab_size": 1024}, tmp_path / "generated")
+    loading.generate(loading.TINY | {"num_hidden_layers": 2, "vocab_size": 128}, tmp_path / "generated")
     return tmp_path / "generated"
 
 
-def test_the_generated_checkpoint_has_no_two_tensors_or_rows_alike(folder):
+def test_the_generated_checkpoint_has_no_two_tensors_alike(folder):
     stored = dict(loading.stored_tensors(folder))
     assert len(loading.weight_files(folder)) == loading.FILES and len(stored) == 2 * 9 + 3
     assert len(set(loading.fingerprints(stored.items()).values())) == len(stored)
-    rows = torch.cat([x for x in stored.values() if x.shape[-1] == 64 and x.dim() == 2])
-    assert len(rows.unique(dim=0)) == len(rows) and rows.isfinite().all()
+    assert all(x.isfinite().all() and x.std() > 0.01 for x in stored.values())
 
 
 @pytest.mark.parametrize("provider", ["ligermodels", "read and copy, naively", "safetensors"])
@@ -41,11 +42,11 @@ def test_a_fingerprint_knows_bits_and_places():
 
 def test_host_memory_keeps_the_peak():
     with loading.HostMemory() as memory:
-        held = [torch.ones(2**20, dtype=torch.uint8) for _ in range(20)]
-        while memory.peak < 19 * 2**20:  # until the sampler has seen it
-            torch.ones(2**16).sum()
-        del held
-    assert memory.peak < 40 * 2**20
+        held = mmap.mmap(-1, 32 * 2**20)
+        held.write(bytes(32 * 2**20))
+        assert memory.ended.wait(0.1) is False  # meanwhile it is sampled
+        held.close()
+    assert 32 * 2**20 <= memory.peak < 80 * 2**20
 
 
 def test_ranks_and_errors_are_lines_of_the_table():

@@ -146,7 +146,7 @@ class Ring:
 
 
 def fill(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
-    """Reads one transfer, through a buffer of its size unless the target's memory takes the file's bytes as they are."""
+    """Reads one transfer, through a buffer of its size unless the target's memory takes the bytes as they are."""
     target, dtype = transfer.target, transfer.stored.dtype
     places = runs(transfer.stored, transfer.box)
     if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
