@@ -165,7 +165,7 @@ def generate(raw: dict, folder: Path) -> None:
     block = torch.randn(min(sum(sizes), 2**24 + 4099), generator=torch.Generator().manual_seed(0)).mul(0.02)
     block = block.to(dtype).view(torch.uint8)
     with ThreadPoolExecutor(FILES) as pool:
-        list(pool.map(write, files, shards.values(), (block.roll(8192 * number) for number in shards)))
+        list(pool.map(write, files, shards.values(), (block.roll(20014 * number) for number in shards)))
     weight_map = {name: file.name for file, shard in zip(files, shards.values(), strict=True) for name in shard}
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}))
 
