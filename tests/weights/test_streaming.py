@@ -16,7 +16,8 @@ from ligermodels.weights.loading import FLOATS
 from ligermodels.weights.streaming import Transfer, bit_equal, runs, stream
 from tests.conftest import DEVICE
 
-# Of a tensor [5, 4, 6]: all of it, whole rows, a part of each row, a box cut on every side, one element.
+# Of a tensor [5, 4, 6]: all of it, whole rows, the right part of each row, a box cut on every side, one element, the
+# left part of each row, the first rows of each matrix.
 BOXES = [
     (slice(0, 5), slice(0, 4), slice(0, 6)),
     (slice(1, 4), slice(0, 4), slice(0, 6)),
@@ -24,6 +25,8 @@ BOXES = [
     (slice(0, 5), slice(0, 4), slice(3, 6)),
     (slice(1, 5), slice(1, 3), slice(2, 4)),
     (slice(4, 5), slice(3, 4), slice(5, 6)),
+    (slice(0, 5), slice(0, 4), slice(0, 2)),
+    (slice(0, 5), slice(0, 3), slice(0, 6)),
 ]
 
 
@@ -72,6 +75,8 @@ def test_runs_are_as_long_as_they_can_be(tmp_path):
     assert found[3] == [(begin + 24 * row + 12, 12) for row in range(20)]
     assert found[4] == [(begin + 96 * i + 24 * j + 8, 8) for i in range(1, 5) for j in range(1, 3)]
     assert found[5] == [(begin + 476, 4)]
+    assert found[6] == [(begin + 24 * row, 8) for row in range(20)]
+    assert found[7] == [(begin + 96 * i, 72) for i in range(5)]
 
 
 def test_small_tensors_share_a_buffer_and_large_ones_take_several(tmp_path, monkeypatch):
@@ -86,6 +91,17 @@ def test_small_tensors_share_a_buffer_and_large_ones_take_several(tmp_path, monk
         [("c", 64)],
         [("c", 32)],
     ]
+
+
+def test_tensors_of_different_dtypes_share_a_buffer(tmp_path):
+    """In an order that would leave the second unaligned."""
+    tensors = {"first": torch.randn(3).bfloat16(), "second": torch.randn(3, dtype=torch.float64)}
+    boxes = []
+    for name, x in tensors.items():
+        (tmp_path / name).mkdir()
+        boxes.append(Transfer(name, stored(tmp_path / name, {name: x})[name], (slice(0, 3),), torch.zeros(3)))
+    stream(boxes, "test")
+    assert all(torch.equal(box.target, tensors[box.name].float()) for box in boxes)
 
 
 def test_a_file_cut_short_after_its_header_was_checked_is_named_with_the_tensor(tmp_path):
