@@ -64,6 +64,18 @@ def test_load_takes_the_dtype_of_the_config_unless_told(tmp_path):
     assert hub.load(tmp_path / "out", dtype=torch.float32).lm_head.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", torch.device("cpu"), *(pytest.param(cuda, marks=pytest.mark.gpu) for cuda in (0, "cuda", "cuda:0"))],
+)
+def test_load_takes_a_device_in_any_spelling(tmp_path, device):
+    model = hub.create("tiny", size="tiny", seed=3)
+    hub.export(model, tmp_path / "out")
+    loaded = hub.load(tmp_path / "out", device=device)
+    assert {parameter.device for parameter in loaded.parameters()} == {torch.empty(0, device=device).device}
+    assert same(model, loaded.cpu())
+
+
 @pytest.mark.parametrize("absent", ["missing", None])
 def test_load_takes_the_stored_dtype_where_the_config_has_none(tmp_path, absent):
     hub.export(hub.create("tiny", size="tiny", dtype=torch.float16), tmp_path / "out")
