@@ -310,7 +310,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.row:
         provider, expected = args.row
-        print(json.dumps(measure(provider, args.folder, json.loads(Path(expected).read_text()))), flush=True)
+        row = measure(provider, args.folder, json.loads(Path(expected).read_text()))
+        print(json.dumps(row) + "\n", end="", flush=True)  # at once: ranks share the pipe
         parallel.stop()
         return
     if args.generate:
