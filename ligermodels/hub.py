@@ -39,7 +39,7 @@ def load(
     """A model with the weights of a Hub repository or a folder, in evaluation mode.
 
     dtype: of all parameters; None takes config.json's, or where it has none that of the stored weights.
-    device: an int is a GPU's. The weights are streamed there: the host holds buffers of 256 MiB, never the model.
+    device: an int is a GPU's. The weights are streamed there: the host holds buffers of 192 MiB, never the model.
     Raises HubError, ConfigError or CheckpointError (all InputError).
     """
     folder = resolve(name_or_folder, revision=revision, token=token)

@@ -26,7 +26,7 @@ from ligermodels.weights.files import AGAIN, Checkpoint, StoredTensor
 
 BUFFER_BYTES = 16 * 2**20
 THREADS = 8
-BUFFERS = 2 * THREADS  # for each thread one to read into while one is copied from
+BUFFERS = 12  # one to read into for each thread, and those that are copied from meanwhile
 ALIGNMENT = 16  # bytes, of what shares a buffer, so that each can be viewed in its dtype
 
 
@@ -114,17 +114,18 @@ def batched(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
 
 
 class Ring:
-    """Buffers that are used in turn. Those for a GPU are pinned, and what is copied from them has its own stream."""
+    """Buffers that are used in turn, each made when its turn first comes: pinning takes time, in which others fill.
+
+    Those for a GPU are pinned, and what is copied from them has its own stream; torch keeps their memory for later use.
+    """
 
     def __init__(self, device: torch.device, count: int) -> None:
-        pinned = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if pinned else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream(device))  # may still be busy with the targets' memory
-        self.buffers: SimpleQueue[tuple[Tensor, Callable[[], None]]] = SimpleQueue()
+        self.buffers: SimpleQueue[tuple[Tensor | None, Callable[[], None]]] = SimpleQueue()
         for _ in range(count):
-            buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            self.buffers.put((buffer, lambda: None))
+            self.buffers.put((None, lambda: None))
 
     def __enter__(self) -> "Ring":
         return self
@@ -139,10 +140,14 @@ class Ring:
         buffer, wait = self.buffers.get()
         try:
             wait()
+            if buffer is None:
+                buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                 yield buffer
         finally:
-            self.buffers.put((buffer, self.stream.record_event().synchronize if self.stream else wait))
+            if self.stream:
+                wait = self.stream.record_event(torch.cuda.Event(blocking=True)).synchronize
+            self.buffers.put((buffer, wait))
 
 
 def fill(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
