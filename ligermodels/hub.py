@@ -34,13 +34,14 @@ def load(
     name_or_folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: int | str | torch.device = "cpu",
     revision: str | None = None,
     token: str | None = None,
 ) -> CausalLM:
     """A model with the weights of a Hub repository or a folder, in evaluation mode.
 
     dtype: of all parameters; None takes config.json's, or where it has none that of the stored weights.
+    device: an int is a GPU's. The weights are streamed there: the host holds buffers of 192 MiB, never the model.
     Raises HubError, ConfigError or CheckpointError (all InputError).
     """
     folder = resolve(name_or_folder, revision=revision, token=token)

@@ -77,6 +77,18 @@ def test_a_model_goes_by_its_name_on_the_hub_where_it_lies_in_its_cache(tmp_path
     assert hub.hub_name(tmp_path / "my--model") == str(tmp_path / "my--model")
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", torch.device("cpu"), *(pytest.param(cuda, marks=pytest.mark.gpu) for cuda in (0, "cuda", "cuda:0"))],
+)
+def test_load_takes_a_device_in_any_spelling(tmp_path, device):
+    model = hub.create("tiny", size="tiny", seed=3)
+    hub.export(model, tmp_path / "out")
+    loaded = hub.load(tmp_path / "out", device=device)
+    assert {parameter.device for parameter in loaded.parameters()} == {torch.empty(0, device=device).device}
+    assert same(model, loaded.cpu())
+
+
 @pytest.mark.parametrize("absent", ["missing", None])
 def test_load_takes_the_stored_dtype_where_the_config_has_none(tmp_path, absent):
     hub.export(hub.create("tiny", size="tiny", dtype=torch.float16), tmp_path / "out")

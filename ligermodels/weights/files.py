@@ -8,7 +8,6 @@ header (a JSON object: name -> dtype, shape, data_offsets), then the tensors wit
 """
 
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from ligermodels.errors import CheckpointError
 
@@ -62,27 +60,6 @@ class Checkpoint:
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
-
-    def slices(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Each name with a lazy slice of its tensor, in the order on disk, one file mapped at a time.
-
-        Indexing a lazy slice, as `lazy[0:2]`, gives a view of the memory map: copy it before going on.
-        """
-        tensors = self.tensors
-        ordered = sorted(names, key=lambda name: (tensors[name].file, tensors[name].begin))
-        for file, group in itertools.groupby(ordered, key=lambda name: tensors[name].file):
-            with safe_open(file, framework="pt") as mapped:
-                for name in group:
-                    yield name, mapped.get_slice(name)
-
-    def bit_equal(self, first: str, second: str) -> bool:
-        """Whether two tensors are stored with the same dtype, shape and bytes."""
-        a, b = self.tensors[first], self.tensors[second]
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return False
-        with safe_open(a.file, framework="pt") as one, safe_open(b.file, framework="pt") as other:
-            x, y = one.get_tensor(first), other.get_tensor(second)
-            return torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8))
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:

@@ -1,8 +1,8 @@
 """A checkpoint folder into a model's parameters, strictly and without a copy of either.
 
-Each Hub tensor is read by slice from the memory map straight into its place in a packed parameter; of a parameter that
-is a DTensor, each rank reads only what meets its own shard. Nothing is copied before every name, shape and dtype is
-known to fit. Knows parameters, rules and folders; no family.
+Each Hub tensor is streamed straight into its place in a packed parameter; of a parameter that is a DTensor, each rank
+reads only what meets its own shard. Nothing is copied before every name, shape and dtype is known to fit. Knows
+parameters, rules and folders; no family.
 """
 
 import re
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import Checkpoint, open_checkpoint, shortened
+from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan
+from ligermodels.weights.streaming import Transfer, bit_equal, stream
 
 # Old files store what every reader recomputes from the configuration.
 STALE = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
@@ -60,14 +61,15 @@ def load_weights(model: HubModel, folder: str | Path) -> None:
     """
     refuse_unready(model)
     checkpoint = open_checkpoint(folder)
-    parameters = dict(model.named_parameters())
     rules, planned = layout_of(checkpoint, model)
     pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     refuse_misfits(checkpoint, pieces, copies)
     refuse_unequal(checkpoint, copies)
-    for name, stored in checkpoint.slices(pieces):
-        fill(parameters[pieces[name].parameter], pieces[name], stored)
+    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+    transfers = (transfer_of(*parts[piece.parameter], piece, checkpoint.tensors[piece.tensor]) for piece in planned)
+    others = distributed.is_initialized() and distributed.get_rank() > 0
+    stream(filter(None, transfers), f"Loading {checkpoint.folder.name}", quiet=others)
 
 
 def layout_of(checkpoint: Checkpoint, model: HubModel) -> tuple[tuple[Rule, ...], list[Piece]]:
@@ -83,25 +85,25 @@ def layout_of(checkpoint: Checkpoint, model: HubModel) -> tuple[tuple[Rule, ...]
     return tried[0]
 
 
-def fill(parameter: Tensor, piece: Piece, stored: Any) -> None:
-    """Copies the part of a lazy slice that lies in this rank's part of a parameter."""
-    local, offset = local_part(parameter)
+def transfer_of(local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor) -> Transfer | None:
+    """What of a piece lies in this rank's part of its parameter, if anything; local, offset: as of local_part."""
     starts = [max(box.start, begin) for box, begin in zip(piece.index, offset, strict=True)]
     stops = [min(box.stop, begin + n) for box, begin, n in zip(piece.index, offset, local.shape, strict=True)]
     if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
-        return
+        return None
     source = [slice(a - box.start, b - box.start) for a, b, box in zip(starts, stops, piece.index, strict=True)]
     target = [slice(a - begin, b - begin) for a, b, begin in zip(starts, stops, offset, strict=True)]
-    leading = len(piece.index) - len(piece.shape)
-    local[tuple(target)].copy_(stored[tuple(source[leading:])])
+    source = source[len(piece.index) - len(piece.shape) :]
+    shape = [side.stop - side.start for side in source]
+    return Transfer(piece.tensor, stored, tuple(source), local[tuple(target)].view(shape))
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and the offset of that in the whole."""
     if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.dim()
+        return parameter.detach(), (0,) * parameter.dim()
     mesh, placements = parameter.device_mesh, parameter.placements
-    return parameter.to_local(), compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
+    return parameter.to_local().detach(), compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
 
 
 def tied_tensors(model: HubModel, rules: tuple[Rule, ...]) -> dict[str, str]:
@@ -146,7 +148,7 @@ def refuse_misfits(checkpoint: Checkpoint, pieces: Mapping[str, Piece], copies: 
 
 def refuse_unequal(checkpoint: Checkpoint, copies: Mapping[str, str]) -> None:
     for copy, original in copies.items():
-        if not checkpoint.bit_equal(copy, original):
+        if not bit_equal(checkpoint, copy, original):
             raise CheckpointError(
                 f"{checkpoint.tensors[copy].file}: {copy} differs from {original}, which config.json ties it to; "
                 "set tie_word_embeddings to false in config.json to load both"

@@ -44,15 +44,12 @@ def refused(folder, *, file=SINGLE_FILE) -> str:
     return message
 
 
-def test_a_sound_file_gives_shapes_dtypes_and_slices(folder):
+def test_a_sound_file_gives_dtypes_shapes_and_places(folder):
     checkpoint = open_checkpoint(folder)
-    assert {name: (t.dtype, t.shape) for name, t in checkpoint.tensors.items()} == {
-        "a": (torch.float32, (3, 4)),
-        "b": (torch.bfloat16, (2,)),
+    assert {name: (t.dtype, t.shape, t.begin) for name, t in checkpoint.tensors.items()} == {
+        "a": (torch.float32, (3, 4), 0),
+        "b": (torch.bfloat16, (2,), 48),
     }
-    for name, lazy in checkpoint.slices(["b", "a"]):
-        assert torch.equal(lazy[1:].view(torch.uint8), TENSORS[name][1:].view(torch.uint8))
-    assert checkpoint.bit_equal("b", "b") and not checkpoint.bit_equal("a", "b")
 
 
 def test_scalars_and_empty_tensors_are_sound(tmp_path):
@@ -123,8 +120,6 @@ def test_index_joins_shards(tmp_path):
     write_index(tmp_path, {name: f"{name}.safetensors" for name in TENSORS})
     checkpoint = open_checkpoint(tmp_path)
     assert {name: t.file.name for name, t in checkpoint.tensors.items()} == {"a": "a.safetensors", "b": "b.safetensors"}
-    assert [name for name, _ in checkpoint.slices(["b", "a"])] == ["a", "b"]
-    assert not checkpoint.bit_equal("a", "b")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ligermodels.weights import loading
 from ligermodels.weights.files import SINGLE_FILE, CheckpointError
 from ligermodels.weights.loading import load_weights
 from tests.weights.tiny import HIDDEN, Tiny, TinyConfig, hub_state, randomized
@@ -204,33 +203,22 @@ def rank_of():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 16])
-def test_each_rank_reads_exactly_its_own_rows(folder, source, rank_of, ranks, monkeypatch):
+def test_each_rank_reads_exactly_its_own_rows(folder, source, rank_of, ranks, read_lengths):
     """Rows that do not divide evenly, packed boxes cut by a shard's edge, ranks without any row."""
-    save_file(hub_state(source), folder / SINGLE_FILE)
-    read = []
-    fill = loading.fill
-
-    class Counting:
-        def __init__(self, lazy):
-            self.lazy = lazy
-
-        def __getitem__(self, index):
-            read.append(self.lazy[index].numel())
-            return self.lazy[index]
-
-    monkeypatch.setattr(loading, "fill", lambda parameter, piece, lazy: fill(parameter, piece, Counting(lazy)))
+    save_file({name: x.bfloat16() for name, x in hub_state(source).items()}, folder / SINGLE_FILE)
     locals_by_name = {name: [] for name, _ in source.named_parameters()}
     for rank in range(ranks):
         model = shard(Tiny(), rank_of(rank, (ranks,)), [Shard(0)])
+        read_lengths.clear()
         load_weights(model, folder)
+        assert sum(read_lengths) == sum(2 * parameter.to_local().numel() for parameter in model.parameters())
         for name, parameter in model.named_parameters():
             locals_by_name[name].append(parameter.to_local().detach())
-    for name, parameter in source.named_parameters():
+    for name, parameter in source.bfloat16().float().named_parameters():
         assert torch.equal(torch.cat(locals_by_name[name]), parameter), name
-    assert sum(read) == sum(parameter.numel() for parameter in source.parameters())
 
 
-def test_replicated_and_column_shards(folder, source, rank_of):
+def test_replicated_and_column_shards(folder, source, rank_of, read_lengths):
     save_file(hub_state(source), folder / SINGLE_FILE)
     weight = "model.layers.1.mlp.gate_up_proj.weight"
     expected = dict(source.named_parameters())[weight]
@@ -238,7 +226,10 @@ def test_replicated_and_column_shards(folder, source, rank_of):
         mesh = rank_of(rank, (2, 2))
         model = Tiny()
         model.model.layers[1].mlp.gate_up_proj.weight = as_shard(expected, mesh, [Replicate(), Shard(1)])
+        read_lengths.clear()
         load_weights(model, folder)
+        others = sum(parameter.numel() for name, parameter in source.named_parameters() if name != weight)
+        assert sum(read_lengths) == 4 * (others + expected.numel() // 2)
         half = slice(0, 3) if rank % 2 == 0 else slice(3, 6)
         assert torch.equal(dict(model.named_parameters())[weight].to_local(), expected[:, half])
 

@@ -1,0 +1,31 @@
+"""The frequencies are no parameters: no file has them, so whatever moves or casts a model must leave them as built."""
+
+import pytest
+import torch
+
+from ligermodels import hub
+from ligermodels.architectures import ARCHITECTURES
+from tests.cases import CASES
+
+
+def built(name):
+    """The model as its constructor makes it, never moved."""
+    architecture = ARCHITECTURES[CASES[name]["model_type"]]
+    return architecture(architecture.Config.from_dict(CASES[name]))
+
+
+# The first case of each way to scale the frequencies.
+ROPES = {
+    tuple(sorted(rope.rope_type for rope in hub.build(raw, name).config.ropes.values())): name
+    for name, raw in reversed(CASES.items())
+}
+
+
+@pytest.mark.parametrize("name", ROPES.values())
+def test_frequencies_are_as_built_after_a_cast_and_to_empty(name, poisoned):
+    moved = hub.create(CASES[name], dtype=torch.bfloat16, device="meta").to_empty(device="cpu")
+    expected = dict(built(name).named_buffers())
+    assert all(x.dtype == torch.float32 and x.isfinite().all() for x in expected.values())
+    assert moved.state_dict().keys() == dict(moved.named_parameters(remove_duplicate=False)).keys()
+    for buffer, x in moved.named_buffers():
+        assert torch.equal(x, expected[buffer]), buffer
