@@ -33,10 +33,11 @@ from benchmarks import results
 from benchmarks.train_step import MODELS
 from ligermodels import hub
 from ligermodels.training import parallel
-from ligermodels.weights.exporting import DTYPE_NAMES, hub_tensors
 from ligermodels.weights.files import INDEX_FILE, read_header
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.mapping import plan
+from ligermodels.weights.sharding import whole
+from ligermodels.weights.writing import DTYPE_NAMES
 
 DEVICE = "cuda"
 FILES = 4
@@ -69,7 +70,9 @@ def ligermodels_sharded(folder: Path) -> Landed:
 def hub_tensors_of(model) -> Landed:
     parameters = dict(model.named_parameters())
     pieces = plan({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())
-    yield from zip((piece.tensor for piece in pieces), hub_tensors(parameters, pieces), strict=True)
+    for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
+        parameter = whole(parameters[name])
+        yield from ((piece.tensor, parameter[piece.index].reshape(piece.shape)) for piece in group)
 
 
 def transformers(folder: Path) -> Landed:
