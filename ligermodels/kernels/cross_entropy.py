@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, kernel, on_device_of_first_tensor, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import as_rows, kernel, register, runs_kernels, traced, widen
 from ligermodels.kernels.scaled import multiply_
 
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
@@ -210,15 +210,16 @@ def sweep(
         return
     block, warps = tile_of(vocab or columns, loss is not None, dlogits is not None)  # the same for every chunk
     pieces = triton.cdiv(columns, block) if loss is None else 1
-    _kernel[(rows * pieces,)](
-        logits, targets, lse if loss is None else loss, lse,
+    launch = _kernel.bind(
+        SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, LOSS=loss is not None,
+        GRADIENT=dlogits is not None, BLOCK=block, VECTOR=16 // logits.element_size(), num_warps=warps,
+    )  # fmt: skip
+    launch(
+        rows * pieces, logits, targets, lse if loss is None else loss, lse,
         lse if scale is None else scale, logits if dlogits is None else dlogits,
         logits.stride(0), 0 if dlogits is None else dlogits.stride(0), 0 if scale is None else scale.stride(0),
         columns, pieces, first, ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
         label_smoothing / (vocab or columns),
-        SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, LOSS=loss is not None,
-        GRADIENT=dlogits is not None, BLOCK=block, VECTOR=16 // logits.element_size(),
-        num_warps=warps,
     )  # fmt: skip
 
 
@@ -236,6 +237,7 @@ def _launch_backward(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor
 
 
 def _launch_in_place(logits: Tensor, targets: Tensor, scale: Tensor, *options) -> Tensor:
+    """Not registered: nothing traces it."""
     loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     sweep(logits, targets, loss, torch.empty_like(loss), scale, logits, *options)
     return loss
@@ -261,7 +263,6 @@ cross_entropy_backward = register(
     _launch_backward,
     _fake_backward,
 )
-cross_entropy_in_place = on_device_of_first_tensor(_launch_in_place)  # not registered: nothing traces it
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -287,7 +288,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         gradient = logits.detach()
         # What 1 / N would round to zero in fp16 waits for the upstream gradient, which may be a loss scale.
         taken = torch.full_like(scale, FP16_SCALE) if logits.dtype == torch.float16 else scale
-        losses = cross_entropy_in_place(gradient, targets, taken.expand(targets.shape), *options)
+        losses = _launch_in_place(gradient, targets, taken.expand(targets.shape), *options)
         torch.autograd.graph.increment_version(gradient)  # so that autograd objects if somebody did save the logits
         ctx.save_for_backward(gradient, scale / taken)
         return losses.sum() * scale if summed else losses

@@ -110,9 +110,8 @@ def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: st
     tile, warps = tile_of(columns)
     if rows:
         gate_up, weight = gate_up.contiguous(), weight.contiguous()
-        _product_kernel[(rows,)](
-            gate_up, weight, row, product, columns, ACTIVATION=activation, TILE=tile, num_warps=warps
-        )
+        launch = _product_kernel.bind(ACTIVATION=activation, TILE=tile, num_warps=warps)
+        launch(rows, gate_up, weight, row, product, columns)
     return product
 
 
@@ -124,10 +123,8 @@ def _launch_product_backward(
     tile, warps = tile_of(columns)
     if rows:
         dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
-        _product_backward_kernel[(rows,)](
-            dproduct, gate_up, weight, row, dgate_up, dweight, product, columns,
-            ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=warps,
-        )  # fmt: skip
+        launch = _product_backward_kernel.bind(ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=warps)
+        launch(rows, dproduct, gate_up, weight, row, dgate_up, dweight, product, columns)
     return dgate_up, dweight, product
 
 

@@ -138,10 +138,13 @@ def rows_by_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     tallest, tile_columns, tile_depth, warps, stages = TILES[x.element_size()]
     tile_rows = min(tallest, max(16, triton.next_power_of_2(rows // groups)))  # no taller than most groups need
     row_tiles = triton.cdiv(rows, tile_rows) + groups  # at most: each group may leave one tile part empty
-    _rows_kernel[(row_tiles * triton.cdiv(columns, tile_columns),)](
-        x, weight, offsets, y, groups, row_tiles, columns, depth, weight.stride(1), weight.stride(2),
+    launch = _rows_kernel.bind(
         GROUPS=triton.next_power_of_2(groups), BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth,
         STRAND=STRANDS[x.element_size()], num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    launch(
+        row_tiles * triton.cdiv(columns, tile_columns),
+        x, weight, offsets, y, groups, row_tiles, columns, depth, weight.stride(1), weight.stride(2),
     )  # fmt: skip
     return y
 
@@ -151,11 +154,12 @@ def weight_by_triton(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     groups, rows, columns = offsets.shape[0], dy.shape[1], x.shape[1]
     dweight = x.new_empty(groups, rows, columns)
     tile_rows, tile_columns, tile_depth, warps, stages = TILES[x.element_size()]
-    _weight_kernel[(groups * triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)](
-        dy, x, offsets, dweight, rows, columns,
+    launch = _weight_kernel.bind(
         BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth, STRAND=STRANDS[x.element_size()],
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    programs = groups * triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
+    launch(programs, dy, x, offsets, dweight, rows, columns)
     return dweight
 
 

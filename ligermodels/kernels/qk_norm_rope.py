@@ -272,9 +272,9 @@ def _launch_forward(
     layout = layout_of(num_heads, num_kv_heads, head_size, whole_row, tile_pairs)
     parts = 1 if whole_row else triton.cdiv(num_heads, layout["TILE"]) + triton.cdiv(num_kv_heads, layout["TILE"])
     if len(rows):
-        _forward_kernel[(len(rows) * parts,)](
-            rows, q_weight.contiguous(), k_weight.contiguous(), cos, sin, qk, rows.stride(0), len(cos), eps, offset,
-            **layout, num_warps=warps,
+        _forward_kernel.bind(**layout, num_warps=warps)(
+            len(rows) * parts, rows, q_weight.contiguous(), k_weight.contiguous(), cos, sin, qk,
+            rows.stride(0), len(cos), eps, offset,
         )  # fmt: skip
     return qk
 
@@ -293,11 +293,14 @@ def _launch_backward(
     width = len(q_weight) + len(k_weight) if weight_grad else 0
     partials = torch.empty(programs, width, dtype=torch.float32, device=qkv.device)
     if len(rows):
-        _backward_kernel[(programs,)](
-            dq, dk, dv, rows, q_weight.contiguous(), k_weight.contiguous(), cos, sin, dqkv, partials,
+        launch = _backward_kernel.bind(
+            WEIGHT_GRAD=weight_grad, V_ROWS=max(1, 512 * warps // layout["PAIRS"]), **layout, num_warps=warps,
+            **REGISTERS,
+        )  # fmt: skip
+        launch(
+            programs, dq, dk, dv, rows, q_weight.contiguous(), k_weight.contiguous(), cos, sin, dqkv, partials,
             *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            rows.stride(0), len(cos), length, len(rows), eps, offset, WEIGHT_GRAD=weight_grad,
-            V_ROWS=max(1, 512 * warps // layout["PAIRS"]), **layout, num_warps=warps, **REGISTERS,
+            rows.stride(0), len(cos), length, len(rows), eps, offset,
         )  # fmt: skip
     if not weight_grad:
         return dqkv, q_weight.new_empty(0), k_weight.new_empty(0)

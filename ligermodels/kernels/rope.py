@@ -24,7 +24,7 @@ from ligermodels.kernels.heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import kernel, on_device_of_first_tensor, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import kernel, register, runs_kernels, traced, widen
 
 TILE_PAIRS = 512  # rotated by one program of four warps
 
@@ -150,11 +150,11 @@ def _launch_forward_(
     heads, rotated = num_heads + num_kv_heads, 2 * cos.shape[1]
     tile, pairs = tile_of(rotated)
     if len(rows):
-        _forward_kernel[(len(rows) * triton.cdiv(heads, tile),)](
-            rows, cos, sin, rows.stride(0), len(cos),
+        launch = _forward_kernel.bind(
             HEADS=heads, SIZE=rows.shape[1] // (heads + num_kv_heads), ROTATED=rotated, INTERLEAVED=interleaved,
             TILE=tile, PAIRS=pairs,
         )  # fmt: skip
+        launch(len(rows) * triton.cdiv(heads, tile), rows, cos, sin, rows.stride(0), len(cos))
 
 
 def _launch_forward(
@@ -173,11 +173,12 @@ def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     tile, pairs = tile_of(rotated)
     tiles = triton.cdiv(heads, tile) + 2 * triton.cdiv(kv_heads, tile)  # of one token
     if dqkv.numel():
-        _backward_kernel[(batch * length * tiles,)](
-            dq, dk, dv, cos, sin, dqkv, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], len(cos), length,
+        launch = _backward_kernel.bind(
             Q_HEADS=heads, K_HEADS=kv_heads, SIZE=head_size, ROTATED=rotated, INTERLEAVED=interleaved,
             TILE=tile, PAIRS=pairs,
         )  # fmt: skip
+        strides = *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3]
+        launch(batch * length * tiles, dq, dk, dv, cos, sin, dqkv, *strides, len(cos), length)
     return dqkv
 
 
@@ -190,7 +191,6 @@ def _fake_backward(dq, dk, dv, cos, sin, interleaved):
     return dq.new_empty(batch, length, (num_heads + 2 * dk.shape[2]) * head_size)
 
 
-rope_forward_ = on_device_of_first_tensor(_launch_forward_)
 rope_forward = register(
     "rope(Tensor qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, bool interleaved) -> Tensor",
     _launch_forward,
@@ -215,7 +215,7 @@ class _Rope(torch.autograd.Function):
             qkv = rope_forward(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
         else:
             qkv = qkv.detach()
-            rope_forward_(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
+            _launch_forward_(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
             torch.autograd.graph.increment_version(qkv)  # so that autograd objects if somebody did save it
         return split_heads(qkv, num_heads, num_kv_heads)
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel, on_device_of_first_tensor, register, traced
+from ligermodels.kernels.op import kernel, register, traced
 
 # Elements of one step and of one program, and warps. In place most programs find a 1 and stop: let them be few.
 OUT_OF_PLACE_TILE = 1024, 1024, 4
@@ -44,9 +44,9 @@ def _launch(x: Tensor, scale: Tensor, out: Tensor, in_place: bool) -> None:
     rows, columns = x.shape
     block, span, warps = IN_PLACE_TILE if in_place else OUT_OF_PLACE_TILE
     if rows * columns:
-        _kernel[(rows * triton.cdiv(columns, span),)](
+        _kernel.bind(IN_PLACE=in_place, BLOCK=block, SPAN=span, num_warps=warps)(
+            rows * triton.cdiv(columns, span),
             x, scale, out, x.stride(0), out.stride(0), scale.stride(0) if per_row else 0, columns,
-            IN_PLACE=in_place, BLOCK=block, SPAN=span, num_warps=warps,
         )  # fmt: skip
 
 
@@ -56,7 +56,8 @@ def _launch_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _launch_rescale(x: Tensor, scale: Tensor) -> None:
+def rescale_(x: Tensor, scale: Tensor) -> None:
+    """Not registered: whoever traces gets `scaled`."""
     _launch(x, scale, x, True)
 
 
@@ -66,7 +67,6 @@ scaled = register(
     _launch_scaled,
     lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype),
 )
-rescale_ = on_device_of_first_tensor(_launch_rescale)  # not registered: whoever traces gets `scaled`
 
 
 def multiply_(gradient: Tensor, upstream: Tensor) -> Tensor:
