@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel, register, runs_kernels, widen
+from ligermodels.kernels.op import cdiv, kernel, register, runs_kernels, widen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 1024  # elements of one program: 16 bytes a thread of each bf16 tensor
@@ -95,7 +95,7 @@ def _launch_(
             SCALED=grad_scale is not None, GUARDED=found_inf is not None, TILE=TILE, num_warps=WARPS
         )
         launch(
-            triton.cdiv(numel, TILE), param, grad, exp_avg, exp_avg_sq, step,
+            cdiv(numel, TILE), param, grad, exp_avg, exp_avg_sq, step,
             step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
             numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log(beta1), log(beta2), float(eps),
         )  # fmt: skip

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import cdiv, kernel, register, rows_of, runs_kernels, widen
 
 MAX_TILE = 1024  # columns of one program of four warps
 
@@ -110,7 +110,7 @@ def _backward_kernel(
 def tiles_of(columns: int) -> tuple[int, int]:
     """How many tiles cover a row, and the columns of one."""
     tile = min(MAX_TILE, triton.next_power_of_2(columns))
-    return triton.cdiv(columns, tile), tile
+    return cdiv(columns, tile), tile
 
 
 def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.op import kernel, register, runs_kernels
+from ligermodels.kernels.op import cdiv, kernel, register, runs_kernels
 
 GROUPED_MM_CAPABILITIES = (9, 10)  # major; those for which torch has a grouped kernel
 ALIGNMENT = 16  # bytes, of addresses and strides that the tensor memory accelerator reads
@@ -137,13 +137,13 @@ def rows_by_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     y = x.new_empty(rows, columns)
     tallest, tile_columns, tile_depth, warps, stages = TILES[x.element_size()]
     tile_rows = min(tallest, max(16, triton.next_power_of_2(rows // groups)))  # no taller than most groups need
-    row_tiles = triton.cdiv(rows, tile_rows) + groups  # at most: each group may leave one tile part empty
+    row_tiles = cdiv(rows, tile_rows) + groups  # at most: each group may leave one tile part empty
     launch = _rows_kernel.bind(
         GROUPS=triton.next_power_of_2(groups), BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth,
         STRAND=STRANDS[x.element_size()], num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launch(
-        row_tiles * triton.cdiv(columns, tile_columns),
+        row_tiles * cdiv(columns, tile_columns),
         x, weight, offsets, y, groups, row_tiles, columns, depth, weight.stride(1), weight.stride(2),
     )  # fmt: skip
     return y
@@ -158,7 +158,7 @@ def weight_by_triton(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth, STRAND=STRANDS[x.element_size()],
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    programs = groups * triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
+    programs = groups * cdiv(rows, tile_rows) * cdiv(columns, tile_columns)
     launch(programs, dy, x, offsets, dweight, rows, columns)
     return dweight
 

@@ -26,7 +26,7 @@ from ligermodels.kernels.cross_entropy import (
     cross_entropy_reference,
     normaliser,
     reduce,
-    supervised_count,
+    reduce_losses,
     sweep,
 )
 from ligermodels.kernels.op import register, runs_kernels
@@ -220,25 +220,26 @@ def _lean_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *
     return 2 * hidden[0] * hidden[1] * weight[0] * products
 
 
-class _SummedLoss(torch.autograd.Function):
-    """Σ loss, with both gradients taken in the forward and scaled in the backward."""
+class _ReducedLoss(torch.autograd.Function):
+    """The sum of the losses or their mean, with both gradients taken in the forward and scaled in the backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, hidden_grad, weight_grad, *options):
-        loss, _, dhidden, dweight = linear_cross_entropy_forward(
+    def forward(ctx, hidden, weight, targets, mean, hidden_grad, weight_grad, *options):
+        losses, _, dhidden, dweight = linear_cross_entropy_forward(
             hidden, weight, targets, hidden_grad, weight_grad, *options
         )
-        ctx.save_for_backward(dhidden, dweight)
+        loss, factor = reduce_losses(losses, targets, options[0], mean)
+        ctx.save_for_backward(dhidden, dweight, factor)
         ctx.dtype, ctx.wanted = weight.dtype, (hidden_grad, weight_grad)
-        return loss.sum()
+        return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        (dhidden, dweight), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
-        scale = dloss / GRADIENT_SCALE
-        dhidden = scaled(dhidden, scale, ctx.dtype) if hidden_grad else None
-        dweight = scaled(dweight, scale, ctx.dtype) if weight_grad else None
-        return dhidden, dweight, *[None] * 8
+        (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
+        scale = dloss * factor
+        dhidden = scaled(dhidden, scale, 1 / GRADIENT_SCALE, ctx.dtype) if hidden_grad else None
+        dweight = scaled(dweight, scale, 1 / GRADIENT_SCALE, ctx.dtype) if weight_grad else None
+        return dhidden, dweight, *[None] * 9
 
 
 class _LeanLoss(torch.autograd.Function):
@@ -313,8 +314,7 @@ def linear_cross_entropy(
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
     if lean:
         return _LeanLoss.apply(rows, weight, flat, normaliser(targets, ignore_index, reduction), *wanted, *options)
-    loss = _SummedLoss.apply(rows, weight, flat, *wanted, *options)
-    return loss / supervised_count(targets, ignore_index) if reduction == "mean" else loss
+    return _ReducedLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
 
 
 def token_log_probs(

@@ -85,6 +85,7 @@ class Launcher:
     def __init__(self, jit: Any, **constants: Any) -> None:
         self.jit, self.constants = jit, constants
         self.pointers = sum(name.endswith("_ptr") for name in jit.arg_names)
+        self.kinds_of = functools.lru_cache(1024)(_kinds_of)
         self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, programs: int, *args: Any) -> None:
@@ -98,7 +99,7 @@ class Launcher:
         else:
             tensors, numbers = args[: self.pointers], args[self.pointers :]
             addresses = [*map(_address_of, tensors)]
-            key = (device, *map(_dtype_of, tensors), *_kinds_of(numbers))
+            key = (device, *map(_dtype_of, tensors), *self.kinds_of(numbers))
             if functools.reduce(operator.or_, addresses) % 16:
                 key += tuple(x % 16 == 0 for x in addresses)
             if key not in self.compiled:
@@ -135,9 +136,14 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; Triton's takes a microsecond."""
+    return -(-a // b)
+
+
 def as_rows(x: Tensor) -> Tensor:
     """[..., N] as [rows, N] with unit stride along N and any stride between rows; a view where possible."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -152,7 +152,7 @@ def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
     options = (-100, 2.0, 1.5, 0.02, 0.2)
     scale = torch.rand(6, device=DEVICE)
     loss, lse = module.cross_entropy_forward(logits, targets, *options)
-    expected = module.cross_entropy_backward(logits, targets, lse, scale, *options)
+    expected = module.cross_entropy_backward(logits, targets, lse, scale, None, *options)
     got_loss, got_lse, got = torch.empty_like(loss), torch.empty_like(lse), logits.clone()
     module.sweep(got, targets, got_loss, got_lse, scale, got, *options)
     for a, b in [(got_loss, loss), (got_lse, lse), (got, expected)]:
@@ -256,7 +256,7 @@ def test_one_launch_agrees_with_two_and_repeats(vocab, options):
     logits = logits.bfloat16()
     scale = torch.rand(3000, device=DEVICE)
     loss, lse = module.cross_entropy_forward(logits, targets, *options)
-    expected = module.cross_entropy_backward(logits, targets, lse, scale, *options)
+    expected = module.cross_entropy_backward(logits, targets, lse, scale, None, *options)
     (got, got_loss), (again, again_loss) = (
         (copy, module.cross_entropy_in_place(copy, targets, scale, *options))
         for copy in (logits.clone(), logits.clone())
