@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, cdiv, kernel, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import Node, as_rows, cdiv, kernel, register, runs_kernels, traced, widen
 from ligermodels.kernels.scaled import multiply_
 
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
@@ -117,9 +117,9 @@ def _log_sum_exp(
 def _kernel(
     logits_ptr, targets_ptr, loss_ptr, lse_ptr, scale_ptr, factor_ptr, dlogits_ptr,
     logits_stride, dlogits_stride, scale_stride, columns, pieces, first,
-    ignore_index, softcap, logit_scale, z_loss, label_smoothing, share,
-    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr, FACTOR: tl.constexpr,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    ignore_index, softcap, logit_scale, z_loss, label_smoothing, share, upstream,
+    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr,
+    SCALED: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """LOSS: one program sweeps a row for loss and lse; else lse is read, and one program takes one BLOCK of a row.
 
@@ -158,7 +158,9 @@ def _kernel(
         lse = tl.load(lse_ptr + row)
 
     if GRADIENT:
-        scale = tl.load(scale_ptr + row * scale_stride) * logit_scale
+        scale = upstream * logit_scale
+        if SCALED:
+            scale *= tl.load(scale_ptr + row * scale_stride)
         if FACTOR:
             scale *= tl.load(factor_ptr)
         steps = tl.cdiv(end - begin, BLOCK)
@@ -209,41 +211,41 @@ def tile_of(columns: int, loss: bool, gradient: bool) -> tuple[int, int]:
 
 
 def sweep(
-    logits: Tensor, targets: Tensor, loss: Tensor | None, lse: Tensor, scale: Tensor | None, dlogits: Tensor | None,
+    logits: Tensor, targets: Tensor, loss: Tensor | None, lse: Tensor, scale: Tensor | float, dlogits: Tensor | None,
     ignore_index: int, softcap: float | None, logit_scale: float, z_loss: float, label_smoothing: float,
     *, first: int = 0, vocab: int | None = None, factor: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One launch that fills `loss` and `lse` (where `loss` is None, `lse` is read), and `dlogits` where it is given.
 
-    logits, dlogits [rows, V] with unit stride along V, the same tensor or disjoint; targets, loss, lse, scale of a
-    shape with as many elements, the first contiguous, the losses fp32. Scale may be a scalar too or [rows] of any
-    stride; factor, where given, another scalar that multiplies it. Where `lse` is read, logits may be those of the
-    classes from `first` on, of `vocab` in all.
+    logits, dlogits [rows, V] with unit stride along V, the same tensor or disjoint; targets, loss and lse contiguous,
+    with rows elements each, the last two fp32; scale of the gradient: a number, or an fp32 scalar, or [rows] of any
+    stride; factor, where given, a scalar that multiplies it. Where `lse` is read, logits may be those of the classes
+    from `first` on, of `vocab` in all.
     """
     rows, columns = logits.shape
     if not rows:
         return
     block, warps = tile_of(vocab or columns, loss is not None, dlogits is not None)  # the same for every chunk
     pieces = cdiv(columns, block) if loss is None else 1
-    scale_stride = 0 if scale is None or not scale.ndim else scale.stride(0)
+    number, scale = (scale, lse) if isinstance(scale, float) else (None, scale)
     launch = _kernel.bind(
         SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, LOSS=loss is not None,
-        GRADIENT=dlogits is not None, FACTOR=factor is not None, BLOCK=block, VECTOR=16 // logits.itemsize,
-        num_warps=warps,
+        GRADIENT=dlogits is not None, SCALED=number is None, FACTOR=factor is not None,
+        BLOCK=block, VECTOR=16 // logits.itemsize, num_warps=warps,
     )  # fmt: skip
     launch(
         rows * pieces, logits, targets, lse if loss is None else loss, lse,
-        lse if scale is None else scale, lse if factor is None else factor, logits if dlogits is None else dlogits,
-        logits.stride(0), 0 if dlogits is None else dlogits.stride(0), scale_stride, columns, pieces, first,
-        ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
-        label_smoothing / (vocab or columns),
+        scale, lse if factor is None else factor, logits if dlogits is None else dlogits,
+        logits.stride(0), 0 if dlogits is None else dlogits.stride(0), scale.stride(0) if scale.ndim else 0,
+        columns, pieces, first, ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
+        label_smoothing / (vocab or columns), 1.0 if number is None else number,
     )  # fmt: skip
 
 
 def _launch_forward(logits: Tensor, targets: Tensor, *options) -> tuple[Tensor, Tensor]:
     loss = torch.empty_like(targets, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = torch.empty_like(loss)
-    sweep(as_rows(logits), targets.contiguous(), loss, lse, None, None, *options)
+    sweep(as_rows(logits), targets.contiguous(), loss, lse, 1.0, None, *options)
     return loss, lse
 
 
@@ -323,7 +325,7 @@ def normaliser(targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=targets.device)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Node):
     @staticmethod
     def forward(ctx, logits, targets, reduction, *options):
         loss, lse = cross_entropy_forward(logits, targets, *options)
@@ -341,7 +343,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits, None, None, None, None, None, None, None
 
 
-class _CrossEntropyInPlace(torch.autograd.Function):
+class _CrossEntropyInPlace(Node):
     """Losses, or their sum times `scale`, with the gradient left where the logits were."""
 
     @staticmethod

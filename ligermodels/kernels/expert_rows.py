@@ -94,7 +94,7 @@ def _launch_gather_sum(rows: Tensor, row: Tensor) -> Tensor:
 
 
 def _fake_sort(expert_index, num_experts):
-    row = expert_index.new_empty(expert_index.shape, dtype=torch.int32)
+    row = expert_index.new_empty(*expert_index.shape, dtype=torch.int32)
     return row, expert_index.new_empty(num_experts, dtype=torch.int32)
 
 

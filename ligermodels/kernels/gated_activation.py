@@ -13,13 +13,12 @@ Maths: Shazeer 2020, https://arxiv.org/abs/2002.05202; Hendrycks & Gimpel 2016, 
 import functools
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import cdiv, kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 
 MAX_TILE = 1024  # columns of one program of four warps
 
@@ -141,7 +140,8 @@ def _fake_forward(gate_up, activation):
 
 
 def _fake_backward(dy, gate_up, activation, emit):
-    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape if emit else 0)
+    y = gate_up.new_empty(*dy.shape) if emit else gate_up.new_empty(0)
+    return gate_up.new_empty(*gate_up.shape), y
 
 
 gated_activation_forward = register(
@@ -154,7 +154,7 @@ gated_activation_backward = register(
 )
 
 
-class _GatedActivation(torch.autograd.Function):
+class _GatedActivation(Node):
     @staticmethod
     def forward(ctx, gate_up, activation):
         ctx.save_for_backward(gate_up)

@@ -126,8 +126,7 @@ def uses_grouped_mm(left: Tensor, right: Tensor, width: int) -> bool:
         return False
     if _major_capability(left.device) not in GROUPED_MM_CAPABILITIES:
         return False
-    extents = left.data_ptr(), right.data_ptr(), *(2 * n for n in (left.shape[-1], right.shape[-1], width))
-    return all(extent % ALIGNMENT == 0 for extent in extents)
+    return (left.data_ptr() | right.data_ptr() | 2 * (left.shape[-1] | right.shape[-1] | width)) % ALIGNMENT == 0
 
 
 def rows_by_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Node, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import backward_tile, forward_tile, tiles_of, zero_beyond
 
@@ -153,7 +153,7 @@ layer_norm_backward = register(
 )
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Node):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
         y, stats = layer_norm_forward(x, weight, bias, eps)

@@ -29,7 +29,7 @@ from ligermodels.kernels.cross_entropy import (
     reduce_losses,
     sweep,
 )
-from ligermodels.kernels.op import register, runs_kernels
+from ligermodels.kernels.op import Node, register, runs_kernels
 from ligermodels.kernels.scaled import multiply_, scaled
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
@@ -102,13 +102,12 @@ def _accumulate_gradients_(
 def _launch_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool, *options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     lse = torch.empty_like(loss)
-    scale = loss.new_full((1,), GRADIENT_SCALE).expand_as(loss)
     dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
     for piece, logits in _chunks_of_logits(hidden, weight):
         dlogits = logits if hidden_grad or weight_grad else None
-        sweep(logits, targets[piece], loss[piece], lse[piece], scale[piece], dlogits, *options)
+        sweep(logits, targets[piece], loss[piece], lse[piece], GRADIENT_SCALE, dlogits, *options)
         _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
     return loss, lse, dhidden, dweight
 
@@ -220,7 +219,7 @@ def _lean_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *
     return 2 * hidden[0] * hidden[1] * weight[0] * products
 
 
-class _ReducedLoss(torch.autograd.Function):
+class _ReducedLoss(Node):
     """The sum of the losses or their mean, with both gradients taken in the forward and scaled in the backward."""
 
     @staticmethod
@@ -242,7 +241,7 @@ class _ReducedLoss(torch.autograd.Function):
         return dhidden, dweight, *[None] * 9
 
 
-class _LeanLoss(torch.autograd.Function):
+class _LeanLoss(Node):
     """Σ loss * normaliser, with both gradients taken in the forward in the inputs' dtype; backward multiplies in place
     where the upstream gradient is not 1."""
 
@@ -261,7 +260,7 @@ class _LeanLoss(torch.autograd.Function):
         return *[multiply_(gradient, dloss) if wanted else None for gradient, wanted in pairs], *[None] * 9
 
 
-class _RowLosses(torch.autograd.Function):
+class _RowLosses(Node):
     """The loss of each row; backward recomputes the logits."""
 
     @staticmethod

@@ -26,7 +26,7 @@ from ligermodels.kernels.heads import (
     store_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import cdiv, kernel, multiprocessors, register, rows_of, runs_kernels
+from ligermodels.kernels.op import Node, cdiv, kernel, multiprocessors, register, rows_of, runs_kernels
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rms_norm import rms_norm_reference
 from ligermodels.kernels.rope import rotate_reference
@@ -337,7 +337,7 @@ qk_norm_rope_backward = register(
 )
 
 
-class _QKNormRope(torch.autograd.Function):
+class _QKNormRope(Node):
     @staticmethod
     def forward(ctx, qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset):
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)

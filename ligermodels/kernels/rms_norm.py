@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Node, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import backward_tile, forward_tile, tiles_of, zero_beyond
 
@@ -175,7 +175,7 @@ rms_norm_backward = register(
 )
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Node):
     @staticmethod
     def forward(ctx, x, weight, eps, offset):
         y, rstd = rms_norm_forward(x, weight, eps, offset)
@@ -191,7 +191,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dweight if weight_grad else None, None, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(Node):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset):
         y, hidden, rstd = add_rms_norm_forward(x, residual, weight, eps, offset)

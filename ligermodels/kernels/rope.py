@@ -26,7 +26,7 @@ from ligermodels.kernels.heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import cdiv, kernel, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import Node, cdiv, kernel, register, runs_kernels, traced, widen
 
 TILE_PAIRS = 512  # rotated by one program of four warps
 
@@ -210,7 +210,7 @@ rope_backward = register(
 )
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(Node):
     @staticmethod
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, interleaved):
         ctx.interleaved = interleaved
