@@ -60,6 +60,11 @@ def aligned(size: int) -> int:
     return size // ALIGNMENT * ALIGNMENT or size // 16 * 16 or max(size, 1)
 
 
+def rows_in(piece: slice, x: Tensor) -> Tensor:
+    """x[piece], without the microseconds of a view where that is all of x."""
+    return x if piece.stop - piece.start == x.shape[0] else x[piece]
+
+
 def _chunks_of_logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits) of each chunk, all in the same memory: `buffer`'s, where one of enough elements is given."""
     rows, width = hidden.shape[0], round_up(weight.shape[0])
@@ -72,7 +77,7 @@ def _chunks_of_logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None = No
     for start in range(0, rows, max(chunk, 1)):
         piece = slice(start, min(start + chunk, rows))
         logits = buffer[: piece.stop - start, : weight.shape[0]]
-        yield piece, torch.mm(hidden[piece], weight.T, out=logits)
+        yield piece, torch.mm(rows_in(piece, hidden), weight.T, out=logits)
 
 
 def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
@@ -85,18 +90,18 @@ def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
 
 def _gradients(hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool) -> tuple[Tensor, Tensor]:
     """Room for both, in fp32 as the upstream gradient is yet to come; of no elements where they are not wanted."""
-    dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=torch.float32, device=hidden.device)
-    make = torch.empty if hidden.shape[0] else torch.zeros
-    return dhidden, make(weight.shape if weight_grad else 0, dtype=torch.float32, device=weight.device)
+    dhidden = hidden.new_empty(*hidden.shape if hidden_grad else (0,), dtype=torch.float32)
+    make = weight.new_empty if hidden.shape[0] else weight.new_zeros
+    return dhidden, make(*weight.shape if weight_grad else (0,), dtype=torch.float32)
 
 
 def _accumulate_gradients_(
     dhidden: Tensor, dweight: Tensor, dlogits: Tensor, hidden: Tensor, weight: Tensor, piece: slice
 ) -> None:
     if dhidden.numel():
-        _accumulate_(dhidden[piece], dlogits, weight, beta=0)
+        _accumulate_(rows_in(piece, dhidden), dlogits, weight, beta=0)
     if dweight.numel():
-        _accumulate_(dweight, dlogits.T, hidden[piece], beta=int(piece.start > 0))
+        _accumulate_(dweight, dlogits.T, rows_in(piece, hidden), beta=int(piece.start > 0))
 
 
 def _launch_forward(
@@ -107,7 +112,8 @@ def _launch_forward(
     dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
     for piece, logits in _chunks_of_logits(hidden, weight):
         dlogits = logits if hidden_grad or weight_grad else None
-        sweep(logits, targets[piece], loss[piece], lse[piece], GRADIENT_SCALE, dlogits, *options)
+        of_piece = rows_in(piece, targets), rows_in(piece, loss), rows_in(piece, lse)
+        sweep(logits, *of_piece, GRADIENT_SCALE, dlogits, *options)
         _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
     return loss, lse, dhidden, dweight
 
@@ -304,7 +310,8 @@ def linear_cross_entropy(
             hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
             z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
+    rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])  # a view is a node of the graph
+    flat = targets.reshape(-1).contiguous()
     # Lean gradients wait for their upstream gradient in the inputs' dtype: in fp16 they might underflow before a loss
     # scale reaches them, and are taken in backward instead.
     if reduction == "none" or (lean and hidden.dtype == torch.float16):

@@ -38,14 +38,15 @@ def _kernel(
 def _launch(x: Tensor, scale: Tensor, factor: float, out: Tensor, in_place: bool) -> None:
     """x and out [rows, N] with unit stride along N; scale of one element, or [rows] of any stride."""
     per_row = scale.numel() > 1
-    if not per_row and x.is_contiguous():
-        x, out = x.view(1, -1), out.view(1, -1)
-    rows, columns = x.shape
+    if not per_row and x.is_contiguous():  # one row
+        rows, columns, x_stride, out_stride = 1, x.numel(), x.numel(), x.numel()
+    else:
+        (rows, columns), x_stride, out_stride = x.shape, x.stride(0), out.stride(0)
     block, span, warps = IN_PLACE_TILE if in_place else OUT_OF_PLACE_TILE
     if rows * columns:
         _kernel.bind(IN_PLACE=in_place, BLOCK=block, SPAN=span, num_warps=warps)(
             rows * cdiv(columns, span),
-            x, scale, out, x.stride(0), out.stride(0), scale.stride(0) if per_row else 0, columns, factor,
+            x, scale, out, x_stride, out_stride, scale.stride(0) if per_row else 0, columns, factor,
         )  # fmt: skip
 
 
