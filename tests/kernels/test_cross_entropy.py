@@ -124,6 +124,16 @@ def test_nothing_to_supervise_gives_zero_loss_and_zero_gradient(rows, reduction)
     assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_reduction_of_several_steps_skips_ignored_targets_and_gives_its_factor(mean):
+    losses, targets = torch.randn(2500, device=DEVICE), torch.randint(2, (2500,), device=DEVICE)
+    total, factor = module.reduce_losses(losses, targets, 0, mean)
+    count = targets.sum().item() if mean else 1
+    assert factor.item() == pytest.approx(1 / count)
+    assert total.item() == pytest.approx(losses.double().sum().item() / count, rel=1e-5)
+    assert torch.equal(module.mean_factor(targets, 1), 1 / (targets == 0).sum().float())
+
+
 def test_masked_logits_get_no_probability(short_blocks):
     """Minus infinity in whole blocks, the first one among them."""
     logits = torch.randn(3, 257, device=DEVICE)

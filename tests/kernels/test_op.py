@@ -2,7 +2,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from ligermodels.kernels.op import _kinds_of, kernel, traced
+from ligermodels.kernels.op import Node, _kinds_of, kernel, traced
 from tests.conftest import DEVICE
 
 
@@ -66,3 +66,22 @@ def test_fake_meta_and_subclassed_tensors_are_traced_and_plain_ones_are_not():
     assert traced((x, 1.0, x.as_subclass(Subclass)))
     with torch._subclasses.FakeTensorMode():
         assert traced((torch.ones(2),))
+
+
+class Twice(Node):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return factor * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.factor * dy, None
+
+
+def test_a_node_is_differentiated_and_refused_by_a_transform_of_torch_func():
+    x = torch.randn(3, requires_grad=True)
+    (dx,) = torch.autograd.grad(Twice.apply(x, 2.0), x, torch.ones(3))
+    assert torch.equal(dx, torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: Twice.apply(x, 2.0).sum())(x.detach())
