@@ -343,7 +343,7 @@ class _QKNormRope(Node):
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.offset = eps, offset
         qk = qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
-        q, k = qk.split((num_heads, num_kv_heads), 2)
+        q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 2)
         _, _, v = split_heads(qkv.detach(), num_heads, num_kv_heads)  # a view that autograd takes for a fresh output
         return q, k, v
 
