@@ -258,7 +258,7 @@ def _launch_backward(
     return dlogits
 
 
-def _launch_in_place(logits: Tensor, targets: Tensor, scale: Tensor, *options) -> Tensor:
+def cross_entropy_in_place(logits: Tensor, targets: Tensor, scale: Tensor, *options) -> Tensor:
     """Not registered: nothing traces it. logits [rows, V] with unit stride along V."""
     loss = torch.empty_like(targets, dtype=torch.float32, memory_format=torch.contiguous_format)
     sweep(logits, targets.contiguous(), loss, torch.empty_like(loss), scale, logits, *options)
@@ -351,7 +351,9 @@ class _CrossEntropyInPlace(Node):
         gradient = logits.detach()
         # What 1 / N would round to zero in fp16 waits for the upstream gradient, which may be a loss scale.
         waits = logits.dtype == torch.float16
-        losses = _launch_in_place(gradient, targets, torch.full_like(scale, FP16_SCALE) if waits else scale, *options)
+        losses = cross_entropy_in_place(
+            gradient, targets, torch.full_like(scale, FP16_SCALE) if waits else scale, *options
+        )
         torch.autograd.graph.increment_version(gradient)  # so that autograd objects if somebody did save the logits
         ctx.save_for_backward(gradient, scale / FP16_SCALE if waits else None)
         return losses.sum() * scale if summed else losses
