@@ -99,7 +99,7 @@ class Launcher:
     def __init__(self, jit: Any, **constants: Any) -> None:
         self.jit, self.constants = jit, constants
         self.pointers = sum(name.endswith("_ptr") for name in jit.arg_names)
-        self.kinds_of = functools.lru_cache(1024)(_kinds_of)
+        self.kinds_of = functools.lru_cache(1024, typed=True)(_kinds_of)  # 1 is not 1.0 here
         self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, programs: int, *args: Any) -> None:
@@ -113,13 +113,14 @@ class Launcher:
         else:
             tensors, numbers = args[: self.pointers], args[self.pointers :]
             addresses = [*map(_address_of, tensors)]
-            key = (device, *map(_dtype_of, tensors), *self.kinds_of(numbers))
+            key = (device, *map(_dtype_of, tensors), *self.kinds_of(*numbers))
             if functools.reduce(operator.or_, addresses) % 16:
                 key += tuple(x % 16 == 0 for x in addresses)
-            if key not in self.compiled:
+            compiled = self.compiled.get(key)
+            if compiled is None:
                 self.compiled[key] = self._compile(programs, args)
                 return
-            launch, function, metadata, last = self.compiled[key]
+            launch, function, metadata, last = compiled
             stream = torch._C._cuda_getCurrentRawStream(device)
             hooks = None, None, None
             launch(programs, 1, 1, stream, function, metadata, *hooks, *addresses, *numbers, *last)
@@ -135,7 +136,7 @@ _address_of = Tensor.data_ptr
 _dtype_of = operator.attrgetter("dtype")
 
 
-def _kinds_of(numbers: Sequence[float]) -> list[int | None]:
+def _kinds_of(*numbers: float | None) -> list[int | None]:
     """What Triton may compile a kernel anew for: 1, divisibility by 16 and 64-bit integers; not for floats."""
     return [(2 + (x % 16 == 0) if 1 < x < 2**31 else x) if type(x) is int else None for x in numbers]
 

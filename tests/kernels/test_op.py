@@ -41,6 +41,14 @@ def test_counts_share_one_compiled_kernel_and_misaligned_addresses_do_not():
 
 
 @pytest.mark.gpu
+def test_a_number_may_be_an_integer_and_then_a_float():
+    x, y = torch.randn(16, device=DEVICE), torch.empty(16, device=DEVICE)
+    for scale in (3, 3, 3.0, 3.0):
+        double.bind(TILE=16, OFFSET=0, num_warps=1)(1, x, y, 16, scale)
+        assert torch.equal(y, 3 * x)
+
+
+@pytest.mark.gpu
 def test_dtypes_and_constants_do_not_share_a_kernel():
     x = torch.randn(64, device=DEVICE)
     for tile in (16, 32):
@@ -50,9 +58,11 @@ def test_dtypes_and_constants_do_not_share_a_kernel():
 
 
 def test_numbers_that_triton_compiles_for_are_told_apart():
-    kinds = _kinds_of((0, 1, 2, 16, -2, 2**31, 0.5))
+    kinds = _kinds_of(0, 1, 2, 16, -2, 2**31, 0.5)
     assert len(set(kinds)) == len(kinds)
-    assert _kinds_of((2, 16, 0.5)) == _kinds_of((17, 48, 1e9))
+    assert _kinds_of(2, 16, 0.5) == _kinds_of(17, 48, 1e9)
+    kinds_of = double.bind(TILE=16, OFFSET=0).kinds_of
+    assert kinds_of(16, 1) != kinds_of(16, 1.0)  # equal numbers, and not the same to a compiler
 
 
 class Subclass(torch.Tensor):
