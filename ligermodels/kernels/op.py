@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
+PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})  # nothing to trace
 
 # Tests clear this to send CPU tensors to the reference although the kernels were built for the interpreter.
 interpreting = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,9 +29,6 @@ interpreting = os.environ.get("TRITON_INTERPRET") == "1"
 def runs_kernels(x: Tensor) -> bool:
     """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference."""
     return interpreting or not x.is_cpu
-
-
-PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})
 
 
 def traced(args: tuple[Any, ...]) -> bool:
