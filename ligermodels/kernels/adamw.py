@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel, register, runs_kernels, widen
+from ligermodels.kernels.op import cdiv, kernel, register, runs_kernels, widen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 1024  # elements of one program: 16 bytes a thread of each bf16 tensor
@@ -91,11 +91,13 @@ def _launch_(
     numel = param.numel()
     if numel:
         # Differences from one are taken here, in fp64: fp32 knows 1 - 0.999 to four digits only.
-        _update_kernel[(triton.cdiv(numel, TILE),)](
-            param, grad, exp_avg, exp_avg_sq, step,
+        launch = _update_kernel.bind(
+            SCALED=grad_scale is not None, GUARDED=found_inf is not None, TILE=TILE, num_warps=WARPS
+        )
+        launch(
+            cdiv(numel, TILE), param, grad, exp_avg, exp_avg_sq, step,
             step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
             numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log(beta1), log(beta2), float(eps),
-            SCALED=grad_scale is not None, GUARDED=found_inf is not None, TILE=TILE, num_warps=WARPS,
         )  # fmt: skip
 
 

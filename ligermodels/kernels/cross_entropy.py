@@ -10,16 +10,19 @@ Moves R V elements forward and 2 R V backward. In place, where the forward write
 as far as the second reading of a row finds it in a cache.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, kernel, on_device_of_first_tensor, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import Node, as_rows, cdiv, kernel, register, runs_kernels, traced, widen
 from ligermodels.kernels.scaled import multiply_
 
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
 REDUCTIONS = ("mean", "sum", "none")
+REDUCE_TILE = 1024  # losses that the one program of a reduction adds in a step
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Below any logit, and finite in units of ln 2 too: exp(-inf - LOWEST) is 0 where exp(-inf - -inf) is not a number.
 LOWEST = tl.constexpr(-1.0e38)
@@ -44,18 +47,6 @@ def cross_entropy_reference(
     return reduce(torch.where(kept, loss, 0.0), targets, ignore_index, reduction)
 
 
-def supervised_count(targets: Tensor, ignore_index: int) -> Tensor:
-    """Number of targets not ignored, at least one, as a scalar on their device."""
-    return (targets != ignore_index).sum().clamp_min(1)
-
-
-def normaliser(targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """What `reduction` multiplies the sum of the losses by: an fp32 scalar on their device."""
-    if reduction == "mean":
-        return supervised_count(targets, ignore_index).to(torch.float32).reciprocal()
-    return torch.ones((), dtype=torch.float32, device=targets.device)
-
-
 def check_arguments(inputs: Tensor, targets: Tensor, reduction: str) -> None:
     if inputs.shape[:-1] != targets.shape:
         raise ValueError(
@@ -69,7 +60,7 @@ def reduce(losses: Tensor, targets: Tensor, ignore_index: int, reduction: str) -
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total / supervised_count(targets, ignore_index) if reduction == "mean" else total
+    return total / (targets != ignore_index).sum().clamp_min(1) if reduction == "mean" else total
 
 
 @triton.jit
@@ -122,13 +113,13 @@ def _log_sum_exp(
     return maximum + tl.log(tl.sum(totals * tl.exp(maxima - maximum), 0)), tl.sum(sums, 0)
 
 
-@kernel(do_not_specialize=["scale_stride", "pieces", "first"])
+@kernel(do_not_specialize=["scale_stride", "pieces", "first", "ignore_index"])
 def _kernel(
-    logits_ptr, targets_ptr, loss_ptr, lse_ptr, scale_ptr, dlogits_ptr,
+    logits_ptr, targets_ptr, loss_ptr, lse_ptr, scale_ptr, factor_ptr, dlogits_ptr,
     logits_stride, dlogits_stride, scale_stride, columns, pieces, first,
-    ignore_index, softcap, logit_scale, z_loss, label_smoothing, share,
+    ignore_index, softcap, logit_scale, z_loss, label_smoothing, share, upstream,
     SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    SCALED: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """LOSS: one program sweeps a row for loss and lse; else lse is read, and one program takes one BLOCK of a row.
 
@@ -167,7 +158,11 @@ def _kernel(
         lse = tl.load(lse_ptr + row)
 
     if GRADIENT:
-        scale = tl.load(scale_ptr + row * scale_stride) * logit_scale
+        scale = upstream * logit_scale
+        if SCALED:
+            scale *= tl.load(scale_ptr + row * scale_stride)
+        if FACTOR:
+            scale *= tl.load(factor_ptr)
         steps = tl.cdiv(end - begin, BLOCK)
         for step in range(steps):
             start = begin + (steps - 1 - step) * BLOCK
@@ -185,6 +180,27 @@ def _kernel(
             tl.store(dlogits_ptr + column, gradient, column < end, eviction_policy="evict_first")
 
 
+@kernel(do_not_specialize=["rows", "ignore_index"])
+def _reduce_kernel(
+    losses_ptr, targets_ptr, total_ptr, factor_ptr, rows, ignore_index,
+    COUNT: tl.constexpr, SUM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program: the factor, 1 / supervised targets where these COUNT, else 1, and the SUM of the losses times it."""
+    count = tl.zeros([TILE], tl.int32)
+    total = tl.zeros([TILE], tl.float32)
+    for start in range(0, rows, TILE):
+        row = start + tl.arange(0, TILE)
+        if COUNT:
+            count += (tl.load(targets_ptr + row, row < rows, other=ignore_index) != ignore_index).to(tl.int32)
+        if SUM:
+            total += tl.load(losses_ptr + row, row < rows, other=0.0)
+    factor = 1.0 / tl.maximum(tl.sum(count, 0), 1).to(tl.float32)
+    tl.store(factor_ptr, factor)
+    if SUM:
+        tl.store(total_ptr, tl.sum(total, 0) * factor)
+
+
+@functools.cache
 def tile_of(columns: int, loss: bool, gradient: bool) -> tuple[int, int]:
     """(columns, warps) of one step of a program, as measured on an H200."""
     if not loss:
@@ -195,59 +211,89 @@ def tile_of(columns: int, loss: bool, gradient: bool) -> tuple[int, int]:
 
 
 def sweep(
-    logits: Tensor, targets: Tensor, loss: Tensor | None, lse: Tensor, scale: Tensor | None, dlogits: Tensor | None,
+    logits: Tensor, targets: Tensor, loss: Tensor | None, lse: Tensor, scale: Tensor | float, dlogits: Tensor | None,
     ignore_index: int, softcap: float | None, logit_scale: float, z_loss: float, label_smoothing: float,
-    *, first: int = 0, vocab: int | None = None,
+    *, first: int = 0, vocab: int | None = None, factor: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One launch that fills `loss` and `lse` (where `loss` is None, `lse` is read), and `dlogits` where it is given.
 
-    logits, dlogits [rows, V] with unit stride along V, the same tensor or disjoint; targets [rows]; loss, lse [rows]
-    fp32; scale [rows] fp32 of any stride, 0 for a scalar's. Where `lse` is read, logits may be those of the classes
+    logits, dlogits [rows, V] with unit stride along V, the same tensor or disjoint; targets, loss and lse contiguous,
+    with rows elements each, the last two fp32; scale of the gradient: a number, or an fp32 scalar, or [rows] of any
+    stride; factor, where given, a scalar that multiplies it. Where `lse` is read, logits may be those of the classes
     from `first` on, of `vocab` in all.
     """
     rows, columns = logits.shape
     if not rows:
         return
     block, warps = tile_of(vocab or columns, loss is not None, dlogits is not None)  # the same for every chunk
-    pieces = triton.cdiv(columns, block) if loss is None else 1
-    _kernel[(rows * pieces,)](
-        logits, targets, lse if loss is None else loss, lse,
-        lse if scale is None else scale, logits if dlogits is None else dlogits,
-        logits.stride(0), 0 if dlogits is None else dlogits.stride(0), 0 if scale is None else scale.stride(0),
-        columns, pieces, first, ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
-        label_smoothing / (vocab or columns),
+    pieces = cdiv(columns, block) if loss is None else 1
+    number, scale = (scale, lse) if isinstance(scale, float) else (None, scale)
+    launch = _kernel.bind(
         SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, LOSS=loss is not None,
-        GRADIENT=dlogits is not None, BLOCK=block, VECTOR=16 // logits.element_size(),
-        num_warps=warps,
+        GRADIENT=dlogits is not None, SCALED=number is None, FACTOR=factor is not None,
+        BLOCK=block, VECTOR=16 // logits.itemsize, num_warps=warps,
+    )  # fmt: skip
+    launch(
+        rows * pieces, logits, targets, lse if loss is None else loss, lse,
+        scale, lse if factor is None else factor, logits if dlogits is None else dlogits,
+        logits.stride(0), 0 if dlogits is None else dlogits.stride(0), scale.stride(0) if scale.ndim else 0,
+        columns, pieces, first, ignore_index, softcap or 1.0, logit_scale, z_loss, label_smoothing,
+        label_smoothing / (vocab or columns), 1.0 if number is None else number,
     )  # fmt: skip
 
 
 def _launch_forward(logits: Tensor, targets: Tensor, *options) -> tuple[Tensor, Tensor]:
-    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    loss = torch.empty_like(targets, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = torch.empty_like(loss)
-    sweep(logits, targets, loss, lse, None, None, *options)
+    sweep(as_rows(logits), targets.contiguous(), loss, lse, 1.0, None, *options)
     return loss, lse
 
 
-def _launch_backward(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, *options) -> Tensor:
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    sweep(logits, targets, None, lse, scale, dlogits, *options)
+def _launch_backward(
+    logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, factor: Tensor | None, *options
+) -> Tensor:
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    scale = scale.reshape(-1) if scale.ndim > 1 else scale
+    sweep(as_rows(logits), targets.contiguous(), None, lse, scale, as_rows(dlogits), *options, factor=factor)
     return dlogits
 
 
-def _launch_in_place(logits: Tensor, targets: Tensor, scale: Tensor, *options) -> Tensor:
-    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    sweep(logits, targets, loss, torch.empty_like(loss), scale, logits, *options)
+def cross_entropy_in_place(logits: Tensor, targets: Tensor, scale: Tensor, *options) -> Tensor:
+    """Not registered: nothing traces it. logits [rows, V] with unit stride along V."""
+    loss = torch.empty_like(targets, dtype=torch.float32, memory_format=torch.contiguous_format)
+    sweep(logits, targets.contiguous(), loss, torch.empty_like(loss), scale, logits, *options)
     return loss
 
 
+def _launch_mean_factor(targets: Tensor, ignore_index: int) -> Tensor:
+    factor = _fake_mean_factor(targets, ignore_index)
+    launch = _reduce_kernel.bind(COUNT=True, SUM=False, TILE=REDUCE_TILE)
+    launch(1, factor, targets.contiguous(), factor, factor, targets.numel(), ignore_index)
+    return factor
+
+
+def _launch_reduce(losses: Tensor, targets: Tensor, ignore_index: int, mean: bool) -> tuple[Tensor, Tensor]:
+    total, factor = _fake_reduce(losses, targets, ignore_index, mean)
+    launch = _reduce_kernel.bind(COUNT=mean, SUM=True, TILE=REDUCE_TILE)
+    launch(1, losses.contiguous(), targets.contiguous(), total, factor, losses.numel(), ignore_index)
+    return total, factor
+
+
 def _fake_forward(logits, targets, *options):
-    loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    loss = targets.new_empty(targets.shape, dtype=torch.float32)
     return loss, torch.empty_like(loss)
 
 
-def _fake_backward(logits, targets, lse, scale, *options):
+def _fake_backward(logits, targets, lse, scale, factor, *options):
     return logits.new_empty(logits.shape)
+
+
+def _fake_mean_factor(targets, ignore_index):
+    return targets.new_empty((), dtype=torch.float32)
+
+
+def _fake_reduce(losses, targets, ignore_index, mean):
+    return losses.new_empty(()), losses.new_empty(())
 
 
 OPTIONS = "int ignore_index, float? softcap, float logit_scale, float z_loss, float label_smoothing"
@@ -257,45 +303,65 @@ cross_entropy_forward = register(
     _fake_forward,
 )
 cross_entropy_backward = register(
-    f"cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor scale, {OPTIONS}) -> Tensor dlogits",
+    "cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor scale, Tensor? factor,"
+    f" {OPTIONS}) -> Tensor dlogits",
     _launch_backward,
     _fake_backward,
 )
-cross_entropy_in_place = on_device_of_first_tensor(_launch_in_place)  # not registered: nothing traces it
+mean_factor = register(
+    "mean_factor(Tensor targets, int ignore_index) -> Tensor factor", _launch_mean_factor, _fake_mean_factor
+)
+reduce_losses = register(
+    "reduce_losses(Tensor losses, Tensor targets, int ignore_index, bool mean) -> (Tensor total, Tensor factor)",
+    _launch_reduce,
+    _fake_reduce,
+)
 
 
-class _CrossEntropy(torch.autograd.Function):
+def normaliser(targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """What `reduction` multiplies the sum of the losses by: an fp32 scalar on their device."""
+    if reduction == "mean":
+        return mean_factor(targets, ignore_index)
+    return torch.ones((), dtype=torch.float32, device=targets.device)
+
+
+class _CrossEntropy(Node):
     @staticmethod
-    def forward(ctx, logits, targets, *options):
+    def forward(ctx, logits, targets, reduction, *options):
         loss, lse = cross_entropy_forward(logits, targets, *options)
-        ctx.save_for_backward(logits, targets, lse)
+        factor = None
+        if reduction != "none":
+            loss, factor = reduce_losses(loss, targets, options[0], reduction == "mean")
+        ctx.save_for_backward(logits, targets, lse, factor)
         ctx.options = options
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        logits, targets, lse = ctx.saved_tensors
-        dlogits = cross_entropy_backward(logits, targets, lse, dloss, *ctx.options)
-        return dlogits, None, None, None, None, None, None
+        logits, targets, lse, factor = ctx.saved_tensors
+        dlogits = cross_entropy_backward(logits, targets, lse, dloss, factor, *ctx.options)
+        return dlogits, None, None, None, None, None, None, None
 
 
-class _CrossEntropyInPlace(torch.autograd.Function):
+class _CrossEntropyInPlace(Node):
     """Losses, or their sum times `scale`, with the gradient left where the logits were."""
 
     @staticmethod
     def forward(ctx, logits, targets, scale, summed, *options):
         gradient = logits.detach()
         # What 1 / N would round to zero in fp16 waits for the upstream gradient, which may be a loss scale.
-        taken = torch.full_like(scale, FP16_SCALE) if logits.dtype == torch.float16 else scale
-        losses = cross_entropy_in_place(gradient, targets, taken.expand(targets.shape), *options)
+        waits = logits.dtype == torch.float16
+        losses = cross_entropy_in_place(
+            gradient, targets, torch.full_like(scale, FP16_SCALE) if waits else scale, *options
+        )
         torch.autograd.graph.increment_version(gradient)  # so that autograd objects if somebody did save the logits
-        ctx.save_for_backward(gradient, scale / taken)
+        ctx.save_for_backward(gradient, scale / FP16_SCALE if waits else None)
         return losses.sum() * scale if summed else losses
 
     @staticmethod
     def backward(ctx, dloss):
         gradient, rest = ctx.saved_tensors
-        return multiply_(gradient, dloss * rest), *[None] * 8
+        return multiply_(gradient, dloss if rest is None else dloss * rest), *[None] * 8
 
 
 def cross_entropy(
@@ -320,12 +386,11 @@ def cross_entropy(
             label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
     options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
-    rows, flat = as_rows(logits), targets.reshape(-1).contiguous()
     if inplace and torch.is_grad_enabled() and logits.requires_grad and not traced((logits,)):
+        rows = as_rows(logits)
         if rows.stride(0) < rows.shape[1]:  # expanded: rows that share their memory
             rows = rows.contiguous()
-        scale = normaliser(targets, ignore_index, reduction)
+        scale, flat = normaliser(targets, ignore_index, reduction), targets.reshape(-1)
         losses = _CrossEntropyInPlace.apply(rows, flat, scale, reduction != "none", *options)
         return losses.reshape(targets.shape) if reduction == "none" else losses
-    losses = _CrossEntropy.apply(rows, flat, *options)
-    return reduce(losses.reshape(targets.shape), targets, ignore_index, reduction)
+    return _CrossEntropy.apply(logits, targets, reduction, *options)

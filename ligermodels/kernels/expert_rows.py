@@ -10,10 +10,11 @@ bits from run to run. Nothing here waits for the device, and no size depends on 
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.gated_activation import grid_of
+from ligermodels.kernels.gated_activation import tiles_of
 from ligermodels.kernels.op import kernel, register
 
 SORT_TILE = 8192  # slots that a program of eight warps looks at in a step
@@ -37,11 +38,17 @@ def _sort_kernel(index_ptr, row_ptr, offsets_ptr, slots, TILE: tl.constexpr):
     tl.store(offsets_ptr + expert, end)
 
 
+@triton.jit
+def _place(columns, TILE: tl.constexpr):
+    """This program's token and columns. Neighbours share a token: memory likes them close."""
+    tiles = tl.cdiv(columns, TILE)
+    return (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+
+
 @kernel()
 def _spread_kernel(x_ptr, row_ptr, rows_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """One program copies TILE columns of one token to its SLOTS rows."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    token, column = _place(columns, TILE)
     mask = column < columns
     x = tl.load(x_ptr + token * columns + column, mask)
     for slot in tl.static_range(SLOTS):
@@ -52,8 +59,7 @@ def _spread_kernel(x_ptr, row_ptr, rows_ptr, columns, SLOTS: tl.constexpr, TILE:
 @kernel()
 def _gather_sum_kernel(rows_ptr, row_ptr, y_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """One program sums TILE columns of one token's SLOTS rows."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    token, column = _place(columns, TILE)
     mask = column < columns
     total = tl.zeros([TILE], tl.float32)
     for slot in tl.static_range(SLOTS):
@@ -65,28 +71,30 @@ def _gather_sum_kernel(rows_ptr, row_ptr, y_ptr, columns, SLOTS: tl.constexpr, T
 def _launch_sort(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     row, offsets = _fake_sort(expert_index, num_experts)
     index = expert_index.contiguous()
-    _sort_kernel[(num_experts,)](index, row, offsets, index.numel(), TILE=SORT_TILE, num_warps=8)
+    _sort_kernel.bind(TILE=SORT_TILE, num_warps=8)(num_experts, index, row, offsets, index.numel())
     return row, offsets
 
 
 def _launch_spread(x: Tensor, row: Tensor) -> Tensor:
     rows = _fake_spread(x, row)
-    grid, tile = grid_of(*x.shape)
+    tokens, columns = x.shape
     if rows.numel():
-        _spread_kernel[grid](x.contiguous(), row, rows, x.shape[1], SLOTS=row.shape[1], TILE=tile)
+        tiles, tile = tiles_of(columns)
+        _spread_kernel.bind(SLOTS=row.shape[1], TILE=tile)(tokens * tiles, x.contiguous(), row, rows, columns)
     return rows
 
 
 def _launch_gather_sum(rows: Tensor, row: Tensor) -> Tensor:
     y = _fake_gather_sum(rows, row)
-    grid, tile = grid_of(*y.shape)
+    tokens, columns = y.shape
     if y.numel():
-        _gather_sum_kernel[grid](rows.contiguous(), row, y, y.shape[1], SLOTS=row.shape[1], TILE=tile)
+        tiles, tile = tiles_of(columns)
+        _gather_sum_kernel.bind(SLOTS=row.shape[1], TILE=tile)(tokens * tiles, rows.contiguous(), row, y, columns)
     return y
 
 
 def _fake_sort(expert_index, num_experts):
-    row = expert_index.new_empty(expert_index.shape, dtype=torch.int32)
+    row = expert_index.new_empty(*expert_index.shape, dtype=torch.int32)
     return row, expert_index.new_empty(num_experts, dtype=torch.int32)
 
 

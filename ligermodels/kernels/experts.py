@@ -26,7 +26,7 @@ from torch import Tensor
 from ligermodels.kernels.expert_rows import gather_sum, sort_by_expert, spread
 from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference
 from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
-from ligermodels.kernels.op import kernel, register, runs_kernels, widen
+from ligermodels.kernels.op import Node, kernel, register, runs_kernels, widen
 
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -110,9 +110,8 @@ def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: st
     tile, warps = tile_of(columns)
     if rows:
         gate_up, weight = gate_up.contiguous(), weight.contiguous()
-        _product_kernel[(rows,)](
-            gate_up, weight, row, product, columns, ACTIVATION=activation, TILE=tile, num_warps=warps
-        )
+        launch = _product_kernel.bind(ACTIVATION=activation, TILE=tile, num_warps=warps)
+        launch(rows, gate_up, weight, row, product, columns)
     return product
 
 
@@ -124,10 +123,8 @@ def _launch_product_backward(
     tile, warps = tile_of(columns)
     if rows:
         dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
-        _product_backward_kernel[(rows,)](
-            dproduct, gate_up, weight, row, dgate_up, dweight, product, columns,
-            ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=warps,
-        )  # fmt: skip
+        launch = _product_backward_kernel.bind(ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=warps)
+        launch(rows, dproduct, gate_up, weight, row, dgate_up, dweight, product, columns)
     return dgate_up, dweight, product
 
 
@@ -136,8 +133,8 @@ def _fake_product(gate_up, weight, row, activation):
 
 
 def _fake_product_backward(dproduct, gate_up, weight, row, activation, emit):
-    product = dproduct.new_empty(dproduct.shape if emit else 0)
-    return gate_up.new_empty(gate_up.shape), weight.new_empty(weight.shape), product
+    product = dproduct.new_empty(*dproduct.shape) if emit else dproduct.new_empty(0)
+    return gate_up.new_empty(*gate_up.shape), weight.new_empty(*weight.shape), product
 
 
 experts_product = register(
@@ -153,7 +150,7 @@ experts_product_backward = register(
 )
 
 
-class _Experts(torch.autograd.Function):
+class _Experts(Node):
     @staticmethod
     def forward(ctx, x, expert_index, weight, gate_up_weight, down_weight, activation):
         row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])

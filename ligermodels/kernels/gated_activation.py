@@ -10,22 +10,21 @@ forward, 5 M I backward, 6 M I when it emits: bound by memory bandwidth.
 Maths: Shazeer 2020, https://arxiv.org/abs/2002.05202; Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415.
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, kernel, register, runs_kernels, widen
+from ligermodels.kernels.op import Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 
 MAX_TILE = 1024  # columns of one program of four warps
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
 }
 
@@ -106,33 +105,33 @@ def _backward_kernel(
         tl.store(y_ptr + row * COLUMNS + column, (activated * up).to(y_ptr.dtype.element_ty), mask)
 
 
-def grid_of(rows: int, columns: int) -> tuple[tuple[int, int], int]:
-    """The grid, and the columns of one program's tile."""
+@functools.cache
+def tiles_of(columns: int) -> tuple[int, int]:
+    """How many tiles cover a row, and the columns of one."""
     tile = min(MAX_TILE, triton.next_power_of_2(columns))
-    return (rows, triton.cdiv(columns, tile)), tile
+    return cdiv(columns, tile), tile
 
 
 def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
     y = _fake_forward(gate_up, activation)
-    (rows, tiles), tile = grid_of(y.numel() // y.shape[-1], y.shape[-1])
+    columns = y.shape[-1]
     if y.numel():
-        gate_up = as_rows(gate_up)
-        _forward_kernel[(rows * tiles,)](
-            gate_up, y, gate_up.stride(0), COLUMNS=y.shape[-1], ACTIVATION=activation, TILE=tile
-        )
+        tiles, tile = tiles_of(columns)
+        gate_up, stride = rows_of(gate_up)
+        launch = _forward_kernel.bind(COLUMNS=columns, ACTIVATION=activation, TILE=tile)
+        launch(y.numel() // columns * tiles, gate_up, y, stride)
     return y
 
 
 def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -> tuple[Tensor, Tensor]:
     dgate_up, y = _fake_backward(dy, gate_up, activation, emit)
     columns = dy.shape[-1]
-    (rows, tiles), tile = grid_of(dy.numel() // columns, columns)
     if dy.numel():
-        dy, gate_up = as_rows(dy), as_rows(gate_up)
-        _backward_kernel[(rows * tiles,)](
-            dy, gate_up, dgate_up, y, dy.stride(0), gate_up.stride(0),
-            COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile,
-        )  # fmt: skip
+        tiles, tile = tiles_of(columns)
+        programs = dy.numel() // columns * tiles
+        (dy, dy_stride), (gate_up, stride) = rows_of(dy), rows_of(gate_up)
+        launch = _backward_kernel.bind(COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile)
+        launch(programs, dy, gate_up, dgate_up, y, dy_stride, stride)
     return dgate_up, y
 
 
@@ -141,7 +140,8 @@ def _fake_forward(gate_up, activation):
 
 
 def _fake_backward(dy, gate_up, activation, emit):
-    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape if emit else 0)
+    y = gate_up.new_empty(*dy.shape) if emit else gate_up.new_empty(0)
+    return gate_up.new_empty(*gate_up.shape), y
 
 
 gated_activation_forward = register(
@@ -154,7 +154,7 @@ gated_activation_backward = register(
 )
 
 
-class _GatedActivation(torch.autograd.Function):
+class _GatedActivation(Node):
     @staticmethod
     def forward(ctx, gate_up, activation):
         ctx.save_for_backward(gate_up)

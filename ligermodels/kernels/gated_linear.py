@@ -6,7 +6,6 @@ and for the update's dA, at one write of I elements a token. No matrix product o
 gate_up [..., 2 I], W [N, I], b [N] -> y [..., N], all in one float dtype.
 """
 
-import torch
 from torch import Tensor
 
 from ligermodels.kernels.gated_activation import (
@@ -26,7 +25,7 @@ from ligermodels.kernels.linear import (
     up_gradient,
     weight_gradient,
 )
-from ligermodels.kernels.op import runs_kernels
+from ligermodels.kernels.op import Node, runs_kernels
 
 
 def gated_linear_reference(
@@ -35,7 +34,7 @@ def gated_linear_reference(
     return low_rank_linear_reference(gated_activation_reference(gate_up, activation), weight, bias, low_rank)
 
 
-class _GatedLinear(torch.autograd.Function):
+class _GatedLinear(Node):
     @staticmethod
     def forward(ctx, gate_up, weight, bias, a, b, columns, scale, activation):
         product = gated_activation_forward(gate_up, activation)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.op import kernel, register, runs_kernels
+from ligermodels.kernels.op import cdiv, kernel, register, runs_kernels
 
 GROUPED_MM_CAPABILITIES = (9, 10)  # major; those for which torch has a grouped kernel
 ALIGNMENT = 16  # bytes, of addresses and strides that the tensor memory accelerator reads
@@ -126,8 +126,7 @@ def uses_grouped_mm(left: Tensor, right: Tensor, width: int) -> bool:
         return False
     if _major_capability(left.device) not in GROUPED_MM_CAPABILITIES:
         return False
-    extents = left.data_ptr(), right.data_ptr(), *(2 * n for n in (left.shape[-1], right.shape[-1], width))
-    return all(extent % ALIGNMENT == 0 for extent in extents)
+    return (left.data_ptr() | right.data_ptr() | 2 * (left.shape[-1] | right.shape[-1] | width)) % ALIGNMENT == 0
 
 
 def rows_by_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -137,11 +136,14 @@ def rows_by_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     y = x.new_empty(rows, columns)
     tallest, tile_columns, tile_depth, warps, stages = TILES[x.element_size()]
     tile_rows = min(tallest, max(16, triton.next_power_of_2(rows // groups)))  # no taller than most groups need
-    row_tiles = triton.cdiv(rows, tile_rows) + groups  # at most: each group may leave one tile part empty
-    _rows_kernel[(row_tiles * triton.cdiv(columns, tile_columns),)](
-        x, weight, offsets, y, groups, row_tiles, columns, depth, weight.stride(1), weight.stride(2),
+    row_tiles = cdiv(rows, tile_rows) + groups  # at most: each group may leave one tile part empty
+    launch = _rows_kernel.bind(
         GROUPS=triton.next_power_of_2(groups), BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth,
         STRAND=STRANDS[x.element_size()], num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    launch(
+        row_tiles * cdiv(columns, tile_columns),
+        x, weight, offsets, y, groups, row_tiles, columns, depth, weight.stride(1), weight.stride(2),
     )  # fmt: skip
     return y
 
@@ -151,11 +153,12 @@ def weight_by_triton(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     groups, rows, columns = offsets.shape[0], dy.shape[1], x.shape[1]
     dweight = x.new_empty(groups, rows, columns)
     tile_rows, tile_columns, tile_depth, warps, stages = TILES[x.element_size()]
-    _weight_kernel[(groups * triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)](
-        dy, x, offsets, dweight, rows, columns,
+    launch = _weight_kernel.bind(
         BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth, STRAND=STRANDS[x.element_size()],
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    programs = groups * cdiv(rows, tile_rows) * cdiv(columns, tile_columns)
+    launch(programs, dy, x, offsets, dweight, rows, columns)
     return dweight
 
 

@@ -4,8 +4,7 @@ B batch, T length, D head size, Hq query heads, Hkv key and value heads; all que
 values. Angles are cos, sin [rows, pairs] fp32: a row for each position that the batch shares, or for each token.
 """
 
-from collections.abc import Iterator
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +13,8 @@ from torch import Tensor
 def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """[B, T, (Hq + 2 Hkv) D] as views q [B, T, Hq, D], k and v [B, T, Hkv, D]."""
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    # Tensor.split takes microseconds to come to this.
+    q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 2)
     return q, k, v
 
 
@@ -37,9 +37,13 @@ def check_shapes(
     return head_size
 
 
-def with_unit_stride(*heads: Tensor) -> Iterator[Tensor]:
-    """Each [B, T, H, D] with unit stride along D, any others; a copy only where that must be."""
-    return (x if x.stride(-1) == 1 else x.contiguous() for x in heads)
+def with_unit_stride(x: Tensor) -> tuple[Tensor, list[int]]:
+    """x [B, T, H, D] with unit stride along D, and its other strides; a copy only where that must be."""
+    *strides, last = x.stride()
+    if last != 1:
+        x = x.contiguous()
+        *strides, _ = x.stride()
+    return x, strides
 
 
 @triton.jit

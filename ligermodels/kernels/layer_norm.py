@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel, register, runs_kernels, widen
+from ligermodels.kernels.op import Node, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
+from ligermodels.kernels.rows import backward_tile, forward_tile, tiles_of, zero_beyond
 
 FORWARD_ELEMENTS = 40  # of a row a thread, at most: fewer warps wait for each other's two sums
 WIDEST_KEPT = 12288  # columns of a row that backward keeps in registers beside dw and db
@@ -104,9 +104,9 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
     rows = x.numel() // tile["COLUMNS"]
     stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     if rows:
-        _forward_kernel[(tiles_of(rows, tile),)](
+        _forward_kernel.bind(BIAS=bias is not None, **tile)(
+            tiles_of(rows, tile),
             x, weight.contiguous(), (weight if bias is None else bias).contiguous(), y, stats, x_stride, rows, eps,
-            BIAS=bias is not None, **tile,
         )  # fmt: skip
     return y, stats
 
@@ -123,10 +123,9 @@ def _launch_backward(
     weights = (weight,) * (weight_grad + bias_grad)
     partials = stats.new_empty(programs, len(weights) * tile["COLUMNS"])
     if rows:
-        _backward_kernel[(programs,)](
-            dy, x, stats, weight.contiguous(), dx, partials, dy_stride, x_stride, rows,
-            WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile,
-        )  # fmt: skip
+        _backward_kernel.bind(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile)(
+            programs, dy, x, stats, weight.contiguous(), dx, partials, dy_stride, x_stride, rows
+        )
     gradients = sum_partials(partials, *weights) if weights else []
     dweight = gradients[0] if weight_grad else weight.new_empty(0)
     return dx, dweight, gradients[-1] if bias_grad else weight.new_empty(0)
@@ -154,7 +153,7 @@ layer_norm_backward = register(
 )
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Node):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
         y, stats = layer_norm_forward(x, weight, bias, eps)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.op import runs_kernels
+from ligermodels.kernels.op import Node, runs_kernels
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -114,7 +114,7 @@ def up_gradient(dy: Tensor, low: Tensor, b: Tensor, columns: Columns, scale: flo
     return db
 
 
-class _LowRankLinear(torch.autograd.Function):
+class _LowRankLinear(Node):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, columns, scale):
         y, low = linear_forward(x, weight, bias, a, b, columns, scale)

@@ -26,10 +26,10 @@ from ligermodels.kernels.cross_entropy import (
     cross_entropy_reference,
     normaliser,
     reduce,
-    supervised_count,
+    reduce_losses,
     sweep,
 )
-from ligermodels.kernels.op import register, runs_kernels
+from ligermodels.kernels.op import Node, register, runs_kernels
 from ligermodels.kernels.scaled import multiply_, scaled
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
@@ -60,6 +60,11 @@ def aligned(size: int) -> int:
     return size // ALIGNMENT * ALIGNMENT or size // 16 * 16 or max(size, 1)
 
 
+def rows_in(piece: slice, x: Tensor) -> Tensor:
+    """x[piece], without the microseconds of a view where that is all of x."""
+    return x if piece.stop - piece.start == x.shape[0] else x[piece]
+
+
 def _chunks_of_logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits) of each chunk, all in the same memory: `buffer`'s, where one of enough elements is given."""
     rows, width = hidden.shape[0], round_up(weight.shape[0])
@@ -72,7 +77,7 @@ def _chunks_of_logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None = No
     for start in range(0, rows, max(chunk, 1)):
         piece = slice(start, min(start + chunk, rows))
         logits = buffer[: piece.stop - start, : weight.shape[0]]
-        yield piece, torch.mm(hidden[piece], weight.T, out=logits)
+        yield piece, torch.mm(rows_in(piece, hidden), weight.T, out=logits)
 
 
 def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
@@ -85,30 +90,30 @@ def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
 
 def _gradients(hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool) -> tuple[Tensor, Tensor]:
     """Room for both, in fp32 as the upstream gradient is yet to come; of no elements where they are not wanted."""
-    dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=torch.float32, device=hidden.device)
-    make = torch.empty if hidden.shape[0] else torch.zeros
-    return dhidden, make(weight.shape if weight_grad else 0, dtype=torch.float32, device=weight.device)
+    dhidden = hidden.new_empty(*hidden.shape if hidden_grad else (0,), dtype=torch.float32)
+    make = weight.new_empty if hidden.shape[0] else weight.new_zeros
+    return dhidden, make(*weight.shape if weight_grad else (0,), dtype=torch.float32)
 
 
 def _accumulate_gradients_(
     dhidden: Tensor, dweight: Tensor, dlogits: Tensor, hidden: Tensor, weight: Tensor, piece: slice
 ) -> None:
     if dhidden.numel():
-        _accumulate_(dhidden[piece], dlogits, weight, beta=0)
+        _accumulate_(rows_in(piece, dhidden), dlogits, weight, beta=0)
     if dweight.numel():
-        _accumulate_(dweight, dlogits.T, hidden[piece], beta=int(piece.start > 0))
+        _accumulate_(dweight, dlogits.T, rows_in(piece, hidden), beta=int(piece.start > 0))
 
 
 def _launch_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool, *options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     lse = torch.empty_like(loss)
-    scale = loss.new_full((1,), GRADIENT_SCALE).expand_as(loss)
     dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
     for piece, logits in _chunks_of_logits(hidden, weight):
         dlogits = logits if hidden_grad or weight_grad else None
-        sweep(logits, targets[piece], loss[piece], lse[piece], scale[piece], dlogits, *options)
+        of_piece = rows_in(piece, targets), rows_in(piece, loss), rows_in(piece, lse)
+        sweep(logits, *of_piece, GRADIENT_SCALE, dlogits, *options)
         _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
     return loss, lse, dhidden, dweight
 
@@ -220,28 +225,29 @@ def _lean_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *
     return 2 * hidden[0] * hidden[1] * weight[0] * products
 
 
-class _SummedLoss(torch.autograd.Function):
-    """Σ loss, with both gradients taken in the forward and scaled in the backward."""
+class _ReducedLoss(Node):
+    """The sum of the losses or their mean, with both gradients taken in the forward and scaled in the backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, hidden_grad, weight_grad, *options):
-        loss, _, dhidden, dweight = linear_cross_entropy_forward(
+    def forward(ctx, hidden, weight, targets, mean, hidden_grad, weight_grad, *options):
+        losses, _, dhidden, dweight = linear_cross_entropy_forward(
             hidden, weight, targets, hidden_grad, weight_grad, *options
         )
-        ctx.save_for_backward(dhidden, dweight)
+        loss, factor = reduce_losses(losses, targets, options[0], mean)
+        ctx.save_for_backward(dhidden, dweight, factor)
         ctx.dtype, ctx.wanted = weight.dtype, (hidden_grad, weight_grad)
-        return loss.sum()
+        return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        (dhidden, dweight), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
-        scale = dloss / GRADIENT_SCALE
-        dhidden = scaled(dhidden, scale, ctx.dtype) if hidden_grad else None
-        dweight = scaled(dweight, scale, ctx.dtype) if weight_grad else None
-        return dhidden, dweight, *[None] * 8
+        (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
+        scale = dloss * factor
+        dhidden = scaled(dhidden, scale, 1 / GRADIENT_SCALE, ctx.dtype) if hidden_grad else None
+        dweight = scaled(dweight, scale, 1 / GRADIENT_SCALE, ctx.dtype) if weight_grad else None
+        return dhidden, dweight, *[None] * 9
 
 
-class _LeanLoss(torch.autograd.Function):
+class _LeanLoss(Node):
     """Σ loss * normaliser, with both gradients taken in the forward in the inputs' dtype; backward multiplies in place
     where the upstream gradient is not 1."""
 
@@ -260,7 +266,7 @@ class _LeanLoss(torch.autograd.Function):
         return *[multiply_(gradient, dloss) if wanted else None for gradient, wanted in pairs], *[None] * 9
 
 
-class _RowLosses(torch.autograd.Function):
+class _RowLosses(Node):
     """The loss of each row; backward recomputes the logits."""
 
     @staticmethod
@@ -304,7 +310,8 @@ def linear_cross_entropy(
             hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
             z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).contiguous()
+    rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])  # a view is a node of the graph
+    flat = targets.reshape(-1).contiguous()
     # Lean gradients wait for their upstream gradient in the inputs' dtype: in fp16 they might underflow before a loss
     # scale reaches them, and are taken in backward instead.
     if reduction == "none" or (lean and hidden.dtype == torch.float16):
@@ -313,8 +320,7 @@ def linear_cross_entropy(
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
     if lean:
         return _LeanLoss.apply(rows, weight, flat, normaliser(targets, ignore_index, reduction), *wanted, *options)
-    loss = _SummedLoss.apply(rows, weight, flat, *wanted, *options)
-    return loss / supervised_count(targets, ignore_index) if reduction == "mean" else loss
+    return _ReducedLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
 
 
 def token_log_probs(

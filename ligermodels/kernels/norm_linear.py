@@ -7,7 +7,6 @@ product of the whole width is recomputed.
 x, residual, h [..., H], norm's weight [H], W [N, H], b [N] -> y [..., N], all in one float dtype; rstd [rows] fp32.
 """
 
-import torch
 from torch import Tensor
 
 from ligermodels.kernels.linear import (
@@ -21,7 +20,7 @@ from ligermodels.kernels.linear import (
     up_gradient,
     weight_gradient,
 )
-from ligermodels.kernels.op import runs_kernels
+from ligermodels.kernels.op import Node, runs_kernels
 from ligermodels.kernels.rms_norm import (
     add_rms_norm_forward,
     rms_norm_backward,
@@ -39,7 +38,7 @@ def norm_linear_reference(
     return low_rank_linear_reference(normed, weight, bias, low_rank), hidden
 
 
-class _NormLinear(torch.autograd.Function):
+class _NormLinear(Node):
     @staticmethod
     def forward(ctx, x, residual, norm_weight, weight, bias, a, b, columns, scale, eps, offset):
         if residual is None:

@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
+PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})  # nothing to trace
 
 # Tests clear this to send CPU tensors to the reference although the kernels were built for the interpreter.
 interpreting = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,28 +28,27 @@ interpreting = os.environ.get("TRITON_INTERPRET") == "1"
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference."""
-    return x.device.type != "cpu" or interpreting
+    return interpreting or not x.is_cpu
 
 
 def traced(args: tuple[Any, ...]) -> bool:
-    """Whether a compiler, a dispatch mode or a tensor subclass must see the call as a registered op."""
+    """Whether a compiler, a dispatch mode or a tensor subclass must see the call as a registered op.
+
+    args: those of the call, a tensor first.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    for arg in args:
-        if isinstance(arg, Tensor) and (type(arg) not in (Tensor, torch.nn.Parameter) or arg.is_meta):
-            return True
-    return False
+    return args[0].is_meta or not PLAIN.issuperset(map(type, args))
 
 
 def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Registers `ligermodels::<schema>` and returns the function to call it by.
 
     schema: as in native_functions.yaml; an argument that is written to is declared, as `Tensor(a!)`.
-    launcher: runs the kernels; its first argument is a tensor, on whose device it runs.
+    launcher: runs the kernels; its first argument is a tensor.
     fake: the outputs' shapes, dtypes and strides from the inputs' alone.
     """
     name = schema.partition("(")[0]
-    launcher = on_device_of_first_tensor(launcher)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, launcher, "CUDA")  # ROCm's dispatch key as well
     LIBRARY.impl(name, launcher, "CPU")  # reached under TRITON_INTERPRET=1 only
@@ -61,70 +61,82 @@ def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]
     return call
 
 
-def on_device_of_first_tensor(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device: make that the tensor's."""
+class Node(torch.autograd.Function):
+    """An autograd.Function whose `apply` costs microseconds less.
 
-    def launch(x: Tensor, *args: Any) -> Any:
-        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-            return launcher(x, *args)
-        with torch.cuda.device(x.device):
-            return launcher(x, *args)
+    Function's own also serves nodes with a setup_context, which ours have not, and asks each argument whether it is a
+    wrapper that outlived a transform of torch.func.
+    """
 
-    return launch
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 class Kernel:
-    """A Triton kernel with a shorter way to launch it again: `kernel[grid](*args, META=..., num_warps=...)`.
+    """A Triton kernel, launched by `kernel.bind(META=..., num_warps=...)(programs, *args)`.
 
-    Triton binds, specialises and hashes all arguments at every launch and asks the driver about each pointer, which
-    takes longer than the launch itself. Here the first launch of a kind is Triton's; the next ones look up what it
-    compiled and run that on bare addresses. A kernel's signature has its pointers first (`…_ptr`, all of them tensors),
-    then numbers, then constants, which are given by keyword.
+    Its signature has the pointers first (`…_ptr`, all of them tensors), then numbers, then constants.
     """
 
     def __init__(self, function: Callable[..., None], do_not_specialize: Sequence[str]) -> None:
         self.jit = triton.jit(function, do_not_specialize=do_not_specialize)
-        self.pointers = sum(name.endswith("_ptr") for name in self.jit.arg_names)
-        self.compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self.bind = functools.cache(functools.partial(Launcher, self.jit))
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        # Under ROCm Triton also specialises on a tensor's size: there, and in the interpreter, it launches by itself.
-        if interpreting or torch.version.hip:
-            return self.jit[grid]
-        return functools.partial(self._launch, grid + (1,) * (3 - len(grid)))
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        tensors, numbers = args[: self.pointers], args[self.pointers :]
-        device, addresses = tensors[0].get_device(), [*map(Tensor.data_ptr, tensors)]
-        alignment = [x % 16 == 0 for x in addresses] if functools.reduce(operator.or_, addresses) % 16 else ()
-        dtypes, kinds = map(_dtype_of, tensors), map(_kind_of_number, numbers)
-        key = (device, *constants, *constants.values(), *dtypes, *kinds, *alignment)
-        run = self.compiled.get(key)
-        if run is None:
-            self.compiled[key] = self._compile(grid, args, constants)
+class Launcher:
+    """A Triton kernel with its constants, and a shorter way to launch it again.
+
+    Triton binds, specialises and hashes all arguments at every launch and asks the driver about each pointer, which
+    takes longer than the launch itself. Here the first launch of a kind is Triton's; the next ones look up what it
+    compiled and run that on bare addresses.
+    """
+
+    def __init__(self, jit: Any, **constants: Any) -> None:
+        self.jit, self.constants = jit, constants
+        self.pointers = sum(name.endswith("_ptr") for name in jit.arg_names)
+        self.kinds_of = functools.lru_cache(1024, typed=True)(_kinds_of)  # 1 is not 1.0 here
+        self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __call__(self, programs: int, *args: Any) -> None:
+        """Launches so many programs on the first tensor's device, in its current stream."""
+        device = args[0].get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():  # where all of this would launch otherwise
+            with torch.cuda.device(device):
+                self(programs, *args)
+        elif interpreting or torch.version.hip:  # under ROCm Triton also specialises on a tensor's size
+            self.jit[programs,](*args, **self.constants)
         else:
-            run(*grid, torch._C._cuda_getCurrentRawStream(device), *addresses, *numbers)
+            tensors, numbers = args[: self.pointers], args[self.pointers :]
+            addresses = [*map(_address_of, tensors)]
+            key = (device, *map(_dtype_of, tensors), *self.kinds_of(*numbers))
+            if functools.reduce(operator.or_, addresses) % 16:
+                key += tuple(x % 16 == 0 for x in addresses)
+            compiled = self.compiled.get(key)
+            if compiled is None:
+                self.compiled[key] = self._compile(programs, args)
+                return
+            launch, function, metadata, last = compiled
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            hooks = None, None, None
+            launch(programs, 1, 1, stream, function, metadata, *hooks, *addresses, *numbers, *last)
 
-    def _compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Callable[..., None]:
-        """Launches through Triton; returns what launches the same kernel on the grid, a stream and the arguments."""
-        compiled = self.jit[grid](*args, **constants)
-        last = [constants[name] for name in self.jit.arg_names[len(args) :]]
-        launch, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-
-        def run(x: int, y: int, z: int, stream: int, *values: Any) -> None:
-            launch(x, y, z, stream, function, metadata, None, None, None, *values, *last)  # None: no launch hooks
-
-        return run
+    def _compile(self, programs: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Launches through Triton; returns what the same launch takes without it, and the constants it ends with."""
+        compiled = self.jit[programs,](*args, **self.constants)
+        last = [self.constants[name] for name in self.jit.arg_names[len(args) :]]
+        return compiled.run, compiled.function, compiled.packed_metadata, last
 
 
+_address_of = Tensor.data_ptr
 _dtype_of = operator.attrgetter("dtype")
 
 
-def _kind_of_number(x: float | None) -> float | None:
+def _kinds_of(*numbers: float | None) -> list[int | None]:
     """What Triton may compile a kernel anew for: 1, divisibility by 16 and 64-bit integers; not for floats."""
-    if not isinstance(x, int):
-        return None
-    return 2 + (x % 16 == 0) if 1 < x < 2**31 else x
+    return [(2 + (x % 16 == 0) if 1 < x < 2**31 else x) if type(x) is int else None for x in numbers]
 
 
 def kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Kernel]:
@@ -137,10 +149,23 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; Triton's takes a microsecond."""
+    return -(-a // b)
+
+
 def as_rows(x: Tensor) -> Tensor:
     """[..., N] as [rows, N] with unit stride along N and any stride between rows; a view where possible."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, int]:
+    """x [..., N] with unit stride along N, and the stride between its rows; x itself where it is contiguous."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    x = as_rows(x)
+    return x, x.stride(0)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel
+from ligermodels.kernels.op import cdiv, kernel
 
 # Rows, columns and warps of one program: narrow, so that most multiprocessors have a share, and tall where the columns
 # are few and the programs that left partials many.
@@ -40,8 +40,7 @@ def sum_partials(partials: Tensor, *weights: Tensor) -> list[Tensor]:
     gradients = [torch.empty_like(weight) for weight in weights]
     rows, columns = partials.shape
     tile_rows, tile_columns, warps = TILES[columns <= FEW_COLUMNS]
-    _sum_kernel[(-(-columns // tile_columns),)](
-        partials, gradients[0], gradients[-1], rows, columns, gradients[0].numel(),
-        ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps,
-    )  # fmt: skip
+    launch = _sum_kernel.bind(ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps)
+    programs = cdiv(columns, tile_columns)
+    launch(programs, partials, gradients[0], gradients[-1], rows, columns, gradients[0].numel())
     return gradients

@@ -10,6 +10,8 @@ which makes rstd again and packs the gradients of values, which forward leaves w
 Moves 2 B T (Hq + Hkv) D elements forward, B T (3 Hq + 5 Hkv) D backward: bound by memory bandwidth.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ from ligermodels.kernels.heads import (
     store_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import as_rows, kernel, multiprocessors, register, runs_kernels
+from ligermodels.kernels.op import Node, cdiv, kernel, multiprocessors, register, rows_of, runs_kernels
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rms_norm import rms_norm_reference
 from ligermodels.kernels.rope import rotate_reference
@@ -245,6 +247,7 @@ def _backward_kernel(
         tl.store(dqkv_ptr + token.to(tl.int64) * stride + head * SIZE + column, dv, mask)
 
 
+@functools.cache
 def backward_tile(width: int, itemsize: int, whole_row: bool) -> tuple[int, int]:
     """(pairs, warps) of a program, so that its registers hold what it keeps; width: of all queries of a token."""
     if not whole_row:
@@ -252,6 +255,7 @@ def backward_tile(width: int, itemsize: int, whole_row: bool) -> tuple[int, int]
     return 512 if width % 2048 else 1024, 8 if width * itemsize <= 10240 else 16
 
 
+@functools.cache
 def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool, tile_pairs: int) -> dict[str, int]:
     """What a kernel is built with."""
     pairs = triton.next_power_of_2(head_size // 2)
@@ -266,15 +270,17 @@ def _launch_forward(
     num_heads: int, num_kv_heads: int, eps: float, offset: float,
 ) -> Tensor:  # fmt: skip
     qk = _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
-    rows, head_size = as_rows(qkv), qk.shape[-1]
-    whole_row = len(q_weight) > head_size
+    batch, length, _, head_size = qk.shape
+    tokens, (qkv, stride) = batch * length, rows_of(qkv)
+    whole_row = q_weight.shape[0] > head_size
     tile_pairs, warps = FORWARD_TILE[whole_row]
     layout = layout_of(num_heads, num_kv_heads, head_size, whole_row, tile_pairs)
-    parts = 1 if whole_row else triton.cdiv(num_heads, layout["TILE"]) + triton.cdiv(num_kv_heads, layout["TILE"])
-    if len(rows):
-        _forward_kernel[(len(rows) * parts,)](
-            rows, q_weight.contiguous(), k_weight.contiguous(), cos, sin, qk, rows.stride(0), len(cos), eps, offset,
-            **layout, num_warps=warps,
+    tile = layout["TILE"]
+    parts = 1 if whole_row else cdiv(num_heads, tile) + cdiv(num_kv_heads, tile)
+    if tokens:
+        _forward_kernel.bind(**layout, num_warps=warps)(
+            tokens * parts, qkv, q_weight.contiguous(), k_weight.contiguous(), cos, sin, qk,
+            stride, cos.shape[0], eps, offset,
         )  # fmt: skip
     return qk
 
@@ -283,21 +289,24 @@ def _launch_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float, offset: float, weight_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = with_unit_stride(dq, dk, dv)
-    rows, (_, length, num_heads, head_size) = as_rows(qkv), dq.shape
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    whole_row = len(q_weight) > head_size
+    batch, length, num_heads, head_size = dq.shape
+    dqkv, tokens = torch.empty_like(qkv, memory_format=torch.contiguous_format), batch * length
+    (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
+    qkv, stride = rows_of(qkv)
+    whole_row = q_weight.shape[0] > head_size
     tile_pairs, warps = backward_tile(num_heads * head_size, qkv.itemsize, whole_row)
     layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)
-    programs = min(len(rows), WARPS_PER_MULTIPROCESSOR // warps * multiprocessors(qkv.device))
-    width = len(q_weight) + len(k_weight) if weight_grad else 0
-    partials = torch.empty(programs, width, dtype=torch.float32, device=qkv.device)
-    if len(rows):
-        _backward_kernel[(programs,)](
-            dq, dk, dv, rows, q_weight.contiguous(), k_weight.contiguous(), cos, sin, dqkv, partials,
-            *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            rows.stride(0), len(cos), length, len(rows), eps, offset, WEIGHT_GRAD=weight_grad,
-            V_ROWS=max(1, 512 * warps // layout["PAIRS"]), **layout, num_warps=warps, **REGISTERS,
+    programs = min(tokens, WARPS_PER_MULTIPROCESSOR // warps * multiprocessors(qkv.device))
+    width = q_weight.shape[0] + k_weight.shape[0] if weight_grad else 0
+    partials = cos.new_empty(programs, width)
+    if tokens:
+        launch = _backward_kernel.bind(
+            WEIGHT_GRAD=weight_grad, V_ROWS=max(1, 512 * warps // layout["PAIRS"]), **layout, num_warps=warps,
+            **REGISTERS,
+        )  # fmt: skip
+        launch(
+            programs, dq, dk, dv, qkv, q_weight.contiguous(), k_weight.contiguous(), cos, sin, dqkv, partials,
+            *dq_strides, *dk_strides, *dv_strides, stride, cos.shape[0], length, tokens, eps, offset,
         )  # fmt: skip
     if not weight_grad:
         return dqkv, q_weight.new_empty(0), k_weight.new_empty(0)
@@ -328,13 +337,13 @@ qk_norm_rope_backward = register(
 )
 
 
-class _QKNormRope(torch.autograd.Function):
+class _QKNormRope(Node):
     @staticmethod
     def forward(ctx, qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset):
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.offset = eps, offset
         qk = qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
-        q, k = qk.split((num_heads, num_kv_heads), 2)
+        q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 2)
         _, _, v = split_heads(qkv.detach(), num_heads, num_kv_heads)  # a view that autograd takes for a fresh output
         return q, k, v
 

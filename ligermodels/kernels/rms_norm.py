@@ -13,9 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel, register, runs_kernels, widen
+from ligermodels.kernels.op import Node, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, rows_of, tiles_of, zero_beyond
+from ligermodels.kernels.rows import backward_tile, forward_tile, tiles_of, zero_beyond
 
 FORWARD_ELEMENTS = 28  # of a row a thread, at most
 
@@ -103,9 +103,9 @@ def _launch_forward(
     rows = x.numel() // tile["COLUMNS"]
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        _forward_kernel[(tiles_of(rows, tile),)](
+        _forward_kernel.bind(ADD=hidden is not y, **tile)(
+            tiles_of(rows, tile),
             x, residual, weight.contiguous(), y, hidden, rstd, x_stride, residual_stride, rows, eps, offset,
-            ADD=hidden is not y, **tile,
         )  # fmt: skip
     return y, hidden, rstd
 
@@ -134,10 +134,9 @@ def _launch_backward(
     programs = min(tiles_of(rows, tile), programs)
     partials = rstd.new_empty(programs if weight_grad else 0, tile["COLUMNS"])
     if rows:
-        _backward_kernel[(programs,)](
-            dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials, y,
+        _backward_kernel.bind(ADD=add, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile)(
+            programs, dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials, y,
             dy_stride, dhidden_stride, hidden_stride, rows, offset,
-            ADD=add, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile,
         )  # fmt: skip
     (dweight,) = sum_partials(partials, weight) if weight_grad else [weight.new_empty(0)]
     return dx, dweight, y
@@ -176,7 +175,7 @@ rms_norm_backward = register(
 )
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Node):
     @staticmethod
     def forward(ctx, x, weight, eps, offset):
         y, rstd = rms_norm_forward(x, weight, eps, offset)
@@ -192,7 +191,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dweight if weight_grad else None, None, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(Node):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset):
         y, hidden, rstd = add_rms_norm_forward(x, residual, weight, eps, offset)

@@ -10,6 +10,8 @@ memory bandwidth. Where the angles come from is not known here.
 Maths: Su et al. 2021, https://arxiv.org/abs/2104.09864.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ from ligermodels.kernels.heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import kernel, on_device_of_first_tensor, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import Node, cdiv, kernel, register, runs_kernels, traced, widen
 
 TILE_PAIRS = 512  # rotated by one program of four warps
 
@@ -137,6 +139,7 @@ def _backward_kernel(
         copy_heads(dv_ptr, dv_head, v_ptr, first, 0, K_HEADS, SIZE, TILE, 2 * PAIRS)
 
 
+@functools.cache
 def tile_of(rotated: int) -> tuple[int, int]:
     """(heads, pairs) of one program's tile."""
     pairs = triton.next_power_of_2(rotated // 2)
@@ -146,15 +149,19 @@ def tile_of(rotated: int) -> tuple[int, int]:
 def _launch_forward_(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool
 ) -> None:
-    rows = qkv.view(-1, qkv.shape[-1])  # never a copy: the rotation would be lost
+    width, stride = qkv.shape[-1], qkv.shape[-1]
+    if not qkv.is_contiguous():
+        qkv = qkv.view(-1, width)  # never a copy: the rotation would be lost
+        stride = qkv.stride(0)
     heads, rotated = num_heads + num_kv_heads, 2 * cos.shape[1]
     tile, pairs = tile_of(rotated)
-    if len(rows):
-        _forward_kernel[(len(rows) * triton.cdiv(heads, tile),)](
-            rows, cos, sin, rows.stride(0), len(cos),
-            HEADS=heads, SIZE=rows.shape[1] // (heads + num_kv_heads), ROTATED=rotated, INTERLEAVED=interleaved,
+    tokens = qkv.numel() // width
+    if tokens:
+        launch = _forward_kernel.bind(
+            HEADS=heads, SIZE=width // (heads + num_kv_heads), ROTATED=rotated, INTERLEAVED=interleaved,
             TILE=tile, PAIRS=pairs,
         )  # fmt: skip
+        launch(tokens * cdiv(heads, tile), qkv, cos, sin, stride, cos.shape[0])
 
 
 def _launch_forward(
@@ -166,18 +173,19 @@ def _launch_forward(
 
 
 def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    dq, dk, dv = with_unit_stride(dq, dk, dv)
     dqkv = _fake_backward(dq, dk, dv, cos, sin, interleaved)
     batch, length, heads, head_size = dq.shape
     kv_heads, rotated = dk.shape[2], 2 * cos.shape[1]
+    (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
     tile, pairs = tile_of(rotated)
-    tiles = triton.cdiv(heads, tile) + 2 * triton.cdiv(kv_heads, tile)  # of one token
-    if dqkv.numel():
-        _backward_kernel[(batch * length * tiles,)](
-            dq, dk, dv, cos, sin, dqkv, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], len(cos), length,
+    tiles = cdiv(heads, tile) + 2 * cdiv(kv_heads, tile)  # of one token
+    if batch * length:
+        launch = _backward_kernel.bind(
             Q_HEADS=heads, K_HEADS=kv_heads, SIZE=head_size, ROTATED=rotated, INTERLEAVED=interleaved,
             TILE=tile, PAIRS=pairs,
         )  # fmt: skip
+        strides = *dq_strides, *dk_strides, *dv_strides
+        launch(batch * length * tiles, dq, dk, dv, cos, sin, dqkv, *strides, cos.shape[0], length)
     return dqkv
 
 
@@ -190,7 +198,6 @@ def _fake_backward(dq, dk, dv, cos, sin, interleaved):
     return dq.new_empty(batch, length, (num_heads + 2 * dk.shape[2]) * head_size)
 
 
-rope_forward_ = on_device_of_first_tensor(_launch_forward_)
 rope_forward = register(
     "rope(Tensor qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, bool interleaved) -> Tensor",
     _launch_forward,
@@ -203,7 +210,7 @@ rope_backward = register(
 )
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(Node):
     @staticmethod
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, interleaved):
         ctx.interleaved = interleaved
@@ -215,7 +222,7 @@ class _Rope(torch.autograd.Function):
             qkv = rope_forward(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
         else:
             qkv = qkv.detach()
-            rope_forward_(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
+            _launch_forward_(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
             torch.autograd.graph.increment_version(qkv)  # so that autograd objects if somebody did save it
         return split_heads(qkv, num_heads, num_kv_heads)
 

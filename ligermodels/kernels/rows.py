@@ -8,9 +8,8 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ligermodels.kernels.op import as_rows, multiprocessors, shared_memory
+from ligermodels.kernels.op import multiprocessors, shared_memory
 
 MAX_COLUMNS = 65536
 TILE_ELEMENTS = 2048  # at least: short rows share a program
@@ -18,14 +17,6 @@ BACKWARD_ELEMENTS = 24  # of a row a thread, at most: it holds the weights' grad
 PROGRAMS = {4: 3, 8: 2, 16: 1}  # of backward, a multiprocessor, by their warps: one works while another waits for a sum
 REGISTERS = 65536  # of a multiprocessor, for all of these
 RESERVED_BYTES = 8192  # of shared memory a program, for sums across warps and what the driver takes
-
-
-def rows_of(x: Tensor) -> tuple[Tensor, int]:
-    """x [..., N] with unit stride along N, and the stride between its rows; x itself where it is contiguous."""
-    if x.is_contiguous():
-        return x, x.shape[-1]
-    x = as_rows(x)
-    return x, x.stride(0)
 
 
 def tiles_of(rows: int, tile: dict[str, int]) -> int:

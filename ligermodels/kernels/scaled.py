@@ -1,4 +1,4 @@
-"""A tensor times one number on its device, or times one number a row: out = x * scale, in fp32, rounded once.
+"""A tensor times one number on its device, or one number a row, and a factor: out = x * scale * factor, rounded once.
 
 `scaled` makes a tensor of another dtype (fp32 sums into gradients of half precision). `rescale_` writes over x, and
 leaves the rows whose number is 1 alone: how a gradient that was taken in the forward meets its upstream gradient, which
@@ -7,11 +7,10 @@ Moves each element in and out once; `rescale_` by 1 moves nothing.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import kernel, on_device_of_first_tensor, register, traced
+from ligermodels.kernels.op import cdiv, kernel, register, traced
 
 # Elements of one step and of one program, and warps. In place most programs find a 1 and stop: let them be few.
 OUT_OF_PLACE_TILE = 1024, 1024, 4
@@ -20,13 +19,13 @@ IN_PLACE_TILE = 8192, 2**18, 8
 
 @kernel(do_not_specialize=["scale_stride"])
 def _kernel(
-    x_ptr, scale_ptr, out_ptr, x_stride, out_stride, scale_stride, columns,
+    x_ptr, scale_ptr, out_ptr, x_stride, out_stride, scale_stride, columns, factor,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """One program scales SPAN columns of a row."""
     spans = tl.cdiv(columns, SPAN)
     row = (tl.program_id(0) // spans).to(tl.int64)
-    scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32)
+    scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * factor
     if IN_PLACE and scale == 1:
         return
     first = (tl.program_id(0) % spans).to(tl.int64) * SPAN
@@ -36,43 +35,44 @@ def _kernel(
         tl.store(out_ptr + row * out_stride + column, (x * scale).to(out_ptr.dtype.element_ty), column < columns)
 
 
-def _launch(x: Tensor, scale: Tensor, out: Tensor, in_place: bool) -> None:
+def _launch(x: Tensor, scale: Tensor, factor: float, out: Tensor, in_place: bool) -> None:
     """x and out [rows, N] with unit stride along N; scale of one element, or [rows] of any stride."""
     per_row = scale.numel() > 1
-    if not per_row and x.is_contiguous():
-        x, out = x.view(1, -1), out.view(1, -1)
-    rows, columns = x.shape
+    if not per_row and x.is_contiguous():  # one row
+        rows, columns, x_stride, out_stride = 1, x.numel(), x.numel(), x.numel()
+    else:
+        (rows, columns), x_stride, out_stride = x.shape, x.stride(0), out.stride(0)
     block, span, warps = IN_PLACE_TILE if in_place else OUT_OF_PLACE_TILE
     if rows * columns:
-        _kernel[(rows * triton.cdiv(columns, span),)](
-            x, scale, out, x.stride(0), out.stride(0), scale.stride(0) if per_row else 0, columns,
-            IN_PLACE=in_place, BLOCK=block, SPAN=span, num_warps=warps,
+        _kernel.bind(IN_PLACE=in_place, BLOCK=block, SPAN=span, num_warps=warps)(
+            rows * cdiv(columns, span),
+            x, scale, out, x_stride, out_stride, scale.stride(0) if per_row else 0, columns, factor,
         )  # fmt: skip
 
 
-def _launch_scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _launch(x, scale, out, False)
+def _launch_scaled(x: Tensor, scale: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    _launch(x, scale, factor, out, False)
     return out
 
 
-def _launch_rescale(x: Tensor, scale: Tensor) -> None:
-    _launch(x, scale, x, True)
+def rescale_(x: Tensor, scale: Tensor) -> None:
+    """Not registered: whoever traces gets `scaled`."""
+    _launch(x, scale, 1.0, x, True)
 
 
 # x [rows, N] with unit stride along N; scale fp32, one element or [rows] of any stride.
 scaled = register(
-    "scaled(Tensor x, Tensor scale, ScalarType dtype) -> Tensor out",
+    "scaled(Tensor x, Tensor scale, float factor, ScalarType dtype) -> Tensor out",
     _launch_scaled,
-    lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype),
+    lambda x, scale, factor, dtype: x.new_empty(x.shape, dtype=dtype),
 )
-rescale_ = on_device_of_first_tensor(_launch_rescale)  # not registered: whoever traces gets `scaled`
 
 
 def multiply_(gradient: Tensor, upstream: Tensor) -> Tensor:
     """gradient * upstream in gradient's own memory, or in new memory while something traces."""
     if traced((gradient,)):
-        return scaled(gradient, upstream, gradient.dtype)
+        return scaled(gradient, upstream, 1.0, gradient.dtype)
     rescale_(gradient, upstream)
     torch.autograd.graph.increment_version(gradient)  # a second backward is told that what it needs was written to
     return gradient.detach()

@@ -124,6 +124,16 @@ def test_nothing_to_supervise_gives_zero_loss_and_zero_gradient(rows, reduction)
     assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_reduction_of_several_steps_skips_ignored_targets_and_gives_its_factor(mean):
+    losses, targets = torch.randn(2500, device=DEVICE), torch.randint(2, (2500,), device=DEVICE)
+    total, factor = module.reduce_losses(losses, targets, 0, mean)
+    count = targets.sum().item() if mean else 1
+    assert factor.item() == pytest.approx(1 / count)
+    assert total.item() == pytest.approx(losses.double().sum().item() / count, rel=1e-5)
+    assert torch.equal(module.mean_factor(targets, 1), 1 / (targets == 0).sum().float())
+
+
 def test_masked_logits_get_no_probability(short_blocks):
     """Minus infinity in whole blocks, the first one among them."""
     logits = torch.randn(3, 257, device=DEVICE)
@@ -152,7 +162,7 @@ def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
     options = (-100, 2.0, 1.5, 0.02, 0.2)
     scale = torch.rand(6, device=DEVICE)
     loss, lse = module.cross_entropy_forward(logits, targets, *options)
-    expected = module.cross_entropy_backward(logits, targets, lse, scale, *options)
+    expected = module.cross_entropy_backward(logits, targets, lse, scale, None, *options)
     got_loss, got_lse, got = torch.empty_like(loss), torch.empty_like(lse), logits.clone()
     module.sweep(got, targets, got_loss, got_lse, scale, got, *options)
     for a, b in [(got_loss, loss), (got_lse, lse), (got, expected)]:
@@ -256,7 +266,7 @@ def test_one_launch_agrees_with_two_and_repeats(vocab, options):
     logits = logits.bfloat16()
     scale = torch.rand(3000, device=DEVICE)
     loss, lse = module.cross_entropy_forward(logits, targets, *options)
-    expected = module.cross_entropy_backward(logits, targets, lse, scale, *options)
+    expected = module.cross_entropy_backward(logits, targets, lse, scale, None, *options)
     (got, got_loss), (again, again_loss) = (
         (copy, module.cross_entropy_in_place(copy, targets, scale, *options))
         for copy in (logits.clone(), logits.clone())

@@ -2,7 +2,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from ligermodels.kernels.op import _kind_of_number, kernel, traced
+from ligermodels.kernels.op import Node, _kinds_of, kernel, traced
 from tests.conftest import DEVICE
 
 
@@ -15,7 +15,7 @@ def double(x_ptr, y_ptr, count, scale, TILE: tl.constexpr, OFFSET: tl.constexpr)
 
 def doubled(x, tile=16, offset=1):
     y = torch.empty_like(x)
-    double[(-(-len(x) // tile),)](x, y, len(x), 2.0, TILE=tile, OFFSET=offset, num_warps=1)
+    double.bind(TILE=tile, OFFSET=offset, num_warps=1)(-(-len(x) // tile), x, y, len(x), 2.0)
     return y
 
 
@@ -29,7 +29,7 @@ def test_a_second_launch_computes_what_the_first_did(count):
 
 @pytest.mark.gpu
 def test_counts_share_one_compiled_kernel_and_misaligned_addresses_do_not():
-    double.compiled.clear()
+    double.bind.cache_clear()
     double.jit.device_caches.clear()
     x = torch.randn(1000, device=DEVICE)
     for count in (2, 16, 17, 64, 1000):
@@ -38,6 +38,14 @@ def test_counts_share_one_compiled_kernel_and_misaligned_addresses_do_not():
     assert len(cache) == 1
     assert torch.equal(doubled(x[1:]), 2 * x[1:] + 1)
     assert len(cache) == 2
+
+
+@pytest.mark.gpu
+def test_a_number_may_be_an_integer_and_then_a_float():
+    x, y = torch.randn(16, device=DEVICE), torch.empty(16, device=DEVICE)
+    for scale in (3, 3, 3.0, 3.0):
+        double.bind(TILE=16, OFFSET=0, num_warps=1)(1, x, y, 16, scale)
+        assert torch.equal(y, 3 * x)
 
 
 @pytest.mark.gpu
@@ -50,14 +58,40 @@ def test_dtypes_and_constants_do_not_share_a_kernel():
 
 
 def test_numbers_that_triton_compiles_for_are_told_apart():
-    kinds = [_kind_of_number(x) for x in (0, 1, 2, 16, -2, 2**31, 0.5)]
+    kinds = _kinds_of(0, 1, 2, 16, -2, 2**31, 0.5)
     assert len(set(kinds)) == len(kinds)
-    assert _kind_of_number(17) == _kind_of_number(2) and _kind_of_number(48) == _kind_of_number(16)
+    assert _kinds_of(2, 16, 0.5) == _kinds_of(17, 48, 1e9)
+    kinds_of = double.bind(TILE=16, OFFSET=0).kinds_of
+    assert kinds_of(16, 1) != kinds_of(16, 1.0)  # equal numbers, and not the same to a compiler
 
 
-def test_fake_and_meta_tensors_are_traced_and_plain_ones_are_not():
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_fake_meta_and_subclassed_tensors_are_traced_and_plain_ones_are_not():
     x = torch.ones(2)
     assert not traced((x, torch.nn.Parameter(x), 1.0))
-    assert traced((1.0, x.to("meta")))
+    assert traced((x.to("meta"), 1.0))
+    assert traced((x, 1.0, x.as_subclass(Subclass)))
     with torch._subclasses.FakeTensorMode():
         assert traced((torch.ones(2),))
+
+
+class Twice(Node):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return factor * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.factor * dy, None
+
+
+def test_a_node_is_differentiated_and_refused_by_a_transform_of_torch_func():
+    x = torch.randn(3, requires_grad=True)
+    (dx,) = torch.autograd.grad(Twice.apply(x, 2.0), x, torch.ones(3))
+    assert torch.equal(dx, torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: Twice.apply(x, 2.0).sum())(x.detach())
