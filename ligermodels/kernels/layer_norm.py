@@ -76,15 +76,17 @@ def _backward_kernel(
         mean = tl.load(stats_ptr + row, row < rows, other=0.0)
         rstd = tl.load(stats_ptr + rows + row, row < rows, other=0.0)
         normed = zero_beyond((stored_x - mean) * rstd, in_row)
-        g = zero_beyond(stored_dy.to(tl.float32), in_row) * stored_weight
+        g = zero_beyond(stored_dy.to(tl.float32), in_row) * zero_beyond(stored_weight.to(tl.float32), in_row)
         g_mean, gn_mean = tl.reduce((g, g * normed), 1, both, keep_dims=True)
+        if STAGES == 1:  # prefetching nothing takes more registers: not even the weight is kept
+            stored_weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last")
         dy = zero_beyond(widened_again(stored_dy), in_row)
         normed = zero_beyond((widened_again(stored_x) - mean) * rstd, in_row)
         if WEIGHT_GRAD:
             dweight += dy * normed
         if BIAS_GRAD:
             dbias += dy
-        g = dy * widened_again(stored_weight)
+        g = dy * zero_beyond(widened_again(stored_weight), in_row)
         dx = rstd * (g - g_mean / COLUMNS - normed * (gn_mean / COLUMNS))
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))

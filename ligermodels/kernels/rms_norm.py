@@ -107,11 +107,13 @@ def _backward_kernel(
         dy, normed = zero_beyond(stored_dy.to(tl.float32), in_row), zero_beyond(stored_hidden * rstd, in_row)
         if WEIGHT_GRAD:
             dweight += dy * normed
-        mean = tl.sum(dy * (stored_weight + offset) * normed, 1, keep_dims=True) / COLUMNS
-        normed, weight = widened_again(stored_hidden) * rstd, widened_again(stored_weight) + offset
+        weight = zero_beyond(stored_weight.to(tl.float32) + offset, in_row)
+        mean = tl.sum(dy * weight * normed, 1, keep_dims=True) / COLUMNS
+        dy, normed = zero_beyond(widened_again(stored_dy), in_row), widened_again(stored_hidden) * rstd
+        normed, weight = zero_beyond(normed, in_row), zero_beyond(widened_again(stored_weight) + offset, in_row)
         if EMIT:
             tl.store(y_ptr + row * COLUMNS + column, (normed * weight).to(y_ptr.dtype.element_ty), mask)
-        dx = rstd * (widened_again(stored_dy) * weight - normed * mean)
+        dx = rstd * (dy * weight - normed * mean)
         if ADD:
             dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
