@@ -16,7 +16,7 @@ from torch import Tensor
 from ligermodels.kernels.early import await_previous
 from ligermodels.kernels.op import Node, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, both, forward_tile, tiles_of, widened_again, zero_beyond
+from ligermodels.kernels.rows import backward_tile, forward_tile, sum_both, tiles_of, widened_again, zero_beyond
 
 FORWARD_ELEMENTS = 40  # of a row a thread, at most: fewer warps wait for each other's two sums
 
@@ -77,7 +77,7 @@ def _backward_kernel(
         rstd = tl.load(stats_ptr + rows + row, row < rows, other=0.0)
         normed = zero_beyond((stored_x - mean) * rstd, in_row)
         g = zero_beyond(stored_dy.to(tl.float32), in_row) * zero_beyond(stored_weight.to(tl.float32), in_row)
-        g_mean, gn_mean = tl.reduce((g, g * normed), 1, both, keep_dims=True)
+        g_mean, gn_mean = sum_both(g, g * normed)
         if STAGES == 1:  # prefetching nothing takes more registers: not even the weight is kept
             stored_weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last")
         dy = zero_beyond(widened_again(stored_dy), in_row)

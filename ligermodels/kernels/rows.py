@@ -12,6 +12,7 @@ import triton.language as tl
 from ligermodels.kernels.early import early
 from ligermodels.kernels.op import multiprocessors, shared_memory
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAX_COLUMNS = 65536
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096  # elements, at least: short rows share a program
 BACKWARD_ELEMENTS = 24  # a thread, at most: it holds the weights' gradients and two values more of each
@@ -45,9 +46,17 @@ def widened_again(x):
 
 
 @triton.jit
-def both(a, b, c, d):
-    """Combines two sums that are taken together."""
+def _add_both(a, b, c, d):
     return a + c, b + d
+
+
+@triton.jit
+def sum_both(a, b):
+    """The sums of a and of b over the row, taken together: warps wait for each other once."""
+    if INTERPRETED:  # which reduces by a function of ours one element at a time
+        return tl.sum(a, 1, keep_dims=True), tl.sum(b, 1, keep_dims=True)
+    else:
+        return tl.reduce((a, b), 1, _add_both, keep_dims=True)
 
 
 def tile_of(columns: int, elements: int, least: int, device: torch.device) -> dict[str, int]:

@@ -45,10 +45,11 @@ def test_rows_too_long_are_refused():
         rms_norm(torch.empty(1, 65537, device=DEVICE), torch.empty(65537, device=DEVICE), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_are_read_twice_are_within_the_error_budget(dtype):
-    inputs = draw(3, next(iter(READ_TWICE))), draw(next(iter(READ_TWICE)))
-    check(lambda *a: rms_norm(*a, 1e-6, 1.0), lambda *a: rms_norm_reference(*a, 1e-6, 1.0), inputs, dtype)
+@torch.no_grad()
+def test_rows_that_are_read_twice():
+    for columns in READ_TWICE:
+        x, weight = torch.randn(3, columns, device=DEVICE), torch.randn(columns, device=DEVICE)
+        torch.testing.assert_close(rms_norm(x, weight, 1e-6, 1.0), rms_norm_reference(x, weight, 1e-6, 1.0))
 
 
 @pytest.mark.gpu
