@@ -10,16 +10,15 @@ Maths: Ba, Kiros & Hinton 2016, https://arxiv.org/abs/1607.06450.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.early import await_previous
 from ligermodels.kernels.op import Node, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, tiles_of, zero_beyond
+from ligermodels.kernels.rows import backward_tile, forward_tile, sum_both, tiles_of, widened_again, zero_beyond
 
 FORWARD_ELEMENTS = 40  # of a row a thread, at most: fewer warps wait for each other's two sums
-WIDEST_KEPT = 12288  # columns of a row that backward keeps in registers beside dw and db
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -32,9 +31,10 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 @kernel(do_not_specialize=["rows"])
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, x_stride, rows, eps,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program norms ROWS whole rows."""
+    await_previous(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
@@ -51,44 +51,43 @@ def _forward_kernel(
     tl.store(stats_ptr + rows + row, rstd, row < rows)
 
 
-@triton.jit
-def _load_rows(dy_ptr, x_ptr, weight_ptr, mean, rstd, mask, in_row, AGAIN: tl.constexpr):
-    """Of a tile: dy, n and g. AGAIN: whether the same will be loaded once more."""
-    policy: tl.constexpr = "evict_last" if AGAIN else ""
-    dy = tl.load(dy_ptr, mask, other=0.0, eviction_policy=policy).to(tl.float32)
-    x = tl.load(x_ptr, mask, other=0.0, eviction_policy=policy).to(tl.float32)
-    weight = tl.load(weight_ptr, in_row, other=0.0, eviction_policy=policy).to(tl.float32)
-    dy, weight = zero_beyond(dy, in_row), zero_beyond(weight, in_row)
-    return dy, zero_beyond((x - mean) * rstd, in_row), dy * weight
-
-
 @kernel(do_not_specialize=["rows"])
 def _backward_kernel(
     dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dy_stride, x_stride, rows,
     WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, REREAD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers."""
+    """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers.
+
+    From the last tile to the first: what was written or read last before may still be in the cache.
+    """
+    await_previous(EARLY)
+    tiles = tl.cdiv(rows, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
     dbias = tl.zeros([ROWS, WIDTH], tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
+    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + (tiles - 1 - i) * ROWS
         mask = in_row if ROWS == 1 else (row < rows) & in_row
+        stored_dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0)
+        stored_x = tl.load(x_ptr + row * x_stride + column, mask, other=0.0)
+        stored_weight = tl.load(weight_ptr + column, in_row, other=0.0)
         mean = tl.load(stats_ptr + row, row < rows, other=0.0)
         rstd = tl.load(stats_ptr + rows + row, row < rows, other=0.0)
-        dy_tile, x_tile = dy_ptr + row * dy_stride + column, x_ptr + row * x_stride + column
-        dy, normed, g = _load_rows(dy_tile, x_tile, weight_ptr + column, mean, rstd, mask, in_row, REREAD)
-        g_mean = tl.sum(g, 1, keep_dims=True) / COLUMNS
-        gn_mean = tl.sum(g * normed, 1, keep_dims=True) / COLUMNS
-        if REREAD:  # out of the cache: dw and db leave no registers to keep the row in
-            dy, normed, g = _load_rows(dy_tile, x_tile, weight_ptr + column, mean, rstd, mask, in_row, False)
+        normed = zero_beyond((stored_x - mean) * rstd, in_row)
+        g = zero_beyond(stored_dy.to(tl.float32), in_row) * zero_beyond(stored_weight.to(tl.float32), in_row)
+        g_mean, gn_mean = sum_both(g, g * normed)
+        if STAGES == 1:  # prefetching nothing takes more registers: not even the weight is kept
+            stored_weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last")
+        dy = zero_beyond(widened_again(stored_dy), in_row)
+        normed = zero_beyond((widened_again(stored_x) - mean) * rstd, in_row)
         if WEIGHT_GRAD:
             dweight += dy * normed
         if BIAS_GRAD:
             dbias += dy
-        dx = rstd * (g - g_mean - normed * gn_mean)
+        g = dy * zero_beyond(widened_again(stored_weight), in_row)
+        dx = rstd * (g - g_mean / COLUMNS - normed * (gn_mean / COLUMNS))
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))
     if WEIGHT_GRAD:
@@ -99,7 +98,7 @@ def _backward_kernel(
 
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS)
+    tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS, x.device)
     x, x_stride = rows_of(x)
     rows = x.numel() // tile["COLUMNS"]
     stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)
@@ -117,8 +116,6 @@ def _launch_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     (dy, dy_stride), (x, x_stride), rows = rows_of(dy), rows_of(x), stats.shape[1]
     tile, programs = backward_tile(x.shape[-1], 3, x.itemsize, x.device)
-    reread = tile["COLUMNS"] > WIDEST_KEPT
-    tile = tile | {"REREAD": reread, "STAGES": 1 if reread else tile["STAGES"]}
     programs = min(tiles_of(rows, tile), programs)
     weights = (weight,) * (weight_grad + bias_grad)
     partials = stats.new_empty(programs, len(weights) * tile["COLUMNS"])

@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.early import await_previous, early
 from ligermodels.kernels.op import cdiv, kernel
 
 # Rows, columns and warps of one program: narrow, so that most multiprocessors have a share, and tall where the columns
@@ -18,9 +19,11 @@ TILES = {True: (512, 8, 8), False: (64, 16, 4)}
 
 @kernel(do_not_specialize=["rows"])
 def _sum_kernel(
-    partials_ptr, first_ptr, last_ptr, rows, columns, first_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    partials_ptr, first_ptr, last_ptr, rows, columns, first_columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program sums COLUMNS columns; those from first_columns on belong to the last gradient."""
+    await_previous(EARLY)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, rows, ROWS):
@@ -40,7 +43,9 @@ def sum_partials(partials: Tensor, *weights: Tensor) -> list[Tensor]:
     gradients = [torch.empty_like(weight) for weight in weights]
     rows, columns = partials.shape
     tile_rows, tile_columns, warps = TILES[columns <= FEW_COLUMNS]
-    launch = _sum_kernel.bind(ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps)
+    launch = _sum_kernel.bind(
+        ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps, **early(partials.device)
+    )  # fmt: skip
     programs = cdiv(columns, tile_columns)
     launch(programs, partials, gradients[0], gradients[-1], rows, columns, gradients[0].numel())
     return gradients

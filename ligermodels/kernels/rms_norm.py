@@ -13,11 +13,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.early import await_previous, early
 from ligermodels.kernels.op import Node, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, tiles_of, zero_beyond
+from ligermodels.kernels.rows import backward_tile, forward_tile, tiles_of, widened_again, zero_beyond
 
-FORWARD_ELEMENTS = 28  # of a row a thread, at most
+FORWARD_ELEMENTS = {False: 28, True: 18}  # of a row a thread, at most, without and with the residual
+CHUNK = 4096
+READ_TWICE = {2 * CHUNK}  # widths of rows that are read by chunks, and again out of the cache
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -36,9 +39,10 @@ def add_rms_norm_reference(
 @kernel(do_not_specialize=["rows"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, hidden_ptr, rstd_ptr, x_stride, residual_stride, rows, eps, offset,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program norms ROWS whole rows."""
+    await_previous(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
     mask = (row < rows) & (column < COLUMNS)
@@ -55,36 +59,61 @@ def _forward_kernel(
     tl.store(rstd_ptr + row, rstd, row < rows)
 
 
+@kernel()
+def _forward_by_chunks_kernel(
+    x_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, eps, offset,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program norms one row, of which it holds a chunk: so few registers that twice the programs are at work."""
+    await_previous(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, CHUNK)
+    squares = tl.zeros([CHUNK], tl.float32)
+    for first in tl.range(0, COLUMNS, CHUNK):
+        x = tl.load(x_ptr + row * x_stride + first + column, eviction_policy="evict_last").to(tl.float32)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, 0) / COLUMNS + eps)
+    tl.store(rstd_ptr + row, rstd)
+    for first in tl.range(0, COLUMNS, CHUNK):
+        x = tl.load(x_ptr + row * x_stride + first + column, eviction_policy="evict_first").to(tl.float32)
+        weight = tl.load(weight_ptr + first + column, eviction_policy="evict_last").to(tl.float32)
+        y = x * rstd * (weight + offset)
+        tl.store(y_ptr + row * COLUMNS + first + column, y.to(y_ptr.dtype.element_ty))
+
+
 @kernel(do_not_specialize=["rows"])
 def _backward_kernel(
     dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, y_ptr,
     dy_stride, dhidden_stride, hidden_stride, rows, offset,
     ADD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw in registers.
 
-    What the sum over the row does not need is done before it, and the weight is read again for every tile: so few
-    values outlive the sum that they fit the registers.
+    From the last tile to the first: what was written or read last before may still be in the cache.
     """
+    await_previous(EARLY)
+    tiles = tl.cdiv(rows, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
+    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + (tiles - 1 - i) * ROWS
         mask = in_row if ROWS == 1 else (row < rows) & in_row
-        dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
-        hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + column, in_row, other=0.0).to(tl.float32)
+        stored_dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0)
+        stored_hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask, other=0.0)
+        stored_weight = tl.load(weight_ptr + column, in_row, other=0.0)
         rstd = tl.load(rstd_ptr + row, row < rows, other=0.0)
-        dy, weight = zero_beyond(dy, in_row), zero_beyond(weight + offset, in_row)
-        normed = zero_beyond(hidden * rstd, in_row)
-        g = dy * weight
+        dy, normed = zero_beyond(stored_dy.to(tl.float32), in_row), zero_beyond(stored_hidden * rstd, in_row)
         if WEIGHT_GRAD:
             dweight += dy * normed
+        weight = zero_beyond(stored_weight.to(tl.float32) + offset, in_row)
+        mean = tl.sum(dy * weight * normed, 1, keep_dims=True) / COLUMNS
+        dy, normed = zero_beyond(widened_again(stored_dy), in_row), widened_again(stored_hidden) * rstd
+        normed, weight = zero_beyond(normed, in_row), zero_beyond(widened_again(stored_weight) + offset, in_row)
         if EMIT:
             tl.store(y_ptr + row * COLUMNS + column, (normed * weight).to(y_ptr.dtype.element_ty), mask)
-        dx = rstd * (g - normed * (tl.sum(g * normed, 1, keep_dims=True) / COLUMNS))
+        dx = rstd * (dy * weight - normed * mean)
         if ADD:
             dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
@@ -95,15 +124,18 @@ def _backward_kernel(
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    hidden = y if residual is None else torch.empty_like(y)
-    tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS)
+    y, add = torch.empty_like(x, memory_format=torch.contiguous_format), residual is not None
+    hidden = torch.empty_like(y) if add else y
+    tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS[add], x.device)
     x, x_stride = rows_of(x)
     residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual)
     rows = x.numel() // tile["COLUMNS"]
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if rows:
-        _forward_kernel.bind(ADD=hidden is not y, **tile)(
+    if rows and not add and tile["COLUMNS"] in READ_TWICE:
+        constants = {"COLUMNS": tile["COLUMNS"], "CHUNK": CHUNK, "num_warps": 16, **early(x.device)}
+        _forward_by_chunks_kernel.bind(**constants)(rows, x, weight.contiguous(), y, rstd, x_stride, eps, offset)
+    elif rows:
+        _forward_kernel.bind(ADD=add, **tile)(
             tiles_of(rows, tile),
             x, residual, weight.contiguous(), y, hidden, rstd, x_stride, residual_stride, rows, eps, offset,
         )  # fmt: skip

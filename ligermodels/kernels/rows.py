@@ -9,11 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ligermodels.kernels.early import early
 from ligermodels.kernels.op import multiprocessors, shared_memory
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAX_COLUMNS = 65536
-TILE_ELEMENTS = 2048  # at least: short rows share a program
-BACKWARD_ELEMENTS = 24  # of a row a thread, at most: it holds the weights' gradients and two values more of each
+FORWARD_TILE, BACKWARD_TILE = 2048, 4096  # elements, at least: short rows share a program
+BACKWARD_ELEMENTS = 24  # a thread, at most: it holds the weights' gradients and two values more of each
 PROGRAMS = {4: 3, 8: 2, 16: 1}  # of backward, a multiprocessor, by their warps: one works while another waits for a sum
 REGISTERS = 65536  # of a multiprocessor, for all of these
 RESERVED_BYTES = 8192  # of shared memory a program, for sums across warps and what the driver takes
@@ -30,17 +32,50 @@ def zero_beyond(x, in_row):
     return tl.where(in_row, x, 0.0)
 
 
-@functools.cache
-def forward_tile(columns: int, elements: int) -> dict[str, int]:
-    """What a kernel that holds whole rows is built with: ROWS of COLUMNS elements, in tiles of a power of two.
+@triton.jit
+def widened_again(x):
+    """x in fp32, as x.to(tl.float32) is, by another instruction for bf16.
 
-    elements: of a row, that a thread holds at most.
+    What was widened before a sum over the row is widened again after it, and the compiler, which would keep the first
+    result in registers, keeps x: half of them.
+    """
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sum_both(a, b):
+    """The sums of a and of b over the row, taken together: warps wait for each other once."""
+    if INTERPRETED:  # which reduces by a function of ours one element at a time
+        return tl.sum(a, 1, keep_dims=True), tl.sum(b, 1, keep_dims=True)
+    else:
+        return tl.reduce((a, b), 1, _add_both, keep_dims=True)
+
+
+def tile_of(columns: int, elements: int, least: int, device: torch.device) -> dict[str, int]:
+    """ROWS of COLUMNS elements, in tiles of a power of two that have at least so many: what a kernel is built with.
+
+    elements: of a tile, without those beyond the row, that a thread holds at most.
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
     width = triton.next_power_of_2(columns)
-    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(columns, 32 * elements))))
-    return {"ROWS": max(1, TILE_ELEMENTS // width), "COLUMNS": columns, "WIDTH": width, "num_warps": warps}
+    rows = max(1, least // width)
+    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(rows * columns, 32 * elements))))
+    return {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "num_warps": warps} | early(device)
+
+
+@functools.cache
+def forward_tile(columns: int, elements: int, device: torch.device) -> dict[str, int]:
+    """What a kernel that holds whole rows is built with; elements: of them a thread, at most."""
+    return tile_of(columns, elements, FORWARD_TILE, device)
 
 
 @functools.cache
@@ -49,9 +84,9 @@ def backward_tile(columns: int, streams: int, itemsize: int, device: torch.devic
 
     STAGES - 1 tiles are on their way through shared memory while one is worked on.
     """
-    tile = forward_tile(columns, BACKWARD_ELEMENTS)
+    tile = tile_of(columns, BACKWARD_ELEMENTS, BACKWARD_TILE, device)
     programs = PROGRAMS[tile["num_warps"]]
-    if device.type == "cpu":  # the interpreter: no stages, no registers
+    if triton.knobs.runtime.interpret:
         return tile | {"STAGES": 1}, programs * multiprocessors(device)
     room = shared_memory(device) // programs - RESERVED_BYTES
     ahead = min(2, room // (streams * tile["ROWS"] * tile["WIDTH"] * itemsize))

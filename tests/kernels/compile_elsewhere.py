@@ -35,6 +35,7 @@ def be(capability: int, limit: int) -> None:
     for kernel in kernels():
         type(kernel).__getitem__ = lambda self, grid: partial(getattr(self, "jit", self).warmup, grid=grid)
     op.interpreting = True
+    triton.knobs.runtime.interpret = False  # tiles are chosen for the device, not for the interpreter
     ops.normal = lambda *shape, scale=1.0: torch.empty(shape, dtype=torch.bfloat16)
 
 

@@ -5,7 +5,7 @@ from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
 from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error
 
-SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (33, 257), (5, 9000)]
+SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (300, 33), (33, 257), (5, 9000)]
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 

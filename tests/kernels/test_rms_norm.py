@@ -3,11 +3,11 @@ from itertools import cycle
 import pytest
 import torch
 
-from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from ligermodels.kernels.rms_norm import READ_TWICE, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
-SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (33, 257), (5, 9000)]
+SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (300, 33), (33, 257), (5, 9000)]
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
@@ -43,3 +43,32 @@ def test_one_gradient_for_both_outputs_counts_twice():
 def test_rows_too_long_are_refused():
     with pytest.raises(ValueError, match="65536"):
         rms_norm(torch.empty(1, 65537, device=DEVICE), torch.empty(65537, device=DEVICE), 1e-6)
+
+
+@torch.no_grad()
+def test_rows_that_are_read_twice():
+    for columns in READ_TWICE:
+        x, weight = torch.randn(3, columns, device=DEVICE), torch.randn(columns, device=DEVICE)
+        torch.testing.assert_close(rms_norm(x, weight, 1e-6, 1.0), rms_norm_reference(x, weight, 1e-6, 1.0))
+
+
+@pytest.mark.gpu
+def test_an_early_kernel_waits_for_what_is_ahead_of_it():
+    """Each norm reads what the one before it wrote, and nothing has been written when all of them are launched."""
+    x, weight, upstream = (torch.randn(s, device=DEVICE) for s in [(4096, 2048), (2048,), (4096, 2048)])
+
+    def chain(norm, x):
+        hidden = x
+        for _ in range(4):
+            hidden = norm(hidden, weight, 1e-6) + hidden
+        return norm(norm(hidden, weight, 1e-6), weight, 1e-6)
+
+    late = torch.zeros_like(x).requires_grad_()
+    torch.cuda._sleep(50_000_000)
+    late.data.copy_(x)
+    got = chain(rms_norm, late)
+    (gradient,) = torch.autograd.grad(got, late, upstream)
+    x.requires_grad_()
+    expected = chain(rms_norm_reference, x)
+    for a, b in [(got, expected), (gradient, torch.autograd.grad(expected, x, upstream)[0])]:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,32 @@
+"""Launching a kernel before the one ahead of it is done, which hides what a launch costs (NVIDIA, Hopper and later).
+
+CUDA calls it programmatic dependent launch: once all programs of a kernel have begun, those of the next one may take
+the places that fall free. They wait, before they touch memory, for everything ahead of them to be complete and visible:
+order and results are those of a plain launch, in a CUDA graph as well. Must not know any particular op.
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+HOPPER = 9, 0
+
+
+@functools.cache
+def early(device: torch.device) -> dict[str, bool]:
+    """Constants to launch a kernel with that begins by `await_previous`."""
+    if device.type == "cpu" or torch.version.hip or torch.cuda.get_device_capability(device) < HOPPER:
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
+@triton.jit
+def await_previous(EARLY: tl.constexpr):
+    """To be called before any load or store: an early program may read what is being written, or write what is read."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
