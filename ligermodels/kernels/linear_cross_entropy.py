@@ -14,10 +14,10 @@ dweight's own memory, for the log-sum-exps and dhidden; one over chunks of the v
 again and each row of dweight in one matrix product, summed in fp32 inside it and rounded once: 8 T H V FLOP.
 
 Nothing between the two pays. Sums over chunks of c rows for a share g of the vocabulary, and logits computed again for
-the rest, cost 2 (4 - g) T H V FLOP and 8 g H V T / c bytes of traffic, in 4 g H V + 2 c V bytes. On an H200 at
-16384×4096×128256, beside the three products: 1.14 times their time (g 0.85, c 2048) or 1.39 (g 1, c 512) in 1.2 GiB beyond
-gradients of half precision, 1.31 (g 0.43, c 1152) in 120 MiB. Sums in half precision err 2.2 times as plain PyTorch with
-eight chunks, 2.9 times with 32.
+the rest, cost 2 (4 - g) T H V FLOP and 8 g H V T / c bytes of traffic, in 4 g H V + 2 c V bytes. Beside the products
+alone at 16384×4096×128256 on an H200, 1.2 GiB beyond gradients of half precision give 1.14 times their time (g 0.85,
+c 2048), or 1.39 (g 1, c 512), and 120 MiB 1.31 (g 0.43, c 1152). Sums in half precision err 2.2 times as plain PyTorch
+with eight chunks, 2.9 times with 32.
 """
 
 from collections.abc import Iterator
