@@ -95,9 +95,10 @@ def _backward_kernel(
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """y in `dtype`, or in that of the sum."""
     wide = x.dtype if residual is None else sum_dtype(x, residual)
-    y = torch.empty(x.shape, dtype=dtype or wide, device=x.device)
-    hidden = y if residual is None else torch.empty(x.shape, dtype=wide, device=x.device)
+    y = torch.empty_like(x, dtype=dtype or wide, memory_format=torch.contiguous_format)
+    hidden = y if residual is None else torch.empty_like(y, dtype=wide)
     tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS)
     x, x_stride = rows_of(x)
     residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual)
@@ -134,7 +135,7 @@ def _launch_backward(
     weight_grad: bool, emit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    y = torch.empty(dx.shape if emit else 0, dtype=dy.dtype, device=dx.device)
+    y = torch.empty_like(dx, dtype=dy.dtype) if emit else dy.new_empty(0)
     add = dhidden is not None
     (dy, dy_stride), (hidden, hidden_stride), rows = rows_of(dy), rows_of(hidden), len(rstd)
     dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden)
