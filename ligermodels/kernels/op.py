@@ -31,6 +31,23 @@ def runs_kernels(x: Tensor) -> bool:
     return x.device.type != "cpu" or interpreting
 
 
+def autocast(*operands: Any) -> tuple[Any, ...]:
+    """What ends in a matrix product takes its operands through here: they come in the dtype of `torch.autocast`.
+
+    operands: tensors, tuples of them, None. Outside of autocast, on another device than its, and in fp64 they stay as
+    they are. Gradients come back in each operand's own dtype.
+    """
+    if not torch._C._is_any_autocast_enabled():  # the one question asked outside of it
+        return operands
+    return tree_map_only(Tensor, _autocast, operands)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    takes_part = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if takes_part else x
+
+
 def traced(args: tuple[Any, ...]) -> bool:
     """Whether a compiler, a dispatch mode or a tensor subclass must see the call as a registered op."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
@@ -136,23 +153,6 @@ def kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Non
 def widen(x: Tensor) -> Tensor:
     """`x` in the dtype that references compute in: fp32 for the half precisions, else its own."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def autocast(*operands: Any) -> tuple[Any, ...]:
-    """What ends in a matrix product takes its operands through here: they come in the dtype of `torch.autocast`.
-
-    operands: tensors, tuples of them, None. Outside of autocast, on another device than its, and in fp64 they stay as
-    they are. Gradients come back in each operand's own dtype.
-    """
-    if not torch._C._is_any_autocast_enabled():  # the one question asked outside of it
-        return operands
-    return tree_map_only(Tensor, _autocast, operands)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    kind = x.device.type
-    takes_part = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(kind)) if takes_part else x
 
 
 def as_rows(x: Tensor) -> Tensor:
