@@ -165,11 +165,11 @@ def test_any_layout_is_within_the_error_budget_under_random_upstream_gradients(o
     check(rounded(case.ours, placed), rounded(case.reference, case.constants), leaves, HALF, place=place)
 
 
-def feels_its_input(op):
-    return has_gradients(op) and op is not OPS["attention in a window"]  # of one key: queries have no gradient
+WINDOWED = OPS["attention in a window"]  # of one key: queries have no gradient
+ROUNDED_TWICE = OPS["cross_entropy in place, options together"]  # before and after it meets its upstream gradient
 
 
-@over(feels_its_input)
+@over(lambda op: has_gradients(op) and op not in (WINDOWED, ROUNDED_TWICE))
 def test_autocast_is_within_the_error_budget_of_plain_pytorch_under_it(op, poisoned):
     """Half precision from the linear before, all else in fp32; outputs have the dtypes of plain PyTorch's."""
     case = op.draw(2, 5, *op.small)
