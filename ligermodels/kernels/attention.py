@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ligermodels.kernels.op import shared_memory, widen
+from ligermodels.kernels.op import autocast, shared_memory, widen
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -63,6 +63,7 @@ def attention(
         raise ValueError("attention: dropout cannot be combined with a softcap")
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(f"attention: cu_seqlens packs documents into one row, but the batch has {q.shape[0]}")
+    q, k, v = autocast(q, k, v)
     if window is not None and window >= k.shape[1]:
         window = None
     if softcap is None and window is None and cu_seqlens is None and position_ids is None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ligermodels.kernels.expert_rows import gather_sum, sort_by_expert, spread
 from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference
 from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
-from ligermodels.kernels.op import Node, kernel, register, runs_kernels, widen
+from ligermodels.kernels.op import Node, autocast, kernel, register, runs_kernels, widen
 
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -46,9 +46,9 @@ def experts_reference(
     for expert in range(gate_up.shape[0]):
         token, slot = torch.where(expert_index == expert)
         product = gated_activation_reference(F.linear(x[token], gate_up[expert]), activation)
-        rows = widen(F.linear(product, down[expert])) * expert_weight[token, slot, None]
-        y = y.index_add(0, token, rows)
-    return y.to(x.dtype)
+        out = F.linear(product, down[expert])
+        y = y.index_add(0, token, widen(out) * expert_weight[token, slot, None])
+    return y.to(out.dtype)
 
 
 @kernel()
@@ -201,6 +201,7 @@ def experts(
     tokens gets a zero gradient; frozen arguments cost none. Raises ValueError for any other activation or an odd 2 I.
     """
     check_gated(gate_up.mT, activation)
+    x, gate_up, down = autocast(x, gate_up, down)
     if not runs_kernels(x):
         return experts_reference(x, expert_index, expert_weight, gate_up, down, activation)
     return _Experts.apply(x, expert_index, expert_weight, gate_up, down, activation)

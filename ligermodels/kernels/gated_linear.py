@@ -25,7 +25,7 @@ from ligermodels.kernels.linear import (
     up_gradient,
     weight_gradient,
 )
-from ligermodels.kernels.op import Node, runs_kernels
+from ligermodels.kernels.op import Node, autocast, runs_kernels
 
 
 def gated_linear_reference(
@@ -79,6 +79,7 @@ def gated_linear(
     an odd width.
     """
     check_gated(gate_up, activation)
+    gate_up, weight, bias, low_rank = autocast(gate_up, weight, bias, low_rank)
     if not runs_kernels(gate_up):
         return gated_linear_reference(gate_up, weight, bias, activation, low_rank)
     return _GatedLinear.apply(gate_up, weight, bias, *(low_rank or NO_UPDATE), activation)

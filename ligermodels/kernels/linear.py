@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.op import Node, runs_kernels
+from ligermodels.kernels.op import Node, autocast, runs_kernels
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -144,6 +144,7 @@ def low_rank_linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Lo
     x [..., K] float, weight [N, K], bias [N] or None, low_rank's a [P r, K] and b [Σ (stop - start), r] -> [..., N].
     Frozen arguments cost no gradient.
     """
+    x, weight, bias, low_rank = autocast(x, weight, bias, low_rank)
     if not runs_kernels(x):
         return low_rank_linear_reference(x, weight, bias, low_rank)
     return _LowRankLinear.apply(x, weight, bias, *low_rank)

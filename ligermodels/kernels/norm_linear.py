@@ -20,7 +20,7 @@ from ligermodels.kernels.linear import (
     up_gradient,
     weight_gradient,
 )
-from ligermodels.kernels.op import Node, runs_kernels
+from ligermodels.kernels.op import Node, autocast, runs_kernels
 from ligermodels.kernels.rms_norm import (
     add_rms_norm_forward,
     rms_norm_backward,
@@ -42,10 +42,10 @@ class _NormLinear(Node):
     @staticmethod
     def forward(ctx, x, residual, norm_weight, weight, bias, a, b, columns, scale, eps, offset):
         if residual is None:
-            normed, rstd = rms_norm_forward(x, norm_weight, eps, offset)
+            normed, rstd = rms_norm_forward(x, norm_weight, eps, offset, weight.dtype)
             hidden = x.view_as(x)  # an output of its own, whose gradient comes back to this node
         else:
-            normed, hidden, rstd = add_rms_norm_forward(x, residual, norm_weight, eps, offset)
+            normed, hidden, rstd = add_rms_norm_forward(x, residual, norm_weight, eps, offset, weight.dtype)
         y, low = linear_forward(normed, weight, bias, a, b, columns, scale)
         ctx.save_for_backward(hidden, rstd, norm_weight, weight, a, b, low)
         ctx.update = columns, scale
@@ -68,7 +68,7 @@ class _NormLinear(Node):
                 dnormed, dhidden, hidden, rstd, norm_weight, ctx.offset, needs_norm_weight, reads_normed
             )
         elif reads_normed:
-            normed, _ = rms_norm_forward(hidden, norm_weight, ctx.eps, ctx.offset)
+            normed, _ = rms_norm_forward(hidden, norm_weight, ctx.eps, ctx.offset, weight.dtype)
         return (
             dx if needs_x else None,
             dx if needs_residual else None,
@@ -94,6 +94,7 @@ def norm_linear(
     the linear's update -> (y [..., N], hidden [..., H]), both in x's dtype. Frozen arguments cost no gradient.
     Raises ValueError where H exceeds 65536.
     """
+    weight, bias, low_rank = autocast(weight, bias, low_rank)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset, low_rank)
     return _NormLinear.apply(x, residual, norm_weight, weight, bias, *(low_rank or NO_UPDATE), eps, offset)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
 PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})  # nothing to trace
@@ -29,6 +30,23 @@ interpreting = os.environ.get("TRITON_INTERPRET") == "1"
 def runs_kernels(x: Tensor) -> bool:
     """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference."""
     return interpreting or not x.is_cpu
+
+
+def autocast(*operands: Any) -> tuple[Any, ...]:
+    """What ends in a matrix product takes its operands through here: they come in the dtype of `torch.autocast`.
+
+    operands: tensors, tuples of them, None. Outside of autocast, on another device than its, and in fp64 they stay as
+    they are. Gradients come back in each operand's own dtype.
+    """
+    if not torch._C._is_any_autocast_enabled():  # the one question asked outside of it
+        return operands
+    return tree_map_only(Tensor, _autocast, operands)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    takes_part = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if takes_part else x
 
 
 def traced(args: tuple[Any, ...]) -> bool:

@@ -122,10 +122,13 @@ def _backward_kernel(
 
 
 def _launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, add = torch.empty_like(x, memory_format=torch.contiguous_format), residual is not None
-    hidden = torch.empty_like(y) if add else y
+    """y in `dtype`, or in that of the sum."""
+    add = residual is not None
+    wide = x.dtype if residual is None else sum_dtype(x, residual)
+    y = torch.empty_like(x, dtype=dtype or wide, memory_format=torch.contiguous_format)
+    hidden = y if residual is None else torch.empty_like(y, dtype=wide)
     tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS[add], x.device)
     x, x_stride = rows_of(x)
     residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual)
@@ -142,15 +145,22 @@ def _launch_forward(
     return y, hidden, rstd
 
 
-def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    y, _, rstd = _launch_forward(x, None, weight, eps, offset)
+def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
+    """Of x + residual: under `torch.autocast` a branch is narrower than the stream that it joins."""
+    return x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
+
+
+def _launch_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    y, _, rstd = _launch_forward(x, None, weight, eps, offset, dtype)
     return y, rstd
 
 
 def _launch_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch_forward(x, residual, weight, eps, offset)
+    return _launch_forward(x, residual, weight, eps, offset, dtype)
 
 
 def _launch_backward(
@@ -158,7 +168,7 @@ def _launch_backward(
     weight_grad: bool, emit: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    y = torch.empty_like(dx) if emit else dx.new_empty(0)
+    y = torch.empty_like(dx, dtype=dy.dtype) if emit else dy.new_empty(0)
     add = dhidden is not None
     (dy, dy_stride), (hidden, hidden_stride), rows = rows_of(dy), rows_of(hidden), len(rstd)
     dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden)
@@ -174,27 +184,29 @@ def _launch_backward(
     return dx, dweight, y
 
 
-def _fake_rms_norm(x, weight, eps, offset):
-    return x.new_empty(x.shape), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+def _fake_rms_norm(x, weight, eps, offset, dtype=None):
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
 
-def _fake_add_rms_norm(x, residual, weight, eps, offset):
-    return x.new_empty(x.shape), *_fake_rms_norm(x, weight, eps, offset)
+def _fake_add_rms_norm(x, residual, weight, eps, offset, dtype=None):
+    hidden = x.new_empty(x.shape, dtype=sum_dtype(x, residual))
+    y, rstd = _fake_rms_norm(hidden, weight, eps, offset, dtype)
+    return y, hidden, rstd
 
 
 def _fake_backward(dy, dhidden, hidden, rstd, weight, offset, weight_grad, emit):
     dx = hidden.new_empty(hidden.shape)
     dweight = weight.new_empty(weight.shape if weight_grad else 0)
-    return dx, dweight, hidden.new_empty(hidden.shape if emit else 0)
+    return dx, dweight, dy.new_empty(hidden.shape if emit else 0)
 
 
 rms_norm_forward = register(
-    "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
+    "rms_norm(Tensor x, Tensor weight, float eps, float offset, ScalarType? dtype=None) -> (Tensor y, Tensor rstd)",
     _launch_rms_norm,
     _fake_rms_norm,
 )
 add_rms_norm_forward = register(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset)"
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset, ScalarType? dtype=None)"
     " -> (Tensor y, Tensor hidden, Tensor rstd)",
     _launch_add_rms_norm,
     _fake_add_rms_norm,

@@ -164,11 +164,11 @@ def cross_entropy_case(batch, length, vocabulary, **options) -> Case:
     return Case(ours, reference, [normal(batch, length, vocabulary)], [draw_targets(batch, length, vocabulary)])
 
 
-def cross_entropy_in_place_case(batch, length, vocabulary) -> Case:
+def cross_entropy_in_place_case(batch, length, vocabulary, **options) -> Case:
     def ours(logits, targets):
-        return cross_entropy(logits.clone(memory_format=torch.contiguous_format), targets, inplace=True)
+        return cross_entropy(logits.clone(memory_format=torch.contiguous_format), targets, inplace=True, **options)
 
-    return replace(cross_entropy_case(batch, length, vocabulary), ours=ours)
+    return replace(cross_entropy_case(batch, length, vocabulary, **options), ours=ours)
 
 
 def linear_cross_entropy_case(batch, length, hidden, vocabulary, **options) -> Case:
@@ -253,6 +253,9 @@ OPS = {
     ),
     "cross_entropy in place": Op(
         draw=cross_entropy_in_place_case, small=(257,), real=tuple((v,) for v in VOCABULARIES)
+    ),
+    "cross_entropy in place, options together": Op(  # and rows that do not start at vectors
+        draw=partial(cross_entropy_in_place_case, **TOGETHER), small=(257,), real=((50257,),)
     ),
     "linear_cross_entropy": Op(
         draw=linear_cross_entropy_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(1, 1)

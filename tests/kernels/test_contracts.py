@@ -165,6 +165,27 @@ def test_any_layout_is_within_the_error_budget_under_random_upstream_gradients(o
     check(rounded(case.ours, placed), rounded(case.reference, case.constants), leaves, HALF, place=place)
 
 
+WINDOWED = OPS["attention in a window"]  # of one key: queries have no gradient
+ROUNDED_TWICE = OPS["cross_entropy in place, options together"]  # before and after it meets its upstream gradient
+
+
+@over(lambda op: has_gradients(op) and op not in (WINDOWED, ROUNDED_TWICE))
+def test_autocast_is_within_the_error_budget_of_plain_pytorch_under_it(op, poisoned):
+    """Half precision from the linear before, all else in fp32; outputs have the dtypes of plain PyTorch's."""
+    case = op.draw(2, 5, *op.small)
+
+    def under_autocast(function):
+        def call(x, *others):
+            x = x if x.dtype == torch.float64 else x.to(HALF)
+            with torch.autocast(DEVICE, HALF):
+                return function(x, *others, *case.constants)
+
+        return call
+
+    leaves = [x.double() for x in (case.leaves[0].to(HALF), *case.leaves[1:])]
+    check(under_autocast(case.ours), under_autocast(case.reference), leaves, torch.float32)
+
+
 @over()
 def test_zero_rows(op, poisoned):
     case = op.case(batch=0)

@@ -1,0 +1,61 @@
+"""What Hugging Face's Trainer makes of a model with bf16=True: fp32 parameters under `torch.autocast`."""
+
+import copy
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.kernels import op
+from ligermodels.layers.decoder import CausalLM
+from tests.cases import CASES
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, FACTOR, relative_error
+from tests.layers.adapters import adapt
+
+HALF = DTYPES[-1]
+
+
+CHANGES = {"gemma2": None, "qwen2_moe": None, "llama-tied": adapt, "llama": CausalLM.recompute_in_backward}
+
+
+def build(name):
+    return ligermodels.create(CASES[name] | {"num_hidden_layers": 1})
+
+
+def step(model, enabled=True):
+    """The loss and the gradients of what is trained."""
+    device = next(model.parameters()).device
+    ids = torch.randint(3, 99, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.autocast(device.type, HALF, enabled=enabled):
+        loss = model(ids, ids).loss
+    return loss, torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+
+
+def error(gradients, oracle):
+    """Of all of them, each weighing the same."""
+    errors = [relative_error(got.cpu(), expected) for got, expected in zip(gradients, oracle, strict=True)]
+    return torch.tensor(errors).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_step_is_within_the_error_budget_of_plain_pytorch(name, monkeypatch):
+    model = build(name)
+    if CHANGES[name] is not None:
+        CHANGES[name](model)
+    plain_loss, plain = step(model)  # on the CPU, where models are plain PyTorch
+    oracle_loss, oracle = step(copy.deepcopy(model).double(), enabled=False)
+    monkeypatch.setattr(op, "interpreting", DEVICE == "cpu")
+    loss, gradients = step(model.to(DEVICE))
+    assert {loss.dtype, *(x.dtype for x in gradients)} == {torch.float32}
+    assert error(gradients, oracle) <= FACTOR * error(plain, oracle)
+    allowed = max(FACTOR * relative_error(plain_loss, oracle_loss), torch.finfo(HALF).eps / 4)
+    assert relative_error(loss.cpu(), oracle_loss) <= allowed
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_step_compiles_as_one_graph_with_equal_gradients():
+    model = build("llama").to(DEVICE)
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    torch.testing.assert_close(step(compiled), step(model), rtol=1e-3, atol=1e-5)
