@@ -3,9 +3,25 @@
 Command lines print such an error and exit with status 2; anything else is a bug and keeps its traceback.
 """
 
+import difflib
+from collections.abc import Iterable
+
+LONGEST_WORD, LONGEST = (
+    400,
+    10_000,
+)  # characters; a name on the Hub has less than 100, a list of files some 7000
+
 
 class InputError(ValueError):
-    """The base of them all."""
+    """The base of them all.
+
+    Files say what part of a message is. It is one line all the same: what does not print is escaped, and what is too
+    long to be read loses its middle.
+    """
+
+    def __init__(self, message: str) -> None:
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut(message, LONGEST))
+        super().__init__(" ".join(cut(word, LONGEST_WORD) for word in text.split(" ")))
 
 
 class ConfigError(InputError):
@@ -18,3 +34,14 @@ class CheckpointError(InputError):
 
 class HubError(InputError):
     """A name for which there is no model to be had."""
+
+
+def cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 + 1 :]}"
+
+
+def hint(wrong: str, right: Iterable[str]) -> str:
+    """For the end of a message: the nearest of what there is, if one is near, and all of it."""
+    nearest = difflib.get_close_matches(wrong[:LONGEST_WORD], right, n=1)
+    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"{suggestion}; there is: {', '.join(sorted(right))}"

@@ -3,8 +3,6 @@
 The one place that knows both the list of architectures and the Hub's door, `download`. Remote code is never run.
 """
 
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.download import fetch_adapter, fetch_files, fetch_weights, local_folder
-from ligermodels.errors import CheckpointError, HubError
+from ligermodels.errors import CheckpointError, HubError, hint
 from ligermodels.known_models import KNOWN_MODELS
 from ligermodels.layers.config import Config
 from ligermodels.layers.decoder import CausalLM
@@ -21,8 +19,8 @@ from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.weights.adapters import fill_updates, fitted, read_adapter, write_adapter
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
-from ligermodels.weights.files import open_checkpoint
-from ligermodels.weights.loading import FLOATS, load_weights, refuse_meta
+from ligermodels.weights.files import Checkpoint, open_checkpoint
+from ligermodels.weights.loading import FLOATS, fit_weights, load_weights, refuse_meta
 
 
 def list_architectures() -> list[str]:
@@ -37,20 +35,25 @@ def load(
     device: int | str | torch.device = "cpu",
     revision: str | None = None,
     token: str | None = None,
+    allow_unexpected: bool = False,
 ) -> CausalLM:
     """A model with the weights of a Hub repository or a folder, in evaluation mode.
 
     dtype: of all parameters; None takes config.json's, or where it has none that of the stored weights.
     device: an int is a GPU's. The weights are streamed there: the host holds buffers of 192 MiB, never the model.
-    Raises HubError, ConfigError or CheckpointError (all InputError).
+    allow_unexpected: tensors that the model has no place for are left out with a warning, instead of refused.
+    Raises HubError, ConfigError or CheckpointError (all InputError), before memory is taken for the weights.
     """
     folder = resolve(name_or_folder, revision=revision, token=token)
-    raw = read_config(folder)
-    model = build(raw, folder / CONFIG_FILE)
-    model.to(dtype or stored_dtype(raw, folder)).to_empty(device=device)
-    load_weights(model, folder)
-    model.source = folder
-    model.generation_config = read_generation_config(folder)
+    raw, generation_config = read_config(folder), read_generation_config(folder)
+    architecture, config = understood(raw, folder / CONFIG_FILE)
+    checkpoint = open_checkpoint(folder)
+    refuse_layers_without_tensors(config, checkpoint)
+    model = build(architecture, config).to(dtype or stored_dtype(raw, checkpoint))
+    fit_weights(model, checkpoint, allow_unexpected=allow_unexpected)
+    model.to_empty(device=device)
+    load_weights(model, folder, allow_unexpected=allow_unexpected)
+    model.source, model.generation_config = folder, generation_config
     return model.eval()
 
 
@@ -82,7 +85,7 @@ def create(
     as a dict, its path or that of its folder.
     """
     raw, origin = raw_config(architecture_or_config, size)
-    model = build(raw, origin).to(dtype)
+    model = build(*understood(raw, origin)).to(dtype)
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)
@@ -138,9 +141,8 @@ def hub_name(folder: Path) -> str:
     return str(folder)
 
 
-def build(raw: dict[str, Any], origin: str | Path) -> CausalLM:
-    """The model of a raw configuration on the meta device, in fp32. origin: names the configuration in errors."""
-    architecture, config = understood(raw, origin)
+def build(architecture: type[CausalLM], config: Config) -> CausalLM:
+    """The model of a configuration on the meta device, in fp32."""
     with torch.device("meta"):
         return architecture(config)
 
@@ -152,6 +154,15 @@ def understood(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM],
         raise HubError(f"{origin}: model_type {model_type!r} is not supported{hint(str(model_type), ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
     return architecture, architecture.Config.from_dict(raw)
+
+
+def refuse_layers_without_tensors(config: Config, checkpoint: Checkpoint) -> None:
+    """A layer has at least one tensor. To build thousands of them takes seconds, so this must be known before."""
+    if config.num_hidden_layers > len(checkpoint.tensors):
+        raise CheckpointError(
+            f"{checkpoint.folder / CONFIG_FILE}: num_hidden_layers is {config.num_hidden_layers}, but the weights are "
+            f"{len(checkpoint.tensors)} tensors; correct it, or download the weights again"
+        )
 
 
 def raw_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[dict[str, Any], str | Path]:
@@ -176,19 +187,14 @@ def raw_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[d
     return read_config(folder), folder / CONFIG_FILE
 
 
-def hint(wrong: str, right: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(wrong, right, n=1)
-    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"{suggestion}; there is: {', '.join(sorted(right))}"
-
-
-def stored_dtype(raw: dict[str, Any], folder: Path) -> torch.dtype:
+def stored_dtype(raw: dict[str, Any], checkpoint: Checkpoint) -> torch.dtype:
     name = raw.get("dtype") or raw.get("torch_dtype")
     if name is None:
-        return next(iter(open_checkpoint(folder).tensors.values())).dtype
+        return next((tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in FLOATS), torch.float32)
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-    if name not in dtypes:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: dtype {name!r} is not one of {', '.join(dtypes)}; pass a dtype")
+    if not isinstance(name, str) or name not in dtypes:
+        file = checkpoint.folder / CONFIG_FILE
+        raise CheckpointError(f"{file}: dtype {name!r} is not one of {', '.join(dtypes)}; pass a dtype")
     return dtypes[name]
 
 

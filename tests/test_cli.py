@@ -1,8 +1,6 @@
-import json
 
 import pytest
 import tokenizers
-import torch
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
@@ -36,52 +34,6 @@ def test_generate_prints_the_prompt_and_what_follows(folder, capsys):
     words = capsys.readouterr().out
     expected = " ".join(f"w{i}" for i in ids if i != 2)
     assert words == f"w5 w6 w7{expected}\n"
-
-
-BAD_CONFIGS = {
-    "unknown model_type": ({"model_type": "lama"}, ["model_type", "lama", "llama"]),
-    "unknown rope type": ({"rope_scaling": {"type": "xpos"}}, ["type", "xpos", "yarn"]),
-    "a scaling without its factor": ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "linear", "factor"]),
-    "a scaling that is no object": ({"rope_scaling": "linear"}, ["rope_scaling", "linear", "object"]),
-    "unknown activation": ({"hidden_act": "relu"}, ["hidden_act", "relu"]),
-    "quantised": ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-    "heads that do not divide": ({"num_key_value_heads": 4}, ["num_key_value_heads", "4", "6"]),
-    "a string for a number": ({"hidden_size": "48"}, ["hidden_size", "'48'", "int"]),
-    "a negative size": ({"num_hidden_layers": -1}, ["num_hidden_layers", "-1", "positive"]),
-    "partial rotary": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
-}
-
-
-@pytest.mark.parametrize("fault", BAD_CONFIGS)
-def test_a_config_that_cannot_be_used_ends_with_one_line_and_status_2(fault, folder, capsys):
-    change, words = BAD_CONFIGS[fault]
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert_refused(folder, capsys, ["config.json", *words])
-
-
-def test_a_missing_tensor_is_named(folder, capsys):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 4}))
-    assert_refused(folder, capsys, ["missing", "model.layers.3."])
-
-
-def test_a_misshapen_tensor_is_named(folder, capsys):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
-    assert_refused(folder, capsys, ["mlp.gate_proj.weight", "[80, 48]", "[96, 48]"])
-
-
-def test_a_truncated_file_is_named(folder, capsys):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    assert_refused(folder, capsys, ["model.safetensors"])
-
-
-def test_a_pickle_is_refused_and_never_opened(folder, capsys):
-    (folder / "model.safetensors").unlink()
-    torch.save({}, folder / "pytorch_model.bin")
-    assert_refused(folder, capsys, ["pytorch_model.bin", "safetensors"])
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder, capsys):

@@ -8,7 +8,7 @@ from torch import nn
 
 from ligermodels import hub
 from ligermodels.errors import CheckpointError, HubError
-from tests.weights.tiny import RAW, Tiny, randomized
+from tests.weights.tiny import LAYERS, RAW, Tiny, randomized
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class FakeConfig:
     raw: dict
     tie_word_embeddings: bool
     also_named: ClassVar = {}
+    num_hidden_layers: ClassVar = LAYERS
 
     @classmethod
     def from_dict(cls, raw):

@@ -9,7 +9,7 @@ from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.rope_parameters import Rope, read_ropes
+from ligermodels.layers.rope_parameters import Rope, mapping, read_ropes
 from ligermodels.layers.shared_configs import SoftcapConfig
 from ligermodels.layers.vision import SiglipProjector, SiglipTower, read_vision_config
 from ligermodels.weights.mapping import Rename, Rule, packed_projections
@@ -25,6 +25,7 @@ class Gemma3Config(SoftcapConfig):
     num_key_value_heads: int = 4
     max_position_embeddings: int = 131072
     sliding_window_pattern: int = 6
+    rope_local_base_freq: float | None = 10_000.0
 
     def slides(self, layer: int) -> bool:
         return (layer + 1) % self.sliding_window_pattern != 0
@@ -39,8 +40,8 @@ class Gemma3MultimodalConfig(Gemma3Config):
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         """The text model's configuration is a part of the file; the reference gives it no bound on the logits."""
-        tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
-        config = super().from_dict({"model_type": "gemma3_text"} | tied | dict(raw.get("text_config") or {}))
+        text = {"model_type": "gemma3_text", "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+        config = super().from_dict(text | dict(mapping("text_config", raw.get("text_config"))))
         config.refuse("final_logit_softcapping")
         config.raw = dict(raw)
         return config

@@ -101,6 +101,10 @@ class Config:
                 f"config.json: num_key_value_heads {self.num_key_value_heads} must divide "
                 f"num_attention_heads {self.num_attention_heads}"
             )
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            raise ConfigError(
+                f"config.json: pad_token_id {self.pad_token_id} must be less than vocab_size {self.vocab_size}, or null"
+            )
         for rope in self.ropes.values():
             self.validate_rope(rope)
 

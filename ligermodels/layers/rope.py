@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ligermodels.errors import ConfigError
 from ligermodels.layers.rope_parameters import Rope
 
 
@@ -68,8 +69,16 @@ class LongRotaryEmbedding(RotaryEmbedding):
 
 
 def rotary_embedding(rope: Rope, head_dim: int, max_position_embeddings: int) -> RotaryEmbedding:
+    """Raises ConfigError where the numbers of a scaling give no frequencies."""
     kinds = {"dynamic": DynamicRotaryEmbedding, "longrope": LongRotaryEmbedding}
-    return kinds.get(rope.rope_type, RotaryEmbedding)(rope, head_dim, max_position_embeddings)
+    try:
+        rotary = kinds.get(rope.rope_type, RotaryEmbedding)(rope, head_dim, max_position_embeddings)
+        finite = math.isfinite(rotary.attention_factor) and bool(rotary.inv_freq.isfinite().all())
+    except (ArithmeticError, ValueError):  # such as the logarithm of a rope_theta of 1, by which YaRN divides
+        finite = False
+    if not finite:
+        raise ConfigError(f"config.json: rope_scaling of type {rope.rope_type!r} gives frequencies that are not finite")
+    return rotary
 
 
 def exponents(rotary_dim: int, device: str | torch.device = "cpu") -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, hint
 from ligermodels.layers.fields import checked
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # the layer types
@@ -98,9 +98,9 @@ def rope_of(
     if raw.get(trained) is not None:  # the one key whose top level wins
         values[trained] = raw[trained]
     named = scaling.get("rope_type", scaling.get("type", "default"))
-    values["rope_type"] = former_names.get(named, named)
-    if values["rope_type"] not in ROPE_TYPES:
-        raise ConfigError(f"config.json: rope_scaling: type {named!r} is not supported; one of {list(ROPE_TYPES)} is")
+    values["rope_type"] = former_names.get(str(named), named)
+    if values["rope_type"] not in list(ROPE_TYPES):
+        raise ConfigError(f"config.json: rope_scaling: type {named!r} is not supported{hint(str(named), ROPE_TYPES)}")
     missing = [key for key in ROPE_TYPES[values["rope_type"]] if key not in values]
     if missing:
         raise ConfigError(f"config.json: rope_scaling of type {named!r} lacks {', '.join(missing)}; add it")

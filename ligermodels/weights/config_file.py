@@ -15,6 +15,7 @@ know: OLMo 2 scaled otherwise than by {type: linear or dynamic, factor}, a LongR
 Knows field names; no family.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
     """The folder's generation_config.json, empty where it has none. Raises CheckpointError as read_config does."""
-    if not (Path(folder) / GENERATION_CONFIG_FILE).exists():
+    if not os.path.lexists(Path(folder) / GENERATION_CONFIG_FILE):
         return {}
     return read_json(safe_file(Path(folder), GENERATION_CONFIG_FILE))
 

@@ -1,7 +1,7 @@
 """Safe reading of a checkpoint folder: model.safetensors, or the shards that model.safetensors.index.json names.
 
 Every byte of a folder may be damaged or hostile. Paths, JSON and safetensors headers are checked here, before anything
-is mapped or allocated; pickles are never opened. Knows the file formats only: no model, no rule, no Hub.
+is allocated by them; pickles are never opened. Knows the file formats only: no model, no rule, no Hub.
 
 safetensors (https://github.com/huggingface/safetensors#format): the header's length as 8 little-endian bytes, the
 header (a JSON object: name -> dtype, shape, data_offsets), then the tensors without gap or overlap.
@@ -10,11 +10,14 @@ header (a JSON object: name -> dtype, shape, data_offsets), then the tensors wit
 import hashlib
 import json
 import math
+import os
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 
@@ -22,9 +25,11 @@ from ligermodels.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
-MAX_DEPTH = 100
 HASHED_BYTES = 4 * 2**20  # at a time
+MAX_JSON_BYTES = 100_000_000  # of a header, as in the safetensors library, and of any other JSON
+MAX_JSON_VALUES = 1_000_000  # a tensor's entry in a header has seven: 140,000 tensors a file
+MAX_JSON_DEPTH = 100
+MAX_DIMENSIONS = 64  # as in torch
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 AGAIN = "download it again"
 
@@ -53,6 +58,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -63,11 +76,14 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Reads and checks all headers of a folder; the tensors stay on disk. Raises CheckpointError."""
+    """Reads and checks all headers of a folder; the tensors stay on disk. Raises CheckpointError.
+
+    Where there are both, the single file is the checkpoint and the index is not read, as in transformers.
+    """
     folder = Path(folder)
-    if (folder / SINGLE_FILE).exists():
+    if os.path.lexists(folder / SINGLE_FILE):
         return Checkpoint(folder, read_header(safe_file(folder, SINGLE_FILE)))
-    if (folder / INDEX_FILE).exists():
+    if os.path.lexists(folder / INDEX_FILE):
         return Checkpoint(folder, read_shards(folder))
     pickles = sorted(file.name for file in folder.glob("*") if file.suffix in PICKLES)
     if pickles:
@@ -76,17 +92,23 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def read_shards(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors that the index names; others in the shards are not part of the checkpoint."""
+    """The tensors of all files that the index names, also those that it does not name itself."""
     index, weight_map = folder / INDEX_FILE, read_weight_map(folder)
     shards = sorted(set(weight_map.values()))
-    absent = [shard for shard in shards if not (folder / shard).exists()]
+    absent = [shard for shard in shards if not os.path.exists(folder / shard)]
     if absent:
         raise CheckpointError(f"{index}: names files that are missing: {', '.join(absent)}; download them again")
     headers = {shard: read_header(safe_file(folder, shard)) for shard in shards}
     misplaced = [name for name, shard in weight_map.items() if name not in headers[shard]]
     if misplaced:
         raise CheckpointError(f"{index}: its files do not hold {shortened(misplaced)}; download the folder again")
-    return {name: headers[shard][name] for name, shard in weight_map.items()}
+    tensors: dict[str, StoredTensor] = {}
+    for header in headers.values():
+        for name in header.keys() & tensors.keys():
+            both = f"{tensors[name].file.name} and {header[name].file.name}"
+            raise CheckpointError(f"{index}: its files {both} both hold tensor {name}; download the folder again")
+        tensors |= header
+    return tensors
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
@@ -95,6 +117,8 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     weight_map = read_json(safe_file(folder, INDEX_FILE)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map is not an object of file names by tensor; {AGAIN}")
+    if not weight_map:
+        raise CheckpointError(f"{index}: weight_map names no tensor; {AGAIN}")
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{index}: weight_map names {shard!r}, not a .safetensors file of the same folder")
@@ -122,89 +146,135 @@ def hash_of(stored: StoredTensor) -> str:
 
 
 def safe_file(folder: Path, name: str) -> Path:
-    """The path of a regular file below the folder. Links may lead out only to the blobs of the Hub's own cache.
+    """The path of a regular file below the folder, which is not opened: a pipe would wait for ever.
 
-    They lie in `blobs/` of the repository, or, from huggingface_hub 2 on, in `blobs/ab/` of the whole cache.
+    Links may lead out only to the blobs of the Hub's own cache: in `blobs/` of the repository or, from huggingface_hub
+    2 on, in `blobs/ab/` of the whole cache. Raises CheckpointError.
     """
     file, home = folder / name, folder.resolve()
-    if not file.is_file():
-        raise CheckpointError(f"{file}: is missing or not a regular file; {AGAIN}")
-    target = file.resolve()
-    repository = home.parent.parent
-    blobs = (target.parent == repository / "blobs", target.parent.parent == repository.parent / "blobs")
-    if not target.is_relative_to(home) and not (home.parent.name == "snapshots" and any(blobs)):
+    if not os.path.isfile(file):
+        fault = "is a link to nothing" if os.path.islink(file) and not os.path.exists(file) else "is not a regular file"
+        raise CheckpointError(f"{file}: {fault if os.path.lexists(file) else 'is missing'}; {AGAIN}")
+    target, repository = file.resolve(), home.parent.parent
+    cached = target.parent == repository / "blobs" or target.parent.parent == repository.parent / "blobs"
+    if not target.is_relative_to(home) and not (home.parent.name == "snapshots" and cached):
         raise CheckpointError(f"{file}: is a link that leads out of the folder, to {target}; put the file in its place")
     return file
 
 
+@contextmanager
+def reading(file: Path) -> Iterator[BinaryIO]:
+    """The file's bytes. Raises CheckpointError where the system does not give them."""
+    try:
+        with file.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        raise CheckpointError(
+            f"{file}: cannot be read: {error.strerror}; check its permissions and its disk"
+        ) from error
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, after checking that they fill its data exactly."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with reading(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         refuse_text(file, stream.read(64))
         stream.seek(0)
         length = int.from_bytes(stream.read(8), "little")
         if size < 8:
             raise CheckpointError(f"{file}: {size} bytes are too few for a safetensors header; {AGAIN}")
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{file}: header of {length} bytes, more than {MAX_HEADER_BYTES}; not safetensors")
+        if length > MAX_JSON_BYTES:
+            raise CheckpointError(f"{file}: header of {length} bytes, more than {MAX_JSON_BYTES}; not safetensors")
         if length > size - 8:
             raise CheckpointError(f"{file}: truncated within its header, {size} of {8 + length} bytes; {AGAIN}")
         header = parse_json(stream.read(length), file)
-    header.pop("__metadata__", None)
-    spans = {name: checked_entry(file, name, entry) for name, entry in header.items()}
-    refuse_gaps(file, {name: (begin, end) for name, (_, begin, end) in spans.items()}, size - 8 - length)
-    return {name: tensor for name, (tensor, _, _) in spans.items()}
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file}: __metadata__ is not an object of strings; {AGAIN}")
+    tensors = {name: checked_entry(file, name, entry) for name, entry in header.items()}
+    refuse_gaps(file, tensors, size - 8 - length)
+    return tensors
 
 
 def refuse_text(file: Path, start: bytes) -> None:
     if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{file}: is a Git LFS pointer, not the weights; run `git lfs pull`")
+        raise CheckpointError(f"{file}: is a Git LFS pointer in place of the file; run `git lfs pull`")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise CheckpointError(f"{file}: is a web page, not the weights; {AGAIN}")
+        raise CheckpointError(f"{file}: is a web page in place of the file; {AGAIN}")
 
 
-def checked_entry(file: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
-            type(n) is int and n >= 0 for n in (*shape, begin, end)
-        ):
-            pass
-        case _:
-            raise CheckpointError(f"{file}: tensor {name} lacks a valid dtype, shape or data_offsets; {AGAIN}")
-    if dtype not in DTYPES:
+def checked_entry(file: Path, name: str, entry: Any) -> StoredTensor:
+    """A tensor's entry in the header of its file. Raises CheckpointError naming file, tensor and field."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(DTYPES)}")
-    needed = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != needed:
-        raise CheckpointError(f"{file}: tensor {name} needs {needed} bytes, data_offsets give {end - begin}; {AGAIN}")
-    return StoredTensor(file, DTYPES[dtype], tuple(shape), begin), begin, end
+    if not is_counts(shape) or len(shape) > MAX_DIMENSIONS:
+        raise CheckpointError(f"{file}: tensor {name} has shape {shape}, not a list of at most 64 sizes; {AGAIN}")
+    if not is_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{file}: tensor {name} has data_offsets {offsets}, not a begin and an end; {AGAIN}")
+    stored = StoredTensor(file, DTYPES[dtype], tuple(shape), offsets[0])
+    if stored.end != offsets[1]:
+        given = f"data_offsets {offsets} give {offsets[1] - offsets[0]}"
+        raise CheckpointError(f"{file}: tensor {name} needs {stored.nbytes} bytes, {given}; {AGAIN}")
+    return stored
 
 
-def refuse_gaps(file: Path, spans: Mapping[str, tuple[int, int]], size: int) -> None:
+def is_counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def refuse_gaps(file: Path, tensors: Mapping[str, StoredTensor], size: int) -> None:
+    """size: bytes of the file's data."""
     position = 0
-    for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        begin, end = stored.begin, stored.end
         if begin != position:
             fault = "overlaps the one before it" if begin < position else "leaves a gap before it"
             raise CheckpointError(f"{file}: tensor {name} {fault} (data_offsets {begin} to {end}); {AGAIN}")
         if end > size:
-            raise CheckpointError(f"{file}: truncated: tensor {name} ends at byte {end} of {size} of data; {AGAIN}")
+            raise CheckpointError(
+                f"{file}: truncated: tensor {name} ends at byte {end} of {size} of data (data_offsets); {AGAIN}"
+            )
         position = end
     if position != size:
         raise CheckpointError(f"{file}: {size - position} bytes after the last tensor; {AGAIN}")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    return parse_json(file.read_bytes(), file)
+    """A JSON object from a file of at most MAX_JSON_BYTES. Raises CheckpointError as parse_json does."""
+    with reading(file) as stream:
+        data = stream.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{file}: more than {MAX_JSON_BYTES} bytes of JSON are not read; {AGAIN}")
+    refuse_text(file, data[:64])
+    return parse_json(data, file)
 
 
 def parse_json(data: bytes, file: Path, *, may_be_huge: Container[str] = ()) -> dict[str, Any]:
-    """A JSON object whose numbers are finite and fit 64 bits, but for the fields named, which may be infinite.
+    """A JSON object, each field given once, whose numbers are finite and fit 64 bits; of bounded size and depth.
 
+    may_be_huge: fields whose numbers may also be larger; they are then infinite.
     Raises CheckpointError naming the file and the field.
     """
+    values = sum(map(data.count, (b",", b"[", b"{")))  # an upper bound, known before any is made
+    if values > MAX_JSON_VALUES:
+        raise CheckpointError(f"{file}: {values} JSON values, more than {MAX_JSON_VALUES}; {AGAIN}")
+    repeated: list[str] = []
+
+    def fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            repeated.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        return fields
+
     try:
         # A number too long for 64 bits becomes infinite, to be found with its name below.
-        value = json.loads(data.decode(), parse_int=lambda digits: int(digits) if len(digits) <= 20 else math.inf)
+        value = json.loads(
+            data.decode(),
+            parse_int=lambda digits: int(digits) if len(digits) <= 20 else math.inf,
+            object_pairs_hook=fields_once,
+        )
         wild = [field for field, number in numbers(value) if not fits_64_bits(number) and field not in may_be_huge]
     except RecursionError:
         raise CheckpointError(f"{file}: field {deepest_field(data.decode())} is nested too deeply; {AGAIN}") from None
@@ -212,6 +282,8 @@ def parse_json(data: bytes, file: Path, *, may_be_huge: Container[str] = ()) -> 
         raise CheckpointError(f"{file}: not JSON: {error}; {AGAIN}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: holds {type(value).__name__}, not a JSON object; {AGAIN}")
+    if repeated:
+        raise CheckpointError(f"{file}: field {repeated[0]} is there more than once; leave one")
     if wild:
         raise CheckpointError(f"{file}: field {wild[0]} is not a finite number of 64 bits; correct it")
     return value
@@ -221,24 +293,29 @@ def fits_64_bits(number: int | float) -> bool:
     return -(2**63) <= number < 2**63 if isinstance(number, int) else math.isfinite(number)
 
 
-def numbers(value: Any, field: str = "") -> Iterator[tuple[str, int | float]]:
-    """Every number of a JSON value with its place, such as `rope_scaling.factor` or `eos_token_id[1]`."""
+def numbers(value: Any, field: str = "", depth: int = 0) -> Iterator[tuple[str, int | float]]:
+    """Every number of a JSON value with its place, such as `rope_scaling.factor` or `eos_token_id[1]`.
+
+    Raises RecursionError beyond MAX_JSON_DEPTH.
+    """
+    if depth > MAX_JSON_DEPTH:
+        raise RecursionError
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from numbers(item, f"{field}.{key}" if field else key)
+            yield from numbers(item, f"{field}.{key}" if field else key, depth + 1)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from numbers(item, f"{field}[{index}]")
+            yield from numbers(item, f"{field}[{index}]", depth + 1)
     elif isinstance(value, int | float):
         yield field, value
 
 
 def deepest_field(text: str) -> str:
-    """The outermost field within which brackets nest deeper than MAX_DEPTH: the last string before they open."""
+    """The outermost field within which brackets nest deeper than MAX_JSON_DEPTH: the last string before they open."""
     depth, field = 0, ""
     for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
-        if depth > MAX_DEPTH:
+        if depth > MAX_JSON_DEPTH:
             break
         if depth == 1 and token[0].startswith('"'):
             field = token[0]

@@ -6,7 +6,9 @@ parameters, rules and folders; no family.
 """
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from ligermodels.weights.streaming import Transfer, bit_equal, stream
 
 # Old files store what every reader recomputes from the configuration.
 STALE = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+MORE_PIECES = 10_000  # than there are tensors: from so many on, what is missing is not listed
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -49,39 +52,71 @@ class HubModel(Protocol):
         """As of torch.nn.Module."""
 
 
+@dataclass(frozen=True)
+class Fit:
+    """Which tensors of a checkpoint fill which boxes of a model's parameters.
+
+    copies: tied tensors that are stored again -> those they must equal. unexpected: tensors that fill nothing.
+    """
+
+    checkpoint: Checkpoint
+    pieces: list[Piece]
+    copies: Mapping[str, str]
+    unexpected: list[str]
+
+
 @torch.no_grad()
-def load_weights(model: HubModel, folder: str | Path) -> None:
+def load_weights(model: HubModel, folder: str | Path, *, allow_unexpected: bool = False) -> None:
     """Fills the parameters of `model`, in their own dtypes and where they are, from the safetensors of `folder`.
 
     model: its parameters may be DTensors, but not on the meta device.
     The folder may have any of the model's layouts; faults are reported against the Hub's own, unless another is whole.
     A tied model's folder may hold the tied tensor twice, if both are equal. Stale rotary buffers are passed over.
+    allow_unexpected: tensors that the model has no place for are left out with a warning that names them.
     Raises CheckpointError, before anything is copied, where the folder is damaged or a tensor is missing, unexpected,
     of the wrong shape or not floating; ValueError where the model is not ready to be filled.
     """
     refuse_unready(model)
-    checkpoint = open_checkpoint(folder)
+    fit = fit_weights(model, open_checkpoint(folder), allow_unexpected=allow_unexpected)
+    refuse_unequal(fit.checkpoint, fit.copies)
+    stored = fit.checkpoint.tensors
+    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+    transfers = (transfer_of(*parts[piece.parameter], piece, stored[piece.tensor]) for piece in fit.pieces)
+    others = distributed.is_initialized() and distributed.get_rank() > 0
+    stream(filter(None, transfers), f"Loading {Path(folder).name}", quiet=others)
+    if fit.unexpected and not others:
+        warnings.warn(
+            f"{folder}: left out, as the model has no place for them: {shortened(fit.unexpected)}", stacklevel=3
+        )
+
+
+def fit_weights(model: HubModel, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> Fit:
+    """Compares names, shapes and dtypes alone: the model may be on the meta device. Raises as load_weights does."""
     rules, planned = layout_of(checkpoint, model)
     pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
-    refuse_misfits(checkpoint, pieces, copies)
-    refuse_unequal(checkpoint, copies)
-    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
-    transfers = (transfer_of(*parts[piece.parameter], piece, checkpoint.tensors[piece.tensor]) for piece in planned)
-    others = distributed.is_initialized() and distributed.get_rank() > 0
-    stream(filter(None, transfers), f"Loading {checkpoint.folder.name}", quiet=others)
+    known = pieces.keys() | copies.keys()
+    unexpected = [name for name in checkpoint.tensors if name not in known and not STALE.fullmatch(name)]
+    refuse_misfits(checkpoint, pieces, [] if allow_unexpected else unexpected)
+    return Fit(checkpoint, planned, copies, unexpected)
 
 
 def layout_of(checkpoint: Checkpoint, model: HubModel) -> tuple[tuple[Rule, ...], list[Piece]]:
     """The first of the model's layouts of which the checkpoint lacks no tensor, or the Hub's own where it lacks some of
     each: its rules, and the pieces they make."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    limit = len(checkpoint.tensors) + MORE_PIECES  # a plan of so many lacks some, and need not be longer
     tried: list[tuple[tuple[Rule, ...], list[Piece]]] = []
     for rules in (model.weight_rules(), *model.other_weight_rules()):
-        pieces = plan(shapes, rules)
+        pieces = plan(shapes, rules, at_most=limit)
         if all(piece.tensor in checkpoint.tensors for piece in pieces):
             return rules, pieces
         tried.append((rules, pieces))
+    if len(tried[0][1]) == limit:
+        raise CheckpointError(
+            f"{checkpoint.folder}: its config.json describes at least {limit} tensors, its files hold "
+            f"{len(checkpoint.tensors)}; correct num_hidden_layers or the number of experts, or download it again"
+        )
     return tried[0]
 
 
@@ -129,21 +164,28 @@ def refuse_unready(model: HubModel) -> None:
         raise ValueError("tie_word_embeddings is true, but the model shares no parameter: tie it again after to_empty")
 
 
-def refuse_misfits(checkpoint: Checkpoint, pieces: Mapping[str, Piece], copies: Mapping[str, str]) -> None:
+def refuse_misfits(checkpoint: Checkpoint, pieces: Mapping[str, Piece], unexpected: list[str]) -> None:
     stored = checkpoint.tensors
     missing = [name for name in pieces if name not in stored]
-    unexpected = [name for name in stored if name not in pieces and name not in copies and not STALE.fullmatch(name)]
+    others = [f"{name} ({stored[name].file.name})" for name in unexpected]
     fitting = {name: piece for name, piece in pieces.items() if name in stored}
     shapes = [
-        f"{name} is {list(stored[name].shape)} instead of {list(piece.shape)}"
+        f"{name} is {list(stored[name].shape)} instead of {list(piece.shape)} ({stored[name].file.name})"
         for name, piece in fitting.items()
         if stored[name].shape != piece.shape
     ]
-    dtypes = [f"{name} is {stored[name].dtype}" for name in fitting if stored[name].dtype not in FLOATS]
-    faults = {"missing": missing, "unexpected": unexpected, "misshapen": shapes, "not floating (quantized?)": dtypes}
+    dtypes = [
+        f"{name} is {stored[name].dtype} ({stored[name].file.name})"
+        for name in fitting
+        if stored[name].dtype not in FLOATS
+    ]
+    faults = {"missing": missing, "unexpected": others, "misshapen": shapes, "not floating (quantized?)": dtypes}
     found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
     if found:
-        raise CheckpointError(f"{checkpoint.folder}: the weights do not fit its config.json: {'; '.join(found)}")
+        leave_out = "; allow_unexpected=True leaves out what the model has no place for" if others else ""
+        raise CheckpointError(
+            f"{checkpoint.folder}: the weights do not fit its config.json: {'; '.join(found)}{leave_out}"
+        )
 
 
 def refuse_unequal(checkpoint: Checkpoint, copies: Mapping[str, str]) -> None:

@@ -36,7 +36,7 @@ class Piece:
 
 
 class Rule(Protocol):
-    def pieces(self, name: str, shape: Shape) -> list[Piece] | None:
+    def pieces(self, name: str, shape: Shape) -> Iterable[Piece] | None:
         """The pieces of the parameter `name`, or None where the rule does not match it."""
 
 
@@ -51,10 +51,10 @@ class Rename:
     ours: str
     rules: tuple[Rule, ...] = ()
 
-    def pieces(self, name: str, shape: Shape) -> list[Piece] | None:
+    def pieces(self, name: str, shape: Shape) -> Iterable[Piece] | None:
         if translator(self.ours, name) is None:
             return None
-        return [replace(piece, tensor=self.renamed(piece.tensor)) for piece in pieces_of(name, shape, self.rules)]
+        return (replace(piece, tensor=self.renamed(piece.tensor)) for piece in pieces_of(name, shape, self.rules))
 
     def renamed(self, tensor: str) -> str:
         translate = translator(self.ours, tensor)
@@ -97,7 +97,7 @@ class Stack:
     ours: str
     hub: tuple[str, ...]
 
-    def pieces(self, name: str, shape: Shape) -> list[Piece] | None:
+    def pieces(self, name: str, shape: Shape) -> Iterable[Piece] | None:
         translate = translator(self.ours, name)
         if translate is None:
             return None
@@ -105,7 +105,7 @@ class Stack:
         if rows % len(self.hub):
             raise ValueError(f"{name} has {rows} rows an expert, which its rule splits in equal parts for {self.hub}")
         part = rows // len(self.hub)
-        return [
+        return (
             Piece(
                 translate(hub, expert),
                 name,
@@ -114,11 +114,11 @@ class Stack:
             )
             for expert in range(experts)
             for row, hub in zip(range(0, rows, part), self.hub, strict=True)
-        ]
+        )
 
 
-def plan(parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule]) -> list[Piece]:
-    """The pieces of all parameters, those of one parameter side by side.
+def plan(parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule], *, at_most: int | None = None) -> list[Piece]:
+    """The pieces of all parameters, those of one parameter side by side, or the first `at_most`.
 
     parameters: shapes by name. Raises ValueError where a rule does not fit a shape or two pieces claim one tensor.
     Low-rank updates have no piece: they are no part of a checkpoint.
@@ -134,6 +134,8 @@ def plan(parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule]) -> list
                 raise ValueError(f"both {owner[piece.tensor]} and {name} map to the checkpoint's {piece.tensor}")
             owner[piece.tensor] = name
             pieces.append(replace(piece, parameter=name))
+            if len(pieces) == at_most:
+                return pieces
     return pieces
 
 
@@ -142,7 +144,7 @@ def is_update(name: str) -> bool:
     return name.endswith(UPDATES)
 
 
-def pieces_of(name: str, shape: Shape, rules: Iterable[Rule]) -> list[Piece]:
+def pieces_of(name: str, shape: Shape, rules: Iterable[Rule]) -> Iterable[Piece]:
     for rule in rules:
         pieces = rule.pieces(name, shape)
         if pieces is not None:

@@ -24,6 +24,7 @@ SIZES = {
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
     "head_dim": 8,
+    "pad_token_id": None,
 }
 VISION = {"vision_config": {"vision_use_head": False}}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -48,7 +49,7 @@ def read(model_type, **fields):
 def refusals():
     """Model type, fields, and what the refusal must name: the field, its value where it has one, the remedy."""
     for name in ARCHITECTURES:
-        yield name, {"rope_scaling": {"type": "ntk"}}, ["rope_scaling", "'ntk'", "'linear'"]
+        yield name, {"rope_scaling": {"type": "ntk"}}, ["rope_scaling", "'ntk'", "there is", "linear"]
         yield name, {"rope_scaling": {"type": "linear"}}, ["rope_scaling", "'linear'", "lacks factor", "add"]
         yield name, {"rope_scaling": 5}, ["rope_scaling", "5", "must be an object"]
         yield name, {"quantization_config": {"bits": 4}}, ["quantization_config", "load the original"]
@@ -229,7 +230,7 @@ def test_which_layers_have_a_window(model_type, fields, expected):
 
 def what_is_computed(config):
     """Its fields, but for what is said otherwise: the activation by several names, the windows by several fields."""
-    apart = {"raw", "hidden_act", "hidden_activation", "layer_types", "sliding_window"}
+    apart = {"raw", "hidden_act", "hidden_activation", "layer_types", "sliding_window", "rope_local_base_freq"}
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in apart}
     return fields | {"activation": config.activation, "windows": windows(config)}
 

@@ -10,36 +10,6 @@ from ligermodels.errors import CheckpointError
 from ligermodels.weights.config_file import both_spellings, read_config, with_dtype
 
 CONFIGS = sorted((Path(__file__).parent.parent / "data" / "configs").iterdir())
-NESTED = "[" * 200_000 + "]" * 200_000
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("{", "not JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
-        ("\ufeff{}", "BOM"),
-        ("[1]", "list, not a JSON object"),
-        ('{"rope_theta": NaN}', "field rope_theta"),
-        ('{"rope_scaling": {"factor": -Infinity}}', "field rope_scaling.factor"),
-        ('{"eos_token_id": [1, 1e999]}', "field eos_token_id[1]"),
-        ('{"hidden_size": 9223372036854775808}', "field hidden_size"),
-        ('{"hidden_size": -' + "9" * 5000 + "}", "field hidden_size"),
-        ('{"a": {"b": "c"}, "rope_scaling": ' + NESTED + ', "d": 1}', 'field "rope_scaling" is nested too deeply'),
-        ('{"rope_scaling": ' + '{"x": ' * 200_000 + "}", 'field "rope_scaling" is nested too deeply'),
-    ],
-)
-def test_bad_config_is_refused_naming_file_and_field(tmp_path, text, names):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CheckpointError) as caught:
-        read_config(tmp_path)
-    assert names in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_config_that_is_not_utf8_names_the_position(tmp_path):
-    (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(CheckpointError, match=r"config\.json: not JSON: .*position 7"):
-        read_config(tmp_path)
 
 
 def test_missing_config(tmp_path):
