@@ -1,27 +1,36 @@
 """What every refusal of a folder has in common: one line that can be read, in little time and memory."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ligermodels
 from ligermodels.errors import LONGEST, InputError
 
-SECONDS = 1.0  # of this process's CPUs: the wall clock also counts what else the machine does
-MIB = 64  # more than before, at the worst moment
+SECONDS, MIB = 1.0, 256  # where a file is as large as they may be
 
 
-def refusal_of(folder: Path, seconds: float = SECONDS, mib: float = MIB, **options) -> str:
+def refusal_of(folder: Path, **options: Any) -> str:
     """The message with which `ligermodels.load` refuses the folder, after checking what all of them must be."""
-    before, started = forget_peak(), time.process_time()
-    with pytest.raises(InputError) as caught:
+    with measured(SECONDS, MIB), pytest.raises(InputError) as caught:
         ligermodels.load(folder, **options)
-    spent, grown = time.process_time() - started, peak() - before
     message = str(caught.value)
     assert message.isprintable() and len(message) <= 2 * LONGEST, message
-    assert spent <= seconds and grown <= mib, f"{spent:.2f} s of {seconds}, {grown:.0f} MiB of {mib}: {message}"
     return message
+
+
+@contextmanager
+def measured(seconds: float, mib: float) -> Iterator[None]:
+    """Fails where what is done within takes more time or memory. seconds: of this process's CPUs, as the wall clock
+    also counts what else the machine does. mib: more than before, at the worst moment."""
+    before, started = forget_peak(), time.process_time()
+    yield
+    spent, grown = time.process_time() - started, peak() - before
+    assert spent <= seconds and grown <= mib, f"{spent:.2f} s of {seconds}, {grown:.0f} MiB of {mib}"
 
 
 def forget_peak() -> float:

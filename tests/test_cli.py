@@ -1,4 +1,3 @@
-
 import pytest
 import tokenizers
 from tokenizers.models import WordLevel

@@ -324,7 +324,7 @@ def test_a_damaged_folder_is_refused(name, folder, capsys):
     damage, words = FAULTS[name]
     damage(folder)
     before = sorted(folder.rglob("*"))
-    message = refusal_of(folder, mib=256)
+    message = refusal_of(folder)
     for word in words:
         assert word in message, message
     assert main(["generate", str(folder), "--prompt", "w5", "--device", "cpu"]) == 2
