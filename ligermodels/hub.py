@@ -20,7 +20,7 @@ from ligermodels.weights.adapters import fill_updates, fitted, read_adapter, wri
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import Checkpoint, open_checkpoint
-from ligermodels.weights.loading import FLOATS, fit_weights, load_weights, refuse_meta
+from ligermodels.weights.loading import FLOATS, fill_weights, fit_weights, refuse_meta
 
 
 def list_architectures() -> list[str]:
@@ -50,9 +50,8 @@ def load(
     checkpoint = open_checkpoint(folder)
     refuse_layers_without_tensors(config, checkpoint)
     model = build(architecture, config).to(dtype or stored_dtype(raw, checkpoint))
-    fit_weights(model, checkpoint, allow_unexpected=allow_unexpected)
-    model.to_empty(device=device)
-    load_weights(model, folder, allow_unexpected=allow_unexpected)
+    fit = fit_weights(model, checkpoint, allow_unexpected=allow_unexpected)
+    fill_weights(model.to_empty(device=device), fit)
     model.source, model.generation_config = folder, generation_config
     return model.eval()
 

@@ -65,7 +65,6 @@ class Fit:
     unexpected: list[str]
 
 
-@torch.no_grad()
 def load_weights(model: HubModel, folder: str | Path, *, allow_unexpected: bool = False) -> None:
     """Fills the parameters of `model`, in their own dtypes and where they are, from the safetensors of `folder`.
 
@@ -77,21 +76,29 @@ def load_weights(model: HubModel, folder: str | Path, *, allow_unexpected: bool 
     of the wrong shape or not floating; ValueError where the model is not ready to be filled.
     """
     refuse_unready(model)
-    fit = fit_weights(model, open_checkpoint(folder), allow_unexpected=allow_unexpected)
+    fill_weights(model, fit_weights(model, open_checkpoint(folder), allow_unexpected=allow_unexpected))
+
+
+@torch.no_grad()
+def fill_weights(model: HubModel, fit: Fit) -> None:
+    """The second half of load_weights: fills the parameters as `fit` says, which may have been found on another device.
+
+    Raises CheckpointError where tied tensors are stored twice and differ, or a file cannot be read.
+    """
     refuse_unequal(fit.checkpoint, fit.copies)
-    stored = fit.checkpoint.tensors
+    folder, stored = fit.checkpoint.folder, fit.checkpoint.tensors
     parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     transfers = (transfer_of(*parts[piece.parameter], piece, stored[piece.tensor]) for piece in fit.pieces)
     others = distributed.is_initialized() and distributed.get_rank() > 0
-    stream(filter(None, transfers), f"Loading {Path(folder).name}", quiet=others)
+    stream(filter(None, transfers), f"Loading {folder.name}", quiet=others)
     if fit.unexpected and not others:
         warnings.warn(
-            f"{folder}: left out, as the model has no place for them: {shortened(fit.unexpected)}", stacklevel=3
+            f"{folder}: left out, as the model has no place for them: {shortened(fit.unexpected)}", stacklevel=2
         )
 
 
 def fit_weights(model: HubModel, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> Fit:
-    """Compares names, shapes and dtypes alone: the model may be on the meta device. Raises as load_weights does."""
+    """The first half of load_weights: compares names, shapes and dtypes. The model may be on the meta device."""
     rules, planned = layout_of(checkpoint, model)
     pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}

@@ -21,7 +21,7 @@ from tests.cases import CASES
 from tests.refusals import measured
 from tests.weights.raw_files import safetensors_bytes
 
-SEEDS, GROUPS = 320, 4
+SEEDS, GROUPS = 240, 4
 SECONDS, MIB = 0.5, 64
 FAMILIES = (
     "llama",
@@ -33,7 +33,6 @@ FAMILIES = (
     "qwen3_moe",
     "granitemoe",
 )
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 FIELDS = sorted(
     {field for family in ARCHITECTURES.values() for field in family.Config.__dataclass_fields__}
     | {"dtype", "rope_scaling", "rope_parameters", "rope_theta", "quantization_config", "text_config", "architectures"}
@@ -60,32 +59,27 @@ VALUES = (
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[Path]:
-    """Each family in one file and in shards."""
+    """Every other family in shards."""
     made = []
-    for name in FAMILIES:
-        for shards, size in (("one", 10**9), ("shards", 60_000)):
-            folder = tmp_path_factory.mktemp("healthy") / f"{name}-{shards}"
-            ligermodels.export(ligermodels.create(CASES[name]), folder, max_shard_size=size)
-            ligermodels.load(folder)
-            made.append(folder)
+    for number, name in enumerate(FAMILIES):
+        folder = tmp_path_factory.mktemp("healthy") / name
+        ligermodels.export(ligermodels.create(CASES[name]), folder, max_shard_size=60_000 if number % 2 else 10**9)
+        ligermodels.load(folder)  # what the first load costs is not that of a case
+        made.append(folder)
     return made
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_a_damaged_folder_loads_what_its_files_say_or_is_refused(group, folders):
     outcomes = [check(seed, folders) for seed in range(group, SEEDS, GROUPS)]
-    assert (
-        0.02 * len(outcomes) < outcomes.count("loaded") < 0.8 * len(outcomes)
-    )  # else the damage is too mild or too wild
+    assert 0.05 < outcomes.count("loaded") / len(outcomes) < 0.5  # else the damage is too wild, or too mild
 
 
 def check(seed: int, folders: list[Path]) -> str:
     """What became of one case; AssertionError where that is neither a clean load nor a clean refusal."""
     rng = random.Random(seed)
     folder = rng.choice(folders)
-    file = rng.choice(
-        [path for path in sorted(folder.iterdir()) if path.name != "generation_config.json"] + [folder / CONFIG] * 2
-    )
+    file = rng.choice([*sorted(folder.iterdir()), folder / "config.json", folder / "config.json"])
     healthy = file.read_bytes()
     damaged, how = damage(rng, file.name, healthy)
     file.write_bytes(damaged)
@@ -198,7 +192,7 @@ def change_one(rng: random.Random, root: dict[str, Any], how: list[str]) -> None
         other = rng.choice(keys)
         where[key], where[other] = where[other], where[key]
     else:
-        for _ in range(rng.choice((1, 90, 400))):
+        for _ in range(rng.choice((1, 60, 150))):
             where[key] = [where[key]]
     how[-1] += f" -> {str(where[key])[:80]}" if isinstance(where, dict) and key in where else ""
 
@@ -214,8 +208,9 @@ def near(rng: random.Random, value: Any) -> Any:
     return rng.choice((value[:-1], value * 2, value[::-1])) if isinstance(value, list) else list(value)
 
 
-def containers(value: Any) -> list[Any]:
-    if not isinstance(value, dict | list):
-        return []
-    items = value.values() if isinstance(value, dict) else value
-    return [value, *(inner for item in items for inner in containers(item))]
+def containers(root: Any) -> list[Any]:
+    found = [root]
+    for value in found:  # which grows meanwhile
+        items = value.values() if isinstance(value, dict) else value
+        found += [item for item in items if isinstance(item, dict | list)]
+    return found
