@@ -22,6 +22,8 @@ from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import Checkpoint, open_checkpoint
 from ligermodels.weights.loading import FLOATS, fill_weights, fit_weights, refuse_meta
 
+LEAST_TENSORS = 4  # of a layer in any layout: a norm, attention's two sides, a feed-forward layer
+
 
 def list_architectures() -> list[str]:
     """The supported values of config.json's model_type."""
@@ -156,8 +158,8 @@ def understood(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM],
 
 
 def refuse_layers_without_tensors(config: Config, checkpoint: Checkpoint) -> None:
-    """A layer has at least one tensor. To build thousands of them takes seconds, so this must be known before."""
-    if config.num_hidden_layers > len(checkpoint.tensors):
+    """To build thousands of layers takes seconds, so this must be known before."""
+    if config.num_hidden_layers * LEAST_TENSORS > len(checkpoint.tensors):
         raise CheckpointError(
             f"{checkpoint.folder / CONFIG_FILE}: num_hidden_layers is {config.num_hidden_layers}, but the weights are "
             f"{len(checkpoint.tensors)} tensors; correct it, or download the weights again"
