@@ -132,10 +132,10 @@ def tensor_hashes(folder: str | Path) -> dict[str, str]:
 
 def hash_of(stored: StoredTensor) -> str:
     digest = hashlib.sha256()
-    with stored.file.open("rb") as stream:
+    with reading(stored.file) as stream:
         data = 8 + int.from_bytes(stream.read(8), "little")
         stream.seek(data + stored.begin)
-        left = math.prod(stored.shape) * stored.dtype.itemsize
+        left = stored.nbytes
         while left:
             block = stream.read(min(left, HASHED_BYTES))
             if not block:
