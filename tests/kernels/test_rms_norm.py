@@ -16,14 +16,14 @@ def draw(*shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "offset"), zip(SHAPES, cycle([0.0, 1.0]), strict=False))
+@pytest.mark.parametrize(("shape", "offset"), list(zip(SHAPES, cycle([0.0, 1.0]), strict=False)))
 def test_rms_norm_is_within_the_error_budget(shape, offset, dtype):
     inputs = draw(*shape), draw(shape[-1])
     check(lambda *a: rms_norm(*a, 1e-6, offset), lambda *a: rms_norm_reference(*a, 1e-6, offset), inputs, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "offset"), zip(SHAPES, cycle([0.0, 1.0]), strict=False))
+@pytest.mark.parametrize(("shape", "offset"), list(zip(SHAPES, cycle([0.0, 1.0]), strict=False)))
 def test_add_rms_norm_is_within_the_error_budget(shape, offset, dtype):
     inputs = draw(*shape), draw(*shape), draw(shape[-1])
     check(lambda *a: add_rms_norm(*a, 1e-6, offset), lambda *a: add_rms_norm_reference(*a, 1e-6, offset), inputs, dtype)
