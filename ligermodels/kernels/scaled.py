@@ -38,7 +38,8 @@ def _kernel(
 def _launch(x: Tensor, scale: Tensor, factor: float, out: Tensor, in_place: bool) -> None:
     """x and out [rows, N] with unit stride along N; scale of one element, or [rows] of any stride."""
     per_row = scale.numel() > 1
-    if not per_row and x.is_contiguous():  # one row
+    # All of it as one row, unless its rows are no whole vectors: then their number would decide what is compiled.
+    if not per_row and x.is_contiguous() and x.shape[1] % 16 == 0:
         rows, columns, x_stride, out_stride = 1, x.numel(), x.numel(), x.numel()
     else:
         (rows, columns), x_stride, out_stride = x.shape, x.stride(0), out.stride(0)
