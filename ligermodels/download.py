@@ -59,14 +59,22 @@ def local_folder(name_or_folder: str | Path) -> Path | None:
     return None
 
 
-def fetch_files(name: str, *, revision: str | None, token: str | None, known: Iterable[str] = ()) -> Path:
-    """A snapshot folder of the Hub's cache with all of a repository that is not weights, downloaded where absent.
+def fetch_files(
+    name: str,
+    *,
+    revision: str | None,
+    token: str | None,
+    known: Iterable[str] = (),
+    files: Iterable[str] = FILES,
+) -> Path:
+    """A snapshot folder of the Hub's cache with a repository's `files`, downloaded where they are absent.
 
     revision: a branch, tag or commit. known: names to suggest the nearest of, where the Hub does not know `name`.
-    Where the Hub cannot be reached, or is not to be, the cache must have it all. Raises HubError.
+    files: names or patterns, by default of all that is not weights. Where the Hub cannot be reached, or is not to be,
+    the cache must have them all. Raises HubError.
     """
     with explained(name, revision, token, known=known):
-        return download(name, FILES, revision, token, tqdm_class=Silent)
+        return download(name, files, revision, token, tqdm_class=Silent)
 
 
 def fetch_adapter(name: str, *, revision: str | None, token: str | None) -> Path:
@@ -103,10 +111,32 @@ def fetch_weights(name: str, folder: Path, *, token: str | None) -> None:
         download(name, missing, commit, token)
 
 
-def listing(name: str, revision: str, token: str | None) -> list[str]:
-    """The files and folders of a repository, its root alone. What it raises is what `snapshot_download` would."""
+def weight_sizes(name: str, folder: Path, *, token: str | None) -> dict[str, int | None]:
+    """Bytes of each file of a repository's weights, of which `folder` is a snapshot; none is downloaded.
+
+    None where the repository does not have a file that its index names. Raises HubError.
+    """
+    with explained(name, folder.name, token):
+        stored = listing(name, folder.name, token)
+    if SINGLE_FILE in stored:
+        return {SINGLE_FILE: stored[SINGLE_FILE]}
+    return {shard: stored.get(shard) for shard in indexed_files(folder)}
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """The files that the folder's index names; none where it has no index."""
+    return sorted(set(read_weight_map(folder).values())) if (folder / INDEX_FILE).exists() else []
+
+
+def listing(name: str, revision: str, token: str | None) -> dict[str, int | None]:
+    """The files of a repository's root with their bytes, and its folders. It raises what `snapshot_download` would."""
+
+    def ask() -> dict[str, int | None]:
+        entries = HfApi(token=token).list_repo_tree(name, revision=revision)
+        return {entry.path: getattr(entry, "size", None) for entry in entries}
+
     try:
-        return patiently(lambda: [entry.path for entry in HfApi(token=token).list_repo_tree(name, revision=revision)])
+        return patiently(ask)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise
     except Exception as error:
@@ -119,7 +149,7 @@ def missing_weights(folder: Path) -> list[str]:
         return []
     if not (folder / INDEX_FILE).exists():
         return [SINGLE_FILE]
-    return [shard for shard in sorted(set(read_weight_map(folder).values())) if not (folder / shard).exists()]
+    return [shard for shard in indexed_files(folder) if not (folder / shard).exists()]
 
 
 def download(name: str, files: Iterable[str], revision: str | None, token: str | None, **how: Any) -> Path:

@@ -3,13 +3,14 @@
 The one place that knows both the list of architectures and the Hub's door, `download`. Remote code is never run.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ligermodels.architectures import ARCHITECTURES
-from ligermodels.download import fetch_adapter, fetch_files, fetch_weights, local_folder
+from ligermodels.download import FILES, fetch_adapter, fetch_files, fetch_weights, local_folder
 from ligermodels.errors import CheckpointError, HubError, hint
 from ligermodels.known_models import KNOWN_MODELS
 from ligermodels.layers.config import Config
@@ -220,7 +221,7 @@ def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: s
     return folder
 
 
-def small_files(name: str, revision: str | None, token: str | None) -> Path:
-    """The snapshot of a Hub repository without its weights."""
+def small_files(name: str, revision: str | None, token: str | None, files: Iterable[str] = FILES) -> Path:
+    """The snapshot of a Hub repository without its weights. files: those of it that are wanted."""
     known = KNOWN_MODELS if "/" in name else (*KNOWN_MODELS, *ARCHITECTURES)  # a bare name may mean an architecture
-    return fetch_files(name, revision=revision, token=token, known=known)
+    return fetch_files(name, revision=revision, token=token, known=known, files=files)

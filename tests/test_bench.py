@@ -302,7 +302,7 @@ def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
 
 
 def test_an_installed_package_names_the_checkout_it_needs(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(cli.bench, "BENCHMARKS", tmp_path / "benchmarks")
     error = refused(capsys)
     assert str(tmp_path / "benchmarks") in error and "checkout" in error
 

@@ -1,10 +1,16 @@
+import os
+import sys
+
 import pytest
 import tokenizers
+import torch
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import ligermodels
-from ligermodels.cli import main
+from ligermodels import cli, memory
+from ligermodels.cli import main, parsing
+from ligermodels.weights.files import tensor_hashes
 from tests.cases import LLAMA
 
 
@@ -23,7 +29,7 @@ def test_list_names_architectures_and_sizes(capsys):
     assert main(["list"]) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert lines["gemma3"] == ["from", "a", "checkpoint"]
-    assert lines["llama"] == ["tiny", "1b", "3b", "8b"] and lines["qwen2"] == ["tiny", "0.5b", "1.5b", "7b"]
+    assert " ".join(lines["llama"]) == "tiny (1.0M), 1b (1.2B), 3b (3.2B), 8b (8.0B)"
 
 
 def test_generate_prints_the_prompt_and_what_follows(folder, capsys):
@@ -31,8 +37,133 @@ def test_generate_prints_the_prompt_and_what_follows(folder, capsys):
     (ids,) = ligermodels.generate(model, [[5, 6, 7]], max_new_tokens=6)
     assert main(["generate", str(folder), "--prompt", "w5 w6 w7", "--max-new-tokens", "6", "--device", "cpu"]) == 0
     words = capsys.readouterr().out
-    expected = " ".join(f"w{i}" for i in ids if i != 2)
-    assert words == f"w5 w6 w7{expected}\n"
+    assert words == " ".join(["w5 w6 w7", *(f"w{i}" for i in ids if i != 2)]) + "\n"
+
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role | replace('user', 'w11') | replace('assistant', 'w12') }} "
+CHAT_TEMPLATE += "{{ m.content }} {% endfor %}{% if add_generation_prompt %}w12{% endif %}"
+
+
+def test_a_conversation_goes_through_the_chat_template_turn_by_turn(folder, capsys, monkeypatch):
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    model = ligermodels.load(folder)
+
+    def answer(*prompt):
+        (ids,) = ligermodels.generate(model, [prompt], max_new_tokens=4)
+        return [i for i in ids if i != 2]
+
+    def text(ids):
+        return " ".join(f"w{i}" for i in ids)
+
+    chat = ["generate", str(folder), "--chat", "--max-new-tokens", "4", "--device", "cpu"]
+    first = answer(11, 5, 12)
+    assert main([*chat, "--prompt", "w5"]) == 0
+    assert capsys.readouterr().out == text(first) + "\n"
+    assert main([*chat, "--prompt", "w5", "--system", "w9"]) == 0  # the role system is no word: w0
+    assert capsys.readouterr().out == text(answer(0, 9, 11, 5, 12)) + "\n"
+
+    said = iter(["w5", "", "w6"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next_line(said))
+    assert main(chat) == 0
+    assert capsys.readouterr().out == f"{text(first)}\n{text(answer(11, 5, 12, *first, 11, 6, 12))}\n\n"
+
+
+def next_line(lines):
+    try:
+        return next(lines)
+    except StopIteration:
+        raise EOFError from None
+
+
+def test_what_cannot_be_done_without_a_prompt_or_a_template_is_refused(folder, capsys):
+    assert "--prompt" in refusal(["generate", str(folder)], capsys)
+    assert "--chat" in refusal(["generate", str(folder), "--prompt", "w5", "--system", "w9"], capsys)
+    assert "no chat template" in refusal(["generate", str(folder), "--prompt", "w5", "--chat"], capsys)
+    assert "no tokens" in refusal(["generate", str(folder), "--prompt", "", "--device", "cpu"], capsys)
+
+
+def test_info_tells_parameters_files_and_memory_from_config_json_alone(folder, capsys):
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    assert main(["info", str(folder), "--batch-size", "2", "--sequence-length", "16", "--dtype", "bfloat16"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    model = ligermodels.create(LLAMA, device="meta")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f" {count:,}, {99 * 48:,} of them embeddings" in lines["parameters"] and "none" in lines["files"]
+    weights = f"{2 * count / 1024:.1f} KiB"
+    assert lines["generate"].split("= ")[1].startswith(f"weights {weights} + cache")
+    peak = memory.training_memory(model, 2, 16, torch.bfloat16).peak
+    assert lines["train"].split("=")[0].split() == ["train", *parsing.memory_size(peak).split()]
+    assert lines["LoRA"].split("=")[0] != lines["train"].split("=")[0]
+
+
+def test_info_of_a_preset_and_of_files(folder, capsys):
+    assert main(["info", "qwen3_moe:30b-a3b"]) == 0
+    assert "30,532,122,624, 3,353,032,704 active" in capsys.readouterr().out
+    assert main(["info", str(folder)]) == 0
+    size = (folder / "model.safetensors").stat().st_size
+    assert f"model.safetensors  {size / 1000:.1f} KB" in capsys.readouterr().out
+    assert "qwen2:7b" in refusal(["info", "qwen2"], capsys)
+
+
+def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder, tmp_path, capsys):
+    model = ligermodels.load(folder)
+    ligermodels.add_lora(model, rank=2)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter)
+    ligermodels.export_adapter(model, tmp_path / "adapter")
+    sizes = ["--dtype", "float16", "--max-shard-size", "100KB"]
+    assert main(["export", str(folder), str(tmp_path / "out"), *sizes, "--adapter", str(tmp_path / "adapter")]) == 0
+    files = list((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 1 and f"in {len(files)} files" in capsys.readouterr().out
+    ligermodels.export(model, tmp_path / "merged", dtype=torch.float16)
+    assert tensor_hashes(tmp_path / "out") == tensor_hashes(tmp_path / "merged")
+    assert tensor_hashes(tmp_path / "out") != tensor_hashes(folder)
+    assert str(tmp_path / "out") in refusal(["export", str(folder), str(tmp_path / "out")], capsys)
+
+
+@pytest.mark.parametrize("command", ["list", "info", "generate", "export", "verify", "bench"])
+def test_help_shows_an_example_and_defaults(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and f"example: ligermodels {command}" in out and "(default: None)" not in out
+    shown = {
+        "generate": ["(default: 128)", "(default: 0.0)"],
+        "export": ["(default: 5GB)"],
+        "verify": ["(default: 32)"],
+    }
+    assert all(default in " ".join(out.split()) for default in shown.get(command, []))
+
+
+def test_an_interrupt_is_quiet_and_exits_with_130(folder, capsys, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.generate, "stream", interrupted)
+    assert main(["generate", str(folder), "--prompt", "w5", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_closed_pipe_ends_it_without_a_traceback(monkeypatch, capsys):
+    """`ligermodels info qwen2:tiny | true`: nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert main(["info", "qwen2:tiny"]) == 141
+    assert capsys.readouterr().err == ""  # and closing the pipe, as Python does at its end, raised nothing
+
+
+def refusal(arguments, capsys):
+    """The one line on stderr of a command that ends with status 2."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder, capsys):

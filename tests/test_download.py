@@ -128,6 +128,17 @@ def same(model, other) -> bool:
 # What is downloaded
 
 
+def test_info_downloads_config_json_and_the_index_alone(repository, files, capsys):
+    assert main(["info", NAME]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{shard}  {len(files[shard]) / 1000:.1f} KB" in out for shard in shards(files))
+    assert {Path(request.path).name for request in repository.requests if "/resolve/" in request.path} == {
+        "config.json",
+        INDEX,
+    }
+    assert not weights_asked_for(repository)
+
+
 def test_a_tokenizer_comes_without_weights_and_a_model_with_nothing_else(repository, checkpoint, files):
     tokenizer = ligermodels.load_tokenizer(NAME)
     assert tokenizer.encode("w5 w7") == [5, 7] and not weights_asked_for(repository)

@@ -23,7 +23,13 @@ MAY_IMPORT = {
     "hub": {"errors", "architectures", "layers", "weights", "tokenizer", "known_models", "download"},
     "generate": {"errors", "layers"},
     "training": {"errors", "kernels", "layers", "architectures", "weights", "hub", "generate", "tokenizer"},
-    "cli": {"errors", "layers", "architectures", "hub", "generate", "tokenizer"},
+    "memory": {"kernels", "layers"},
+    "description": {"errors", "layers", "architectures", "weights", "hub", "download"},
+    "verify": {"errors", "layers", "weights", "hub", "generate", "tokenizer"},
+    "cli": {
+        *("errors", "layers", "weights", "architectures", "hub", "generate", "tokenizer"),
+        *("memory", "description", "verify"),
+    },
     "__init__": {"errors", "layers", "hub", "generate"},
 }
 
@@ -59,11 +65,17 @@ def test_an_architecture_imports_layers_and_the_weight_mapping_only():
         assert 20 <= len(path.read_text().splitlines()) <= 90, path.name
 
 
+def imports_an_oracle(nodes):
+    return {"transformers", "peft"} & {
+        name.split(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+    }
+
+
 def test_the_product_does_not_import_the_oracles():
-    for path in PACKAGE.rglob("*.py"):
-        assert not {"transformers", "peft"} & {
-            name.split(".")[0]
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
-        }, path.name
+    """But in one file of `verify`, and there not before it is asked to compare."""
+    importing = [path for path in PACKAGE.rglob("*.py") if imports_an_oracle(ast.walk(ast.parse(path.read_text())))]
+    assert importing == [PACKAGE / "verify" / "reference.py"]
+    assert not imports_an_oracle(ast.parse(importing[0].read_text()).body)

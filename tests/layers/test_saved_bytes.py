@@ -10,34 +10,13 @@ import ligermodels
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import RANK, adapt
+from tests.layers.saved_bytes import BATCH, LENGTH, saved_bytes
 
 H, INNER, HQ, HKV, D = 256, 320, 4, 2, 64
-BATCH, LENGTH = 2, 32
 RAW = LLAMA | {
     "hidden_size": H, "intermediate_size": INNER, "num_attention_heads": HQ, "num_key_value_heads": HKV,
     "max_position_embeddings": 64,
 }  # fmt: skip
-
-
-def saved_bytes(raw, layers, dtype, change):
-    """Bytes of all distinct storages that autograd holds after a forward of a model that `change` was done to,
-    parameters apart."""
-    model = ligermodels.create(raw | {"num_hidden_layers": layers}, dtype=dtype, device=DEVICE)
-    change(model)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def keep(x):
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (storage.nbytes(), x)  # x stays alive, so that no address is used twice
-        return x
-
-    ids = torch.randint(3, 99, (BATCH, LENGTH), device=DEVICE)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = model(ids, ids).loss
-    assert loss.requires_grad
-    return sum(size for size, _ in kept.values())
 
 
 def per_token_and_layer(raw, change=lambda model: None):

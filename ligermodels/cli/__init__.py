@@ -1,0 +1,48 @@
+"""The command line, one file a command: each adds its arguments to the parser and calls the library."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from ligermodels.cli import bench, export, generate, info, listing, verify
+from ligermodels.cli.parsing import Parser
+from ligermodels.errors import InputError
+
+UNUSABLE, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 2, after one line on stderr, for input that cannot be used."""
+    args = parser().parse_args(arguments)
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status or 0
+    except InputError as error:
+        return refused(str(error))
+    except torch.OutOfMemoryError as error:
+        return refused(f"out of memory on the GPU; `ligermodels info` tells what a model needs: {first_line(error)}")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at exit complains
+        return PIPE_CLOSED
+
+
+def parser() -> Parser:
+    root = Parser(prog="ligermodels", description="Decoder language models on fused Triton kernels.")
+    commands = root.add_subparsers(required=True, metavar="command")
+    for command in (listing, info, generate, export, verify, bench):
+        command.add_to(commands)
+    return root
+
+
+def refused(message: str) -> int:
+    print(f"ligermodels: {message}", file=sys.stderr)
+    return UNUSABLE
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,134 @@
+"""`ligermodels generate`: a prompt continued, or a conversation, printed as it is generated."""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from ligermodels import hub
+from ligermodels.cli.parsing import Commands, add_command, add_device, add_dtype, add_revision, positive
+from ligermodels.errors import InputError
+from ligermodels.generate import model_stop_tokens, stream
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.tokenizer import Tokenizer
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(
+        commands, "generate", run, "continue a prompt, or hold a conversation",
+        'Qwen/Qwen3-8B --chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.95',
+    )  # fmt: skip
+    parser.add_argument("model", help="a folder or a Hub id")
+    parser.add_argument("--prompt", help="a text to continue; with --chat, what the user says")
+    parser.add_argument("--chat", action="store_true", help="by the model's chat template; without --prompt, in turns")
+    parser.add_argument("--system", help="with --chat, the message before the user's")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="where the model does not stop before")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 takes the most likely token")
+    parser.add_argument("--top-k", type=positive, help="draw from this many most likely tokens")
+    parser.add_argument("--top-p", type=probability, help="draw from the fewest tokens that are together as likely")
+    parser.add_argument("--seed", type=int, help="draw the same tokens again")
+    add_dtype(parser, "to compute in (default: that of the weights)")
+    add_device(parser)
+    add_revision(parser)
+
+
+def temperature(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"is {text}; must be 0 or more")
+    return value
+
+
+def probability(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"is {text}; must be above 0 and at most 1")
+    return value
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.prompt is None and not (args.chat and sys.stdin.isatty()):
+        raise InputError("generate: --prompt is missing; only --chat at a terminal goes without")
+    if args.system is not None and not args.chat:
+        raise InputError("generate: --system goes with --chat")
+    folder = hub.resolve(args.model, revision=args.revision)
+    tokenizer = hub.load_tokenizer(folder)
+    if args.chat:
+        tokenizer.render_chat_template(
+            opening(args, "…"), add_generation_prompt=True
+        )  # what it refuses, it refuses now
+    model = hub.load(folder, dtype=args.dtype, device=args.device)
+    if args.chat:
+        converse(model, tokenizer, args)
+    else:
+        print(args.prompt, end="", flush=True)
+        ids = tokenizer.encode(args.prompt)
+        show(stream_text(model, tokenizer, ids, args, shown=ids))
+
+
+def opening(args: argparse.Namespace, said: str) -> list[dict[str, str]]:
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": said}]
+
+
+def converse(model: CausalLM, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    """One turn with a prompt; else one after another, until the input ends."""
+    messages: list[dict[str, str]] = []
+    for said in turns(args.prompt):
+        messages += [{"role": "user", "content": said}] if messages else opening(args, said)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        messages.append({"role": "assistant", "content": show(stream_text(model, tokenizer, ids, args))})
+
+
+def turns(prompt: str | None) -> Iterator[str]:
+    if prompt is not None:
+        yield prompt
+        return
+    import readline  # noqa: F401  gives input() a line to edit, and a history
+
+    while True:
+        try:
+            said = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if said:
+            yield said
+
+
+def show(pieces: Iterator[str]) -> str:
+    """Prints the pieces of a text as they come; returns the text."""
+    text = ""
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        text += piece
+    print()
+    return text
+
+
+def stream_text(
+    model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int], args: argparse.Namespace, shown: Sequence[int] = ()
+) -> Iterator[str]:
+    """The text that follows `ids`, piece by piece, up to a token at which model or tokenizer end one.
+
+    shown: ids whose text stands before it already; it decides on spaces between the two.
+    """
+    if not ids:
+        raise InputError("generate: the prompt has no tokens; give it some text")
+    hidden = len(tokenizer.decode(shown))
+    for piece in decoded(tokenizer, itertools.chain(shown, new_tokens(model, tokenizer, ids, args))):
+        yield piece[hidden:]
+        hidden = max(0, hidden - len(piece))
+
+
+def new_tokens(model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int], args: argparse.Namespace) -> Iterator[int]:
+    stops = model_stop_tokens(model) | {tokenizer.eos_token_id}
+    tokens = stream(model, [ids], args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    return itertools.takewhile(lambda token: token not in stops, (token for (token,) in tokens))
+
+
+def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    decoder = tokenizer.decode_stream()
+    for token in ids:
+        yield decoder.step(token) or ""
+    yield decoder.flush()

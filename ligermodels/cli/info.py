@@ -1,0 +1,72 @@
+"""`ligermodels info`: what a model is, and the memory it takes, without its weights."""
+
+import argparse
+from collections.abc import Iterator
+
+from ligermodels.cli.parsing import (
+    Commands,
+    add_command,
+    add_dtype,
+    add_revision,
+    byte_size,
+    memory_size,
+    positive,
+)
+from ligermodels.description import Description, describe
+from ligermodels.layers.lora import add_lora
+from ligermodels.layers.shared_configs import MoEConfig
+from ligermodels.memory import count_parameters, inference_memory, training_memory
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(
+        commands, "info", run, "show a model's parameters, its files, and the memory to train it and to generate",
+        "Qwen/Qwen3-8B --batch-size 8 --sequence-length 4096",
+    )  # fmt: skip
+    parser.add_argument("model", help="a folder, a Hub id, or a preset such as qwen2:tiny; no weights are downloaded")
+    parser.add_argument("--batch-size", type=positive, default=1, help="rows of a batch")
+    parser.add_argument("--sequence-length", type=positive, default=2048, help="tokens of a row")
+    add_dtype(parser, "of weights, gradients, AdamW's states and activations (default: that of the weights)")
+    parser.add_argument("--recompute", choices=["none", "full"], default="none", help="full: keep only blocks' inputs")
+    parser.add_argument("--lora-rank", type=positive, default=16, help="of LoRA on all projections")
+    add_revision(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    described = describe(args.model, dtype=args.dtype, revision=args.revision)
+    print(args.model)
+    for label, value in (*facts(described), *memory(described, args)):
+        print(f"  {label:12} {value}".rstrip())
+
+
+def facts(described: Description) -> Iterator[tuple[str, str]]:
+    config, count, files = described.model.config, count_parameters(described.model), described.files
+    heads = f"{config.num_attention_heads} heads on {config.num_key_value_heads} of keys and values"
+    yield "family", config.raw["model_type"]
+    yield "shape", f"{config.num_hidden_layers} layers, width {config.hidden_size:,}, {heads} of {config.head_dim}"
+    active = f", {count.active:,} active" if isinstance(config, MoEConfig) else ""
+    yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
+    yield "vocabulary", f"{config.vocab_size:,}; positions {config.max_position_embeddings:,}"
+    yield "dtype", str(described.dtype).removeprefix("torch.")
+    yield "files", f"{len(files)} of {byte_size(sum(size or 0 for size in files.values()))}" if files else "none"
+    for name, size in files.items():
+        yield "", f"{name}  {'missing' if size is None else byte_size(size)}"
+
+
+def memory(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    model, batch = described.model, (args.batch_size, args.sequence_length, described.dtype)
+    recompute = args.recompute == "full"
+    rows = f"at {args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
+    recomputing = ", every block recomputed" if recompute else ""
+    yield "memory", f"{rows}{recomputing}; to train: weights + states + the larger of the two in brackets"
+    generating = inference_memory(model, *batch)
+    training = training_memory(model, *batch, recompute=recompute)
+    add_lora(model, rank=args.lora_rank)
+    adapting = training_memory(model, *batch, recompute=recompute)
+    for label, step in (("  train", training), ("  LoRA", adapting)):
+        start = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
+        end = f"gradients {memory_size(step.gradients)} + a block {memory_size(step.block)}"
+        lasting = f"weights {memory_size(step.weights)} + states {memory_size(step.states)}"
+        yield label, f"{memory_size(step.peak):>10} = {lasting} + ({start} | {end})"
+    parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(generating).items())
+    yield "  generate", f"{memory_size(generating.peak):>10} = {parts}"

@@ -1,0 +1,27 @@
+"""`ligermodels verify`: a checkpoint through transformers and through us, and a certificate of how they agree."""
+
+import argparse
+from pathlib import Path
+
+from ligermodels.cli.parsing import Commands, add_command, add_device, positive
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(
+        commands, "verify", run, "compare a checkpoint in transformers and here, and write a parity certificate",
+        "Qwen/Qwen3-0.6B --output certificates",
+    )  # fmt: skip
+    parser.add_argument("model", help="a folder or a Hub id")
+    parser.add_argument("--output", type=Path, default=Path("certificates"), help="folder of the certificate")
+    parser.add_argument("--tokens", type=positive, default=32, help="new tokens of the greedy continuation")
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ligermodels.verify import verify  # which nothing else needs
+
+    certificate = verify(args.model, args.output, device=args.device, new_tokens=args.tokens)
+    for check in certificate.checks:
+        print(f"{check.outcome:8} {check.name}: {check.result}")
+    print(f"{certificate.page}: {'passed' if certificate.passed else 'failed'}")
+    return 0 if certificate.passed else 1

@@ -1,0 +1,108 @@
+"""What was compared and how it went: as JSON, and as one page of HTML that needs nothing else to be read."""
+
+import html
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ligermodels
+from ligermodels.verify import reference
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 3em auto; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; width: 100% } td, th { text-align: left; vertical-align: top; padding: .4em .8em;
+border-bottom: 1px solid #ddd } .passed { color: #17692f } .failed { color: #b00020; font-weight: bold }
+.skipped { color: #777 }
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """passed: None where there was nothing to compare. criterion: what had to hold. measured: the numbers behind."""
+
+    name: str
+    passed: bool | None
+    result: str
+    criterion: str
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> str:
+        return {True: "passed", False: "failed", None: "skipped"}[self.passed]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    model: str
+    facts: Mapping[str, str]
+    checks: Sequence[Check]
+    json: Path
+    page: Path
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed is not False for check in self.checks)
+
+
+def write(output: Path, model: str, folder: Path, device: str, date: str, checks: Sequence[Check]) -> Certificate:
+    """Writes both files into `output`, named for the model."""
+    kind = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
+    facts = {
+        "model": model,
+        "folder": str(folder.resolve()),
+        "date": date,
+        "device": f"{device}, {kind}",
+        "ligermodels": ligermodels.__version__,
+        "transformers": reference.version(),
+        **{name: version(name) for name in ("torch", "triton", "tokenizers")},
+        "python": platform.python_version(),
+    }
+    name = folder.resolve().name if Path(model).is_dir() else model.replace("/", "--")
+    output.mkdir(parents=True, exist_ok=True)
+    certificate = Certificate(model, facts, checks, output / f"{name}.json", output / f"{name}.html")
+    certificate.json.write_text(json.dumps(as_json(certificate), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    certificate.page.write_text(as_page(certificate), encoding="utf-8")
+    return certificate
+
+
+def as_json(certificate: Certificate) -> dict[str, Any]:
+    checks = [
+        {"name": check.name, "outcome": check.outcome, "result": check.result, "criterion": check.criterion}
+        | ({"measured": plain(check.measured)} if check.measured else {})
+        for check in certificate.checks
+    ]
+    return {"passed": certificate.passed, **certificate.facts, "checks": checks}
+
+
+def plain(value: Any) -> Any:
+    """Numbers to four digits; those that JSON does not know as text."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+    return value
+
+
+def as_page(certificate: Certificate) -> str:
+    verdict = "passed" if certificate.passed else "failed"
+    title = f"Parity certificate of {html.escape(certificate.model)}"
+    facts = "".join(f"<tr><th>{html.escape(k)}<td>{html.escape(v)}" for k, v in certificate.facts.items())
+    rows = "".join(
+        f'<tr><td>{html.escape(check.name)}<td class="{check.outcome}">{check.outcome}'
+        f"<td>{html.escape(check.result)}<td>{html.escape(check.criterion)}"
+        for check in certificate.checks
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
+        f'<h1>{title}: <span class="{verdict}">{verdict}</span></h1>\n'
+        f"<table><tr><th>check<th>outcome<th>result<th>criterion{rows}</table>\n"
+        f"<p>An error is ‖x − truth‖ / ‖truth‖. All numbers are in {html.escape(certificate.json.name)}.</p>\n"
+        f"<table>{facts}</table>\n"
+    )

@@ -1,0 +1,69 @@
+"""Load, export: whether every tensor, every field of config.json and every other file comes back as it was."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ligermodels import hub
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.verify.certificate import Check
+from ligermodels.weights.config_file import read_config
+from ligermodels.weights.exporting import COPIED
+from ligermodels.weights.files import shortened, tensor_hashes
+from ligermodels.weights.loading import STALE, tied_tensors
+
+
+def round_trip_checks(folder: Path, device: str) -> list[Check]:
+    """Exports, in the stored dtype, to a temporary folder of the size of the checkpoint."""
+    with tempfile.TemporaryDirectory(prefix="ligermodels-verify-") as temporary:
+        written = Path(temporary) / "export"
+        model = hub.load(folder, device=device)
+        hub.export(model, written)
+        return [tensors_check(model, folder, written), config_check(folder, written), files_check(folder, written)]
+
+
+def tensors_check(model: CausalLM, folder: Path, written: Path) -> Check:
+    """Of a tied tensor that the folder has twice, and of what readers recompute, nothing is written."""
+    before, after = tensor_hashes(folder), tensor_hashes(written)
+    copies = tied_tensors(model, model.weight_rules())
+    left_out = {name for name in before.keys() - after.keys() if STALE.fullmatch(name) or name in copies}
+    expected = {name: digest for name, digest in before.items() if name not in left_out}
+    changed = sorted(name for name in expected.keys() | after.keys() if expected.get(name) != after.get(name))
+    missing = f"; tied or recomputed, and not written: {shortened(sorted(left_out))}" if left_out else ""
+    result = f"{len(changed)} differ: {shortened(changed)}" if changed else f"all {len(after)} equal"
+    return Check(
+        "tensors after a round trip", not changed, result + missing, "the same names and the same SHA-256 of the bytes",
+        {"before": before, "after": after if changed else "the same"},
+    )  # fmt: skip
+
+
+def config_check(folder: Path, written: Path) -> Check:
+    before, after = (flat(read_config(path)) for path in (folder, written))
+    changed = sorted(key for key, value in before.items() if value is not None and after.get(key) != value)
+    added = sorted(key for key in after if before.get(key) is None and after[key] is not None)
+    result = f"{len(changed)} differ: {shortened(changed)}" if changed else f"all {len(before)} equal"
+    return Check(
+        "config.json after a round trip", not changed, f"{result}; added: {shortened(added) if added else 'none'}",
+        "every field as it was; fields may be added for readers that know them by another name",
+    )  # fmt: skip
+
+
+def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields of fields by their path."""
+    result: dict[str, Any] = {}
+    for key, value in fields.items():
+        inner = isinstance(value, Mapping) and value
+        result |= flat(value, f"{prefix}{key}.") if inner else {prefix + key: value}
+    return result
+
+
+def files_check(folder: Path, written: Path) -> Check:
+    names = sorted({str(file.relative_to(folder)) for pattern in COPIED for file in folder.glob(pattern)})
+    changed = [
+        name
+        for name in names
+        if not (written / name).exists() or (written / name).read_bytes() != (folder / name).read_bytes()
+    ]
+    result = f"{len(changed)} differ: {shortened(changed)}" if changed else f"all {len(names)} equal"
+    return Check("other files after a round trip", not changed, result, "tokenizer, templates, licence: the same bytes")

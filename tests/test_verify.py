@@ -1,0 +1,148 @@
+"""`ligermodels verify`: a sound checkpoint gets its certificate, and each check notices what it is there for."""
+
+import json
+
+import pytest
+import torch
+
+from ligermodels import hub
+from ligermodels.cli import main
+from ligermodels.layers.kv_cache import LayerCache
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.verify import parity, reference, round_trip
+from ligermodels.weights.files import tensor_hashes
+from tests.cases import CASES
+from tests.oracle import save_reference
+from tests.tokenizer_folders import FORMS
+
+ARITHMETIC = ["fp32 logits", "fp32 loss", "fp32 gradients", "bf16 logits", "bf16 gradients", "greedy tokens"]
+TRIP = ["tensors after a round trip", "config.json after a round trip", "other files after a round trip"]
+TEXT = ["token ids", "chat template"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Qwen2 with biases, tied embeddings and a tokenizer."""
+    folder = tmp_path_factory.mktemp("verified") / "model"
+    save_reference(CASES["qwen2"] | {"vocab_size": 460, "num_hidden_layers": 2, "tie_word_embeddings": True}, folder)
+    tokenizer, config = FORMS["qwen"]()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def verified(folder, tmp_path, capsys):
+    """The exit status, the outcome of each check by name, the certificate, and what was printed."""
+    status = main(["verify", str(folder), "--output", str(tmp_path), "--device", "cpu", "--tokens", "6"])
+    certificate = json.loads((tmp_path / "model.json").read_text())
+    outcomes = {check["name"]: check["outcome"] for check in certificate["checks"]}
+    return status, outcomes, certificate, capsys.readouterr().out
+
+
+def test_a_sound_checkpoint_passes_and_the_certificate_says_what_was_compared(folder, tmp_path, capsys):
+    status, outcomes, certificate, out = verified(folder, tmp_path, capsys)
+    assert status == 0 and certificate["passed"], out
+    assert outcomes == dict.fromkeys(ARITHMETIC + TRIP + TEXT, "passed")
+    measured = {check["name"]: check.get("measured") for check in certificate["checks"]}
+    assert measured["fp32 gradients"].keys() == tensor_hashes(folder).keys()
+    assert all(0 < entry["error"] <= entry["allowed"] < 1e-3 for entry in measured["fp32 gradients"].values())
+    assert 1e-3 < measured["bf16 logits"]["error"] <= 1.5 * measured["bf16 logits"]["reference"]
+    assert measured["greedy tokens"]["ours"] == measured["greedy tokens"]["reference"] != []
+    assert measured["tensors after a round trip"] == {"before": tensor_hashes(folder), "after": "the same"}
+    assert certificate["torch"] == torch.__version__ and certificate["transformers"] == reference.version()
+    page = (tmp_path / "model.html").read_text()
+    assert page.count('class="passed"') == 1 + len(outcomes) and "http" not in page and "fp32 gradients" in page
+
+
+def test_each_check_notices_its_own_fault(folder, tmp_path, capsys, monkeypatch):
+    """One gradient, the cache, bf16 alone, text, and what is written beside the tensors; all else still passes."""
+    load, update, encode, render = hub.load, LayerCache.update, Tokenizer.encode, Tokenizer.render_chat_template
+    config_of = round_trip.read_config
+
+    def faulty(folder, dtype=None, **options):
+        model = load(folder, dtype=dtype, **options)
+        model.model.layers[1].mlp.down_proj.weight.register_hook(lambda gradient: 1.001 * gradient)
+        if dtype is torch.bfloat16:
+            for layer in model.model.layers:
+                layer.mlp.down_proj.weight.data += 0.1 * torch.randn(layer.mlp.down_proj.weight.shape).bfloat16()
+        return model
+
+    def stale(self, k, v, position_ids):
+        return update(self, k, -v if k.shape[1] == 1 else v, position_ids)
+
+    def changed(folder):
+        return config_of(folder) | ({"rms_norm_eps": 0.5} if folder.name == "export" else {})
+
+    def forgetful(source, folder):
+        (folder / "tokenizer_config.json").write_text("{}")
+
+    monkeypatch.setattr(hub, "load", faulty)
+    monkeypatch.setattr(LayerCache, "update", stale)
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **options: encode(self, text, **options)[::-1])
+    monkeypatch.setattr(Tokenizer, "render_chat_template", lambda *args, **options: render(*args, **options) + " ")
+    monkeypatch.setattr(round_trip, "read_config", changed)
+    monkeypatch.setattr("ligermodels.weights.exporting.copy_files", forgetful)
+    status, outcomes, certificate, out = verified(folder, tmp_path, capsys)
+    assert status == 1 and not certificate["passed"]
+    sound = {name for name, outcome in outcomes.items() if outcome == "passed"}
+    assert sound == {"fp32 logits", "fp32 loss", "tensors after a round trip"}
+    (line,) = (line for line in out.splitlines() if line.startswith("failed   fp32 gradients"))
+    assert "1 of 26 beyond" in line and "model.layers.1.mlp.down_proj.weight" in line
+    assert 'class="failed"' in (tmp_path / "model.html").read_text()
+
+
+def test_a_weight_that_is_another_on_one_side_is_noticed(folder, tmp_path, capsys, monkeypatch):
+    load = hub.load
+
+    def altered(*args, **options):
+        model = load(*args, **options)
+        model.model.layers[0].mlp.gate_up_proj.weight.data[3] *= 1.01
+        return model
+
+    monkeypatch.setattr(hub, "load", altered)
+    status, outcomes, _, out = verified(folder, tmp_path, capsys)
+    assert status == 1
+    wrong = {name for name, outcome in outcomes.items() if outcome == "failed"}
+    assert {"fp32 logits", "fp32 loss", "fp32 gradients", "tensors after a round trip"} <= wrong
+    assert not wrong & {*TEXT, "config.json after a round trip"}
+    assert "1 differ: model.layers.0.mlp.gate_proj.weight" in out
+
+
+def test_where_fp64_does_not_fit_the_truth_is_fp32_and_faults_still_show(folder, monkeypatch):
+    monkeypatch.setattr(parity, "fits_fp64", lambda *args: False)
+    assert [check.passed for check in parity.parity_checks(folder, "cpu", 4)] == 6 * [True]
+    load = hub.load
+
+    def off(*args, **options):
+        model = load(*args, **options)
+        model.model.layers[0].self_attn.scale *= 1.001
+        return model
+
+    monkeypatch.setattr(hub, "load", off)
+    failed = {check.name for check in parity.parity_checks(folder, "cpu", 4) if check.passed is False}
+    assert {"fp32 logits", "fp32 gradients"} <= failed
+
+
+def test_gradients_of_experts_go_by_their_names_on_the_hub(tmp_path):
+    """Of which the reference has other ones in memory."""
+    save_reference(CASES["mixtral"] | {"num_hidden_layers": 2}, tmp_path)
+    checks = {check.name: check for check in parity.parity_checks(tmp_path, "cpu", 2)}
+    assert all(check.passed for check in checks.values())
+    gradients = checks["fp32 gradients"].measured
+    assert gradients.keys() == tensor_hashes(tmp_path).keys()
+    assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in gradients
+
+
+def test_without_transformers_or_a_checkpoint_there_is_no_certificate(folder, tmp_path, capsys, monkeypatch):
+    def refused(model):
+        assert main(["verify", str(model), "--output", str(tmp_path / "out"), "--device", "cpu"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and not (tmp_path / "out").exists()
+        return error
+
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refused(tmp_path / "empty")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'transformers" in refused(folder)
