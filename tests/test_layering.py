@@ -13,11 +13,7 @@ MAY_IMPORT = {
     "weights": {"errors"},
     "layers": {"errors", "kernels", "weights"},
     "architectures": {"layers", "weights"},
-    "template_worker": set(),  # a process of its own
-    "template_process": {"errors"},
-    "chat_template": {"errors", "weights", "template_process"},
-    "tokenizer_files": {"errors", "weights", "chat_template"},
-    "tokenizer": {"errors", "chat_template", "tokenizer_files"},
+    "tokenizer": {"errors", "weights"},
     "known_models": set(),
     "download": {"errors", "weights", "known_models"},
     "hub": {"errors", "architectures", "layers", "weights", "tokenizer", "known_models", "download"},
@@ -63,6 +59,10 @@ def test_an_architecture_imports_layers_and_the_weight_mapping_only():
         foreign = {n for n in imports_of(path) if not n.startswith("layers.") and n != "weights.mapping"}
         assert not foreign, f"{path.name} imports {sorted(foreign)}"
         assert 20 <= len(path.read_text().splitlines()) <= 90, path.name
+
+
+def test_the_process_that_renders_templates_has_nothing_of_the_package():
+    assert not set(imports_of(PACKAGE / "tokenizer" / "template_worker.py"))
 
 
 def imports_an_oracle(nodes):

@@ -9,10 +9,10 @@ from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 import ligermodels
-from ligermodels import tokenizer_files
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.tokenizer import Tokenizer
-from tests.tokenizer_folders import FORMS, trained, write_folder
+from ligermodels.tokenizer import files as tokenizer_files
+from tests.tokenizer.folders import FORMS, trained, write_folder
 
 TEXTS = (
     "",

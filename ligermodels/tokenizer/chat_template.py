@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.template_process import PROCESS
+from ligermodels.tokenizer.template_process import PROCESS
 from ligermodels.weights.files import read_json, safe_file
 
 FILE, FOLDER, JSON_FILE = "chat_template.jinja", "additional_chat_templates", "chat_template.json"

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from ligermodels import template_process
 from ligermodels.errors import InputError
-from ligermodels.template_process import PROCESS
+from ligermodels.tokenizer import template_process
+from ligermodels.tokenizer.template_process import PROCESS
 
 MEMORY = 2**27
 DOUBLED = "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"

@@ -19,8 +19,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from ligermodels.chat_template import ChatTemplate, read_templates
 from ligermodels.errors import CheckpointError
+from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
 from ligermodels.weights.files import parse_json, safe_file
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"

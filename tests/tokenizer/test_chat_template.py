@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.tokenizer import Tokenizer
-from tests.chat_templates import CHAT_TEMPLATES
-from tests.tokenizer_folders import write_folder
+from tests.tokenizer.chat_templates import CHAT_TEMPLATES
+from tests.tokenizer.folders import write_folder
 
 USER = {"role": "user", "content": " What is the weather in Paris? 😀 "}
 ANSWER = {"role": "assistant", "content": "\nIt's 21 degrees.  "}

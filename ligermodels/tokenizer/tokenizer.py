@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.chat_template import DEFAULT, Rendered, choose, render
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.tokenizer_files import CONFIG, TokenizerFiles, read_tokenizer
+from ligermodels.tokenizer.chat_template import DEFAULT, Rendered, choose, render
+from ligermodels.tokenizer.files import CONFIG, TokenizerFiles, read_tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
 

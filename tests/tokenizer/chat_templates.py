@@ -1,6 +1,6 @@
 """Chat templates as the families write theirs: short ones of our own that use the same parts of Jinja.
 
-name -> (form of tests/tokenizer_folders.py, template)
+name -> (form of folders.py, template)
 """
 
 LLAMA_2 = """
