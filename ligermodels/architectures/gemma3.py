@@ -1,7 +1,7 @@
 """Gemma 3, text: Gemma 2 with QK-norm instead of bounds, five windowed layers to one full, and two kinds of RoPE."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from ligermodels.layers.attention import NormedAttention
@@ -25,7 +25,8 @@ class Gemma3Config(SoftcapConfig):
     num_key_value_heads: int = 4
     max_position_embeddings: int = 131072
     sliding_window_pattern: int = 6
-    rope_local_base_freq: float | None = 10_000.0
+    # Checked as a field; its value is in `ropes`, in whichever spelling config.json has it.
+    rope_local_base_freq: float | None = field(default=10_000.0, compare=False)
 
     def slides(self, layer: int) -> bool:
         return (layer + 1) % self.sliding_window_pattern != 0
