@@ -25,8 +25,7 @@ class Gemma3Config(SoftcapConfig):
     num_key_value_heads: int = 4
     max_position_embeddings: int = 131072
     sliding_window_pattern: int = 6
-    # Checked as a field; its value is in `ropes`, in whichever spelling config.json has it.
-    rope_local_base_freq: float | None = field(default=10_000.0, compare=False)
+    rope_local_base_freq: float | None = field(default=10_000.0, compare=False)  # `ropes` has what either spelling says
 
     def slides(self, layer: int) -> bool:
         return (layer + 1) % self.sliding_window_pattern != 0
