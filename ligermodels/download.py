@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, constants, errors, get_token, snapshot_download
 from tqdm import tqdm
 
-from ligermodels.errors import HubError, InputError
+from ligermodels.errors import HubError, InputError, first_line
 from ligermodels.known_models import nearest
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.adapters import ADAPTER_FILE
@@ -280,7 +280,3 @@ def answer(error: BaseException) -> str:
     """The Hub's own words, in brackets."""
     refusal = refused(error)
     return f" ({first_line(refusal.server_message)})" if refusal and refusal.server_message else ""
-
-
-def first_line(error: BaseException | str) -> str:
-    return next(iter(str(error).strip().splitlines()), "")

@@ -6,10 +6,8 @@ Command lines print such an error and exit with status 2; anything else is a bug
 import difflib
 from collections.abc import Iterable
 
-LONGEST_WORD, LONGEST = (
-    400,
-    10_000,
-)  # characters; a name on the Hub has less than 100, a list of files some 7000
+# Characters; a name on the Hub has less than 100, a list of files some 7000.
+LONGEST_WORD, LONGEST = 400, 10_000
 
 
 class InputError(ValueError):
@@ -38,6 +36,11 @@ class HubError(InputError):
 
 def cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 + 1 :]}"
+
+
+def first_line(error: BaseException | str) -> str:
+    """What a library says, for a message of one line."""
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def hint(wrong: str, right: Iterable[str]) -> str:

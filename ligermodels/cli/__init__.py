@@ -8,7 +8,7 @@ import torch
 
 from ligermodels.cli import bench, export, generate, info, listing, verify
 from ligermodels.cli.parsing import Parser
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, first_line
 
 UNUSABLE, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
 
@@ -42,7 +42,3 @@ def parser() -> Parser:
 def refused(message: str) -> int:
     print(f"ligermodels: {message}", file=sys.stderr)
     return UNUSABLE
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")

@@ -53,10 +53,8 @@ def run(args: argparse.Namespace) -> None:
         raise InputError("generate: --system goes with --chat")
     folder = hub.resolve(args.model, revision=args.revision)
     tokenizer = hub.load_tokenizer(folder)
-    if args.chat:
-        tokenizer.render_chat_template(
-            opening(args, "…"), add_generation_prompt=True
-        )  # what it refuses, it refuses now
+    if args.chat:  # what the template refuses, it refuses now
+        tokenizer.render_chat_template(opening(args, "…"), add_generation_prompt=True)
     model = hub.load(folder, dtype=args.dtype, device=args.device)
     if args.chat:
         converse(model, tokenizer, args)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.template_process import PROCESS
 from ligermodels.weights.files import read_json, safe_file
 
@@ -114,7 +114,7 @@ def render(
     )
     if "error" in reply:
         line = f", line {reply['line']}" if reply["line"] else ""
-        reason = next(iter(reply["error"].splitlines()), "")[:MAX_ERROR_CHARACTERS]
+        reason = first_line(reply["error"])[:MAX_ERROR_CHARACTERS]
         raise InputError(f"{template.origin}{line}: {reason}")
     text = reply["text"]
     if continue_final_message:

@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
 from ligermodels.weights.files import parse_json, safe_file
 
@@ -143,8 +143,7 @@ def built(file: Path, build: Callable[[], Any]) -> Any:
     except BaseException as error:
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        reason = next(iter(str(error).splitlines()), "")
-        raise CheckpointError(f"{file}: not a tokenizer that `tokenizers` can read: {reason}") from error
+        raise CheckpointError(f"{file}: not a tokenizer that `tokenizers` can read: {first_line(error)}") from error
 
 
 def refuse_clean_up(tokenizer: tokenizers.Tokenizer, config: Fields) -> None:

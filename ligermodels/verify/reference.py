@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, InputError, first_line
 
 OLDEST = 5  # major version: the first whose experts run by a plain loop if asked to
 
@@ -51,8 +51,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def unusable(folder: Path, error: Exception) -> CheckpointError:
-    reason = next(iter(str(error).splitlines()), "")
-    return CheckpointError(f"{folder}: transformers {version()} cannot load it: {type(error).__name__}: {reason}")
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    return CheckpointError(f"{folder}: transformers {version()} cannot load it: {reason}")
 
 
 def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
