@@ -3,7 +3,7 @@
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generate import generate
 from ligermodels.hub import create, export, export_adapter, list_architectures, load, load_adapter, load_tokenizer
-from ligermodels.layers.lora import add_lora
+from ligermodels.layers.lora_targets import add_lora
 
 __version__ = "0.1.0"
 __all__ = [

@@ -15,7 +15,8 @@ from ligermodels.errors import CheckpointError, HubError, hint
 from ligermodels.known_models import KNOWN_MODELS
 from ligermodels.layers.config import Config
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.lora import insert, projections, updates
+from ligermodels.layers.lora import updates
+from ligermodels.layers.lora_targets import insert, projections
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.weights.adapters import fill_updates, fitted, read_adapter, write_adapter
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
@@ -123,7 +124,7 @@ def load_adapter(
 
     model: one that has LoRA already, as it must have where it is sharded, is filled if it has just the adapter's.
     Raises HubError, or CheckpointError naming what does not fit: features beyond plain and rank-stabilised LoRA,
-    tensors that are missing, unexpected or misshapen, updates of routed experts, embeddings or the head.
+    tensors that are missing, unexpected or misshapen, updates of routers, embeddings or the head.
     """
     refuse_meta(model)
     folder = local_folder(name_or_folder) or fetch_adapter(str(name_or_folder), revision=revision, token=token)

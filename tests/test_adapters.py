@@ -59,11 +59,17 @@ def base(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_peft_computes_with_our_adapter_what_we_do_and_our_merged_export_says_the_same(family, tmp_path):
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [(family, "all-linear") for family in FAMILIES] + [(family, ["all-linear", "experts"]) for family in WITH_EXPERTS],
+)
+def test_peft_computes_with_our_adapter_what_we_do_and_our_merged_export_says_the_same(family, targets, tmp_path):
     raw = CASES[FAMILIES[family]]
     save_reference(raw, tmp_path / "in")
-    model = adapt(ligermodels.load(tmp_path / "in"))
+    model = adapt(ligermodels.load(tmp_path / "in"), targets=targets)
     unchanged = [parameter.clone() for parameter in model.parameters()]
     expected = logits(model, raw)
     assert (expected - logits(ligermodels.load(tmp_path / "in"), raw)).abs().max() > 1e-2
@@ -104,6 +110,18 @@ VARIANTS = {
     "below language_model": (
         CASES[FAMILIES["gemma3"]],
         {"target_modules": r".*language_model.*\.(q_proj|down_proj)", "rank_pattern": {"down_proj": 2}},
+    ),
+    "routed experts": (
+        CASES[FAMILIES["qwen3_moe"]],
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "r": 3,
+        },
+    ),
+    "routed experts alone": (
+        CASES[FAMILIES["mixtral"]],
+        {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 3},
     ),
     "shared expert": (CASES[FAMILIES["qwen2_moe"]], {"target_modules": ["v_proj", "shared_expert.up_proj"]}),
 }

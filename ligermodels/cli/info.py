@@ -13,7 +13,7 @@ from ligermodels.cli.parsing import (
     positive,
 )
 from ligermodels.description import Description, describe
-from ligermodels.layers.lora import add_lora
+from ligermodels.layers.lora_targets import add_lora
 from ligermodels.layers.shared_configs import MoEConfig
 from ligermodels.memory import count_parameters, inference_memory, training_memory
 

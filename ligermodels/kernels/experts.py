@@ -19,13 +19,20 @@ Backward needs, in elements beside its inputs and outputs, R = T k, the largest 
 """
 
 import torch
-import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.expert_rows import gather_sum, sort_by_expert, spread
 from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference
-from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear, grouped_weight_gradient
+from ligermodels.kernels.grouped_linear import grouped_weight_gradient
+from ligermodels.kernels.grouped_low_rank import (
+    NO_UPDATE,
+    GroupedLowRank,
+    group_reference,
+    grouped_backward,
+    grouped_forward,
+    grouped_low_gradient,
+)
 from ligermodels.kernels.op import Node, autocast, kernel, register, runs_kernels, widen
 
 
@@ -40,13 +47,20 @@ def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 def experts_reference(
-    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    expert_index: Tensor,
+    expert_weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_update: GroupedLowRank | None = None,
+    down_update: GroupedLowRank | None = None,
 ) -> Tensor:
     y = torch.zeros_like(widen(x))
     for expert in range(gate_up.shape[0]):
         token, slot = torch.where(expert_index == expert)
-        product = gated_activation_reference(F.linear(x[token], gate_up[expert]), activation)
-        out = F.linear(product, down[expert])
+        product = gated_activation_reference(group_reference(x[token], gate_up, expert, gate_up_update), activation)
+        out = group_reference(product, down, expert, down_update)
         y = y.index_add(0, token, widen(out) * expert_weight[token, slot, None])
     return y.to(out.dtype)
 
@@ -152,37 +166,69 @@ experts_product_backward = register(
 
 class _Experts(Node):
     @staticmethod
-    def forward(ctx, x, expert_index, weight, gate_up_weight, down_weight, activation):
+    def forward(
+        ctx, x, expert_index, weight, gate_up_weight, gate_up_a, gate_up_b, gate_up_scale, down_weight, down_a, down_b,
+        down_scale, activation,
+    ):  # fmt: skip
         row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
-        gate_up = grouped_linear(spread(x, row), gate_up_weight, offsets)
-        rows = grouped_linear(experts_product(gate_up, weight, row, activation), down_weight, offsets)
-        ctx.save_for_backward(x, gate_up, weight, row, offsets, gate_up_weight, down_weight)
+        gate_up, gate_up_low = grouped_forward(
+            spread(x, row), gate_up_weight, offsets, gate_up_a, gate_up_b, gate_up_scale
+        )
+        product = experts_product(gate_up, weight, row, activation)
+        rows, down_low = grouped_forward(product, down_weight, offsets, down_a, down_b, down_scale)
+        ctx.save_for_backward(
+            x, gate_up, weight, row, offsets, gate_up_weight, gate_up_a, gate_up_b, gate_up_low, down_weight, down_a,
+            down_b, down_low,
+        )  # fmt: skip
+        ctx.scales = gate_up_scale, down_scale
         ctx.activation = activation
         return gather_sum(rows, row)
 
     @staticmethod
     def backward(ctx, dy):
-        x, gate_up, weight, row, offsets, gate_up_weight, down_weight = ctx.saved_tensors
-        needs_x, _, needs_weight, needs_gate_up, needs_down, _ = ctx.needs_input_grad
-        dx = dweight = dgate_up_weight = ddown_weight = dgate_up = None
-        if needs_x or needs_weight or needs_gate_up:
-            dproduct = grouped_input_gradient(spread(dy, row), down_weight, offsets)
+        (
+            x, gate_up, weight, row, offsets, gate_up_weight, gate_up_a, gate_up_b, gate_up_low, down_weight, down_a,
+            down_b, down_low,
+        ) = ctx.saved_tensors  # fmt: skip
+        gate_up_scale, down_scale = ctx.scales
+        (
+            needs_x, _, needs_weight, needs_gate_up, needs_gate_up_a, needs_gate_up_b, _, needs_down, needs_down_a,
+            needs_down_b, *_,
+        ) = ctx.needs_input_grad  # fmt: skip
+        reads_product, reads_x = needs_down or needs_down_a, needs_gate_up or needs_gate_up_a
+        dx = dweight = dgate_up_weight = dgate_up_a = dgate_up_b = ddown_weight = ddown_a = ddown_b = None
+        dgate_up = ddown_low = None
+        if needs_x or needs_weight or reads_x or needs_gate_up_b or down_a is not None:
+            drows = spread(dy, row)
+            ddown_low = grouped_low_gradient(drows, offsets, down_b, down_scale)
+            dproduct = grouped_backward(drows, down_weight, offsets, ddown_low, down_a)
+            ddown_b = grouped_weight_gradient(drows, down_low, offsets) if needs_down_b else None
+            del drows
             dgate_up, dweight, product = experts_product_backward(
-                dproduct, gate_up, weight, row, ctx.activation, needs_down
+                dproduct, gate_up, weight, row, ctx.activation, reads_product
             )
             del dproduct
         else:
             product = experts_product(gate_up, weight, row, ctx.activation)
         del gate_up
         free_saved(ctx)
-        if needs_x:
-            dx = gather_sum(grouped_input_gradient(dgate_up, gate_up_weight, offsets), row)
-        if needs_gate_up:
-            dgate_up_weight = grouped_weight_gradient(dgate_up, spread(x, row), offsets)
+        if dgate_up is not None:
+            dgate_up_low = grouped_low_gradient(dgate_up, offsets, gate_up_b, gate_up_scale)
+            if needs_x:
+                dx = gather_sum(grouped_backward(dgate_up, gate_up_weight, offsets, dgate_up_low, gate_up_a), row)
+            rows = spread(x, row) if reads_x else None
+            dgate_up_weight = grouped_weight_gradient(dgate_up, rows, offsets) if needs_gate_up else None
+            dgate_up_a = grouped_weight_gradient(dgate_up_low, rows, offsets) if needs_gate_up_a else None
+            dgate_up_b = grouped_weight_gradient(dgate_up, gate_up_low, offsets) if needs_gate_up_b else None
+            del rows
         del dgate_up
+        ddown_a = grouped_weight_gradient(ddown_low, product, offsets) if needs_down_a else None
         if needs_down:
             ddown_weight = grouped_weight_gradient(spread(dy, row), product, offsets)
-        return dx, None, dweight if needs_weight else None, dgate_up_weight, ddown_weight, None
+        return (
+            dx, None, dweight if needs_weight else None, dgate_up_weight, dgate_up_a, dgate_up_b, None, ddown_weight,
+            ddown_a, ddown_b, None, None,
+        )  # fmt: skip
 
 
 def free_saved(ctx) -> None:
@@ -192,16 +238,27 @@ def free_saved(ctx) -> None:
 
 
 def experts(
-    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    expert_index: Tensor,
+    expert_weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_update: GroupedLowRank | None = None,
+    down_update: GroupedLowRank | None = None,
 ) -> Tensor:
     """Σ over each token's experts e of expert_weight * down_e (activation(gate_e x) * up_e x).
 
     x [T, H] float, expert_index [T, k] int64 in 0 … E - 1, expert_weight [T, k] fp32, gate_up [E, 2 I, H], the gate's
-    rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu" -> [T, H] in x's dtype. An expert without
-    tokens gets a zero gradient; frozen arguments cost none. Raises ValueError for any other activation or an odd 2 I.
+    rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu", low-rank updates of the two projections ->
+    [T, H] in x's dtype. An expert without tokens gets a zero gradient; frozen arguments cost none. Raises ValueError
+    for any other activation or an odd 2 I.
     """
     check_gated(gate_up.mT, activation)
-    x, gate_up, down = autocast(x, gate_up, down)
+    x, gate_up, down, gate_up_update, down_update = autocast(x, gate_up, down, gate_up_update, down_update)
     if not runs_kernels(x):
-        return experts_reference(x, expert_index, expert_weight, gate_up, down, activation)
-    return _Experts.apply(x, expert_index, expert_weight, gate_up, down, activation)
+        return experts_reference(x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update)
+    return _Experts.apply(
+        x, expert_index, expert_weight, gate_up, *(gate_up_update or NO_UPDATE), down, *(down_update or NO_UPDATE),
+        activation,
+    )  # fmt: skip

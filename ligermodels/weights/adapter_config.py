@@ -45,6 +45,7 @@ READ = {
     "r",
     "rank_pattern",
     "target_modules",
+    "target_parameters",
     "use_rslora",
 }
 DEFAULTS = {"r": 8, "lora_alpha": 8}  # of PEFT
@@ -87,7 +88,12 @@ def refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
             refuse(field, "must be an object by names of modules; other patterns are not supported")
         if not all(map(is_positive, by_name.values())):
             refuse(field, "its values must be numbers above zero")
+    parameters = config.get("target_parameters")
+    if parameters and not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
+        refuse("target_parameters", "must be a list of names")
     targets = config.get("target_modules")
+    if targets is None and parameters:
+        return
     if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
         refuse("target_modules", "must be a list of names or a pattern")
 
@@ -134,15 +140,21 @@ def ends_of(name: str) -> list[str]:
 
 
 def adapter_config(
-    ranks: Mapping[str, int], alphas: Mapping[str, float], dropout: float, modules: set[str], base_model: str | None
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+    dropout: float,
+    modules: set[str],
+    parameters: Collection[str],
+    base_model: str | None,
 ) -> dict[str, Any]:
     """What to write for projections of these ranks and alphas: what most have is said once, the others' by name.
 
-    modules: all that the model has, those with an update among them.
+    modules: all that the model has, those with an update among them. parameters: those of the projections that are no
+    modules but stacked weights of experts.
     """
     rank, ranks_by_name = most_common(ranks, modules)
     alpha, alphas_by_name = most_common({name: whole_number(alpha) for name, alpha in alphas.items()}, modules)
-    targets, exclude = shortest_names(ranks.keys(), modules - ranks.keys())
+    targets, exclude = shortest_names(ranks.keys() - parameters, modules - ranks.keys())
     return {
         "alpha_pattern": alphas_by_name,
         "auto_mapping": None,
@@ -159,6 +171,7 @@ def adapter_config(
         "r": rank,
         "rank_pattern": ranks_by_name,
         "target_modules": targets,
+        "target_parameters": sorted({ends_of(name)[2] for name in parameters}) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,

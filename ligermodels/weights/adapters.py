@@ -2,7 +2,9 @@
 
 The format has two tensors for each of the Hub's projections: `base_model.model.<projection>.lora_A.weight` [r, in] and
 `….lora_B.weight` [out, r]; the update is lora_alpha / r * B A, with rank-stabilised LoRA lora_alpha / √r * B A. Which
-projections there are and where they lie in packed linears is said by the caller. Knows files and names; no layer.
+projections there are and where they lie in packed linears is said by the caller. The update of E stacked experts is
+stored as one of rank E r: A [E r, in], one expert after another, and B [out, r E], a column of each expert in turn.
+Knows files and names; no layer.
 """
 
 import itertools
@@ -40,10 +42,16 @@ Span = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True)
 class Packed:
-    """A linear, and the Hub's projections it consists of, each with its columns of the output."""
+    """A linear, and the Hub's projections it consists of, each with its columns of the output.
+
+    groups: the experts whose linears are stacked in it; 1 for a linear. Then parameter is what a configuration calls
+    it, and the one projection is the name of the module to which PEFT gives the update.
+    """
 
     in_features: int
     columns: Mapping[str, Span]
+    groups: int = 1
+    parameter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,8 @@ class Adapter:
 
 def updated(model: HubModel, projections: Iterable[str]) -> dict[str, LowRankLinear]:
     """Those of the linears that have an update. Raises InputError where something else has one too."""
-    modules = {linear: model.get_submodule(linear) for linear in projections}
-    modules = {linear: module for linear, module in modules.items() if hasattr(module, "lora_A")}
+    every = dict(model.named_modules())  # of experts without an update, a projection is a parameter
+    modules = {linear: every[linear] for linear in projections if hasattr(every.get(linear), "lora_A")}
     owners = {name.rpartition(".")[0] for name, _ in model.named_parameters() if is_update(name)}
     others = sorted(owners - modules.keys())
     if others:
@@ -86,7 +94,7 @@ def update_pieces(linear: str, module: LowRankLinear, packed: Packed) -> Iterato
     names = {span: name for name, span in packed.columns.items()}
     if not names.keys() >= set(module.columns):
         raise InputError(f"{linear}: LoRA on columns {module.columns}, which are no projections: {packed.columns}")
-    rank, every = module.rank, slice(0, packed.in_features)
+    rank, every = packed.groups * module.rank, slice(0, packed.in_features)
     for number, span in enumerate(module.columns):
         rows = slice(number * rank, (number + 1) * rank)
         yield Piece(tensor_name(names[span], "A"), f"{linear}.lora_A", (rows, every), (rank, packed.in_features))
@@ -145,15 +153,17 @@ def config_of(
     base_model: str | None,
 ) -> dict[str, Any]:
     owners = {
-        name: module
+        packed.parameter or name: module
         for linear, module in modules.items()
-        for name, span in projections[linear].columns.items()
+        for packed in (projections[linear],)
+        for name, span in packed.columns.items()
         if span in module.columns
     }
     ranks = {name: module.rank for name, module in owners.items()}
     alphas = {name: module.alpha for name, module in owners.items()}
     dropout = max(module.dropout for module in modules.values())
-    return adapter_config(ranks, alphas, dropout, all_modules, base_model)
+    parameters = {name for linear in modules if (name := projections[linear].parameter) is not None}
+    return adapter_config(ranks, alphas, dropout, all_modules, parameters, base_model)
 
 
 def read_adapter(folder: str | Path) -> Adapter:
@@ -171,7 +181,7 @@ def fitted(
 
     Raises CheckpointError where it does not fit, by the first layout if by none: every tensor must belong to a
     projection, and every projection have both of its tensors; also each that the configuration targets by name, unless
-    it restricts those further.
+    it restricts those further. Of experts both projections have an update, or neither.
     """
     found = {match[1] for match in map(TENSOR.fullmatch, adapter.tensors) if match}
     known = ({name for packed in layout.values() for name in packed.columns} for layout in layouts)
@@ -185,7 +195,7 @@ def settings_of(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[str
     settings = {}
     for linear, packed in projections.items():
         names = [name for name in packed.columns if tensor_name(name, "A") in adapter.tensors]
-        strengths = {strength(adapter.config, name) for name in names}
+        strengths = {strength(adapter.config, packed.parameter or name) for name in names}
         if len(strengths) > 1:
             raise CheckpointError(
                 f"{adapter.folder / ADAPTER_CONFIG_FILE}: rank_pattern and alpha_pattern must not tell "
@@ -204,9 +214,16 @@ def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
     shapes: dict[str, tuple[int, int]] = {}
     for packed in projections.values():
         for name, (start, stop) in packed.columns.items():
-            rank, _ = strength(config, name)
+            rank = packed.groups * strength(config, packed.parameter or name)[0]
             shapes |= {tensor_name(name, "A"): (rank, packed.in_features), tensor_name(name, "B"): (stop - start, rank)}
     found = {match[1] for match in map(TENSOR.fullmatch, stored) if match}
+    stacked = {
+        name.removesuffix(".base_layer")
+        for packed in projections.values()
+        if packed.parameter
+        for name in packed.columns
+    }
+    found |= {name + below for name in stacked & found for below in ("", ".base_layer")}
     targets = targets_by_name(config) or ()
     found |= {name for packed in projections.values() for name in packed.columns if is_named(name, targets)}
     needed = [tensor_name(name, factor) for name in sorted(found) for factor in "AB"]

@@ -9,6 +9,7 @@ import itertools
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -120,15 +121,26 @@ def hub_tensors(
 ) -> Iterator[Blocks]:
     """The tensor of each piece, as it is written; a sharded parameter is gathered once for all its pieces."""
     for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
-        yield from tensors_of(whole(parameters[name]), update_of(model, name), group, dtype)
+        yield from tensors_of(whole(parameters[name]), updates_of(model, name), group, dtype)
 
 
 def tensors_of(
-    parameter: Tensor, update: Update | None, pieces: Iterator[Piece], dtype: torch.dtype | None
+    parameter: Tensor, updates: Sequence[Update], pieces: Iterator[Piece], dtype: torch.dtype | None
 ) -> Iterator[Blocks]:
     """Of a whole parameter; a function of its own so that none is held while the next is gathered."""
     for piece in pieces:
-        yield blocks_of(piece, parameter, update, dtype or parameter.dtype)
+        if parameter.ndim == 3 and updates:
+            yield itertools.chain.from_iterable(
+                blocks_of(one_of(piece), parameter[expert], updates[expert], dtype or parameter.dtype)
+                for expert in range(piece.index[0].start, piece.index[0].stop)
+            )
+        else:
+            yield blocks_of(piece, parameter, updates[0] if updates else None, dtype or parameter.dtype)
+
+
+def one_of(stacked: Piece) -> Piece:
+    """What of a piece of a stacked parameter is each matrix's."""
+    return replace(stacked, index=stacked.index[1:], shape=stacked.shape[-2:])
 
 
 def blocks_of(piece: Piece, parameter: Tensor, update: Update | None, dtype: torch.dtype) -> Blocks:
@@ -168,16 +180,20 @@ def converted(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def update_of(model: HubModel, parameter: str) -> Update | None:
-    """The update that a parameter has, gathered."""
+def updates_of(model: HubModel, parameter: str) -> list[Update]:
+    """The update that a parameter has, if any, gathered; of a stacked one that of each of its matrices."""
     owner, found, name = parameter.partition(BASE_LAYER)
-    if not found or name != "weight":
-        return None
-    module: LowRankLinear = model.get_submodule(owner)
-    parts = whole(module.lora_B).split([stop - start for start, stop in module.columns])
-    a = whole(module.lora_A).split(module.rank)
-    rows = [slice(start, stop) for start, stop in module.columns]
-    return Update(tuple(zip(rows, a, parts, strict=True)), module.scale)
+    if not found or name == "bias":
+        return []
+    if name == "weight":
+        module: LowRankLinear = model.get_submodule(owner)
+        parts = whole(module.lora_B).split([stop - start for start, stop in module.columns])
+        a = whole(module.lora_A).split(module.rank)
+        rows = [slice(start, stop) for start, stop in module.columns]
+        return [Update(tuple(zip(rows, a, parts, strict=True)), module.scale)]
+    stacked: LowRankLinear = model.get_submodule(f"{owner}.{name}")
+    a, b = whole(stacked.lora_A).split(stacked.rank), whole(stacked.lora_B)
+    return [Update(((slice(0, len(b)), a_e, b[:, expert :: len(a)]),), stacked.scale) for expert, a_e in enumerate(a)]
 
 
 def write_shards(folder: Path, entries: Sequence[Entry], tensors: Iterator[Blocks], max_shard_size: int) -> None:

@@ -48,6 +48,9 @@ class HubModel(Protocol):
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         """As of torch.nn.Module."""
 
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        """As of torch.nn.Module."""
+
     def get_submodule(self, target: str) -> Any:
         """As of torch.nn.Module."""
 

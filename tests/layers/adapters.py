@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from ligermodels.layers.lora import LoRALinear, add_lora, updates
+from ligermodels.layers.lora import LoRALinear, updates
+from ligermodels.layers.lora_targets import add_lora
 
 RANK, ALPHA = 4, 6.0
 

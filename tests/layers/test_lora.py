@@ -8,7 +8,8 @@ from torch import nn
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.layers.fused import linear
-from ligermodels.layers.lora import LoRALinear, add_lora, updates
+from ligermodels.layers.lora import LoRALinear, updates
+from ligermodels.layers.lora_targets import add_lora
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import ALPHA, RANK, adapt, lora
@@ -129,8 +130,9 @@ def test_all_linear_of_a_mixture_of_experts_is_attention_and_the_shared_expert()
         ("llama", "embed_tokens", "'embed_tokens' is no projection"),
         ("llama", "proj", "'proj' is no projection"),
         ("llama", "input_layernorm", "'input_layernorm' is no projection"),
-        ("mixtral", ["w1"], "'w1' is no projection .* routed experts cannot have it"),
+        ("mixtral", ["w1"], "'w1' is no projection .* routed experts by the name 'experts'"),
         ("qwen3_moe", "mlp.gate", "'mlp.gate' is no projection"),
+        ("llama", ["q_proj", "experts"], "'experts': the model has no routed experts"),
         ("qwen2_moe", "up_proj", r"'up_proj' names .*mlp\.experts\.0\.up_proj too, .* as in 'shared_expert\.up_proj'"),
     ],
 )
