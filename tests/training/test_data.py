@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import rows as data
 from ligermodels.training.corpus import stories
+from ligermodels.training.data import rows as data
 from ligermodels.training.parallel import World
 from ligermodels.training.tokens import END_OF_TEXT, load_tokenizer, save_tokenizer, train_tokenizer
 
