@@ -1,0 +1,180 @@
+"""From records to documents of token ids, and which are supervised: all of a text, of a chat what the assistant says.
+
+A text begins as the tokenizer begins one, and ends with the end-of-text token. A conversation is what the tokenizer's
+chat template makes of it. Where the template marks what the assistant says by {% generation %}, that is supervised and
+nothing else. Most do not, so the conversation is rendered turn by turn: an answer is what follows the text of all
+messages before it, with the generation prompt, in the text of all messages up to it. Both must stand unchanged at the
+beginning of the whole text: a template that writes an earlier turn differently once more follow is refused. An answer
+goes to the special token that ends it; white space after that is the next turn's. A template without such a token gets
+the end-of-text token after the last answer. Knows neither files nor rows.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar, cast
+
+from tokenizers import Encoding
+
+from ligermodels.errors import InputError
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.tokenizer.chat_template import choose
+from ligermodels.training.data.records import BadLines, Conversation, Record, Text
+
+BATCH_RECORDS = 1024
+BATCH_CHARACTERS = 2**24
+SHOWN_CHARACTERS = 30
+
+Span = tuple[int, int]  # [start, stop) in characters
+OneKind = TypeVar("OneKind", Text, Conversation)
+
+
+class Document(NamedTuple):
+    """supervised: whether each of `ids` is to be predicted, None if all are; the first never is, as it is context."""
+
+    ids: list[int]
+    supervised: list[bool] | None
+    place: str
+
+
+def documents(records: Iterable[Record], tokenizer: Tokenizer, end: int, bad: BadLines) -> Iterator[Document]:
+    """In the order of the records; each has a token to predict.
+
+    A text that comes in pieces gives a document for each, which begins with the last token of the one before. end: the
+    end-of-text token. bad: counts conversations that cannot be used. Raises InputError naming the place.
+    """
+    for kind, group in itertools.groupby(records, type):
+        if kind is Text:
+            yield from text_documents(cast(Iterator[Text], group), tokenizer, end)
+        else:
+            yield from conversation_documents(cast(Iterator[Conversation], group), tokenizer, end, bad)
+
+
+def batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
+    """As many as are tokenised at once, on all cores."""
+    batch: list[OneKind] = []
+    characters = 0
+    for record in records:
+        batch.append(record)
+        characters += len(record.text) if isinstance(record, Text) else 0
+        if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def text_documents(texts: Iterable[Text], tokenizer: Tokenizer, end: int) -> Iterator[Document]:
+    context: list[int] = []  # the last token of a text that goes on
+    for batch in batches(texts):
+        for text, new in zip(batch, encode_pieces(batch, tokenizer), strict=True):
+            if new[-1:] == [end]:  # which some tokenizers put there themselves
+                new = new[:-1]
+            ids = [*context, *new, *([end] if text.last else [])]
+            context = [] if text.last else ids[-1:]
+            if len(ids) > 1:
+                yield Document(ids, None, text.place)
+
+
+def encode_pieces(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The ids of each; a piece is encoded behind the end of the one before, whose ids are then taken off."""
+    before = tokenizer.encode_batch([text.before for text in texts])
+    for text, known, ids in zip(texts, before, tokenizer.encode_batch([t.before + t.text for t in texts]), strict=True):
+        if not text.before:
+            yield ids
+        elif ids[: len(known)] == known:
+            yield ids[len(known) :]
+        else:
+            yield tokenizer.encode(text.text, add_special_tokens=False)
+
+
+def conversation_documents(
+    conversations: Iterable[Conversation], tokenizer: Tokenizer, end: int, bad: BadLines
+) -> Iterator[Document]:
+    added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+    special = tuple(token.content for token in added if token.special)
+    for batch in batches(conversations):
+        if not tokenizer.templates:
+            remedy = "put its chat_template.jinja there, or give data with a field text"
+            raise InputError(f"{batch[0].place}: {tokenizer.file.parent} has no chat template for messages; {remedy}")
+        chats = [chat for conversation in batch if (chat := bad.attempt(render, conversation, tokenizer, special))]
+        encodings = tokenizer.tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        for chat, encoding in zip(chats, encodings, strict=True):
+            document = bad.attempt(supervise, chat, encoding, end)
+            if document is not None:
+                yield document
+
+
+class Chat(NamedTuple):
+    """answers: what is supervised of the text. ended: whether nothing is to follow the last of them."""
+
+    text: str
+    answers: Sequence[Span]
+    ended: bool
+    place: str
+
+
+def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]) -> Chat:
+    """special: what may end an answer. Raises InputError naming the place."""
+    messages, tools, place = conversation
+    indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        if not indices:
+            raise InputError("field messages: none is the assistant's, so no token is supervised")
+        whole = tokenizer.rendered(messages, tools=tools)
+        if whole.spans:
+            return Chat(whole.text, whole.spans, True, place)
+        answers = [answer(conversation, index, whole.text, tokenizer, special) for index in indices]
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
+    goes_on = indices[-1] < len(messages) - 1
+    return Chat(whole.text, answers, goes_on or whole.text[: answers[-1][1]].endswith(special), place)
+
+
+def answer(conversation: Conversation, index: int, whole: str, tokenizer: Tokenizer, special: tuple[str, ...]) -> Span:
+    """Where in the whole text the assistant's message at `index` is, with the token that ends it."""
+    messages, tools, _ = conversation
+    if index == 0:
+        raise InputError("field messages[0].role is 'assistant'; there must be a message that it answers")
+    before = tokenizer.rendered(messages[:index], tools=tools, add_generation_prompt=True).text
+    upto = whole
+    if index + 1 < len(messages):
+        upto = tokenizer.rendered(messages[: index + 1], tools=tools).text
+        if not whole.startswith(upto):  # Phi 3 has an end of text behind the last message, whichever that is
+            upto = upto.removesuffix(tokenizer.eos_token or "")
+    for text in (before, upto):
+        if not whole.startswith(text):
+            raise changed(conversation, index, whole, text, tokenizer)
+    said = upto[len(before) :]
+    if said.rstrip().endswith(special):
+        said = said.rstrip()
+    return len(before), len(before) + len(said)
+
+
+def changed(conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer) -> InputError:
+    template = choose(tokenizer.templates, None, conversation.tools is not None, tokenizer.file.parent)
+    same = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
+    now, once = (text[same : same + SHOWN_CHARACTERS] for text in (whole, part))
+    return InputError(
+        f"{template.origin}: writes what goes up to messages[{index}] otherwise in the whole conversation: {now!r}, "
+        f"not {once!r}; mark what the assistant says in the template by {{% generation %}} … {{% endgeneration %}}"
+    )
+
+
+def supervise(chat: Chat, encoding: Encoding, end: int) -> Document:
+    ids, supervised = encoding.ids, overlapping(encoding.offsets, chat.answers)
+    if not chat.ended:
+        ids, supervised = [*ids, end], [*supervised, True]
+    if not any(supervised[1:]):
+        raise InputError(f"{chat.place}: no token of it is supervised; the assistant says nothing")
+    return Document(ids, supervised, chat.place)
+
+
+def overlapping(offsets: Sequence[Span], spans: Iterable[Span]) -> list[bool]:
+    """Whether each token, at ascending offsets, holds a character of a span."""
+    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+    flags = [False] * len(offsets)
+    for start, stop in spans:
+        for token in range(bisect.bisect_right(stops, start), bisect.bisect_left(starts, stop)):
+            flags[token] = True
+    return flags

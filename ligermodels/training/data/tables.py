@@ -1,0 +1,87 @@
+"""Records from tables of columns: parquet files, by pyarrow, and data sets of the Hub, by `datasets`.
+
+Either package is imported when it is needed first. Knows no tokens.
+"""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ligermodels.errors import InputError, first_line
+from ligermodels.training.data.records import FIELDS, BadLines, Record, record_of
+from ligermodels.weights.files import refuse_text
+
+HUB = "hub:"
+ROWS = 1024  # read at a time
+
+
+def parquet(file: Path, bad: BadLines) -> Iterator[Record]:
+    return table(parquet_batches(file), str(file), bad)
+
+
+def parquet_batches(file: Path) -> Iterator[list[dict[str, Any]]]:
+    pyarrow = needs("pyarrow", str(file))
+    reader = needs("pyarrow.parquet", str(file))
+    try:
+        with file.open("rb") as stream:
+            refuse_text(file, stream.peek(64)[:64])
+        opened = reader.ParquetFile(file)
+        columns = columns_of(opened.schema_arrow.names, str(file))
+        for batch in opened.iter_batches(ROWS, columns=columns):
+            yield batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"{file}: not a parquet file that pyarrow reads: {first_line(error)}") from error
+
+
+def hub_dataset(name: str, bad: BadLines) -> Iterator[Record]:
+    return table(hub_batches(name), name, bad)
+
+
+def hub_batches(name: str) -> Iterator[list[dict[str, Any]]]:
+    """hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT; the split is train where none is given."""
+    dataset, *options = name.removeprefix(HUB).split(":")
+    if not dataset or len(options) > 2:
+        raise InputError(f"--data {name}: must be {HUB}NAME, {HUB}NAME:SPLIT or {HUB}NAME:CONFIGURATION:SPLIT")
+    split = options.pop() if options else "train"
+    datasets = needs("datasets", name)
+    try:
+        loaded = datasets.load_dataset(dataset, *options, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(f"--data {name}: {first_line(error)}") from error
+    columns = columns_of(loaded.column_names, name)
+    for batch in loaded.select_columns(columns).with_format("arrow").iter(ROWS):
+        yield batch.to_pylist()
+
+
+def columns_of(names: list[str], place: str) -> list[str]:
+    columns = [name for name in FIELDS if name in names]
+    if not {"text", "messages"} & set(columns):
+        raise InputError(f"{place}: has neither a column text nor messages, but {', '.join(names) or 'none'}")
+    return columns
+
+
+def table(batches: Iterator[list[dict[str, Any]]], place: str, bad: BadLines) -> Iterator[Record]:
+    number = 0
+    for rows in batches:
+        for row in rows:
+            number += 1
+            record = bad.attempt(record_of, without_nulls(row), f"{place}: row {number}")
+            if record is not None:
+                yield record
+
+
+def without_nulls(value: Any) -> Any:
+    """A column of objects gives each of them the fields of all: one that is null was not there."""
+    if isinstance(value, dict):
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def needs(module: str, place: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise InputError(f"{place}: needs the package {package}: pip install {package}") from error
