@@ -68,12 +68,12 @@ ENDINGS = (
     "Suddenly a hundred mushrooms sang a lullaby.",
     "{friend} wrote a terrible poem about it, which {hero} pretended to enjoy.",
 )
-QUESTIONS = {
+QUESTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     SUMS: ("How many {thing} were there?", "How many is that?", "What is the sum?"),
     DIFFERENCES: ("How many {thing} were left?", "How many is that?", "What is the difference?"),
 }
 # Of a conversation that goes on: the number of things there are by now has become `first` and `many`.
-FURTHER_QUESTIONS = {
+FURTHER_QUESTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     SUMS: (
         "Then {friend} found {second} more. How many were there?",
         "{hero} bought {second} more. How many is that?",
@@ -85,7 +85,7 @@ FURTHER_QUESTIONS = {
         "And what if {gone} of them {loss}?",
     ),
 }
-ANSWERS = {SUMS: "{first} + {second} = {sum}.", DIFFERENCES: "{many} - {gone} = {rest}."}
+ANSWERS: dict[tuple[str, ...], str] = {SUMS: "{first} + {second} = {sum}.", DIFFERENCES: "{many} - {gone} = {rest}."}
 SYSTEM_PROMPTS = ("You are good at sums.", "You listen to stories and count.", "Answer with a calculation.")
 TURNS = (1, 2, 3)
 VOCABULARY_STORIES, VOCABULARY_CONVERSATIONS = 4000, 500
