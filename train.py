@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.hub import resolve
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.tokenizer import Tokenizer
 from ligermodels.training import data as datasets
 from ligermodels.training import optimizer as optim
 from ligermodels.training import parallel
@@ -160,7 +160,7 @@ def validate(model: CausalLM, rows: datasets.Rows, batch_size: int, world: paral
 
 def sample(model: CausalLM, tokenizer: Tokenizer, prompt: str) -> str:
     """The likeliest continuation of the prompt."""
-    prompt_ids = tokenizer.encode(prompt).ids
+    prompt_ids = tokenizer.encode(prompt)
     new = ligermodels.generate(model, [prompt_ids], max_new_tokens=40, stop_tokens=[END_OF_TEXT_ID])[0]
     return tokenizer.decode(new)
 

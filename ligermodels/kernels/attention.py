@@ -8,8 +8,8 @@ What runs where:
 - plain causal: SDPA, cuDNN first on the GPU (fastest on Hopper), then FlashAttention;
 - packed documents or a window, in half precision on the GPU: FlashAttention's variable-length kernel;
 - softcap on the GPU: FlexAttention, compiled (from heads of 16 on);
-- a key-value cache, fp32 on the GPU, and all of the above on the CPU: SDPA with a dense mask, or the reference for a
-  softcap.
+- packed documents on the CPU: one after the other, as the mask of a whole row would cost its length squared;
+- a key-value cache, fp32 on the GPU, and the rest on the CPU: SDPA with a dense mask, or the reference for a softcap.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ligermodels.kernels.op import autocast, shared_memory, widen
+from ligermodels.kernels.op import autocast, shared_memory, traced, widen
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -73,6 +73,8 @@ def attention(
             return flex(q, k, v, scale, window, softcap, cu_seqlens)
         if softcap is None and q.dtype in (torch.float16, torch.bfloat16):
             return variable_length(q, k, v, scale, window, cu_seqlens, max_seqlen, dropout)
+    if cu_seqlens is not None and q.is_cpu and position_ids is None and not traced((q, k, v)):
+        return by_document(q, k, v, cu_seqlens, scale=scale, window=window, softcap=softcap, dropout=dropout)
     if softcap is not None:
         return attention_reference(q, k, v, scale, window, softcap, cu_seqlens, position_ids)
     mask = visible(q.shape[1], k.shape[1], q.device, window, cu_seqlens, position_ids)
@@ -123,6 +125,13 @@ def visible(
 def document_of(position: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Which packed document each position of the row belongs to."""
     return torch.bucketize(position, cu_seqlens[1:], right=True)
+
+
+def by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **options: Any) -> Tensor:
+    """Attention within each packed document by itself. Waits for `cu_seqlens`, so it is not for a GPU or a tracer."""
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    return torch.cat([attention(*document, **options) for document in documents], dim=1)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:

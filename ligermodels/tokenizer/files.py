@@ -127,13 +127,19 @@ def from_vocabulary(folder: Path, config: Fields) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(built(folder / VOCABULARY, lambda: BPE.from_file(*files)))
     prefix = config.get("add_prefix_space", bool, False)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    if kind.startswith("Qwen2"):
-        words = pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), behavior="isolated")
-        letters = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-        tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
     tokenizer.decoder = decoders.ByteLevel()
+    if kind.startswith("Qwen2"):
+        split_as_qwen2(tokenizer, prefix)
     return tokenizer
+
+
+def split_as_qwen2(tokenizer: tokenizers.Tokenizer, add_prefix_space: bool = False) -> None:
+    """Gives it Qwen 2's normal form, NFC, and words, of which each digit is one, spelt in bytes."""
+    words = pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    tokenizer.decoder = decoders.ByteLevel()
 
 
 def built(file: Path, build: Callable[[], Any]) -> Any:

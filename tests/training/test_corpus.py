@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ligermodels.training import corpus
-from ligermodels.training.corpus import Story, stories
+from ligermodels.training.corpus import Story, asked_in_conversation, asked_in_story, conversations, stories
 
 
 def every_story():
@@ -97,3 +97,56 @@ def test_stories_are_the_same_for_a_seed_and_their_sums_are_right():
     for text, _ in first:
         a, sign, b, c = re.search(r"(\d+) ([+-]) (\d+) = (\d+)", text).groups()
         assert int(a) + int(sign + b) == int(c) <= 24
+
+
+BEGINNINGS = (
+    (r"had (?P<a>\d+) \w+, and \w+ brought (?P<b>\d+) more\.", "+"),
+    (r"On Monday \w+ found (?P<a>\d+) \w+, on Tuesday (?P<b>\d+)\.", "+"),
+    (r"behind the (?P<a>\d+) \w+ hid (?P<b>\d+) others\.", "+"),
+    (r"There were (?P<a>\d+) \w+, but (?P<b>\d+) of them .*\.", "-"),
+    (r"had (?P<a>\d+) \w+ and gave (?P<b>\d+) of them to \w+\.", "-"),
+    (r"wanted to buy (?P<b>\d+) of the (?P<a>\d+) \w+\.", "-"),
+)
+
+
+def calculation(said, before):
+    """What a user's message asks for, "7 + 5 = 12.", where there were `before` things; None at the beginning."""
+    if before is None:
+        found = [(match, sign) for pattern, sign in BEGINNINGS if (match := re.search(pattern, said))]
+        ((match, sign),) = found
+        a, b = int(match["a"]), int(match["b"])
+    else:
+        (number,) = re.findall(r"\d+", said)
+        a, sign, b = before, "+" if "more" in said else "-", int(number)
+    result = a + b if sign == "+" else a - b
+    return f"{a} {sign} {b} = {result}.", result
+
+
+def test_every_answer_of_a_conversation_is_what_an_independent_reading_calculates():
+    asked = set()
+    for messages in conversations(seed=7, count=300):
+        turns = messages[1:] if messages[0]["role"] == "system" else messages
+        number = None
+        for user, assistant in zip(turns[::2], turns[1::2], strict=True):
+            assert (user["role"], assistant["role"]) == ("user", "assistant")
+            answer, number = calculation(user["content"], number)
+            assert assistant["content"] == answer
+            assert 1 <= number <= 24
+            asked.add(answer)
+    assert len(asked) > 250
+
+
+def test_conversations_are_the_same_for_a_seed_have_one_to_three_questions_and_now_and_then_a_system_prompt():
+    first, again, other = (list(conversations(seed, 400)) for seed in (5, 5, 6))
+    assert first == again != other
+    systems = [messages for messages in first if messages[0]["role"] == "system"]
+    assert 70 < len(systems) < 130
+    questions = [sum(message["role"] == "assistant" for message in messages) for messages in first]
+    assert set(questions) == {1, 2, 3} and min(map(questions.count, (1, 2, 3))) > 100
+
+
+def test_what_is_asked_is_what_stands_before_the_last_answer():
+    text = "Ada had 7 keys. They counted: 7 + 5 = 12. That night Ada dreamt of keys."
+    assert asked_in_story(text) == ("Ada had 7 keys. They counted: 7 + 5 =", "12.")
+    messages = next(conversations(seed=0, count=1))
+    assert asked_in_conversation(messages) == (messages[:-1], "2 - 1 = 1.")

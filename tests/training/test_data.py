@@ -4,13 +4,12 @@ from collections import Counter
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from ligermodels.errors import InputError
 from ligermodels.training.corpus import stories
 from ligermodels.training.data import rows as data
 from ligermodels.training.parallel import World
-from ligermodels.training.tokens import END_OF_TEXT, load_tokenizer, save_tokenizer, train_tokenizer
+from ligermodels.training.tokens import save_tokenizer, train_tokenizer
 
 CPU = torch.device("cpu")
 IGNORED = data.IGNORED
@@ -73,21 +72,13 @@ def test_the_floor_is_the_nats_of_the_validation_stories_over_their_predicted_to
     monkeypatch.setattr(data, "VALIDATION_STORIES", 30)
     corpus = data.corpus(128)
     unseen = list(stories(1, 30))
-    tokens = sum(len(corpus.new_tokenizer.encode(text, add_special_tokens=False).ids) + 1 for text, _ in unseen)
+    tokens = sum(len(corpus.new_tokenizer.encode(text, add_special_tokens=False)) + 1 for text, _ in unseen)
     assert corpus.floor == pytest.approx(sum(nats for _, nats in unseen) / tokens, rel=1e-12)
     assert 0.45 < corpus.floor < 0.8
     assert not {text for text, _ in unseen} & {text for text, _ in stories(0, 300)}
     again = data.corpus(128)
-    assert corpus.new_tokenizer.to_str() == again.new_tokenizer.to_str()
+    assert corpus.new_tokenizer.tokenizer.to_str() == again.new_tokenizer.tokenizer.to_str()
     assert torch.equal(corpus.training.input_ids, again.training.input_ids)
-
-
-def test_the_tokenizer_has_1024_entries_and_begins_documents_with_end_of_text():
-    tokenizer = train_tokenizer((text for text, _ in stories(0, 4000)), 1024)
-    assert tokenizer.get_vocab_size() == 1024
-    ids = tokenizer.encode("Ada hat 3 Äpfel.").ids
-    assert ids[0] == tokenizer.token_to_id(END_OF_TEXT) == 0
-    assert tokenizer.decode(ids) == "Ada hat 3 Äpfel."
 
 
 def write(path, *lines):
@@ -127,33 +118,17 @@ def test_a_file_is_tokenised_by_the_models_tokenizer_or_by_a_new_one(tmp_path):
     read = data.text_file(path, tmp_path, 300, 512)
     assert read.new_tokenizer is None
     rows = torch.cat([read.training.input_ids, read.validation.input_ids])
-    assert all([*given.encode(text).ids, 7] in windows(rows, len(given.encode(text).ids) + 1) for text in texts[:3])
+    assert all([*given.encode(text), 7] in windows(rows, len(given.encode(text)) + 1) for text in texts[:3])
     with pytest.raises(InputError, match=r"d\.jsonl: token id \d+ .* vocabulary of 200"):
         data.text_file(path, tmp_path, 200, 64)
-    assert data.text_file(path, None, 300, 64).new_tokenizer.to_str() == train_tokenizer(texts, 300).to_str()
+    assert (
+        data.text_file(path, None, 300, 64).new_tokenizer.tokenizer.to_str()
+        == train_tokenizer(texts, 300).tokenizer.to_str()
+    )
 
 
 def windows(rows, length):
     return rows.unfold(1, length, 1).flatten(0, 1).tolist()
-
-
-def test_a_trained_tokenizer_is_saved_with_its_end_of_text(tmp_path):
-    tokenizer = train_tokenizer(["a b c"], 300)
-    save_tokenizer(tokenizer, tmp_path)
-    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).to_str() == tokenizer.to_str()
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == END_OF_TEXT
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 0
-
-
-def test_the_end_of_text_is_config_jsons_then_generation_config_jsons_and_else_an_error(tmp_path):
-    save_tokenizer(train_tokenizer(["a b c"], 300), tmp_path)
-    write(tmp_path / "config.json", b'{"eos_token_id": 5}')
-    assert load_tokenizer(tmp_path)[1] == 5
-    write(tmp_path / "config.json", b"{}")
-    assert load_tokenizer(tmp_path)[1] == 0
-    (tmp_path / "generation_config.json").unlink()
-    with pytest.raises(InputError, match=r"config\.json: eos_token_id is None"):
-        load_tokenizer(tmp_path)
 
 
 def test_random_tokens_stay_within_the_vocabulary():

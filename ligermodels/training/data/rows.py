@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.training.corpus import stories
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.training.corpus import stories, vocabulary_texts
 from ligermodels.training.parallel import World
 from ligermodels.training.tokens import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
@@ -68,7 +68,7 @@ def corpus(length: int) -> Data:
     texts = [text for text, _ in stories(seed=0, count=TRAINING_STORIES)]
     known = set(texts)
     unseen = [story for story in stories(seed=1, count=VALIDATION_STORIES) if story[0] not in known]
-    tokenizer = train_tokenizer(texts[:4000], CORPUS_VOCABULARY)
+    tokenizer = train_tokenizer(vocabulary_texts(), CORPUS_VOCABULARY)
     training = pack(encode(tokenizer, texts, END_OF_TEXT_ID), length, END_OF_TEXT_ID)
     validation = pack(encode(tokenizer, [text for text, _ in unseen], END_OF_TEXT_ID), length, END_OF_TEXT_ID)
     floor = sum(nats for _, nats in unseen) / int(supervised(validation.labels))
@@ -130,7 +130,7 @@ def document_of(line: str, place: str) -> str:
 
 def encode(tokenizer: Tokenizer, texts: list[str], end: int) -> list[list[int]]:
     """Token ids of each non-empty text: begun as the tokenizer begins one, and ended by `end`."""
-    return [[*encoding.ids, end] for encoding in tokenizer.encode_batch([text for text in texts if text])]
+    return [[*ids, end] for ids in tokenizer.encode_batch([text for text in texts if text])]
 
 
 def pack(documents: list[list[int]], length: int, padding: int) -> Rows:

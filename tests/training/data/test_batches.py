@@ -1,0 +1,122 @@
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.training.data.batches import Training, rows_a_rank, supervised
+from ligermodels.training.parallel import World
+from tests.conftest import DEVICE
+from tests.training.data.documents import CPU, Document, distinct, rows, training, validation
+
+LENGTHS = [8] * 12 + [3, 5, 7, 6, 2, 30, 21]  # more than 12 rows of 8, some of them shared
+
+
+def worlds(ranks):
+    return [World(torch.device("cpu"), rank, ranks) for rank in range(ranks)]
+
+
+def rows_in(batch):
+    """The rows of T tokens, as tuples."""
+    return [tuple(row) for row in batch.input_ids.view(-1, 8).tolist()]
+
+
+def step_of(cursor, ranks, micro, packing):
+    data = training(distinct(*LENGTHS), 8, packing, seed=7)
+    return sorted(row for w in worlds(ranks) for b in data.micro_batches(cursor, 8, micro, w) for row in rows_in(b))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_step_has_the_same_rows_whatever_the_ranks_and_micro_batches(packing):
+    steps = [step_of(cursor, 1, None, packing) for cursor in (0, 8, 16)]
+    assert all(len(step) == 8 for step in steps) and len(set(map(tuple, steps))) == 3
+    for ranks, micro in [(1, 2), (2, None), (2, 1), (4, 2), (4, 1)]:
+        assert [step_of(cursor, ranks, micro, packing) for cursor in (0, 8, 16)] == steps
+
+
+def test_the_order_within_a_step_is_that_of_the_micro_batches_and_their_ranks():
+    data = training(distinct(*LENGTHS), 8, packing=False)
+    (whole,) = data.micro_batches(0, 8, None, CPU)
+    shares = [data.micro_batches(0, 8, 2, world) for world in worlds(2)]
+    assert [row for number in range(2) for share in shares for row in rows_in(share[number])] == rows_in(whole)
+
+
+def test_resuming_at_any_cursor_gives_what_a_run_without_interruption_has():
+    def run(start, stop):
+        data = training(distinct(*LENGTHS), 8, seed=2)
+        return [data.micro_batches(step * 4, 4, 2, CPU) for step in range(start, stop)]
+
+    whole = run(0, 12)
+    for start in (1, 5, 11):
+        for expected, got in zip(whole[start:], run(start, 12), strict=True):
+            for a, b in itertools.product(range(2), range(3)):
+                assert torch.equal(expected[a][b], got[a][b])
+
+
+def test_what_was_prepared_for_another_step_is_not_taken():
+    data = training(distinct(*LENGTHS), 8, seed=2)
+    first = data.micro_batches(0, 4, None, CPU)
+    for arguments in [(8, 4, None, CPU), (12, 4, 2, CPU), (16, 2, None, CPU), (0, 4, None, CPU)]:
+        fresh = training(distinct(*LENGTHS), 8, seed=2).micro_batches(*arguments)
+        again = data.micro_batches(*arguments)
+        assert [rows_in(batch) for batch in again] == [rows_in(batch) for batch in fresh]
+    assert rows_in(again[0]) == rows_in(first[0])
+
+
+def test_validation_visits_every_row_once_on_equally_many_batches_a_rank():
+    targets, counts = Counter(), []
+    for world in worlds(2):
+        batches = list(validation(distinct(*[6] * 7), 6).batches(2, world))
+        assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 12), (1, 12)]
+        targets.update(int(label) for batch in batches for label in batch.labels[batch.labels != -100])
+        counts += [int(supervised(batch)) for batch in batches]
+    assert targets == Counter(i for d in distinct(*[6] * 7) for i in d.ids[1:])
+    assert counts == [10, 10, 10, 5]
+
+
+def test_a_rank_without_a_supervised_token_counts_none():
+    silent = [Document(d.ids, [False] * 8) for d in distinct(8, 8)]
+    (batch,) = training(silent, 8).micro_batches(0, 2, None, CPU)
+    assert int(supervised(batch)) == 0 and (batch.labels == -100).all()
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused():
+    assert rows_a_rank(64, 4, World(torch.device("cpu"), 0, 8)) == (2, 4)
+    assert rows_a_rank(64, None, World(torch.device("cpu"), 0, 8)) == (1, 8)
+    for batch_size, micro, ranks in [(4, 3, 1), (4, None, 8), (6, 2, 2), (6, None, 4)]:
+        with pytest.raises(InputError, match=f"--batch-size {batch_size} is no multiple of {ranks} ranks"):
+            rows_a_rank(batch_size, micro, World(torch.device("cpu"), 0, ranks))
+
+
+def test_places_are_those_of_the_documents_in_a_steps_rows():
+    documents = distinct(*LENGTHS)
+    data = training(documents, 8, seed=4)
+    (batch,) = data.micro_batches(8, 4, None, CPU)
+    begins = [start for start in batch.cu_seqlens[:-1].tolist() if batch.input_ids[0, start]]
+    owner = {token: d.place for d in documents for token in d.ids}
+    assert data.places(8, 4) == [owner[int(batch.input_ids[0, start])] for start in begins]
+
+
+def test_weighted_sources_share_a_batch():
+    parts = [rows(distinct(*[8] * 40), 8), rows([Document([5000 + i] * 8) for i in range(40)], 8)]
+    data = Training(parts, [3.0, 1.0], 0, True)
+    assert len(data) == 80 and data.tokens == 640
+    (batch,) = data.micro_batches(0, 64, None, CPU)
+    assert sum(row[0] >= 5000 for row in rows_in(batch)) == 16
+
+
+@pytest.mark.gpu
+def test_batches_come_to_a_gpu_without_the_host_waiting():
+    data, world = training(distinct(*LENGTHS), 8, seed=2), World(torch.device(DEVICE))
+    expected = training(distinct(*LENGTHS), 8, seed=2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps = [data.micro_batches(cursor, 4, 2, world) for cursor in range(0, 80, 4)]
+        counts = [supervised(batch) for step in steps for batch in step]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    on_cpu = [batch for cursor in range(0, 80, 4) for batch in expected.micro_batches(cursor, 4, 2, CPU)]
+    for got, want in zip((batch for step in steps for batch in step), on_cpu, strict=True):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got[:3], want[:3], strict=True))
+    assert [int(count) for count in counts] == [int(supervised(batch)) for batch in on_cpu]
