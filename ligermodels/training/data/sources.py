@@ -86,7 +86,7 @@ def read(name: str, bad: BadLines) -> Iterator[Record]:
             empty = False
             yield record
     if empty:
-        skipped = f"; {bad.skipped} bad lines were skipped" if bad.skipped else ""
+        skipped = f"; bad lines skipped: {bad.skipped}" if bad.skipped else ""
         raise InputError(f"--data {name}: holds no text and no messages{skipped}")
 
 
