@@ -5,8 +5,9 @@ chat template makes of it. Where the template marks what the assistant says by {
 nothing else. Most do not, so the conversation is rendered turn by turn: an answer is what follows the text of all
 messages before it, with the generation prompt, in the text of all messages up to it. Both must stand unchanged at the
 beginning of the whole text: a template that writes an earlier turn differently once more follow is refused. An answer
-goes to the special token that ends it; white space after that is the next turn's. A template without such a token gets
-the end-of-text token after the last answer. Knows neither files nor rows.
+goes to the special token that ends it, without the white space after that. Where the template puts none, what ends it
+is the special token that begins the next turn, and after the last answer the end-of-text token. Knows neither files nor
+rows.
 """
 
 import bisect
@@ -22,7 +23,7 @@ from ligermodels.tokenizer.chat_template import choose
 from ligermodels.training.data.records import BadLines, Conversation, Record, Text
 
 BATCH_RECORDS = 1024
-BATCH_CHARACTERS = 2**24
+BATCH_CHARACTERS = 2**22  # a token takes `tokenizers` about a hundred bytes
 SHOWN_CHARACTERS = 30
 
 Span = tuple[int, int]  # [start, stop) in characters
@@ -92,7 +93,7 @@ def conversation_documents(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, end: int, bad: BadLines
 ) -> Iterator[Document]:
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-    special = tuple(token.content for token in added if token.special)
+    special = tuple(sorted((token.content for token in added if token.special), key=len, reverse=True))
     for batch in batches(conversations):
         if not tokenizer.templates:
             remedy = "put its chat_template.jinja there, or give data with a field text"
@@ -115,7 +116,7 @@ class Chat(NamedTuple):
 
 
 def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]) -> Chat:
-    """special: what may end an answer. Raises InputError naming the place."""
+    """special: the texts of special tokens, the longest first. Raises InputError naming the place."""
     messages, tools, place = conversation
     indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     try:
@@ -146,9 +147,12 @@ def answer(conversation: Conversation, index: int, whole: str, tokenizer: Tokeni
         if not whole.startswith(text):
             raise changed(conversation, index, whole, text, tokenizer)
     said = upto[len(before) :]
+    if not said:
+        raise InputError(f"field messages[{index}]: the chat template writes nothing of it")
     if said.rstrip().endswith(special):
-        said = said.rstrip()
-    return len(before), len(before) + len(said)
+        return len(before), len(before) + len(said.rstrip())
+    following = next((token for token in special if whole.startswith(token, len(upto))), "")
+    return len(before), len(upto) + len(following)
 
 
 def changed(conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer) -> InputError:

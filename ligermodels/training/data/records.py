@@ -50,7 +50,7 @@ class BadLines:
         self.allowed, self.skipped = allowed, 0
 
     def attempt(self, make: Callable[..., Made], *arguments: Any) -> Made | None:
-        """What is made of a record, or None where it cannot be used. Raises InputError for one more than are allowed."""
+        """What is made of a record, None where it cannot be used; one more than are allowed raises InputError."""
         try:
             return make(*arguments)
         except InputError as error:

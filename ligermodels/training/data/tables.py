@@ -51,8 +51,8 @@ def hub_batches(name: str) -> Iterator[list[dict[str, Any]]]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(f"--data {name}: {first_line(error)}") from error
     columns = columns_of(loaded.column_names, name)
-    for batch in loaded.select_columns(columns).with_format("arrow").iter(ROWS):
-        yield batch.to_pylist()
+    for batch in loaded.select_columns(columns).iter(ROWS):  # a list for each column
+        yield [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
 
 
 def columns_of(names: list[str], place: str) -> list[str]:
