@@ -1,6 +1,6 @@
 """What a model is, from its config.json and the names of its files alone: no weights are read, none are downloaded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.download import indexed_files, local_folder, weight_sizes
 from ligermodels.errors import HubError
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.units import parameter_count
 from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 
@@ -64,3 +65,15 @@ def dtype_of(raw: Mapping[str, Any], folder: Path) -> torch.dtype:
     if (folder / SINGLE_FILE).exists():
         return hub.stored_dtype(dict(raw), open_checkpoint(folder))
     raise HubError(f"{folder / CONFIG_FILE}: field dtype is missing; pass --dtype")
+
+
+def catalogue() -> Iterator[str]:
+    """A line for each architecture: its presets and how many parameters these have."""
+    for name, architecture in sorted(ARCHITECTURES.items()):
+        presets = [f"{size} ({parameters(name, size)})" for size in architecture.SIZES]
+        yield f"{name:12} {', '.join(presets) or 'from a checkpoint'}"
+
+
+def parameters(architecture: str, size: str) -> str:
+    model = hub.create(architecture, size=size, device="meta")
+    return parameter_count(sum(parameter.numel() for parameter in model.parameters()))

@@ -45,6 +45,11 @@ def first_line(error: BaseException | str) -> str:
 
 def hint(wrong: str, right: Iterable[str]) -> str:
     """For the end of a message: the nearest of what there is, if one is near, and all of it."""
-    nearest = difflib.get_close_matches(wrong[:LONGEST_WORD], right, n=1)
-    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"{suggestion}; there is: {', '.join(sorted(right))}"
+    right = sorted(right)
+    return f"{nearest(wrong, right)}; there is: {', '.join(right)}"
+
+
+def nearest(wrong: str, right: Iterable[str]) -> str:
+    """For the end of a message: the nearest of what there is, if one is near; else nothing."""
+    near = difflib.get_close_matches(wrong[:LONGEST_WORD], right, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

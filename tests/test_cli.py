@@ -9,7 +9,8 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import ligermodels
 from ligermodels import cli, memory
-from ligermodels.cli import main, parsing
+from ligermodels.cli import main
+from ligermodels.units import memory_size
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import LLAMA
 
@@ -94,7 +95,7 @@ def test_info_tells_parameters_files_and_memory_from_config_json_alone(folder, c
     weights = f"{2 * count / 1024:.1f} KiB"
     assert lines["generate"].split("= ")[1].startswith(f"weights {weights} + cache")
     peak = memory.training_memory(model, 2, 16, torch.bfloat16).peak
-    assert lines["train"].split("=")[0].split() == ["train", *parsing.memory_size(peak).split()]
+    assert lines["train"].split("=")[0].split() == ["train", *memory_size(peak).split()]
     assert lines["LoRA"].split("=")[0] != lines["train"].split("=")[0]
 
 

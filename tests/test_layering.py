@@ -9,6 +9,8 @@ PACKAGE = Path(ligermodels.__file__).parent
 # What each part may import of the others.
 MAY_IMPORT = {
     "errors": set(),
+    "units": set(),
+    "flags": {"errors"},
     "kernels": set(),
     "weights": {"errors"},
     "layers": {"errors", "kernels", "weights"},
@@ -18,12 +20,15 @@ MAY_IMPORT = {
     "download": {"errors", "weights", "known_models"},
     "hub": {"errors", "architectures", "layers", "weights", "tokenizer", "known_models", "download"},
     "generate": {"errors", "layers"},
-    "training": {"errors", "kernels", "layers", "architectures", "weights", "hub", "generate", "tokenizer"},
+    "training": {
+        *("errors", "flags", "units", "kernels", "layers", "architectures", "weights", "hub", "generate", "tokenizer"),
+        *("memory", "description"),
+    },
     "memory": {"kernels", "layers"},
-    "description": {"errors", "layers", "architectures", "weights", "hub", "download"},
+    "description": {"errors", "units", "layers", "architectures", "weights", "hub", "download"},
     "verify": {"errors", "layers", "weights", "hub", "generate", "tokenizer"},
     "cli": {
-        *("errors", "layers", "weights", "architectures", "hub", "generate", "tokenizer"),
+        *("errors", "flags", "units", "layers", "weights", "architectures", "hub", "generate", "tokenizer"),
         *("memory", "description", "verify"),
     },
     "__init__": {"errors", "layers", "hub", "generate"},

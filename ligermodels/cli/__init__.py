@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ligermodels.cli import bench, export, generate, info, listing, verify
-from ligermodels.cli.parsing import Parser
 from ligermodels.errors import InputError, first_line
+from ligermodels.flags import Parser
 
 UNUSABLE, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
 

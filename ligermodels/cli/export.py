@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from ligermodels import hub
-from ligermodels.cli.parsing import Commands, add_command, add_dtype, add_revision, byte_size
+from ligermodels.cli.parsing import Commands, add_command, add_dtype, add_revision
+from ligermodels.units import byte_size
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, size_in_bytes
 from ligermodels.weights.writing import refuse_in_use
 

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from ligermodels import hub
-from ligermodels.cli.parsing import Commands, add_command, add_device, add_dtype, add_revision, positive
+from ligermodels.cli.parsing import Commands, add_command, add_device, add_dtype, add_revision
 from ligermodels.errors import InputError
+from ligermodels.flags import not_negative, number, positive
 from ligermodels.generate import model_stop_tokens, stream
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
+
+PROBABILITY = number(lambda x: 0 < x <= 1, "above 0 and at most 1")
 
 
 def add_to(commands: Commands) -> None:
@@ -23,27 +26,13 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--chat", action="store_true", help="by the model's chat template; without --prompt, in turns")
     parser.add_argument("--system", help="with --chat, the message before the user's")
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="where the model does not stop before")
-    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 takes the most likely token")
+    parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 takes the most likely token")
     parser.add_argument("--top-k", type=positive, help="draw from this many most likely tokens")
-    parser.add_argument("--top-p", type=probability, help="draw from the fewest tokens that are together as likely")
+    parser.add_argument("--top-p", type=PROBABILITY, help="draw from the fewest tokens that are together as likely")
     parser.add_argument("--seed", type=int, help="draw the same tokens again")
     add_dtype(parser, "to compute in (default: that of the weights)")
     add_device(parser)
     add_revision(parser)
-
-
-def temperature(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"is {text}; must be 0 or more")
-    return value
-
-
-def probability(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"is {text}; must be above 0 and at most 1")
-    return value
 
 
 def run(args: argparse.Namespace) -> None:

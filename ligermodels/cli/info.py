@@ -3,19 +3,13 @@
 import argparse
 from collections.abc import Iterator
 
-from ligermodels.cli.parsing import (
-    Commands,
-    add_command,
-    add_dtype,
-    add_revision,
-    byte_size,
-    memory_size,
-    positive,
-)
+from ligermodels.cli.parsing import Commands, add_command, add_dtype, add_revision
 from ligermodels.description import Description, describe
+from ligermodels.flags import positive
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.layers.shared_configs import MoEConfig
 from ligermodels.memory import count_parameters, inference_memory, training_memory
+from ligermodels.units import byte_size, memory_size
 
 
 def add_to(commands: Commands) -> None:

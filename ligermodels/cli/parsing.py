@@ -1,4 +1,4 @@
-"""What the commands' arguments share: help that shows defaults and an example, and options of the same meaning."""
+"""What the commands' arguments share: an example in the help, and options of the same meaning."""
 
 import argparse
 from collections.abc import Callable
@@ -6,22 +6,10 @@ from typing import Any
 
 import torch
 
+from ligermodels.flags import Parser
+
 DTYPES = ("float32", "bfloat16", "float16")
 Commands = Any  # what add_subparsers returns, which argparse keeps to itself
-
-
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, but none where there is none, and the example as it is written."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == []:
-            return action.help
-        return super()._get_help_string(action)
-
-
-class Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=Formatter, allow_abbrev=False, **options)
 
 
 def add_command(
@@ -52,28 +40,3 @@ def dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(DTYPES)})")
     return getattr(torch, name)
-
-
-def positive(text: str) -> int:
-    """A whole number above zero."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"is {text!r}; must be a whole number above zero")
-    return int(text)
-
-
-def byte_size(count: int) -> str:
-    """1536 -> "1.5 KB": in powers of 1000, as files are sold."""
-    return scaled(count, 1000, ("B", "KB", "MB", "GB", "TB"))
-
-
-def memory_size(count: int) -> str:
-    """1536 -> "1.5 KiB": in powers of 1024, as memory is sold."""
-    return scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-
-
-def scaled(count: float, step: int, units: tuple[str, ...]) -> str:
-    for unit in units[:-1]:
-        if count < step:
-            return f"{count:.{0 if unit == 'B' else 1}f} {unit}"
-        count /= step
-    return f"{count:.1f} {units[-1]}"

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from ligermodels.cli.parsing import Commands, add_command, add_device, positive
+from ligermodels.cli.parsing import Commands, add_command, add_device
+from ligermodels.flags import positive
 
 
 def add_to(commands: Commands) -> None:

@@ -1,0 +1,73 @@
+"""How command lines read their flags: help that shows defaults and examples, and the values that several flags take.
+
+A type of this file says what a value is and what it must be, for a message that begins with the flag's name.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from ligermodels.errors import nearest
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, but none where there is none, and the example as it is written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == []:
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=Formatter, allow_abbrev=False, **options)
+
+
+def whole(least: int, rule: str) -> Callable[[str], int]:
+    """A whole number of at least `least`, which is what `rule` says."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"is {text!r}; must be {rule}")
+        return int(text)
+
+    return read
+
+
+def number(holds: Callable[[float], bool], rule: str) -> Callable[[str], float]:
+    """A number for which `holds`, which is what `rule` says; not a number never does."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"is {text!r}; must be {rule}")
+        return value
+
+    return read
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"is {text!r}; must be one of {', '.join(names)}{nearest(text, names)}")
+        return text
+
+    return read
+
+
+def switch(text: str) -> bool:
+    """On the command line "on" and "off", in a file true and false as well."""
+    values = {"on": True, "true": True, "off": False, "false": False}
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"is {text!r}; must be on or off")
+    return values[text]
+
+
+positive = whole(1, "a whole number above zero")
+count = whole(0, "a whole number, 0 or more")
+above_zero = number(lambda x: x > 0, "a number above 0")
+not_negative = number(lambda x: 0 <= x < float("inf"), "a number, 0 or more")

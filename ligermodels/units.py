@@ -1,0 +1,31 @@
+"""Numbers as people read them."""
+
+
+def byte_size(count: int) -> str:
+    """1536 -> "1.5 KB": in powers of 1000, as files are sold."""
+    return scaled(count, 1000, ("B", "KB", "MB", "GB", "TB"))
+
+
+def memory_size(count: int) -> str:
+    """1536 -> "1.5 KiB": in powers of 1024, as memory is sold."""
+    return scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def scaled(count: float, step: int, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if count < step:
+            return f"{count:.{0 if unit == 'B' else 1}f} {unit}"
+        count /= step
+    return f"{count:.1f} {units[-1]}"
+
+
+def parameter_count(count: int) -> str:
+    """8030261248 -> "8.0B"."""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+
+
+def duration(seconds: float) -> str:
+    """4000 -> "1:06:40"; 100 -> "1:40"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
