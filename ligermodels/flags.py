@@ -11,12 +11,21 @@ from ligermodels.errors import nearest
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, but none where there is none, and the example as it is written."""
+    """Shows defaults as they would be given, but none where there is none, and examples as they are written."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == []:
+        default = action.default
+        if default is None or default is False or default == []:
             return action.help
+        if default is True or isinstance(default, list):
+            return f"{action.help} (default: {'on' if default is True else ' '.join(default)})"
         return super()._get_help_string(action)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return "N" if action.type else super()._get_default_metavar_for_optional(action)
 
 
 class Parser(argparse.ArgumentParser):

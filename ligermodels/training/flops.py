@@ -1,0 +1,92 @@
+"""Model FLOPs of a token, and the peak of a GPU: the share of it that a run reaches.
+
+A token costs 2 FLOPs for each element of a matrix that it is multiplied by, in forward, 2 more in backward for the
+gradient of its input and 2 for that of the matrix, where this is trained. Attention costs 4 D a head and key in
+forward, and twice that in backward; a query sees the keys before it, within the window. A row counts as one document.
+Embedding, norms and activations do not count, nor does what is computed again: this is what the model asks for, not
+what a GPU does. As in Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311, where however every query is
+taken to see all keys of its row, which makes attention twice as dear.
+"""
+
+from fnmatch import fnmatchcase
+
+import torch
+
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.moe import MoE
+
+# Dense TFLOP/s in (bfloat16 or float16 with sums in fp32, tf32) by the name that the driver gives, from the makers'
+# data sheets and architecture white papers; where those give the figure with sparsity alone, half of it.
+TERAFLOPS = {
+    "NVIDIA GB200": (2500.0, 1250.0),
+    "NVIDIA B200": (2250.0, 1125.0),
+    "NVIDIA H200": (989.4, 494.7),
+    "NVIDIA H200 NVL": (835.5, 417.5),
+    "NVIDIA GH200 *GB": (989.4, 494.7),
+    "NVIDIA H100 80GB HBM3": (989.4, 494.7),
+    "NVIDIA H100 NVL": (835.5, 417.5),
+    "NVIDIA H100 PCIe": (756.0, 378.0),
+    "NVIDIA A100-SXM4-?0GB": (312.0, 156.0),
+    "NVIDIA A100-PCIE-40GB": (312.0, 156.0),
+    "NVIDIA A100 80GB PCIe": (312.0, 156.0),
+    "NVIDIA L40S": (362.0, 183.0),
+    "NVIDIA L40": (181.0, 90.5),
+    "NVIDIA L4": (121.0, 60.0),
+    "NVIDIA A40": (149.7, 74.8),
+    "NVIDIA A30": (165.0, 82.0),
+    "NVIDIA A10": (125.0, 62.5),
+    "NVIDIA A10G": (70.0, 35.0),
+    "NVIDIA RTX 6000 Ada Generation": (364.2, 182.1),
+    "NVIDIA RTX A6000": (154.8, 77.4),
+    "NVIDIA GeForce RTX 5090": (209.5, 104.8),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+    "NVIDIA GeForce RTX 3090": (71.0, 35.6),
+    "AMD Instinct MI300X": (1307.4, 653.7),
+}
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """FLOP/s of one device in "bfloat16", "float16" or "tf32"; None where unknown, in fp32 and on CPUs."""
+    return peak_of(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+def peak_of(name: str, dtype: str) -> float | None:
+    """By the device's name; of a slice of a GPU, whose name says so, nothing is known."""
+    for pattern, (half, tf32) in TERAFLOPS.items():
+        if fnmatchcase(name, pattern):
+            teraflops = {"bfloat16": half, "float16": half, "tf32": tf32}.get(dtype)
+            return None if teraflops is None else teraflops * 1e12
+    return None
+
+
+def flops_per_token(model: CausalLM, sequence_length: int) -> int:
+    """Of a training step on rows of sequence_length tokens. What is frozen by now costs no gradient of its own.
+
+    The model may be on the meta device, and may be sharded.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    pairs = sum(mean_keys(sequence_length, attention.window) for attention in layers)
+    return matrix_flops(model) + round(12 * model.config.query_size * pairs)
+
+
+def matrix_flops(model: CausalLM) -> int:
+    """A token goes through k of E experts."""
+    routed = {
+        id(weight): (moe.experts_per_token, moe.gate.out_features)
+        for moe in model.modules()
+        if isinstance(moe, MoE)
+        for weight in moe.experts.parameters()
+    }
+    flops = 0
+    for weight in (*model.model.layers.parameters(), model.lm_head.weight):
+        if weight.ndim >= 2:
+            active, of = routed.get(id(weight), (1, 1))
+            flops += (6 if weight.requires_grad else 4) * weight.numel() * active // of
+    return flops
+
+
+def mean_keys(length: int, window: int | None) -> float:
+    """How many keys a query of a row sees on average, itself included."""
+    seen = min(window or length, length)
+    return (seen * (seen + 1) / 2 + (length - seen) * seen) / length

@@ -1,0 +1,84 @@
+"""Where a run's metrics go beside metrics.jsonl: TensorBoard, and Weights & Biases. Only where asked for.
+
+A record is a line of metrics.jsonl: {"step": n, name: value, …}. Both packages are imported when a run asks for them.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ligermodels.errors import InputError
+
+
+class Logger(Protocol):
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def require(names: Iterable[str]) -> None:
+    """Raises InputError where a package is missing."""
+    for name in names:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name is not the package
+            raise InputError(f"--log-to {name}: the package is not installed: pip install {name}")
+
+
+def open_loggers(names: Sequence[str], folder: Path, settings: Mapping[str, Any], done: int = 0) -> list[Logger]:
+    """Those asked for, on the one rank that writes. done: steps a resumed run has taken already."""
+    require(names)
+    kinds: dict[str, Callable[[Path, Mapping[str, Any], int], Logger]] = {
+        "tensorboard": TensorBoard,
+        "wandb": WeightsAndBiases,
+    }
+    return [kinds[name](folder, settings, done) for name in dict.fromkeys(names)]
+
+
+class TensorBoard:
+    """Event files in `folder`/tensorboard; of a resumed run, what was written after its checkpoint is hidden."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(folder / "tensorboard", purge_step=done + 1 if done else None)
+        if not done:
+            rows = "\n".join(f"    {name} = {value!r}" for name, value in settings.items())
+            self.writer.add_text("settings", rows)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, record["step"])
+            elif name != "step" and value is not None:
+                self.writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A run of the project `ligermodels`, or that of WANDB_PROJECT, named like the folder, where its files are kept.
+
+    A resumed run goes on in the same one.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], done: int) -> None:
+        import wandb
+
+        name_file = folder / "wandb" / "run-id"
+        known = name_file.read_text(encoding="utf-8") if done and name_file.exists() else None
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "ligermodels"), name=folder.name, dir=folder, id=known,
+            resume="allow", config=dict(settings),
+        )  # fmt: skip
+        name_file.parent.mkdir(parents=True, exist_ok=True)
+        name_file.write_text(self.run.id, encoding="utf-8")
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.run.log(dict(record))
+
+    def close(self) -> None:
+        self.run.finish()

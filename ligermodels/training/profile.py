@@ -1,0 +1,97 @@
+"""A trace of three steps, for Perfetto or chrome://tracing, and what it says in short."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+STEPS = 3
+KERNELS = 10
+LONGEST_NAME = 72  # characters of a kernel's name
+
+
+class StepProfiler:
+    """Traces the steps first, first + 1 and first + 2 of a run; none where `first` is None. A context manager.
+
+    file: of the trace, as in trace.json.gz. say: is told where it lies, how busy the GPU was, and which kernels took
+    the most of its time (on a CPU, which ops).
+    """
+
+    def __init__(self, first: int | None, file: Path, device: torch.device, say: Callable[[str], None]) -> None:
+        self.first = first
+        self.file = file
+        self.device = device
+        self.say = say
+        self.profile: profile | None = None
+        self.steps = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A run may end within the three."""
+        if self.profile:
+            self.finish(self.profile)
+
+    def begin(self, step: int) -> None:
+        """Call at the beginning of every step; they count from 1."""
+        if self.profile and self.steps == STEPS:
+            self.finish(self.profile)
+        if step == self.first:
+            gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+            self.profile = profile(activities=[ProfilerActivity.CPU, *gpu])
+            self.profile.start()
+        self.steps += self.profile is not None
+
+    def finish(self, traced: profile) -> None:
+        self.profile = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        traced.stop()
+        traced.export_chrome_trace(str(self.file))
+        self.say(f"{self.file}: {self.steps} steps from step {self.first} on; open it at ui.perfetto.dev")
+        for line in report(traced.events(), self.device, self.steps):
+            self.say(line)
+
+
+def report(events: Iterable[Any], device: torch.device, steps: int) -> Iterator[str]:
+    """The ten kernels, on a CPU ops, that took the most time, and the means of a step.
+
+    events: torch.profiler's FunctionEvents; times in µs.
+    """
+    calls: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    on_gpu = device.type == "cuda"
+    counted = [event for event in events if not on_gpu or is_kernel(event)]
+    for event in counted:
+        calls[event.name] += 1
+        times[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+    if on_gpu:
+        busy = busy_share([(event.time_range.start, event.time_range.end) for event in counted])
+        yield f"the GPU was busy for {busy:.1%} of that time"
+    yield f"{'ms a step':>10}{'share':>8}{'calls':>8}"
+    for name, time in times.most_common(KERNELS):
+        share = time / times.total()
+        yield f"{time / 1e3 / steps:10.3f}{share:8.1%}{calls[name] / steps:8.0f}  {name[:LONGEST_NAME]}"
+
+
+def is_kernel(event: Any) -> bool:
+    """Or a copy; annotations lie over several of them."""
+    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
+
+
+def busy_share(spans: Iterable[tuple[float, float]]) -> float:
+    """The part of the time from the first start to the last end in which at least one span runs."""
+    spans = sorted(spans)
+    busy, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / (reached - spans[0][0])
