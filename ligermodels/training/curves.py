@@ -15,7 +15,7 @@ BLUE, ORANGE, GREEN, PURPLE, TEAL = "#2f6fde", "#e8590c", "#2b8a3e", "#7048e8", 
 WINDOWS = 60  # as many medians fit into a run
 LINEAR_UP_TO = 4  # times the lowest loss; beyond, the axis is logarithmic
 CROWDED = 150  # points, from which on a running median is drawn over them
-STYLE = {
+STYLE: Any = {
     "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": GREY, "axes.titlecolor": INK, "axes.titlesize": 10,
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "xtick.color": GREY,
     "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0, "grid.color": GRID, "grid.linewidth": 0.8,
