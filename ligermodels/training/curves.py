@@ -94,7 +94,8 @@ def draw_small(axes: Any, values: Series, title: str, colour: str, *, smoothed: 
 
 def draw_line(axes: Any, values: Series, colour: str, label: str, *, smoothed: bool = True) -> None:
     if not smoothed or len(values[1]) < CROWDED:
-        axes.plot(*values, color=colour, linewidth=1.8, label=label)
+        alone = "o" if len(values[1]) == 1 else None  # a line of one point would not be seen
+        axes.plot(*values, color=colour, linewidth=1.8, label=label, marker=alone)
     else:
         axes.plot(*values, color=colour, linewidth=0.6, alpha=0.3)
         axes.plot(*running_median(values), color=colour, linewidth=1.8, label=label)

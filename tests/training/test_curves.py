@@ -43,6 +43,7 @@ def step(number):
     }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("steps", [5, 200])
 def test_the_picture_has_every_curve_that_the_file_has(steps, tmp_path):
     records = [step(number) for number in range(1, steps + 1)]
@@ -53,6 +54,11 @@ def test_the_picture_has_every_curve_that_the_file_has(steps, tmp_path):
     assert rows[0] < 200 and rows[-1] > 400  # the loss goes from the top of its panel to the bottom
     validation = [{"step": steps, "validation_loss": 0.7, "floor": 0.5}]
     assert picture(tmp_path, records + validation)["ORANGE"].sum() > 50
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_single_step_is_a_point(tmp_path):
+    assert picture(tmp_path, [step(1) | {"tokens_per_second": None}])["BLUE"].sum() > 20
 
 
 def test_without_a_step_nothing_is_drawn(tmp_path):
