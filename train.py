@@ -91,8 +91,13 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
     default = schedules.default_peak(model.config.hidden_size, pretrained=folder is not None, lora=False)
     peak = args.learning_rate or default
     tokens_per_step = args.accumulate * world.size * args.batch_size * args.sequence_length
-    log = Path(f"{output}.metrics.jsonl")
-    with Metrics(log, args.steps, tokens_per_step, world.device, enabled=world.is_first) as metrics:
+    with Metrics(
+        Path(f"{output}.metrics"),
+        steps=args.steps,
+        tokens_per_step=tokens_per_step,
+        device=world.device,
+        enabled=world.is_first,
+    ) as metrics:
         metrics.say(
             f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters; {data.description}: "
             f"{len(data.training):,} rows; {tokens_per_step:,} tokens a step = {args.accumulate} batches of "
@@ -122,7 +127,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
                     f"step {step}: loss {loss_value}, gradient norm {norm_value}: stopped before the update"
                 )
 
-            metrics.step(step, loss_value, norm_value, learning_rate)
+            metrics.step(step + 1, loss_value, norm_value, learning_rate)
             if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
                 metrics.validation(step + 1, validate(model, data.validation, args.batch_size, world), data.floor)
 

@@ -15,7 +15,7 @@ BLUE, ORANGE, GREEN, PURPLE, TEAL = "#2f6fde", "#e8590c", "#2b8a3e", "#7048e8", 
 WINDOWS = 60  # as many medians fit into a run
 LINEAR_UP_TO = 4  # times the lowest loss; beyond, the axis is logarithmic
 CROWDED = 150  # points, from which on a running median is drawn over them
-STYLE = {
+STYLE: Any = {
     "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": GREY, "axes.titlecolor": INK, "axes.titlesize": 10,
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "xtick.color": GREY,
     "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0, "grid.color": GRID, "grid.linewidth": 0.8,
@@ -94,7 +94,8 @@ def draw_small(axes: Any, values: Series, title: str, colour: str, *, smoothed: 
 
 def draw_line(axes: Any, values: Series, colour: str, label: str, *, smoothed: bool = True) -> None:
     if not smoothed or len(values[1]) < CROWDED:
-        axes.plot(*values, color=colour, linewidth=1.8, label=label)
+        alone = "o" if len(values[1]) == 1 else None  # a line of one point would not be seen
+        axes.plot(*values, color=colour, linewidth=1.8, label=label, marker=alone)
     else:
         axes.plot(*values, color=colour, linewidth=0.6, alpha=0.3)
         axes.plot(*running_median(values), color=colour, linewidth=1.8, label=label)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, first_line
 
 
 class Logger(Protocol):
@@ -69,10 +69,15 @@ class WeightsAndBiases:
 
         name_file = folder / "wandb" / "run-id"
         known = name_file.read_text(encoding="utf-8") if done and name_file.exists() else None
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "ligermodels"), name=folder.name, dir=folder, id=known,
-            resume="allow", config=dict(settings),
-        )  # fmt: skip
+        project = os.environ.get("WANDB_PROJECT", "ligermodels")
+        try:
+            self.run = wandb.init(
+                project=project, name=folder.name, dir=folder, id=known, resume="allow", config=dict(settings)
+            )
+        except wandb.errors.Error as error:
+            raise InputError(
+                f"--log-to wandb: {first_line(error)} Run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
         name_file.parent.mkdir(parents=True, exist_ok=True)
         name_file.write_text(self.run.id, encoding="utf-8")
         self.run.define_metric("*", step_metric="step")

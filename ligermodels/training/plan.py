@@ -90,11 +90,9 @@ class Plan:
         if self.validation_rows is not None:
             yield "validation", f"{self.validation_rows:,} rows, every {self.args.eval_every:,} steps"
         yield "a step", self.step
-        yield "the run", f"{self.steps}, {self.args.steps * self.tokens_per_step:,} tokens"
-        yield (
-            "compute",
-            f"{self.flops:.3g} FLOPs a token, {self.flops * self.args.steps * self.tokens_per_step:.3g} in all",
-        )
+        tokens = self.args.steps * self.tokens_per_step
+        yield "the run", f"{self.steps}, {tokens:,} tokens"
+        yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
         recomputed = f", {self.recomputed} of {self.blocks} blocks recomputed" if self.recomputed else ""
         yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{recomputed}"
         for part in fields(self.memory):

@@ -96,4 +96,6 @@ def differences(saved: Mapping[str, Any], args: argparse.Namespace) -> list[str]
 
 
 def shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return "not set" if value is None else " ".join(value) if isinstance(value, list) else str(value)

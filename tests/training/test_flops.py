@@ -44,8 +44,13 @@ def test_what_is_frozen_costs_four_and_lora_six():
 def test_of_the_experts_only_the_chosen_count():
     experts = {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1}
     attention = HIDDEN * PACKED + QUERIES * HIDDEN
-    expected = attention + 6 * HIDDEN + 2 * 3 * HIDDEN * INNER + VOCAB * HIDDEN
+    one = 3 * HIDDEN * INNER
+    expected = attention + 6 * HIDDEN + 2 * one + VOCAB * HIDDEN
     assert matrix_flops(model(**experts)) == 6 * expected
+    adapted = model(**experts)
+    ligermodels.add_lora(adapted, rank=5, targets=["experts"])
+    narrow = 5 * (HIDDEN + 2 * INNER) + 5 * (INNER + HIDDEN)
+    assert matrix_flops(adapted) == 4 * expected + 6 * 2 * narrow
 
 
 @pytest.mark.parametrize("length, window", [(7, None), (7, 3), (7, 7), (7, 100), (1, 1)])

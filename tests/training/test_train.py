@@ -30,8 +30,8 @@ def test_a_run_logs_every_step_exports_a_folder_and_says_how_to_go_on(tmp_path):
     generate, again = done.stdout.splitlines()[-2:]
     assert generate.strip() == 'ligermodels generate runs/qwen2 --prompt "Once upon a time"'
     assert again.strip() == f"torchrun --nproc-per-node 2 train.py --model qwen2 {' '.join(FEW)}"
-    records = [json.loads(line) for line in (tmp_path / "runs/qwen2.metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "loss" in record] == [0, 1, 2]
+    records = [json.loads(line) for line in (tmp_path / "runs/qwen2.metrics/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3]
     validations = {record["step"]: record for record in records if "validation_loss" in record}
     assert list(validations) == [2, 3]
     assert f"validation loss {validations[3]['validation_loss']:.3f} nats/token, floor 0.5" in done.stdout
@@ -101,7 +101,7 @@ def test_two_ranks_load_train_and_export_as_one_process_does(tmp_path):
     alone = train(tmp_path, *few, "--batch-size", "4", "--output", "one")
     together = torchrun(2, str(ROOT / "train.py"), *few, "--batch-size", "2", "--output", "two", folder=tmp_path)
     assert alone.returncode == together.returncode == 0, alone.stderr + together.stderr
-    one, two = losses(tmp_path / "one.metrics.jsonl"), losses(tmp_path / "two.metrics.jsonl")
+    one, two = losses(tmp_path / "one.metrics/metrics.jsonl"), losses(tmp_path / "two.metrics/metrics.jsonl")
     torch.testing.assert_close(one, two, rtol=2e-6, atol=0)
     for a, b in zip(*(ligermodels.load(tmp_path / name).parameters() for name in ("one", "two")), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
