@@ -1,191 +1,272 @@
 """Trains a decoder language model.
 
     python train.py --model qwen2                         the tiny preset on the embedded stories, on a CPU in minutes
-    python train.py --model llama --size 8b --dtype bfloat16 --steps 10 --no-export          only speed and memory
+    python train.py --model runs/qwen2/model --data chats --lora-rank 8
+    python train.py --model llama:8b --data random --dtype bfloat16 --steps 10 --no-export         only speed and memory
     torchrun --nproc-per-node 8 train.py --model meta-llama/Meta-Llama-3-8B --data my.jsonl --dtype bfloat16
+    python train.py --resume runs/qwen2
 
---dtype is what is computed in. One process also keeps weights and AdamW states in it; under torchrun they are fp32 and
-sharded over the ranks. Which rows a step takes depends on --seed and their number, not on how many ranks share them.
+`--help` shows all flags. A step takes --batch-size rows, however many ranks and micro-batches share them: neither
+changes what is learned, nor in which order.
 """
 
 import argparse
-import itertools
 import math
 import os
 import shlex
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from ligermodels.training.compilation import compile_blocks
+from ligermodels.training.out_of_memory import explained
+from ligermodels.training.recompute import recompute
 
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.hub import resolve
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.tokenizer import Tokenizer
-from ligermodels.training import data as datasets
-from ligermodels.training import optimizers as optim
-from ligermodels.training import parallel, schedules
-from ligermodels.training.metrics import Metrics
-from ligermodels.training.tokens import END_OF_TEXT_ID, save_tokenizer
+from ligermodels.layers.lora import initialize_lora
+from ligermodels.training import float8, parallel
+from ligermodels.training.arguments import parse_arguments
+from ligermodels.training.checkpoints import Checkpoints, Progress
+from ligermodels.training.curves import draw_curves
+from ligermodels.training.data import Data, open_data, supervised
+from ligermodels.training.data.batches import Batch
+from ligermodels.training.flops import flops_per_token, peak_flops
+from ligermodels.training.loggers import open_loggers
+from ligermodels.training.metrics import METRICS_FILE, Metrics
+from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.plan import memory_needs, plan
+from ligermodels.training.profile import StepProfiler
+from ligermodels.training.run_folder import locked, new_folder
+from ligermodels.training.schedules import default_peak, learning_rate
+from ligermodels.training.settings import SETTINGS_FILE, differences, read_settings, settings, write_settings
+from ligermodels.training.skill import prompt_ids, right_answers
+from ligermodels.training.stopping import signals
+from ligermodels.training.tokens import GENERATION_CONFIG, save_tokenizer
 from ligermodels.weights.loading import load_weights
 
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="an architecture (new weights), a Hub id or a folder")
-    add("--size", default="tiny", help="preset of the architecture (default: tiny)")
-    add("--data", help=".txt, or .jsonl with a field text (default: the embedded stories, or random tokens)")
-    add("--output", type=Path, help="a new folder for the model (default: runs/<model>, numbered if it exists)")
-    add("--steps", type=int, default=2200, help="(default: 2200)")
-    add("--batch-size", type=int, default=4, help="rows a rank takes at a time (default: 4)")
-    add("--accumulate", type=int, default=1, help="such batches a step (default: 1)")
-    add("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
-    add("--learning-rate", type=float, help="the peak (default: 1e-5; new weights: 4.5e-3 at width 128, 1 / width)")
-    add("--warmup", type=int, default=30, help="steps to the peak (default: 30)")
-    add("--weight-decay", type=float, default=0.1, help="of matrices (default: 0.1)")
-    add("--clip", type=float, default=1.0, help="largest gradient norm (default: 1.0)")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--recompute", choices=["none", "full"], default="none", help="full: keep only each block's input for backward")
-    add("--seed", type=int, default=0)
-    add("--eval-every", type=int, default=550, help="steps between validations (default: 550)")
-    add("--no-export", action="store_true", help="write no model")
-    return parser.parse_args()
+DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
+PROMPT_TOKENS, SAMPLE_TOKENS = 16, 40
 
 
 def main(args: argparse.Namespace, world: parallel.World) -> None:
-    output = args.output or unused_folder(Path("runs") / Path(args.model).name)
-    if output.exists() and not args.no_export:
-        raise InputError(f"{output}: exists already; give another --output")
+    refuse_changes(args)
 
-    # The model, without its weights yet.
-    dtype = getattr(torch, args.dtype)
-    stored = dtype if world.size == 1 else torch.float32
-    folder = None if args.model in ligermodels.list_architectures() else resolve(args.model)
-    size = args.size if folder is None else None
-    model = ligermodels.create(folder or args.model, size=size, dtype=stored, device="meta")
+    # The model, without its weights yet. A frozen one is stored in the dtype that is computed in.
+    folder = None if args.model in ligermodels.list_architectures() else resolve(args.model, revision=args.revision)
+    computed, stored = dtypes(args, world)
+    size, dtype = None if folder else args.size, computed if args.lora_rank else stored
+    model = ligermodels.create(folder or args.model, size=size, dtype=dtype, device="meta")
+    if args.lora_rank:
+        lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout}
+        ligermodels.add_lora(model, **lora, targets=args.lora_targets, dtype=stored)
 
-    # Data: the file asked for; else the stories, if the vocabulary is theirs; else random tokens.
-    vocab_size = model.config.vocab_size
-    if args.data:
-        data = datasets.text_file(args.data, folder, vocab_size, args.sequence_length)
-    elif vocab_size == datasets.CORPUS_VOCABULARY:
-        data = datasets.corpus(args.sequence_length)
-    else:
-        data = datasets.synthetic(vocab_size, args.sequence_length)
+    # What it learns from, and what that is going to need. Blocks are computed again as far as memory demands.
+    data = open_data(args, folder, model.config.vocab_size, world)
+    needs = memory_needs(model, args, world, computed)
+    recomputed = recompute(model, args.recompute, world, needs)
+    run = plan(
+        model, args, world, description=data.description, rows=len(data.training),
+        validation_rows=len(data.validation), memory=needs(recomputed=recomputed), recomputed=recomputed,
+    )  # fmt: skip
+    if args.dry_run:
+        return print(run.text()) if world.is_first else None
 
-    # Recompute, shard, then give each rank's share of the weights its memory and its values.
-    if args.recompute == "full":
-        model.recompute_in_backward()
-    parallel.shard(model, world, dtype)
-    model.to_empty(device=world.device)
-    if folder is None:
-        model.initialize(args.seed)
-    else:
-        load_weights(model, folder)
-        model.source = folder
-    model.train()
+    with ExitStack() as held:
+        output = args.output if args.resume else new_folder(args.output, Path("runs") / Path(args.model).name)
+        held.enter_context(locked(output))
+        held.enter_context(explained(args, needs, run.micro_batch_size, recomputed, run.blocks))
+        stop = held.enter_context(signals())
+        checkpoints = held.enter_context(Checkpoints(output / "checkpoints", args.keep_checkpoints, settings(args)))
 
-    optimizer = optim.build_optimizer(model, weight_decay=args.weight_decay)
-    default = schedules.default_peak(model.config.hidden_size, pretrained=folder is not None, lora=False)
-    peak = args.learning_rate or default
-    tokens_per_step = args.accumulate * world.size * args.batch_size * args.sequence_length
-    with Metrics(
-        Path(f"{output}.metrics"),
-        steps=args.steps,
-        tokens_per_step=tokens_per_step,
-        device=world.device,
-        enabled=world.is_first,
-    ) as metrics:
-        metrics.say(
-            f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters; {data.description}: "
-            f"{len(data.training):,} rows; {tokens_per_step:,} tokens a step = {args.accumulate} batches of "
-            f"{args.batch_size} x {args.sequence_length} on {world.size} x {world.device.type}"
-        )
-        for step in range(args.steps):
+        # Shard, then give each rank's share of the weights its memory and its values.
+        if args.float8:
+            float8.convert(model, world.device)
+        if args.compile:
+            compile_blocks(model)
+        flops, peak_of_one = flops_per_token(model, args.sequence_length), peak_flops(world.device, args.dtype)
+        parallel.shard(model, world, computed, replicas=args.replicas)
+        model.to_empty(device=world.device)
+        if folder is None:
+            model.initialize(args.seed)
+        else:
+            load_weights(model, folder)
+            initialize_lora(model, torch.Generator(world.device).manual_seed(args.seed))
+            model.source = folder
+        if data.new_tokenizer:
+            model.generation_config = GENERATION_CONFIG
+        torch.manual_seed(args.seed + world.rank)  # dropout's
+        model.train()
+
+        states = None if args.states is None else DTYPES[args.states]
+        optimizer = build_optimizer(model, args.optimizer, states=states, weight_decay=args.weight_decay)
+        pretrained, hidden_size = folder is not None, model.config.hidden_size
+        peak = args.learning_rate or default_peak(hidden_size, pretrained=pretrained, lora=args.lora_rank is not None)
+        say = print if world.is_first else lambda line: None
+        progress = (checkpoints.restore(model, optimizer, say) if args.resume else None) or Progress()
+        before = progress.seconds
+        if world.is_first:
+            write_settings(args, output / SETTINGS_FILE)
+
+        loggers = open_loggers(args.log_to, output, settings(args), progress.step) if world.is_first else []
+        metrics = held.enter_context(
+            Metrics(
+                output, steps=args.steps, done=progress.step, tokens_per_step=run.tokens_per_step, device=world.device,
+                flops_per_token=flops, peak=peak_of_one and peak_of_one * world.size, loggers=loggers,
+                enabled=world.is_first,
+            )
+        )  # fmt: skip
+        traced = args.profile if world.is_first else None
+        profiler = held.enter_context(StepProfiler(traced, output / "trace.json.gz", world.device, metrics.say))
+        for line in (run.line, *run.warnings):
+            metrics.say(line)
+        if pretrained and not progress.step:
+            evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
+
+        stopped = False
+        while progress.step < args.steps and not stopped:
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
-            batches = datasets.micro_batches(data.training, args.seed, step, args.accumulate, args.batch_size, world)
-            count = parallel.total(torch.stack([datasets.supervised(labels) for _, labels in batches]).sum())
+            profiler.begin(progress.step + 1)
+            batches = data.training.micro_batches(progress.rows, args.batch_size, args.micro_batch_size, world)
+            count = parallel.total(torch.stack([supervised(batch) for batch in batches]).sum())
             loss = torch.zeros((), device=world.device)
-            for number, (input_ids, labels) in enumerate(batches, 1):
-                parallel.reduce_gradients(model, now=number == args.accumulate)
-                share = model(input_ids, labels, num_items_in_batch=count.clamp_min(1)).loss
+            for number, batch in enumerate(batches, 1):
+                parallel.reduce_gradients(model, now=number == len(batches))
+                share = loss_of(model, batch, count.clamp_min(1))
                 share.backward()
                 loss += share.detach()
 
-            # Nothing is updated from a loss or gradient that is not finite; the host reads them while the update runs.
-            loss, norm = parallel.total(loss), parallel.gradient_norm(model)
-            read = parallel.read_later(torch.stack([loss, norm]))
-            learning_rate = schedules.learning_rate("cosine", step, args.steps, args.warmup, peak)
-            optim.set_learning_rate(optimizer, learning_rate)
-            optim.clipped_step(optimizer, loss, norm, args.clip)
+            # Nothing is updated from what is not finite; the host reads the numbers while the update runs.
+            notes = torch.tensor([stop.requested, checkpoints.failed], dtype=torch.float32, device=world.device)
+            loss, norm = parallel.total(torch.cat([loss[None], notes])), parallel.gradient_norm(model)
+            read = parallel.read_later(torch.cat([loss, norm[None]]))
+            rate = learning_rate(args.schedule, progress.step, args.steps, args.warmup, peak)
+            set_learning_rate(optimizer, rate)
+            clipped_step(optimizer, loss[0], norm, args.clip)
             optimizer.zero_grad()
-            loss_value, norm_value = read()
-            if not math.isfinite(loss_value) or not math.isfinite(norm_value):
-                raise InputError(
-                    f"step {step}: loss {loss_value}, gradient norm {norm_value}: stopped before the update"
-                )
+            loss_value, told_to_stop, failed, norm_value = read()
+            finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+            metrics.step(progress.step + 1, loss_value, norm_value, rate, skipped=not finite)
+            if not finite:
+                places = data.training.places(progress.rows, args.batch_size)
+                metrics.write({"step": progress.step + 1, "not_finite": places})
+                refuse_unless_skipped(args, progress.step + 1, loss_value, norm_value, output)
 
-            metrics.step(step + 1, loss_value, norm_value, learning_rate)
-            if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
-                metrics.validation(step + 1, validate(model, data.validation, args.batch_size, world), data.floor)
+            progress = replace(
+                progress, step=progress.step + 1, rows=progress.rows + args.batch_size,
+                tokens=progress.tokens + run.tokens_per_step, seconds=before + metrics.seconds,
+            )  # fmt: skip
+            if progress.step % args.eval_every == 0 or progress.step == args.steps:
+                evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
+            stopped = told_to_stop > 0 and progress.step < args.steps
+            if failed:
+                checkpoints.wait()  # which raises
+            if stopped or (args.checkpoint_every and progress.step % args.checkpoint_every == 0):
+                checkpoints.save(model, optimizer, progress)
+                metrics.resume_clock()
 
-    if data.prompt and data.new_tokenizer:
-        continuation = sample(model.eval(), data.new_tokenizer, data.prompt)
-        metrics.say(f"\nAn unseen story, to be continued from its sum on:\n{data.prompt} |{continuation}\n")
-    metrics.say(metrics.summary())
-    if not args.no_export:
-        ligermodels.export(model.to(dtype), output)
-        if world.is_first and data.new_tokenizer:
-            save_tokenizer(data.new_tokenizer, output)
-        metrics.say(f"Saved {output}. To generate from it, and to train the same on two devices:")
-        metrics.say(f'  ligermodels generate {shlex.quote(str(output))} --prompt "Once upon a time"')
-        metrics.say(f"  torchrun --nproc-per-node 2 train.py {shlex.join(sys.argv[1:])}")
-    parallel.wait_for_all()
+        checkpoints.wait()
+        metrics.say(metrics.summary())
+        if world.is_first:
+            draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
+        if stopped:
+            metrics.say(f"Stopped after step {progress.step}. To go on:")
+            metrics.say(f"  python train.py --resume {shlex.quote(str(output))}")
+        elif not args.no_export:
+            export(model, data, args, output, computed, world, metrics)
+        parallel.wait_for_all()
 
 
-def unused_folder(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, … that does not exist."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([path], numbered) if not folder.exists())
+def dtypes(args: argparse.Namespace, world: parallel.World) -> tuple[torch.dtype, torch.dtype]:
+    """What is computed in, and what trained weights are stored in."""
+    torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
+    computed = DTYPES[args.dtype]
+    stored = DTYPES[args.weights] if args.weights else (computed if world.size == 1 else torch.float32)
+    return computed, stored
+
+
+def loss_of(model: CausalLM, batch: Batch, count: torch.Tensor | int) -> torch.Tensor:
+    """The sum over the batch's predicted tokens, divided by `count`."""
+    return model(
+        batch.input_ids, batch.labels, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen,
+        num_items_in_batch=count,
+    ).loss  # fmt: skip
 
 
 @torch.no_grad()
-def validate(model: CausalLM, rows: datasets.Rows, batch_size: int, world: parallel.World) -> float:
-    """Nats per predicted token, over all rows and ranks."""
+def evaluate(
+    model: CausalLM, data: Data, step: int, micro_batch_size: int, world: parallel.World, metrics: Metrics
+) -> None:
+    """Nats per predicted token of all validation rows, over all ranks; right answers, and a sample."""
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for input_ids, labels in datasets.validation_batches(rows, batch_size, world):
-        totals[0] += model(input_ids, labels, num_items_in_batch=1).loss
-        totals[1] += datasets.supervised(labels)
-    model.train()
+    for batch in data.validation.batches(micro_batch_size, world):
+        totals += torch.stack([loss_of(model, batch, 1), supervised(batch)])
     loss, count = parallel.total(totals).tolist()
-    return loss / count
+    metrics.validation(step, loss / count, data.floor)
+    if data.tokenizer and data.questions:
+        metrics.skill(step, right_answers(model, data.tokenizer, data.questions), len(data.questions))
+    if data.tokenizer:
+        begun = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else beginning(data)
+        new = ligermodels.generate(model, [begun], max_new_tokens=SAMPLE_TOKENS)[0]
+        metrics.sample(step, f"{data.tokenizer.decode(begun)} | {data.tokenizer.decode(new)}")
+    model.train()
 
 
-def sample(model: CausalLM, tokenizer: Tokenizer, prompt: str) -> str:
-    """The likeliest continuation of the prompt."""
-    prompt_ids = tokenizer.encode(prompt)
-    new = ligermodels.generate(model, [prompt_ids], max_new_tokens=40, stop_tokens=[END_OF_TEXT_ID])[0]
-    return tokenizer.decode(new)
+def beginning(data: Data) -> list[int]:
+    """Of the first validation document."""
+    store, start, size = data.validation.rows.pieces(0)[0]
+    return store.tokens[start : start + min(size, PROMPT_TOKENS)].tolist()
+
+
+def export(
+    model: CausalLM, data: Data, args: argparse.Namespace, output: Path, dtype: torch.dtype, world: parallel.World,
+    metrics: Metrics,
+) -> None:  # fmt: skip
+    """Writes the model, or what LoRA added to it, and says how to go on."""
+    if args.lora_rank and args.lora_export == "adapter":
+        ligermodels.export_adapter(model, output / "adapter")
+        return metrics.say(f"Saved {output / 'adapter'}, in PEFT's format")
+    folder = output / "model"
+    ligermodels.export(model, folder, dtype=dtype)
+    if world.is_first and data.new_tokenizer:
+        save_tokenizer(data.new_tokenizer, folder)
+    metrics.say(f"Saved {folder}. To generate from it, and to train the same on two devices:")
+    metrics.say(f'  ligermodels generate {shlex.quote(str(folder))} --prompt "Once upon a time"')
+    metrics.say(f"  torchrun --nproc-per-node 2 train.py {shlex.join(sys.argv[1:])}")
+
+
+def refuse_changes(args: argparse.Namespace) -> None:
+    """A resumed run goes on as it began, unless it is told otherwise."""
+    if args.resume is None:
+        return
+    changed = differences(read_settings(args.resume / SETTINGS_FILE), args)
+    if changed and not args.allow_changes:
+        raise InputError(f"--resume {args.resume}: {'; '.join(changed)}: leave it, or add --allow-changes")
+    finished = [path for path in (args.resume / "model", args.resume / "adapter") if path.exists()]
+    if finished and not args.no_export:
+        raise InputError(f"{finished[0]}: the run has been exported; move it away to train on, or add --no-export")
+
+
+def refuse_unless_skipped(args: argparse.Namespace, step: int, loss: float, norm: float, output: Path) -> None:
+    if args.on_nan == "stop":
+        raise InputError(
+            f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update; {output / METRICS_FILE} names "
+            "the step's documents; lower --learning-rate, or go on without such steps by --on-nan skip"
+        )
 
 
 if __name__ == "__main__":
-    args = arguments()
+    first = os.environ.get("RANK", "0") == "0"
     try:
-        main(args, parallel.start())
+        main(parse_arguments(sys.argv[1:]), parallel.start())
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if first:
             print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except torch.OutOfMemoryError as error:
-        print(
-            f"train.py: out of GPU memory with --batch-size {args.batch_size} "
-            f"--sequence-length {args.sequence_length}: "
-            f"lower them (--accumulate makes up for it), or add --dtype bfloat16 or --recompute full. {error}",
-            file=sys.stderr,
-        )
         sys.exit(2)
     finally:
         parallel.stop()

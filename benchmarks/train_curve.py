@@ -124,8 +124,9 @@ def hugging_face(folder: Path, run: Run, dtype: torch.dtype, device: str) -> tup
 
 
 def ours(folder: Path, run: Run, dtype: torch.dtype, device: str) -> tuple[nn.Module, Callable[[float], None]]:
-    import ligermodels
     from ligermodels.training.optimizer import adamw, clipped_step, set_learning_rate
+
+    import ligermodels
     from ligermodels.training.parallel import gradient_norm
 
     model = ligermodels.load(folder, dtype=dtype, device=device).train()

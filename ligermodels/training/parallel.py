@@ -24,7 +24,6 @@ from ligermodels.errors import InputError
 from ligermodels.layers.block import Block
 from ligermodels.layers.decoder import CausalLM
 
-
 TIMEOUT = timedelta(minutes=10)
 
 

@@ -4,14 +4,24 @@ It is the text of --dry-run and the first line of every run. Must not build or c
 """
 
 import argparse
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
 
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.memory import Parameters, TrainingMemory, count_parameters, elements, trained_parameters
+from ligermodels.memory import (
+    Parameters,
+    TrainingMemory,
+    count_parameters,
+    elements,
+    state_bytes,
+    trained_parameters,
+    training_memory,
+)
 from ligermodels.training.flops import flops_per_token
+from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.parallel import World
 from ligermodels.units import memory_size
 
@@ -149,3 +159,17 @@ def device_memory(device: torch.device) -> int | None:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
+
+
+def memory_needs(
+    model: CausalLM, args: argparse.Namespace, world: World, dtype: torch.dtype
+) -> Callable[..., TrainingMemory]:
+    """`memory.training_memory` of the run, whose keywords it takes besides. model: on the meta device, unsharded."""
+    states = None if args.states is None else getattr(torch, args.states)
+    optimizer = build_optimizer(model, args.optimizer, states=states, weight_decay=args.weight_decay)
+    optimizer.create_states()
+    micro_batch_size = args.micro_batch_size or max(1, args.batch_size // world.size)
+    return functools.partial(
+        training_memory, model, batch_size=micro_batch_size, sequence_length=args.sequence_length, dtype=dtype,
+        shards=world.size // args.replicas, states=state_bytes(optimizer),
+    )  # fmt: skip

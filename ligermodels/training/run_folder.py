@@ -1,6 +1,7 @@
 """The folder of a run, which one run at a time may use. Knows no more of what lies in it than its lock."""
 
 import fcntl
+import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -51,3 +52,24 @@ def acquire(folder: Path) -> TextIO:
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
+
+
+def new_folder(wanted: Path | None, default: Path) -> Path:
+    """The folder of a new run: `wanted`, or `default` or the first of default-2, default-3, … that does not exist.
+
+    Every rank calls, and gets what rank 0 finds. Raises InputError on all ranks where `wanted` is in use.
+    """
+    first = not distributed.is_initialized() or distributed.get_rank() == 0
+    if wanted is not None:
+        agree(failure(refuse_used, wanted) if first else None, distributed.is_initialized())
+        return wanted
+    numbered = (default.with_name(f"{default.name}-{number}") for number in itertools.count(2))
+    found = [next(folder for folder in itertools.chain([default], numbered) if not folder.exists())]
+    if distributed.is_initialized():
+        distributed.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def refuse_used(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise InputError(f"{folder}: exists already; give another --output, or go on with it by --resume {folder}")

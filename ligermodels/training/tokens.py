@@ -25,6 +25,7 @@ START_OF_TURN, START_OF_TURN_ID = "<|im_start|>", 1
 END_OF_TURN, END_OF_TURN_ID = "<|im_end|>", 2
 SPECIAL = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)  # their ids are their places
 NAMED = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+GENERATION_CONFIG = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": [END_OF_TEXT_ID, END_OF_TURN_ID]}
 CHATML = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -68,10 +69,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """
     others = {"additional_special_tokens": [START_OF_TURN, END_OF_TURN], "chat_template": CHATML}
     describe = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED, **others}
-    generate = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": [END_OF_TEXT_ID, END_OF_TURN_ID]}
     tokenizer.tokenizer.save(str(folder / TOKENIZER))
     (folder / CONFIG).write_text(json.dumps(describe, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(generate, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
 
 
 def load_tokenizer(folder: Path) -> tuple[Tokenizer, int]:

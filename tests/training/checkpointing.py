@@ -1,11 +1,11 @@
 """A small model, its optimizers and its steps, for the tests of checkpoints."""
 
 import torch
+from ligermodels.training.optimizer import adamw, set_learning_rate
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ligermodels.training.checkpoints import Checkpoints, Progress
-from ligermodels.training.optimizer import adamw, set_learning_rate
 from ligermodels.training.training_state import parts
 from ligermodels.weights.sharding import whole
 

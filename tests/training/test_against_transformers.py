@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 import torch
+from ligermodels.training.optimizer import adamw, clipped_step, cosine, set_learning_rate
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import ligermodels
 from ligermodels.training.corpus import conversations, vocabulary_texts
-from ligermodels.training.optimizer import adamw, clipped_step, cosine, set_learning_rate
 from ligermodels.training.parallel import gradient_norm
 from ligermodels.training.tokens import train_tokenizer
 
