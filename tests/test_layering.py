@@ -9,8 +9,6 @@ PACKAGE = Path(ligermodels.__file__).parent
 # What each part may import of the others.
 MAY_IMPORT = {
     "errors": set(),
-    "units": set(),
-    "flags": {"errors"},
     "kernels": set(),
     "weights": {"errors"},
     "layers": {"errors", "kernels", "weights"},
@@ -26,6 +24,8 @@ MAY_IMPORT = {
     },
     "memory": {"kernels", "layers"},
     "description": {"errors", "units", "layers", "architectures", "weights", "hub", "download"},
+    "flags": {"errors"},
+    "units": set(),
     "verify": {"errors", "layers", "weights", "hub", "generate", "tokenizer"},
     "cli": {
         *("errors", "flags", "units", "layers", "weights", "architectures", "hub", "generate", "tokenizer"),
