@@ -100,7 +100,13 @@ def flags() -> Flags:
     add("--lora-rank", type=positive, help="train low-rank updates of this rank (default: all weights)")
     add("--lora-alpha", type=above_zero, default=32.0, help="updates are scaled by alpha / rank")
     add("--lora-dropout", type=probability, default=0.0, help="of the updates' input")
-    add("--lora-targets", nargs="+", metavar="NAME", default=["all-linear"], help="projections as q_proj v_proj; experts: all routed")
+    add(
+        "--lora-targets",
+        nargs="+",
+        metavar="NAME",
+        default=["all-linear"],
+        help="projections, as q_proj v_proj, or experts",
+    )
     add("--lora-export", **choice("merged", "adapter"), default="merged", help="a whole model, or PEFT's format")
 
     add = root.add_argument_group("run").add_argument
