@@ -23,9 +23,9 @@ from ligermodels.errors import InputError
 from ligermodels.hub import resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training import data as datasets
 from ligermodels.training import optimizer as optim
 from ligermodels.training import parallel
+from ligermodels.training.data import Validation, open_data, supervised
 from ligermodels.training.metrics import Metrics
 from ligermodels.training.tokens import END_OF_TEXT_ID, save_tokenizer
 from ligermodels.weights.loading import load_weights
@@ -36,11 +36,22 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, help="an architecture (new weights), a Hub id or a folder")
     add("--size", default="tiny", help="preset of the architecture (default: tiny)")
-    add("--data", help=".txt, or .jsonl with a field text (default: the embedded stories, or random tokens)")
+    add(
+        "--data",
+        nargs="+",
+        metavar="SPEC",
+        help="stories, chats, random, hub:NAME, files, folders or patterns of "
+        ".txt, .jsonl, .parquet, .bin and .npy; each may have a weight, as my.jsonl=0.7 (default: the embedded "
+        "stories, or random tokens)",
+    )
+    add("--validation-data", nargs="+", metavar="SPEC", help="(default: a part of --data)")
+    add("--validation-fraction", type=float, default=0.01, help="how much of it (default: 0.01)")
+    add("--packing", choices=["on", "off"], default="on", help="several documents a row, none seeing another")
+    add("--allow-bad-lines", type=int, default=0, help="skip so many lines that cannot be used (default: 0)")
     add("--output", type=Path, help="a new folder for the model (default: runs/<model>, numbered if it exists)")
     add("--steps", type=int, default=2200, help="(default: 2200)")
-    add("--batch-size", type=int, default=4, help="rows a rank takes at a time (default: 4)")
-    add("--accumulate", type=int, default=1, help="such batches a step (default: 1)")
+    add("--batch-size", type=int, default=4, help="rows a step, over all ranks (default: 4)")
+    add("--micro-batch-size", type=int, help="rows a rank computes at a time (default: all it has of a step)")
     add("--sequence-length", type=int, default=256, help="tokens a row (default: 256)")
     add("--learning-rate", type=float, help="the peak (default: 1e-5; new weights: 4.5e-3 at width 128, 1 / width)")
     add("--warmup", type=int, default=30, help="steps to the peak (default: 30)")
@@ -51,7 +62,9 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--eval-every", type=int, default=550, help="steps between validations (default: 550)")
     add("--no-export", action="store_true", help="write no model")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.packing = args.packing == "on"
+    return args
 
 
 def main(args: argparse.Namespace, world: parallel.World) -> None:
@@ -66,14 +79,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
     size = args.size if folder is None else None
     model = ligermodels.create(folder or args.model, size=size, dtype=stored, device="meta")
 
-    # Data: the file asked for; else the stories, if the vocabulary is theirs; else random tokens.
-    vocab_size = model.config.vocab_size
-    if args.data:
-        data = datasets.text_file(args.data, folder, vocab_size, args.sequence_length)
-    elif vocab_size == datasets.CORPUS_VOCABULARY:
-        data = datasets.corpus(args.sequence_length)
-    else:
-        data = datasets.synthetic(vocab_size, args.sequence_length)
+    data = open_data(args, folder, model.config.vocab_size, world)
 
     # Recompute, shard, then give each rank's share of the weights its memory and its values.
     if args.recompute == "full":
@@ -89,22 +95,26 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
     optimizer = optim.adamw(model, args.weight_decay)
     peak = args.learning_rate or (1e-5 if folder else optim.default_learning_rate(model.config.hidden_size))
-    tokens_per_step = args.accumulate * world.size * args.batch_size * args.sequence_length
+    tokens_per_step = args.batch_size * args.sequence_length
+    micro_batch_size = args.micro_batch_size or args.batch_size // world.size
     log = Path(f"{output}.metrics.jsonl")
     with Metrics(log, args.steps, tokens_per_step, world.device, enabled=world.is_first) as metrics:
         metrics.say(
             f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters; {data.description}: "
-            f"{len(data.training):,} rows; {tokens_per_step:,} tokens a step = {args.accumulate} batches of "
-            f"{args.batch_size} x {args.sequence_length} on {world.size} x {world.device.type}"
+            f"{len(data.training):,} rows; {tokens_per_step:,} tokens a step, {micro_batch_size} x "
+            f"{args.sequence_length} at a time on {world.size} x {world.device.type}"
         )
         for step in range(args.steps):
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
-            batches = datasets.micro_batches(data.training, args.seed, step, args.accumulate, args.batch_size, world)
-            count = parallel.total(torch.stack([datasets.supervised(labels) for _, labels in batches]).sum())
+            batches = data.training.micro_batches(step * args.batch_size, args.batch_size, micro_batch_size, world)
+            count = parallel.total(torch.stack([supervised(batch) for batch in batches]).sum())
             loss = torch.zeros((), device=world.device)
-            for number, (input_ids, labels) in enumerate(batches, 1):
-                parallel.reduce_gradients(model, now=number == args.accumulate)
-                share = model(input_ids, labels, num_items_in_batch=count.clamp_min(1)).loss
+            for number, (input_ids, labels, cu_seqlens, max_seqlen) in enumerate(batches, 1):
+                parallel.reduce_gradients(model, now=number == len(batches))
+                share = model(
+                    input_ids, labels, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+                    num_items_in_batch=count.clamp_min(1),
+                ).loss  # fmt: skip
                 share.backward()
                 loss += share.detach()
 
@@ -123,11 +133,12 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
             metrics.step(step, loss_value, norm_value, learning_rate)
             if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
-                metrics.validation(step + 1, validate(model, data.validation, args.batch_size, world), data.floor)
+                metrics.validation(step + 1, validate(model, data.validation, micro_batch_size, world), data.floor)
 
-    if data.prompt and data.new_tokenizer:
-        continuation = sample(model.eval(), data.new_tokenizer, data.prompt)
-        metrics.say(f"\nAn unseen story, to be continued from its sum on:\n{data.prompt} |{continuation}\n")
+    if data.questions and data.tokenizer and isinstance(data.questions[0][0], str):
+        prompt, _ = data.questions[0]
+        continuation = sample(model.eval(), data.tokenizer, prompt)
+        metrics.say(f"\nAn unseen story, to be continued from its sum on:\n{prompt} |{continuation}\n")
     metrics.say(metrics.summary())
     if not args.no_export:
         ligermodels.export(model.to(dtype), output)
@@ -146,13 +157,14 @@ def unused_folder(path: Path) -> Path:
 
 
 @torch.no_grad()
-def validate(model: CausalLM, rows: datasets.Rows, batch_size: int, world: parallel.World) -> float:
+def validate(model: CausalLM, rows: Validation, micro_batch_size: int, world: parallel.World) -> float:
     """Nats per predicted token, over all rows and ranks."""
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for input_ids, labels in datasets.validation_batches(rows, batch_size, world):
-        totals[0] += model(input_ids, labels, num_items_in_batch=1).loss
-        totals[1] += datasets.supervised(labels)
+    for batch in rows.batches(micro_batch_size, world):
+        input_ids, labels, cu_seqlens, max_seqlen = batch
+        totals[0] += model(input_ids, labels, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, num_items_in_batch=1).loss
+        totals[1] += supervised(batch)
     model.train()
     loss, count = parallel.total(totals).tolist()
     return loss / count
@@ -177,7 +189,7 @@ if __name__ == "__main__":
         print(
             f"train.py: out of GPU memory with --batch-size {args.batch_size} "
             f"--sequence-length {args.sequence_length}: "
-            f"lower them (--accumulate makes up for it), or add --dtype bfloat16 or --recompute full. {error}",
+            f"lower the latter or --micro-batch-size, or add --dtype bfloat16 or --recompute full. {error}",
             file=sys.stderr,
         )
         sys.exit(2)

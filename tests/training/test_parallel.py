@@ -66,22 +66,22 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("model_type, tied", [("llama", False), ("qwen2", True), ("mixtral", False)])
 def test_two_ranks_train_as_one_process_does(model_type, tied, tmp_path, on_cpu):
     model = config(model_type, tied)
-    alone = train(model, batch_size=4)
+    alone = train(model)
     assert alone["losses"][-1] < alone["losses"][0]
-    assert_same_run(two_workers(tmp_path, model=model, batch_size=1, accumulate=2, recompute=tied), alone)
+    assert_same_run(two_workers(tmp_path, model=model, micro_batch_size=1, recompute=tied), alone)
 
 
 def test_two_ranks_train_lora_through_fused_nodes_as_one_process_does_without_them(tmp_path, on_cpu):
     settings = {"model": config("llama", tied=False), "steps": 2, "lora": True}
-    alone = train(batch_size=4, **settings)
+    alone = train(**settings)
     assert min(alone["norms"]) > 1e-3
-    assert_same_run(two_workers(tmp_path, interpret=True, batch_size=2, **settings), alone)
+    assert_same_run(two_workers(tmp_path, interpret=True, **settings), alone)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_accumulation_and_recomputation_change_nothing_under_uneven_masks(recompute, on_cpu):
     model = config("qwen2", tied=True)
-    assert_same_run(train(model, batch_size=1, accumulate=4, recompute=recompute), train(model, batch_size=4))
+    assert_same_run(train(model, micro_batch_size=1, recompute=recompute), train(model))
 
 
 class Blocks(nn.Module):

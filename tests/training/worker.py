@@ -1,6 +1,6 @@
 """Trains a tiny model for a few steps and writes what happened: one process, or one of several under torchrun.
 
-Usage: worker.py OUTPUT.pt JSON, where JSON gives model (a config), accumulate, batch_size, steps, recompute, lora.
+Usage: worker.py OUTPUT.pt JSON, where JSON gives the arguments of `train`.
 """
 
 import json
@@ -11,21 +11,20 @@ from torch.distributed.tensor import DTensor
 
 import ligermodels
 from ligermodels.kernels import op
-from ligermodels.training import data, optimizer, parallel
+from ligermodels.training import optimizer, parallel
+from ligermodels.training.data import supervised
 from tests import interpreter
 from tests.layers.adapters import adapt
+from tests.training.data.documents import Document, training
 
 
-def rows_with_uneven_masks(vocab_size: int) -> data.Rows:
-    """Row i has its first 2 i labels masked, so that micro-batches and ranks count differently many."""
-    tokens = torch.randint(vocab_size, (8, 16), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
-    labels = tokens.clone()
-    for i, row in enumerate(labels):
-        row[: 2 * i] = data.IGNORED
-    return data.Rows(tokens, labels)
+def documents_with_uneven_masks(vocab_size):
+    """Document i has its first 2 i tokens masked, so that micro-batches and ranks count differently many."""
+    tokens = torch.randint(vocab_size, (8, 16), generator=torch.Generator().manual_seed(3)).tolist()
+    return [Document(ids, [place >= 2 * i for place in range(16)]) for i, ids in enumerate(tokens)]
 
 
-def train(model, accumulate=1, batch_size=4, steps=4, recompute=False, lora=False):
+def train(model, batch_size=4, micro_batch_size=None, packing=True, steps=4, recompute=False, lora=False):
     world = parallel.start()
     model = ligermodels.create(model, dtype=torch.float32, device="meta")
     if lora:
@@ -37,15 +36,16 @@ def train(model, accumulate=1, batch_size=4, steps=4, recompute=False, lora=Fals
     model.initialize(1)
     adamw = optimizer.adamw(model, weight_decay=0.1)
     optimizer.set_learning_rate(adamw, 1e-2)
-    rows = rows_with_uneven_masks(model.config.vocab_size)
+    data = training(documents_with_uneven_masks(model.config.vocab_size), 16, packing)
     losses, norms = [], []
     for step in range(steps):
-        batches = data.micro_batches(rows, 0, step, accumulate, batch_size, world)
-        count = parallel.total(sum(data.supervised(labels) for _, labels in batches))
+        batches = data.micro_batches(step * batch_size, batch_size, micro_batch_size, world)
+        count = parallel.total(sum(supervised(batch) for batch in batches))
         loss = torch.zeros((), device=world.device)
-        for number, (input_ids, labels) in enumerate(batches, 1):
-            parallel.reduce_gradients(model, now=number == accumulate)
-            share = model(input_ids, labels, num_items_in_batch=count).loss
+        for number, (ids, labels, cu_seqlens, longest) in enumerate(batches, 1):
+            parallel.reduce_gradients(model, now=number == len(batches))
+            packed = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
+            share = model(ids, labels, **packed, num_items_in_batch=count).loss
             share.backward()
             loss += share.detach()
         loss, norm = parallel.total(loss), parallel.gradient_norm(model)
