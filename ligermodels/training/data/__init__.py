@@ -1,27 +1,6 @@
-"""The data of a training run."""
+"""The data of a training run, from what names it to batches on a device."""
 
-from ligermodels.training.data.rows import (
-    CORPUS_VOCABULARY,
-    IGNORED,
-    Data,
-    Rows,
-    corpus,
-    micro_batches,
-    supervised,
-    synthetic,
-    text_file,
-    validation_batches,
-)
+from ligermodels.training.data.batches import Batch, Training, Validation, supervised
+from ligermodels.training.data.opening import Data, open_data
 
-__all__ = [
-    "CORPUS_VOCABULARY",
-    "IGNORED",
-    "Data",
-    "Rows",
-    "corpus",
-    "micro_batches",
-    "supervised",
-    "synthetic",
-    "text_file",
-    "validation_batches",
-]
+__all__ = ["Batch", "Data", "Training", "Validation", "open_data", "supervised"]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ligermodels.training.data.split import Selection
 from ligermodels.training.data.store import TokenStore
 
 
@@ -69,12 +70,10 @@ class JoinedRows:
         return self.parts[part].pieces(row - self.ends[part] + len(self.parts[part]))
 
 
-def rows_of(store: TokenStore, begins: np.ndarray, ends: np.ndarray, length: int, packing: bool) -> Rows:
-    """The documents that lie at store.tokens[begin:end], [D] int64 each, as rows of `length` tokens.
-
-    packing: several pieces share a row; else each has one of its own, in the documents' order.
-    """
-    starts, lengths = cut(begins, ends, length)
+def rows_of(documents: Selection, length: int, packing: bool) -> Rows:
+    """packing: several pieces share a row; else each has one of its own, in the documents' order."""
+    store = documents.store
+    starts, lengths = cut(documents.begins, documents.ends, length)
     if not packing:
         return Rows(store, length, starts, lengths, np.arange(len(starts) + 1))
     longest_first = np.argsort(-lengths, kind="stable")

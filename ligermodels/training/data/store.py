@@ -125,11 +125,12 @@ def write_into(files: dict[str, BinaryIO], documents: Iterable[Document], vocab_
     return masked
 
 
-def refuse_unknown(ids: np.ndarray, vocab_size: int, place: str) -> None:
-    unknown = np.flatnonzero(ids >= vocab_size)
+def refuse_unknown(ids: np.ndarray, vocab_size: int, place: str, first: int = 0) -> None:
+    """ids: of tokens from number `first` on of what is at `place`."""
+    unknown = np.flatnonzero((ids >= vocab_size) | (ids < 0))
     if len(unknown):
         raise InputError(
-            f"{place}: token {unknown[0]} has the id {ids[unknown[0]]}, which is outside the model's vocabulary of "
+            f"{place}: token {first + unknown[0]} has the id {ids[unknown[0]]}, outside the model's vocabulary of "
             f"{vocab_size}: take tokenizer and model from one folder"
         )
 

@@ -40,6 +40,18 @@ def hub_dataset(name: str, bad: BadLines) -> Iterator[Record]:
 
 
 def hub_batches(name: str) -> Iterator[list[dict[str, Any]]]:
+    loaded = hub_table(name)
+    columns = columns_of(loaded.column_names, name)
+    for batch in loaded.select_columns(columns).with_format("arrow").iter(ROWS):
+        yield batch.to_pylist()
+
+
+def hub_files(name: str) -> list[Path]:
+    """The files that hold the data set on this machine."""
+    return [Path(file["filename"]) for file in hub_table(name).cache_files]
+
+
+def hub_table(name: str) -> Any:
     """hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT; the split is train where none is given."""
     dataset, *options = name.removeprefix(HUB).split(":")
     if not dataset or len(options) > 2:
@@ -47,12 +59,9 @@ def hub_batches(name: str) -> Iterator[list[dict[str, Any]]]:
     split = options.pop() if options else "train"
     datasets = needs("datasets", name)
     try:
-        loaded = datasets.load_dataset(dataset, *options, split=split)
+        return datasets.load_dataset(dataset, *options, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(f"--data {name}: {first_line(error)}") from error
-    columns = columns_of(loaded.column_names, name)
-    for batch in loaded.select_columns(columns).iter(ROWS):  # a list for each column
-        yield [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
 
 
 def columns_of(names: list[str], place: str) -> list[str]:

@@ -6,6 +6,7 @@ import torch
 
 from ligermodels.training.data.batches import Training, Validation
 from ligermodels.training.data.packing import JoinedRows, rows_of
+from ligermodels.training.data.split import all_of
 from ligermodels.training.data.store import in_memory
 from ligermodels.training.parallel import World
 
@@ -26,8 +27,7 @@ def distinct(*lengths):
 
 
 def rows(documents, length, packing=True):
-    store = in_memory(documents, VOCABULARY)
-    return JoinedRows([rows_of(store, store.offsets[:-1], store.offsets[1:], length, packing)])
+    return JoinedRows([rows_of(all_of(in_memory(documents, VOCABULARY)), length, packing)])
 
 
 def training(documents, length, packing=True, seed=0):

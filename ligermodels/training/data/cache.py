@@ -1,0 +1,78 @@
+"""Folders of derived data in the user's cache, each filled once, however many ranks and runs ask for it.
+
+They are at $XDG_CACHE_HOME/ligermodels/data, by default ~/.cache/ligermodels/data, under a hash of all that their
+content follows from. Nothing there is needed but to save time: all of it may be removed at any time.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ligermodels.errors import InputError
+from ligermodels.weights.writing import committed
+
+LONGEST_WAIT = timedelta(days=2)  # for another rank to fill a folder
+
+
+def cached(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
+    """The folder of `key`, a JSON object. Every rank calls; where it is not there, the first of each host makes it.
+
+    fill: writes into the path that it is given. An InputError of it is raised on every rank.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    folder = cache_folder() / name
+    error = None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            fill_once(folder, fill)
+        except InputError as failed:
+            error = failed
+    agree(error)
+    return folder
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ligermodels" / "data"
+
+
+def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
+    with alone(folder.with_suffix(".lock")):
+        if not folder.exists():
+            with committed(folder) as temporary:
+                fill(temporary)
+
+
+@contextmanager
+def alone(file: Path) -> Iterator[None]:
+    """Of all processes that come here one goes on; the next when it has left or died."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.open("w")
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written to") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def agree(error: InputError | None) -> None:
+    """Waits for all ranks, longer than a collective may otherwise take, and raises on each the error of any."""
+    errors = [None if error is None else str(error)]
+    if dist.is_initialized():
+        group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, None if error is None else str(error), group)
+        dist.destroy_process_group(group)
+    if error is not None:
+        raise error
+    for message in errors:
+        if message is not None:
+            raise InputError(message)

@@ -1,0 +1,165 @@
+"""Sources by their names: what their documents are, and which of them are for validation.
+
+Files are tokenised once, into the user's cache, and mapped from there by all ranks; embedded data is small and made by
+each. Must not know rows.
+"""
+
+import argparse
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ligermodels import tokenizer as tokenizer_package
+from ligermodels.errors import InputError
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.training.corpus import vocabulary_texts
+from ligermodels.training.data.cache import cached
+from ligermodels.training.data.chat import documents
+from ligermodels.training.data.embedded import EMBEDDED, RANDOM, VOCABULARY, Embedded, Question, random_data
+from ligermodels.training.data.records import BadLines, Text
+from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read
+from ligermodels.training.data.split import Selection, all_of, hold_out
+from ligermodels.training.data.store import TokenStore, open_store, write
+from ligermodels.training.data.tables import hub_files
+from ligermodels.training.data.token_files import open_indexed, write_index
+from ligermodels.training.tokens import END_OF_TEXT_ID, load_tokenizer, save_tokenizer, train_tokenizer
+
+NEW_TOKENIZER_CHARACTERS = 10**8  # of text that a new tokenizer is trained on, the first of the data
+
+
+@dataclass(frozen=True)
+class Source:
+    """nats: as `Embedded`'s, None where they are not known."""
+
+    training: list[Selection]
+    validation: list[Selection]
+    nats: float | None
+    questions: list[Question]
+
+
+class Reader:
+    """Opens sources by name, with one tokenizer for all that are text."""
+
+    def __init__(self, names: Sequence[str], folder: Path | None, vocab_size: int, args: argparse.Namespace) -> None:
+        self.names, self.folder, self.vocab_size, self.args = names, folder, vocab_size, args
+        self.skipped = 0
+        self.tokenizer_if_used: Tokenizer | None = None
+
+    def source(self, name: str, fraction: float | None) -> Source:
+        """fraction: how much of it is for validation; None for all, where it also is for training."""
+        if name in EMBEDDED:
+            return Source(*as_lists(EMBEDDED[name](*self.tokenizer, self.vocab_size)))
+        if name == RANDOM:
+            return Source(*as_lists(random_data(self.vocab_size, self.args.sequence_length)))
+        stores = self.stores(name)
+        if fraction is None:
+            whole = [all_of(store) for store in stores]
+            return Source(whole, whole, None, [])
+        training, validation = zip(*(hold_out(store, fraction) for store in stores), strict=True)
+        return Source(list(training), list(validation), None, [])
+
+    def stores(self, name: str) -> list[TokenStore]:
+        files = files_read(name)
+        if all(file.suffix in TOKEN_SUFFIXES for file in files):
+            return [self.token_file(file) for file in files]
+        return [self.texts(name, files)]
+
+    def texts(self, name: str, files: Sequence[Path]) -> TokenStore:
+        tokenizer, end = self.tokenizer
+
+        def fill(folder: Path) -> None:
+            bad = BadLines(self.args.allow_bad_lines)
+            made = documents(read(name, bad), tokenizer, end, bad)
+            write(tqdm(made, f"Tokenising {name}", unit=" documents", delay=3), self.vocab_size, folder)
+            (folder / "skipped").write_text(str(bad.skipped))
+
+        folder = cached(self.key(files) | {"tokenizer": identity(tokenizer), "end": end}, fill)
+        self.skipped += int((folder / "skipped").read_text())
+        return open_store(folder)
+
+    def token_file(self, file: Path) -> TokenStore:
+        def fill(folder: Path) -> None:
+            write_index(file, self.end_of_text, self.vocab_size, folder)
+
+        beside = file.with_suffix(".json")
+        files = [file, beside] if beside.exists() else [file]
+        return open_indexed(file, cached(self.key(files) | {"model": str(self.folder)}, fill))
+
+    def end_of_text(self) -> int:
+        if self.folder is None:
+            raise InputError("the model has no tokenizer yet; say in the .json beside the file what its end_of_text is")
+        return self.tokenizer[1]
+
+    def key(self, files: Sequence[Path]) -> dict[str, Any]:
+        """What the content of a cached folder follows from."""
+        return {"files": [stamp(file) for file in files], "vocab_size": self.vocab_size, "code": code()}
+
+    @functools.cached_property
+    def tokenizer(self) -> tuple[Tokenizer, int]:
+        """And the end-of-text token."""
+        tokenizer, end = load_tokenizer(self.folder) if self.folder else (self.new_tokenizer(), END_OF_TEXT_ID)
+        self.tokenizer_if_used = tokenizer
+        return tokenizer, end
+
+    def new_tokenizer(self) -> Tokenizer:
+        """Trained on the data, that of the embedded data on its own."""
+        names = [name for name in self.names if name not in (*EMBEDDED, RANDOM)]
+        if not names:
+            return train_tokenizer(vocabulary_texts(), min(self.vocab_size, VOCABULARY))
+        files = [file for name in names for file in files_read(name)]
+        tokens = next((file for file in files if file.suffix in TOKEN_SUFFIXES), None)
+        if tokens:
+            raise InputError(f"--data {tokens}: tokens and text together need a model that has a tokenizer")
+
+        def fill(folder: Path) -> None:
+            save_tokenizer(train_tokenizer(self.texts_of(names), self.vocab_size), folder)
+
+        return Tokenizer.from_folder(cached(self.key(files) | {"new": "tokenizer"}, fill))
+
+    def texts_of(self, names: Sequence[str]) -> Iterator[str]:
+        left = NEW_TOKENIZER_CHARACTERS
+        bad = BadLines(self.args.allow_bad_lines)
+        for record in itertools.chain.from_iterable(read(name, bad) for name in names):
+            for text in [record.text] if isinstance(record, Text) else [m["content"] or "" for m in record.messages]:
+                yield text
+                left -= len(text)
+            if left <= 0:
+                return
+
+    def refuse_too_many_bad_lines(self) -> None:
+        """Each source by itself stops at the first line too many; together they may have more."""
+        if self.skipped > self.args.allow_bad_lines:
+            raise InputError(f"--data: {self.skipped} bad lines; --allow-bad-lines {self.args.allow_bad_lines}")
+
+
+def as_lists(data: Embedded) -> tuple[list[Selection], list[Selection], float, list[Question]]:
+    return [data.training], [data.validation], data.nats, data.questions
+
+
+def files_read(name: str) -> list[Path]:
+    return hub_files(name) if name.startswith(HUB) else files_of(name)
+
+
+def stamp(file: Path) -> list[Any]:
+    status = file.stat()
+    return [str(file.resolve()), status.st_size, status.st_mtime_ns]
+
+
+def identity(tokenizer: Tokenizer) -> str:
+    templates = sorted((name, template.source) for name, template in tokenizer.templates.items())
+    whole = repr((tokenizer.tokenizer.to_str(), sorted(tokenizer.named.items()), templates))
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
+@functools.cache
+def code() -> str:
+    """Of the modules that make documents: what another version of them cached is not taken."""
+    folders = [Path(__file__).parent, Path(tokenizer_package.__file__).parent]
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

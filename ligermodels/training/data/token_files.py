@@ -1,0 +1,106 @@
+"""Files of token ids, mapped: numpy's .npy, and .bin, raw numbers, little-endian, with a .json beside it.
+
+    tokens.json    {"dtype": "uint16", "end_of_text": 50256}        dtype: uint16 or uint32
+
+Documents end with the end-of-text token: that of the .json, which a .npy may have too, else the model's. Knows no text.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ligermodels.errors import InputError, first_line
+from ligermodels.training.data.store import TokenStore, hash_of, refuse_unknown
+
+CHUNK = 2**24  # tokens
+EXAMPLE = '{"dtype": "uint16", "end_of_text": 0}'
+
+
+def write_index(file: Path, end_of_text: Callable[[], int], vocab_size: int, folder: Path) -> None:
+    """Reads the file once, and writes into an empty folder where its documents are.
+
+    end_of_text: asked for where the file says nothing. Raises InputError for a token outside the vocabulary, naming
+    file and offset.
+    """
+    tokens = open_tokens(file)
+    given = described(file).get("end_of_text")
+    end = end_of_text() if given is None else whole_number(given, file)
+    with (folder / "offsets").open("wb") as offsets, (folder / "hashes").open("wb") as hashes:
+        begin = 0
+        offsets.write(np.int64(begin).tobytes())
+        for stop in ends_of(tokens, end, vocab_size, file):
+            offsets.write(np.int64(stop).tobytes())
+            hashes.write(hash_of(tokens[begin:stop]).tobytes())
+            begin = stop
+
+
+def open_indexed(file: Path, folder: Path) -> TokenStore:
+    """The documents of the file, by the index in that folder."""
+    offsets, hashes = (np.memmap(folder / name, dtype, mode="r") for name, dtype in INDEX.items())
+    return TokenStore(open_tokens(file), offsets, hashes, None, str(file))
+
+
+INDEX = {"offsets": np.int64, "hashes": np.uint64}
+
+
+def open_tokens(file: Path) -> np.ndarray:
+    """[N] unsigned integers, mapped."""
+    try:
+        tokens = np.load(file, mmap_mode="r") if file.suffix == ".npy" else raw(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read as tokens: {first_line(error)}") from error
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise InputError(f"{file}: must be one row of integers, the ids of tokens")
+    if not len(tokens):
+        raise InputError(f"{file}: holds no tokens")
+    return tokens
+
+
+def raw(file: Path) -> np.ndarray:
+    dtype = described(file).get("dtype")
+    if dtype not in ("uint16", "uint32"):
+        beside = file.with_suffix(".json")
+        raise InputError(
+            f"{beside}: field dtype is {dtype!r}; {file.name} needs this file, as {EXAMPLE}, uint16 or uint32"
+        )
+    size = np.dtype(dtype).itemsize
+    if file.stat().st_size % size:
+        raise InputError(
+            f"{file}: has {file.stat().st_size} bytes, no multiple of the {size} of {dtype}; it was cut off"
+        )
+    if not file.stat().st_size:
+        raise InputError(f"{file}: holds no tokens")
+    return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r")
+
+
+def described(file: Path) -> dict[str, Any]:
+    """What the .json beside a file says of it, nothing where there is none."""
+    beside = file.with_suffix(".json")
+    try:
+        value = json.loads(beside.read_text()) if beside.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{beside}: not JSON: {first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{beside}: must be an object as {EXAMPLE}")
+    return value
+
+
+def whole_number(value: Any, file: Path) -> int:
+    if type(value) is not int or value < 0:
+        raise InputError(f"{file.with_suffix('.json')}: field end_of_text is {value!r}; must be the id of a token")
+    return value
+
+
+def ends_of(tokens: np.ndarray, end: int, vocab_size: int, file: Path):
+    """The ends of documents, in order; the last ends with the file."""
+    stop = 0
+    for start in range(0, len(tokens), CHUNK):
+        chunk = np.asarray(tokens[start : start + CHUNK])
+        refuse_unknown(chunk, vocab_size, str(file), start)
+        for stop in (np.flatnonzero(chunk == end) + start + 1).tolist():
+            yield stop
+    if stop < len(tokens):
+        yield len(tokens)

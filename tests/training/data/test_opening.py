@@ -1,0 +1,280 @@
+import argparse
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.training.corpus import stories
+from ligermodels.training.data import embedded, open_data, reader, supervised
+from ligermodels.training.parallel import World
+from ligermodels.training.tokens import save_tokenizer, train_tokenizer
+from tests.training.data.documents import CPU
+
+DEFAULTS = {
+    "data": None, "validation_data": None, "validation_fraction": 0.01, "packing": True, "allow_bad_lines": 0,
+    "seed": 0, "batch_size": 2, "micro_batch_size": None, "sequence_length": 64,
+}  # fmt: skip
+
+
+def opened(*data, folder=None, vocab_size=300, world=CPU, **settings):
+    args = argparse.Namespace(**(DEFAULTS | {"data": list(map(str, data)) or None} | settings))
+    return open_data(args, folder, vocab_size, world)
+
+
+def write(path, texts):
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path
+
+
+def rows_of(batches):
+    return [tuple(row) for batch in batches for row in batch.input_ids.view(-1, 64).tolist()]
+
+
+def one_pass(data):
+    return rows_of(data.training.micro_batches(0, len(data.training), 1, CPU))
+
+
+GOOD = '{"dtype": "uint16", "end_of_text": 1}'
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return [text for text, _ in stories(1, 300)]
+
+
+@pytest.fixture(scope="module")
+def folder(texts, tmp_path_factory):
+    """A model's, as far as data is concerned."""
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(train_tokenizer(texts[:50], 300), folder)
+    (folder / "config.json").write_text('{"eos_token_id": [7, 8]}')
+    return folder
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(embedded, "STORIES", 300)
+    monkeypatch.setattr(embedded, "UNSEEN_STORIES", 30)
+    monkeypatch.setattr(embedded, "CONVERSATIONS", 60)
+    monkeypatch.setattr(embedded, "UNSEEN_CONVERSATIONS", 10)
+
+
+def test_the_floor_is_the_nats_of_the_validation_stories_over_their_predicted_tokens(few):
+    data = opened(vocab_size=1024, sequence_length=64)
+    unseen = list(stories(1, 30))
+    tokens = sum(len(data.new_tokenizer.encode(text, add_special_tokens=False)) + 1 for text, _ in unseen)
+    assert data.floor == pytest.approx(sum(nats for _, nats in unseen) / tokens, rel=1e-12)
+    assert 0.45 < data.floor < 0.8
+    assert sum(int(supervised(batch)) for batch in data.validation.batches(4, CPU)) == tokens
+    assert data.description == "the embedded stories"
+    prompt, answer = data.questions[0]
+    assert unseen[0][0].startswith(prompt) and prompt.endswith("=") and answer in unseen[0][0]
+    again = opened(vocab_size=1024)
+    assert one_pass(again) == one_pass(data)
+
+
+def test_chats_are_masked_to_answers_whose_floor_is_zero_and_mix_with_stories(few):
+    chats = opened("chats", vocab_size=1024)
+    assert chats.floor == 0.0
+    (batch,) = chats.training.micro_batches(0, 8, None, CPU)
+    assert 0.05 < int(supervised(batch)) / batch.input_ids.numel() < 0.5
+    mixed = opened("stories=0.75", "chats=0.25", vocab_size=1024)
+    assert mixed.description == "the embedded stories=0.75 + the embedded chats=0.25"
+    alone = opened("stories", vocab_size=1024)
+    predicted = [sum(int(supervised(b)) for b in d.validation.batches(1, CPU)) for d in (alone, chats, mixed)]
+    assert predicted[0] + predicted[1] == predicted[2]
+    assert mixed.floor == pytest.approx(alone.floor * predicted[0] / predicted[2])
+    entries = mixed.training.mixture.entries(0, 100)
+    assert sum(source for source, _ in entries) == 25
+
+
+def test_random_tokens_are_rows_without_documents_within_the_vocabulary():
+    data = opened(vocab_size=50)
+    (batch,) = data.training.micro_batches(0, 256, None, CPU)
+    assert batch.cu_seqlens is None and batch.input_ids.shape == (256, 64)
+    assert (int(batch.input_ids.min()), int(batch.input_ids.max())) == (0, 49)
+    assert data.floor == pytest.approx(3.912, abs=1e-3)
+    assert data.tokenizer is None and data.questions is None
+    assert len(data.training) == 256 and len(data.validation) == 1
+
+
+def test_a_file_is_tokenised_by_the_models_tokenizer_or_by_a_new_one(texts, folder, tmp_path):
+    path = write(tmp_path / "d.jsonl", texts)
+    read = opened(path, folder=folder)
+    assert read.new_tokenizer is None and read.floor is None
+    ids = torch.tensor(one_pass(read))
+    given = read.tokenizer.encode(texts[5])
+    whole = [*given, 7][:64]
+    assert whole in ids.unfold(1, len(whole), 1).flatten(0, 1).tolist()
+    new = opened(path)
+    assert new.new_tokenizer.tokenizer.to_str() == train_tokenizer(texts, 300).tokenizer.to_str()
+    assert new.new_tokenizer is new.tokenizer
+
+
+def split_of(data):
+    """The documents of each side, by where they were read."""
+    rows = data.validation.rows
+    return set(data.training.places(0, len(data.training))), {
+        p.store.place(p.start) for row in range(len(rows)) for p in rows.pieces(row)
+    }
+
+
+def test_the_split_is_fixed_and_disjoint_and_copies_stay_on_one_side(texts, folder, tmp_path):
+    path = write(tmp_path / "d.jsonl", texts + texts[:150])
+    splits = [
+        split_of(opened(path, folder=folder, validation_fraction=0.05, **settings))
+        for settings in ({}, {"seed": 5}, {"sequence_length": 32}, {"packing": False}, {"batch_size": 8})
+    ]
+    training, validation = splits[0]
+    assert all(split == splits[0] for split in splits)
+    assert len(training) + len(validation) == 450 and not training & validation
+    numbers = sorted(int(place.rpartition(":")[2]) - 1 for place in validation)
+    assert 22 <= len(numbers) <= 24  # 5 %, and perhaps the copy of the last
+    assert (
+        {n % 300 for n in numbers if n % 300 < 150}
+        == {n for n in numbers if n < 150}
+        == {n - 300 for n in numbers if n >= 300}
+    )
+    reversed_path = write(tmp_path / "reversed.jsonl", [*reversed(texts), *texts[:150]])
+    again = split_of(opened(reversed_path, folder=folder, validation_fraction=0.05))[1]
+    assert {n % 300 for n in numbers} == {
+        299 - n if n < 300 else n - 300 for n in (int(p.rpartition(":")[2]) - 1 for p in again)
+    }
+
+
+def test_of_one_long_document_the_end_is_for_validation_and_no_target_is_lost(texts, folder, tmp_path):
+    (tmp_path / "d.txt").write_text("".join(texts))
+    data = opened(tmp_path / "d.txt", folder=folder, validation_fraction=0.1)
+    ids = [*data.tokenizer.encode("".join(texts)), 7]
+    before, after = [data.training.sources[0].parts[0]], [data.validation.rows.parts[0]]
+    assert before[0].starts.min() == 0 and after[0].starts.max() + after[0].lengths[-1] <= len(ids)
+    due = sum(int(supervised(b)) for b in data.training.micro_batches(0, len(data.training), 1, CPU))
+    held_out = sum(int(supervised(b)) for b in data.validation.batches(1, CPU))
+    assert due + held_out == len(ids) - 1
+    assert held_out == pytest.approx(0.1 * len(ids), abs=1)
+
+
+def test_validation_data_of_its_own_is_left_out_of_training(texts, folder, tmp_path):
+    path, other = write(tmp_path / "d.jsonl", texts), write(tmp_path / "v.jsonl", texts[40:50])
+    data = opened(path, folder=folder, validation_data=[str(other)])
+    training, validation = split_of(data)
+    assert validation == {f"{other}:{n}" for n in range(1, 11)}
+    assert training == {f"{path}:{n}" for n in range(1, 301) if not 41 <= n <= 50}
+    assert "(10 documents left out that are also for validation)" in data.description
+
+
+def test_token_files_are_documents_between_end_of_text(tmp_path, folder):
+    draw = random.Random(0)
+    documents = [[draw.randrange(8, 300) for _ in range(draw.randint(1, 90))] for _ in range(200)]
+    ids = np.array([token for document in documents for token in [*document, 7]])
+    ids.astype("<u2").tofile(tmp_path / "a.bin")
+    (tmp_path / "a.json").write_text('{"dtype": "uint16", "end_of_text": 7}')
+    np.save(tmp_path / "b.npy", ids.astype(np.uint32))  # the end of text is the model's
+    raw, saved = opened(tmp_path / "a.bin"), opened(tmp_path / "b.npy", folder=folder)
+    assert one_pass(raw) == one_pass(saved)
+    assert raw.tokenizer is None
+    batches = [*raw.training.micro_batches(0, len(raw.training), 1, CPU), *raw.validation.batches(1, CPU)]
+    targets = [int(label) for batch in batches for label in batch.labels[batch.labels != -100]]
+    assert sorted(targets) == sorted(token for document in documents for token in [*document, 7][1:])
+    place = raw.training.places(0, 1)[0]
+    assert place.startswith(f"{tmp_path / 'a.bin'}: token ")
+    start = int(place.split()[-1])
+    assert start == 0 or ids[start - 1] == 7
+
+
+@pytest.mark.parametrize(
+    "content, about, complaint",
+    [
+        (b"\x01\x00" * 4, "{}", r"a\.json: field dtype is None; a\.bin needs this file"),
+        (b"\x01\x00" * 4, None, r"a\.json: field dtype is None; a\.bin needs this file"),
+        (b"\x01\x00" * 4, "{dtype", r"a\.json: not JSON"),
+        (b"\x01\x00" * 4, "[]", r"a\.json: must be an object"),
+        (b"\x01\x00\x01", GOOD, r"a\.bin: has 3 bytes, no multiple of the 2"),
+        (b"", GOOD, r"a\.bin: holds no tokens"),
+        (b"\x01\x00" * 4, '{"dtype": "uint16", "end_of_text": "x"}', r"a\.json: field end_of_text is 'x'"),
+        (b"\x01\x00" * 4, '{"dtype": "uint16"}', r"\.json beside the file what its end_of_text is"),
+        (b"\x01\x00" * 70_000 + b"\x2c\x01", GOOD, r"a\.bin: token 70000 has the id 300, .* vocabulary of 300"),
+    ],
+)  # fmt: skip
+def test_a_token_file_that_cannot_be_used_is_named_with_field_and_offset(content, about, complaint, tmp_path):
+    (tmp_path / "a.bin").write_bytes(content)
+    if about is not None:
+        (tmp_path / "a.json").write_text(about)
+    with pytest.raises(InputError, match=complaint):
+        opened(tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((2, 2), np.uint16), np.zeros(4, np.float32), np.zeros(0, np.uint16), np.array([-1, 5])]
+)
+def test_an_array_that_is_no_row_of_token_ids_is_refused(array, tmp_path, folder):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(InputError, match=r"a\.npy: (must be one row|holds no tokens|token 0 has the id -1)"):
+        opened(tmp_path / "a.npy", folder=folder)
+
+
+@pytest.mark.parametrize(
+    "settings, complaint",
+    [
+        ({"sequence_length": 20_000}, r"d\.jsonl: \d+ tokens for training are less than one row; lower --sequence-l"),
+        ({"batch_size": 5000}, r"d\.jsonl: fills \d+ rows of 64 tokens .* a step takes 5000; lower --batch-size"),
+        ({"batch_size": 3, "micro_batch_size": 2}, "--batch-size 3 is no multiple"),
+        ({"vocab_size": 200}, r"d\.jsonl:1: token \d+ has the id 2\d\d, outside the model's vocabulary of 200"),
+    ],
+)  # fmt: skip
+def test_too_little_data_and_a_tokenizer_that_does_not_fit_are_refused(settings, complaint, texts, folder, tmp_path):
+    path = write(tmp_path / "d.jsonl", texts[:100])
+    with pytest.raises(InputError, match=complaint):
+        opened(path, folder=folder, **settings)
+
+
+def test_weights_on_some_sources_only_are_refused(texts, folder, tmp_path):
+    path = write(tmp_path / "d.jsonl", texts)
+    with pytest.raises(InputError, match="--data stories: has no weight"):
+        opened(f"{path}=0.5", "stories", folder=folder)
+
+
+def test_bad_lines_are_counted_over_all_sources_and_also_when_they_come_from_the_cache(texts, folder, tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", texts[:100]) for name in "ab"]
+    for path in paths:
+        path.write_text(path.read_text() + "\nbad\n")
+    for _ in range(2):
+        assert "(2 bad lines skipped)" in opened(*paths, folder=folder, allow_bad_lines=2).description
+        with pytest.raises(InputError, match="2 bad lines; --allow-bad-lines 1"):
+            opened(*paths, folder=folder, allow_bad_lines=1)
+
+
+def test_what_is_tokenised_once_is_taken_from_the_cache_until_anything_changes(
+    texts, folder, tmp_path, cache_of_its_own, monkeypatch
+):
+    path = write(tmp_path / "d.jsonl", texts)
+    first = one_pass(opened(path, folder=folder))
+    monkeypatch.setattr(reader, "documents", None)  # with which nothing can be tokenised
+    assert one_pass(opened(path, folder=folder)) == first
+    assert one_pass(opened(path, folder=folder, validation_fraction=0.2)) != first
+    for change in ({"vocab_size": 301}, {"folder": None}):
+        with pytest.raises(TypeError):
+            opened(path, **({"folder": folder} | change))
+    write(path, texts[1:])
+    with pytest.raises(TypeError):
+        opened(path, folder=folder)
+    assert {file.suffix for file in (cache_of_its_own / "ligermodels/data").iterdir()} == {
+        "",
+        ".lock",
+    }  # nothing half-written
+
+
+def test_data_order_is_that_of_the_seed_on_any_number_of_ranks(texts, folder, tmp_path):
+    path = write(tmp_path / "d.jsonl", texts)
+
+    def step(ranks, seed=0):
+        worlds = [World(torch.device("cpu"), rank, ranks) for rank in range(ranks)]
+        datas = [opened(path, "random", folder=folder, world=world, seed=seed, batch_size=8) for world in worlds]
+        return sorted(
+            rows_of(b for d, w in zip(datas, worlds, strict=True) for b in d.training.micro_batches(8, 8, None, w))
+        )
+
+    assert step(1) == step(2) == step(4) != step(1, seed=1)
