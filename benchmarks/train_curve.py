@@ -124,13 +124,13 @@ def hugging_face(folder: Path, run: Run, dtype: torch.dtype, device: str) -> tup
 
 
 def ours(folder: Path, run: Run, dtype: torch.dtype, device: str) -> tuple[nn.Module, Callable[[float], None]]:
-    from ligermodels.training.optimizer import adamw, clipped_step, set_learning_rate
+    from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
 
     import ligermodels
     from ligermodels.training.parallel import gradient_norm
 
     model = ligermodels.load(folder, dtype=dtype, device=device).train()
-    optimizer = adamw(model, WEIGHT_DECAY)
+    optimizer = build_optimizer(model, weight_decay=WEIGHT_DECAY)
     finite = torch.zeros((), device=device)
 
     def update(rate: float) -> None:

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ligermodels.training.checkpoints import Checkpoints, Progress
-from ligermodels.training.optimizer import adamw, set_learning_rate
+from ligermodels.training.optimizers import build_optimizer, set_learning_rate
 from ligermodels.training.training_state import parts
 from ligermodels.weights.sharding import whole
 
@@ -59,7 +59,7 @@ class Two:
 
 
 def our_adamw(model):
-    optimizer = adamw(model, weight_decay=0.1)
+    optimizer = build_optimizer(model, weight_decay=0.1)
     set_learning_rate(optimizer, 1e-2)
     return optimizer
 

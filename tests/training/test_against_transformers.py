@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 import torch
-from ligermodels.training.optimizer import adamw, clipped_step, cosine, set_learning_rate
+from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.schedules import learning_rate
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -109,10 +110,10 @@ def theirs(folder, steps):
 
 def ours(folder, steps, batches_of):
     model = ligermodels.load(folder).train()
-    optimizer = adamw(model, WEIGHT_DECAY)
+    optimizer = build_optimizer(model, weight_decay=WEIGHT_DECAY)
 
     def update(step, loss):
-        set_learning_rate(optimizer, cosine(step, STEPS, WARMUP, PEAK))
+        set_learning_rate(optimizer, learning_rate("cosine", step, STEPS, WARMUP, PEAK))
         clipped_step(optimizer, loss, gradient_norm(model), CLIP)
         optimizer.zero_grad()
 
