@@ -16,7 +16,7 @@ from ligermodels.kernels.linear_cross_entropy import chunk_rows, round_up
 from ligermodels.layers.attention import Attention, NormedAttention
 from ligermodels.layers.block import Block, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.lora import LoRALinear, updates
+from ligermodels.layers.lora import LoRAExperts, LoRALinear, updates
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import RMSNorm
@@ -175,7 +175,7 @@ def kept_by_block(block: Block, size: int) -> int:
     hidden = width(block.self_attn.o_proj)
     norms = sum(isinstance(child, RMSNorm) for child in block.children())
     unnormed = 2 if isinstance(block, PostNormLayer) else 0  # there attention and MLP keep what they read
-    low_rank = sum(update.lora_A.shape[0] for update in updates(block))
+    low_rank = sum(update.lora_A.shape[0] for update in updates(block) if isinstance(update, LoRALinear))
     kept = (norms + unnormed) * hidden * size + norms * FP32 + low_rank * size
     return kept + kept_by_attention(block.self_attn, size) + kept_by_mlp(block.mlp, hidden, size)
 
@@ -193,10 +193,13 @@ def kept_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:
     """gate_up; of experts that of each slot, their input and the routing."""
     if isinstance(mlp, GatedMLP):
         return width(mlp.gate_up_proj) * size
-    slots, (num_experts, gate_up, _) = mlp.experts_per_token, mlp.experts.gate_up_proj.shape
+    experts, low_rank = mlp.experts, 0
+    if isinstance(experts, LoRAExperts):
+        experts, low_rank = experts.base_layer, experts.gate_up_proj.rank + experts.down_proj.rank
+    slots, (num_experts, gate_up, _) = mlp.experts_per_token, experts.gate_up_proj.shape
     # Probabilities and the sum of the chosen; of each slot three indices and its weight, as routed and as sorted.
     routing = (num_experts + 1) * FP32 + slots * (3 * INT64 + 2 * FP32)
-    kept = (hidden + slots * gate_up) * size + routing
+    kept = (hidden + slots * (gate_up + low_rank)) * size + routing
     if mlp.shared_expert is not None:
         kept += (width(mlp.shared_expert.gate_up_proj) + hidden + 1) * size  # its output and gate are multiplied
     return kept
