@@ -24,8 +24,8 @@ from ligermodels.errors import InputError
 from ligermodels.hub import resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training import data as datasets
-from ligermodels.training import optimizer as optim
-from ligermodels.training import parallel
+from ligermodels.training import optimizers as optim
+from ligermodels.training import parallel, schedules
 from ligermodels.training.metrics import Metrics
 from ligermodels.training.tokens import END_OF_TEXT_ID, save_tokenizer
 from ligermodels.weights.loading import load_weights
@@ -87,8 +87,9 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         model.source = folder
     model.train()
 
-    optimizer = optim.adamw(model, args.weight_decay)
-    peak = args.learning_rate or (1e-5 if folder else optim.default_learning_rate(model.config.hidden_size))
+    optimizer = optim.build_optimizer(model, weight_decay=args.weight_decay)
+    default = schedules.default_peak(model.config.hidden_size, pretrained=folder is not None, lora=False)
+    peak = args.learning_rate or default
     tokens_per_step = args.accumulate * world.size * args.batch_size * args.sequence_length
     log = Path(f"{output}.metrics.jsonl")
     with Metrics(log, args.steps, tokens_per_step, world.device, enabled=world.is_first) as metrics:
@@ -111,7 +112,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             # Nothing is updated from a loss or gradient that is not finite; the host reads them while the update runs.
             loss, norm = parallel.total(loss), parallel.gradient_norm(model)
             read = parallel.read_later(torch.stack([loss, norm]))
-            learning_rate = optim.cosine(step, args.steps, args.warmup, peak)
+            learning_rate = schedules.learning_rate("cosine", step, args.steps, args.warmup, peak)
             optim.set_learning_rate(optimizer, learning_rate)
             optim.clipped_step(optimizer, loss, norm, args.clip)
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.generate import stream
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.memory import count_parameters, inference_memory, training_memory
-from ligermodels.training.optimizer import adamw
+from ligermodels.training.optimizers import build_optimizer
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
 from tests.layers.saved_bytes import saved_bytes
@@ -53,7 +53,7 @@ def test_weights_gradients_and_states_are_exact(rank):
     model = ligermodels.create(MODELS["experts and a shared one"] | {"tie_word_embeddings": True})
     if rank:
         ligermodels.add_lora(model, rank=rank)
-    optimizer = adamw(model, 0.1)
+    optimizer = build_optimizer(model)
     ids = torch.arange(8)[None]
     model(ids, ids).loss.backward()
     optimizer.step()

@@ -1,6 +1,7 @@
 """Trains a tiny model for a few steps and writes what happened: one process, or one of several under torchrun.
 
-Usage: worker.py OUTPUT.pt JSON, where JSON gives model (a config), accumulate, batch_size, steps, recompute, lora.
+Usage: worker.py OUTPUT.pt JSON, where JSON gives model (a config), accumulate, batch_size, steps, recompute, lora and the
+optimizer's name.
 """
 
 import json
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import ligermodels
 from ligermodels.kernels import op
-from ligermodels.training import data, optimizer, parallel
+from ligermodels.training import data, optimizers, parallel
 from tests import interpreter
 from tests.layers.adapters import adapt
 
@@ -25,7 +26,7 @@ def rows_with_uneven_masks(vocab_size: int) -> data.Rows:
     return data.Rows(tokens, labels)
 
 
-def train(model, accumulate=1, batch_size=4, steps=4, recompute=False, lora=False):
+def train(model, accumulate=1, batch_size=4, steps=4, recompute=False, lora=False, name="adamw"):
     world = parallel.start()
     model = ligermodels.create(model, dtype=torch.float32, device="meta")
     if lora:
@@ -35,8 +36,8 @@ def train(model, accumulate=1, batch_size=4, steps=4, recompute=False, lora=Fals
     parallel.shard(model, world, torch.float32)
     model.to_empty(device=world.device)
     model.initialize(1)
-    adamw = optimizer.adamw(model, weight_decay=0.1)
-    optimizer.set_learning_rate(adamw, 1e-2)
+    optimizer = optimizers.build_optimizer(model, name)
+    optimizers.set_learning_rate(optimizer, 1e-2)
     rows = rows_with_uneven_masks(model.config.vocab_size)
     losses, norms = [], []
     for step in range(steps):
@@ -49,10 +50,10 @@ def train(model, accumulate=1, batch_size=4, steps=4, recompute=False, lora=Fals
             share.backward()
             loss += share.detach()
         loss, norm = parallel.total(loss), parallel.gradient_norm(model)
-        optimizer.clipped_step(adamw, loss, norm, 1.0)
+        optimizers.clipped_step(optimizer, loss, norm, 1.0)
         losses.append(float(loss))
         norms.append(float(norm))
-        adamw.zero_grad()
+        optimizer.zero_grad()
     weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights, "is_first": world.is_first}
 

@@ -1,0 +1,190 @@
+"""Muon: momentum whose matrices are orthogonalised, for the matrices inside blocks; AdamW for everything else.
+
+    B += (1 - μ)(G - B)        O = NS((1 - μ) G + μ B)        W -= lr (wd W + 0.2 √max(m, n) O)
+NS is torch.optim.Muon's own Newton-Schulz iteration in bf16, which makes a matrix [m, n] all but orthogonal. Each
+matrix is orthogonalised by itself, however it is stored: queries, keys and values, gate and up, every expert, and both
+factors of every low-rank update. The factor gives O the size of AdamW's usual update, so that AdamW's learning rate and
+weight decay hold for both.
+Embeddings, head, norms, biases and routers are AdamW's.
+
+A sharded matrix is needed whole. Ranks take turns: each gets one whole matrix, orthogonalises it, and gives every rank
+its rows back. Nothing is computed twice, and the result is that of one process to the bit.
+Maths: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the factor: Liu et al. 2025 (Moonlight),
+https://arxiv.org/abs/2502.16982, which torch calls match_rms_adamw.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
+
+from ligermodels.errors import InputError
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.moe import Experts
+from ligermodels.training.adamw import AdamW, keep, local
+
+MOMENTUM = 0.95
+RMS_OF_ADAMW = 0.2
+Rows = tuple[int, ...]  # of each matrix that a parameter packs along its dimension -2
+
+
+class Muon(AdamW):
+    """Muon for the parameters in `matrices`, whose state is momentum_buffer; AdamW for all others.
+
+    matrices: [m, n], or [experts, m, n], each with the rows of what is packed in it. Raises InputError where one is
+    sharded along another dimension than its first.
+    """
+
+    def __init__(self, params: Any, matrices: Mapping[nn.Parameter, Rows], **options: Any) -> None:
+        super().__init__(params, **options)
+        self.matrices = matrices
+        for p in matrices:
+            if isinstance(p, DTensor) and not all(isinstance(x, Replicate) or x == Shard(0) for x in p.placements):
+                raise InputError(f"Muon needs matrices sharded by rows; one {list(p.shape)} is {p.placements}")
+
+    def new_state(self, p: nn.Parameter) -> dict[str, Tensor]:
+        if p not in self.matrices:
+            return super().new_state(p)
+        return {"momentum_buffer": torch.zeros_like(p, dtype=self.states)}
+
+    def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        super().update([p for p in params if p not in self.matrices], group)
+        for turn, ranks in turns(p for p in params if p in self.matrices):
+            rows = [self.matrices[p] for p in turn]
+            updates = [self.advance(p) for p in turn]
+            if ranks is None:
+                directions = [direction(updates[0], rows[0])]
+            else:
+                mine = to_owners(updates, [p.shape for p in turn], ranks)
+                done = None if mine is None else direction(mine, rows[ranks.rank()])
+                directions = from_owners(done, updates, [p.shape for p in turn], ranks)
+            for p, step in zip(turn, directions, strict=True):
+                decayed = local(p).float() * (1 - group["lr"] * group["weight_decay"])
+                keep(local(p), decayed.sub_(step, alpha=group["lr"]), self.found_inf)
+
+    def advance(self, p: nn.Parameter) -> Tensor:
+        """Moves the momentum, and looks ahead as Nesterov does: this rank's part of what to orthogonalise, bf16."""
+        assert p.grad is not None
+        gradient = local(p.grad).float()
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        buffer = local(self.state_of(p)["momentum_buffer"])
+        momentum = buffer.float().lerp(gradient, 1 - MOMENTUM)
+        keep(buffer, momentum, self.found_inf)
+        return gradient.lerp(momentum, MOMENTUM).bfloat16()
+
+
+def direction(update: Tensor, rows: Rows) -> Tensor:
+    """[m, n] or [experts, m, n] -> the same, fp32: each matrix orthogonal and of the size of AdamW's update."""
+    if not update.numel():
+        return update.float()
+    parts = []
+    for matrix in update.split(rows, -2):
+        orthogonalize = newton_schulz if matrix.ndim == 2 else torch.vmap(newton_schulz)
+        parts.append(orthogonalize(matrix).float() * (RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:]))))
+    return torch.cat(parts, -2)
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
+
+
+def matrices_of(model: nn.Module) -> dict[nn.Parameter, Rows]:
+    """The matrices inside a model's blocks but the routers', with the rows of what is packed in each."""
+    return dict(itertools.chain.from_iterable(map(matrices_in, model.modules())))
+
+
+def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, Rows]]:
+    """Those that a module holds itself."""
+    if isinstance(module, Attention):
+        query, key = module.num_heads, module.num_key_value_heads
+        yield from of_linear(module.qkv_proj, (query, key, key))
+        yield from of_linear(module.o_proj, (1,))
+    elif isinstance(module, GatedMLP):
+        yield from of_linear(module.gate_up_proj, (1, 1))
+        yield from of_linear(module.down_proj, (1,))
+    elif isinstance(module, Experts):
+        yield packed(module.gate_up_proj, (1, 1))
+        yield packed(module.down_proj, (1,))
+
+
+def of_linear(linear: nn.Module, shares: Rows) -> Iterator[tuple[nn.Parameter, Rows]]:
+    if isinstance(linear, LoRALinear):
+        yield linear.lora_A, (linear.rank,) * len(linear.columns)
+        yield linear.lora_B, tuple(stop - start for start, stop in linear.columns)
+        linear = linear.base_layer
+    yield packed(linear.weight, shares)
+
+
+def packed(parameter: Any, shares: Rows) -> tuple[nn.Parameter, Rows]:
+    """shares: what the parameter's matrices have of its rows, in proportion."""
+    unit = parameter.shape[-2] // sum(shares)
+    return parameter, tuple(share * unit for share in shares)
+
+
+def turns(params: Iterable[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
+    """What to orthogonalise at a time: a parameter that a rank can do alone, or one for each rank of a group."""
+    sharded: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+    for p in params:
+        ranks = ranks_that_share(p)
+        if ranks is None:
+            yield [p], None
+        else:
+            sharded.setdefault(ranks, []).append(p)
+    for ranks, shared in sharded.items():
+        alike = sorted(shared, key=lambda p: tuple(p.shape))  # so that no rank has more to do than another
+        for start in range(0, len(alike), ranks.size()):
+            yield alike[start : start + ranks.size()], ranks
+
+
+def ranks_that_share(p: Tensor) -> dist.ProcessGroup | None:
+    """Those with the other rows of a matrix; None where this rank has whole matrices, as of experts it always has."""
+    if not isinstance(p, DTensor) or p.ndim > 2 or Shard(0) not in p.placements:
+        return None
+    ranks = p.device_mesh.get_group(p.placements.index(Shard(0)))
+    return ranks if ranks.size() > 1 else None
+
+
+def to_owners(parts: list[Tensor], shapes: list[torch.Size], ranks: dist.ProcessGroup) -> Tensor | None:
+    """This rank's rows of each matrix -> all rows of the one it owns: matrix i is rank i's; None for ranks beyond."""
+    given, taken = exchanged(shapes, ranks)
+    whole = parts[0].new_empty(sum(taken))
+    dist.all_to_all_single(whole, torch.cat([part.flatten() for part in parts]), taken, given, group=ranks)
+    return whole.view(shapes[ranks.rank()]) if ranks.rank() < len(shapes) else None
+
+
+def from_owners(
+    whole: Tensor | None, parts: list[Tensor], shapes: list[torch.Size], ranks: dist.ProcessGroup
+) -> list[Tensor]:
+    """The way back, in fp32. parts: shaped as the rows that this rank has."""
+    given, taken = exchanged(shapes, ranks)
+    rows = parts[0].new_empty(sum(given), dtype=torch.float32)
+    sent = rows.new_empty(0) if whole is None else whole.flatten()
+    dist.all_to_all_single(rows, sent, given, taken, group=ranks)
+    pieces = rows.split(given)
+    return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=False)]
+
+
+def exchanged(shapes: list[torch.Size], ranks: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """Elements that this rank has for each rank's matrix, and that each rank has of this rank's."""
+    here, size = ranks.rank(), ranks.size()
+    absent = size - len(shapes)
+    given = [rows_of_rank(shape[0], here, size) * shape[1] for shape in shapes] + [0] * absent
+    if here >= len(shapes):
+        return given, [0] * size
+    rows, columns = shapes[here]
+    return given, [rows_of_rank(rows, rank, size) * columns for rank in range(size)]
+
+
+def rows_of_rank(rows: int, rank: int, ranks: int) -> int:
+    """FSDP2 shards as torch.chunk does: equal parts, the last ones smaller or empty."""
+    part = -(-rows // ranks)
+    return max(0, min(part, rows - rank * part))
