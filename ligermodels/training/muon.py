@@ -1,16 +1,16 @@
 """Muon: momentum whose matrices are orthogonalised, for the matrices inside blocks; AdamW for everything else.
 
     B += (1 - μ)(G - B)        O = NS((1 - μ) G + μ B)        W -= lr (wd W + 0.2 √max(m, n) O)
-NS is torch.optim.Muon's own Newton-Schulz iteration in bf16, which makes a matrix [m, n] all but orthogonal. Each
-matrix is orthogonalised by itself, however it is stored: queries, keys and values, gate and up, every expert, and both
-factors of every low-rank update. The factor gives O the size of AdamW's usual update, so that AdamW's learning rate and
-weight decay hold for both.
+NS is the Newton-Schulz iteration, in bf16, that makes a matrix [m, n] all but orthogonal. The factor gives O the size of
+AdamW's usual update, so that AdamW's learning rate and weight decay hold. For a single whole matrix this is
+torch.optim.Muon with adjust_lr_fn="match_rms_adamw", which takes nothing else. Here each matrix is orthogonalised by
+itself however it is stored: queries, keys and values, gate and up, every expert, both factors of a low-rank update.
 Embeddings, head, norms, biases and routers are AdamW's.
 
 A sharded matrix is needed whole. Ranks take turns: each gets one whole matrix, orthogonalises it, and gives every rank
 its rows back. Nothing is computed twice, and the result is that of one process to the bit.
 Maths: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the factor: Liu et al. 2025 (Moonlight),
-https://arxiv.org/abs/2502.16982, which torch calls match_rms_adamw.
+https://arxiv.org/abs/2502.16982.
 """
 
 import itertools
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 from ligermodels.errors import InputError
 from ligermodels.layers.attention import Attention
@@ -32,6 +31,9 @@ from ligermodels.layers.moe import Experts
 from ligermodels.training.adamw import AdamW, keep, local
 
 MOMENTUM = 0.95
+ITERATIONS = 5
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+LEAST_NORM = 1e-7
 RMS_OF_ADAMW = 0.2
 Rows = tuple[int, ...]  # of each matrix that a parameter packs along its dimension -2
 
@@ -88,13 +90,21 @@ def direction(update: Tensor, rows: Rows) -> Tensor:
         return update.float()
     parts = []
     for matrix in update.split(rows, -2):
-        orthogonalize = newton_schulz if matrix.ndim == 2 else torch.vmap(newton_schulz)
-        parts.append(orthogonalize(matrix).float() * (RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:]))))
+        parts.append(newton_schulz(matrix).float() * (RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:]))))
     return torch.cat(parts, -2)
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS)
+    """[m, n] or [experts, m, n] bf16 -> the same, its singular values near 1: x <- a x + (b G + c G²) x with G = x xᵀ."""
+    a, b, c = COEFFICIENTS
+    plus_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix  # the smaller G
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(LEAST_NORM)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = plus_product(x, plus_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def matrices_of(model: nn.Module) -> dict[nn.Parameter, Rows]:

@@ -1,7 +1,7 @@
 """Trains a tiny model for a few steps and writes what happened: one process, or one of several under torchrun.
 
-Usage: worker.py OUTPUT.pt JSON, where JSON gives model (a config), accumulate, batch_size, steps, recompute, lora and the
-optimizer's name.
+Usage: worker.py OUTPUT.pt JSON, where JSON gives model (a config), accumulate, batch_size, steps, recompute, lora
+and the optimizer's name.
 """
 
 import json

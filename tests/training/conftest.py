@@ -1,0 +1,21 @@
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.conftest import DEVICE
+
+
+@pytest.fixture
+def rank_of_four():
+    """Makes this process believe it is one rank of four; nothing is communicated."""
+
+    def pretend(rank):
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        # Meshes compare equal whatever the rank, unless their names differ, and DTensor caches by mesh.
+        return init_device_mesh(DEVICE, (4,), mesh_dim_names=(f"rank {rank}",))
+
+    yield pretend
+    torch.distributed.destroy_process_group()
