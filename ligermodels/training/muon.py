@@ -1,8 +1,8 @@
 """Muon: momentum whose matrices are orthogonalised, for the matrices inside blocks; AdamW for everything else.
 
     B += (1 - μ)(G - B)        O = NS((1 - μ) G + μ B)        W -= lr (wd W + 0.2 √max(m, n) O)
-NS is the Newton-Schulz iteration, in bf16, that makes a matrix [m, n] all but orthogonal. The factor gives O the size of
-AdamW's usual update, so that AdamW's learning rate and weight decay hold. For a single whole matrix this is
+NS is the Newton-Schulz iteration, in bf16, that makes a matrix [m, n] all but orthogonal. The factor gives O the size
+of AdamW's usual update, so that AdamW's learning rate and weight decay hold. For a single whole matrix this is
 torch.optim.Muon with adjust_lr_fn="match_rms_adamw", which takes nothing else. Here each matrix is orthogonalised by
 itself however it is stored: queries, keys and values, gate and up, every expert, both factors of a low-rank update.
 Embeddings, head, norms, biases and routers are AdamW's.
@@ -95,7 +95,7 @@ def direction(update: Tensor, rows: Rows) -> Tensor:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """[m, n] or [experts, m, n] bf16 -> the same, its singular values near 1: x <- a x + (b G + c G²) x with G = x xᵀ."""
+    """[m, n] or [experts, m, n] bf16 -> the same, its singular values near 1: x <- a x + (b G + c G²) x, G = x xᵀ."""
     a, b, c = COEFFICIENTS
     plus_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     tall = matrix.shape[-2] > matrix.shape[-1]

@@ -22,8 +22,8 @@ from tests.layers.adapters import RANK, adapt
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-def draw(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+def draw(shape, seed, device=DEVICE):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def torchs(params):
@@ -120,13 +120,13 @@ SHAPES = {
 
 
 def trained(place=lambda x: x):
-    """Three steps of one parameter of each shape; the weights and momenta, whole."""
-    params = [nn.Parameter(place(draw(shape, 0).cpu())) for shape in SHAPES]
+    """On a CPU, three steps of one parameter of each shape; the weights and momenta, whole."""
+    params = [nn.Parameter(place(draw(shape, 0, "cpu"))) for shape in SHAPES]
     matrices = {p: rows for p, rows in zip(params, SHAPES.values(), strict=True) if rows}
     optimizer = Muon(params, matrices, **OPTIONS)
     for seed in range(1, 4):
         for p in params:
-            p.grad = place(draw(p.shape, seed).cpu())
+            p.grad = place(draw(p.shape, seed, "cpu"))
         optimizer.step()
     tensors = [x for p in params for x in (p.detach(), *optimizer.state[p].values())]
     return [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
