@@ -28,7 +28,7 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import Experts
-from ligermodels.training.adamw import AdamW, keep, local
+from ligermodels.training.adamw import AdamW, fused, keep, local
 
 MOMENTUM = 0.95
 ITERATIONS = 5
@@ -69,29 +69,39 @@ class Muon(AdamW):
                 done = None if mine is None else direction(mine, rows[ranks.rank()])
                 directions = from_owners(done, updates, [p.shape for p in turn], ranks)
             for p, step in zip(turn, directions, strict=True):
-                decayed = local(p).float() * (1 - group["lr"] * group["weight_decay"])
-                keep(local(p), decayed.sub_(step, alpha=group["lr"]), self.found_inf)
+                descend = fused(descended, p.device)
+                lr = torch.full((), group["lr"], device=p.device)  # a number would be a constant of what is compiled
+                descend(local(p).view(-1), step.view(-1), lr, group["weight_decay"], self.found_inf)
 
     def advance(self, p: nn.Parameter) -> Tensor:
-        """Moves the momentum, and looks ahead as Nesterov does: this rank's part of what to orthogonalise, bf16."""
+        """Moves the momentum, and returns this rank's part of what is to be orthogonalised, bf16."""
         assert p.grad is not None
-        gradient = local(p.grad).float()
-        if self.grad_scale is not None:
-            gradient = gradient / self.grad_scale
-        buffer = local(self.state_of(p)["momentum_buffer"])
-        momentum = buffer.float().lerp(gradient, 1 - MOMENTUM)
-        keep(buffer, momentum, self.found_inf)
-        return gradient.lerp(momentum, MOMENTUM).bfloat16()
+        gradient, buffer = local(p.grad), local(self.state_of(p)["momentum_buffer"])
+        update = fused(advanced, p.device)(gradient.reshape(-1), buffer.view(-1), self.grad_scale, self.found_inf)
+        return update.view(gradient.shape)
+
+
+def advanced(gradient: Tensor, buffer: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+    """Moves the momentum in place; returns it looking ahead, as Nesterov does, in bf16."""
+    gradient = gradient.float()
+    if grad_scale is not None:
+        gradient = gradient / grad_scale
+    momentum = buffer.float().lerp(gradient, 1 - MOMENTUM)
+    keep(buffer, momentum, found_inf)
+    return gradient.lerp(momentum, MOMENTUM).bfloat16()
+
+
+def descended(weight: Tensor, step: Tensor, lr: Tensor, weight_decay: float, found_inf: Tensor | None) -> None:
+    keep(weight, weight.float() * (1 - lr * weight_decay) - lr * step, found_inf)
 
 
 def direction(update: Tensor, rows: Rows) -> Tensor:
     """[m, n] or [experts, m, n] -> the same, fp32: each matrix orthogonal and of the size of AdamW's update."""
-    if not update.numel():
-        return update.float()
-    parts = []
-    for matrix in update.split(rows, -2):
-        parts.append(newton_schulz(matrix).float() * (RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:]))))
-    return torch.cat(parts, -2)
+    result = torch.empty_like(update, dtype=torch.float32)
+    if update.numel():
+        for matrix, place in zip(update.split(rows, -2), result.split(rows, -2), strict=True):
+            place.copy_(newton_schulz(matrix)).mul_(RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:])))
+    return result
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:

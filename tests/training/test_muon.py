@@ -64,7 +64,7 @@ def test_each_expert_is_orthogonalised_by_itself_with_the_size_of_adamws_update(
     size = 0.2 * 24**0.5
     error = relative_error(direction(update.clone(), (8, 8)), size * exact)
     assert error <= FACTOR * relative_error(alone, size * exact) and error < 0.05
-    assert direction(update.clone(), (8, 8)).square().mean().sqrt() == pytest.approx(0.2, rel=0.15)
+    assert direction(update.clone(), (8, 8)).square().mean().sqrt().item() == pytest.approx(0.2, rel=0.15)
 
 
 def test_a_gradient_of_zero_moves_nothing_but_the_decay():
