@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers.lora import BLOCKS
+from ligermodels.layers.lora_targets import BLOCKS
 
 LEAST_CAPABILITY = (8, 9)
 MULTIPLE = 16  # both sides of a weight are such

@@ -15,7 +15,7 @@ https://arxiv.org/abs/2502.16982.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligermodels.errors import InputError
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.lora import GroupedUpdate, LoRALinear
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import Experts
 from ligermodels.training.adamw import AdamW, fused, keep, local
@@ -35,17 +35,18 @@ ITERATIONS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 LEAST_NORM = 1e-7
 RMS_OF_ADAMW = 0.2
-Rows = tuple[int, ...]  # of each matrix that a parameter packs along its dimension -2
+# What a parameter is made of, as views of it: [m, n], or [experts, m, n] of one shape.
+Views = Callable[[Tensor], Sequence[Tensor]]
 
 
 class Muon(AdamW):
     """Muon for the parameters in `matrices`, whose state is momentum_buffer; AdamW for all others.
 
-    matrices: [m, n], or [experts, m, n], each with the rows of what is packed in it. Raises InputError where one is
-    sharded along another dimension than its first.
+    matrices: how to see the matrices in each. Raises InputError where one is sharded along another dimension than its
+    first.
     """
 
-    def __init__(self, params: Any, matrices: Mapping[nn.Parameter, Rows], **options: Any) -> None:
+    def __init__(self, params: Any, matrices: Mapping[nn.Parameter, Views], **options: Any) -> None:
         super().__init__(params, **options)
         self.matrices = matrices
         for p in matrices:
@@ -60,13 +61,12 @@ class Muon(AdamW):
     def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         super().update([p for p in params if p not in self.matrices], group)
         for turn, ranks in turns(p for p in params if p in self.matrices):
-            rows = [self.matrices[p] for p in turn]
             updates = [self.advance(p) for p in turn]
             if ranks is None:
-                directions = [direction(updates[0], rows[0])]
+                directions = [direction(updates[0], self.matrices[turn[0]])]
             else:
                 mine = to_owners(updates, [p.shape for p in turn], ranks)
-                done = None if mine is None else direction(mine, rows[ranks.rank()])
+                done = None if mine is None else direction(mine, self.matrices[turn[ranks.rank()]])
                 directions = from_owners(done, updates, [p.shape for p in turn], ranks)
             for p, step in zip(turn, directions, strict=True):
                 descend = fused(descended, p.device)
@@ -95,11 +95,11 @@ def descended(weight: Tensor, step: Tensor, lr: Tensor, weight_decay: float, fou
     keep(weight, weight.float() * (1 - lr * weight_decay) - lr * step, found_inf)
 
 
-def direction(update: Tensor, rows: Rows) -> Tensor:
-    """[m, n] or [experts, m, n] -> the same, fp32: each matrix orthogonal and of the size of AdamW's update."""
+def direction(update: Tensor, views: Views) -> Tensor:
+    """bf16 -> fp32, of a parameter's shape: each of its matrices orthogonal, and of the size of AdamW's update."""
     result = torch.empty_like(update, dtype=torch.float32)
     if update.numel():
-        for matrix, place in zip(update.split(rows, -2), result.split(rows, -2), strict=True):
+        for matrix, place in zip(views(update), views(result), strict=True):
             place.copy_(newton_schulz(matrix)).mul_(RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:])))
     return result
 
@@ -117,37 +117,44 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def matrices_of(model: nn.Module) -> dict[nn.Parameter, Rows]:
-    """The matrices inside a model's blocks but the routers', with the rows of what is packed in each."""
+def matrices_of(model: nn.Module) -> dict[nn.Parameter, Views]:
+    """The parameters inside a model's blocks that are matrices, but the routers', and how to see the matrices."""
     return dict(itertools.chain.from_iterable(map(matrices_in, model.modules())))
 
 
-def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, Rows]]:
-    """Those that a module holds itself."""
+def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, Views]]:
+    """Those that a module holds itself, or its linears do."""
     if isinstance(module, Attention):
         query, key = module.num_heads, module.num_key_value_heads
-        yield from of_linear(module.qkv_proj, (query, key, key))
-        yield from of_linear(module.o_proj, (1,))
+        yield packed(weight_of(module.qkv_proj), query, key, key)
+        yield packed(weight_of(module.o_proj), 1)
     elif isinstance(module, GatedMLP):
-        yield from of_linear(module.gate_up_proj, (1, 1))
-        yield from of_linear(module.down_proj, (1,))
+        yield packed(weight_of(module.gate_up_proj), 1, 1)
+        yield packed(weight_of(module.down_proj), 1)
     elif isinstance(module, Experts):
-        yield packed(module.gate_up_proj, (1, 1))
-        yield packed(module.down_proj, (1,))
+        yield packed(module.gate_up_proj, 1, 1)
+        yield packed(module.down_proj, 1)
+    elif isinstance(module, LoRALinear):
+        yield packed(module.lora_A, *(1 for _ in module.columns))
+        yield module.lora_B, split([stop - start for start, stop in module.columns])
+    elif isinstance(module, GroupedUpdate):
+        groups, rank = module.groups, module.rank
+        yield module.lora_A, lambda x: [x.unflatten(0, (groups, rank))]
+        yield module.lora_B, lambda x: [x.unflatten(1, (rank, groups)).permute(2, 0, 1)]
 
 
-def of_linear(linear: nn.Module, shares: Rows) -> Iterator[tuple[nn.Parameter, Rows]]:
-    if isinstance(linear, LoRALinear):
-        yield linear.lora_A, (linear.rank,) * len(linear.columns)
-        yield linear.lora_B, tuple(stop - start for start, stop in linear.columns)
-        linear = linear.base_layer
-    yield packed(linear.weight, shares)
+def weight_of(linear: nn.Module) -> Any:
+    return linear.base_layer.weight if isinstance(linear, LoRALinear) else linear.weight
 
 
-def packed(parameter: Any, shares: Rows) -> tuple[nn.Parameter, Rows]:
-    """shares: what the parameter's matrices have of its rows, in proportion."""
+def packed(parameter: nn.Parameter, *shares: int) -> tuple[nn.Parameter, Views]:
+    """shares: what each matrix has of the rows, in proportion."""
     unit = parameter.shape[-2] // sum(shares)
-    return parameter, tuple(share * unit for share in shares)
+    return parameter, split([share * unit for share in shares])
+
+
+def split(rows: Sequence[int]) -> Views:
+    return lambda x: x.split(tuple(rows), -2)
 
 
 def turns(params: Iterable[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
