@@ -62,15 +62,11 @@ class Muon(AdamW):
         super().update([p for p in params if p not in self.matrices], group)
         for turn, ranks in turns(p for p in params if p in self.matrices):
             updates = [self.advance(p) for p in turn]
-            if ranks is None:
-                directions = [direction(updates[0], self.matrices[turn[0]])]
-            else:
-                mine = to_owners(updates, [p.shape for p in turn], ranks)
-                done = None if mine is None else direction(mine, self.matrices[turn[ranks.rank()]])
-                directions = from_owners(done, updates, [p.shape for p in turn], ranks)
+            views = [self.matrices[p] for p in turn]
+            directions = [direction(updates[0], views[0])] if ranks is None else in_turn(turn, updates, views, ranks)
             for p, step in zip(turn, directions, strict=True):
-                descend = fused(descended, p.device)
                 lr = torch.full((), group["lr"], device=p.device)  # a number would be a constant of what is compiled
+                descend = fused(descended, p.device)
                 descend(local(p).view(-1), step.view(-1), lr, group["weight_decay"], self.found_inf)
 
     def advance(self, p: nn.Parameter) -> Tensor:
@@ -178,6 +174,16 @@ def ranks_that_share(p: Tensor) -> dist.ProcessGroup | None:
         return None
     ranks = p.device_mesh.get_group(p.placements.index(Shard(0)))
     return ranks if ranks.size() > 1 else None
+
+
+def in_turn(
+    params: list[nn.Parameter], updates: list[Tensor], views: list[Views], ranks: dist.ProcessGroup
+) -> list[Tensor]:
+    """The directions of one parameter for each rank, of which this rank has its rows: each rank finds one of them."""
+    shapes = [p.shape for p in params]
+    mine = to_owners(updates, shapes, ranks)
+    found = None if mine is None else direction(mine, views[ranks.rank()])
+    return from_owners(found, updates, shapes, ranks)
 
 
 def to_owners(parts: list[Tensor], shapes: list[torch.Size], ranks: dist.ProcessGroup) -> Tensor | None:
