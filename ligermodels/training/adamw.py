@@ -5,6 +5,7 @@ beside it derive from it: they say what a parameter's state is and how a list of
 what a model is.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,3 +128,13 @@ def keep(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
     """Writes `new` over `old`, in its dtype; where found_inf is 1, not a bit of it."""
     new = new.to(old.dtype)
     old.copy_(new if found_inf is None else torch.where(found_inf.bool(), old, new))
+
+
+def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function as one kernel for all sizes; as it is on a CPU, where that is not worth a compiler."""
+    return function if device.type == "cpu" else compiled(function)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=True)

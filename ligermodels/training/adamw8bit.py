@@ -7,7 +7,7 @@ that a shard has whole blocks on any number of ranks. What has no such blocks, o
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import InputError
-from ligermodels.training.adamw import AdamW, keep, local
+from ligermodels.training.adamw import AdamW, fused, keep, local
 
 BLOCK = 256
 SMALLEST = 4096  # elements
@@ -47,7 +47,7 @@ class AdamW8bit(AdamW):
         device = quantized[0].device
         lr = torch.full((), group["lr"], device=device)  # a number would be a constant of what is compiled
         (beta1, beta2), maps = group["betas"], (code_map(True, device), code_map(False, device))
-        run: Callable[..., None] = quantized_update if device.type == "cpu" else compiled_update()
+        run = fused(quantized_update, device)
         for p in quantized:
             state, parameter = self.state_of(p), local(p)
             if parameter.numel():
@@ -101,12 +101,6 @@ def quantized_update(
 
 def dequantized(codes: Tensor, scale: Tensor, code_map: Tensor) -> Tensor:
     return code_map[codes.int()] * scale
-
-
-@functools.cache
-def compiled_update() -> Callable[..., None]:
-    """One kernel for all shapes; on a CPU it is not worth a compiler."""
-    return torch.compile(quantized_update, fullgraph=True, dynamic=True)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ https://arxiv.org/abs/2502.16982.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,27 +25,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligermodels.errors import InputError
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.lora import GroupedUpdate, LoRALinear
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import Experts
-from ligermodels.training.adamw import AdamW, keep, local
+from ligermodels.training.adamw import AdamW, fused, keep, local
 
 MOMENTUM = 0.95
 ITERATIONS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 LEAST_NORM = 1e-7
 RMS_OF_ADAMW = 0.2
-Rows = tuple[int, ...]  # of each matrix that a parameter packs along its dimension -2
+# What a parameter is made of, as views of it: [m, n], or [experts, m, n] of one shape.
+Views = Callable[[Tensor], Sequence[Tensor]]
 
 
 class Muon(AdamW):
     """Muon for the parameters in `matrices`, whose state is momentum_buffer; AdamW for all others.
 
-    matrices: [m, n], or [experts, m, n], each with the rows of what is packed in it. Raises InputError where one is
-    sharded along another dimension than its first.
+    matrices: how to see the matrices in each. Raises InputError where one is sharded along another dimension than its
+    first.
     """
 
-    def __init__(self, params: Any, matrices: Mapping[nn.Parameter, Rows], **options: Any) -> None:
+    def __init__(self, params: Any, matrices: Mapping[nn.Parameter, Views], **options: Any) -> None:
         super().__init__(params, **options)
         self.matrices = matrices
         for p in matrices:
@@ -60,38 +61,43 @@ class Muon(AdamW):
     def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         super().update([p for p in params if p not in self.matrices], group)
         for turn, ranks in turns(p for p in params if p in self.matrices):
-            rows = [self.matrices[p] for p in turn]
             updates = [self.advance(p) for p in turn]
-            if ranks is None:
-                directions = [direction(updates[0], rows[0])]
-            else:
-                mine = to_owners(updates, [p.shape for p in turn], ranks)
-                done = None if mine is None else direction(mine, rows[ranks.rank()])
-                directions = from_owners(done, updates, [p.shape for p in turn], ranks)
+            views = [self.matrices[p] for p in turn]
+            directions = [direction(updates[0], views[0])] if ranks is None else in_turn(turn, updates, views, ranks)
             for p, step in zip(turn, directions, strict=True):
-                decayed = local(p).float() * (1 - group["lr"] * group["weight_decay"])
-                keep(local(p), decayed.sub_(step, alpha=group["lr"]), self.found_inf)
+                lr = torch.full((), group["lr"], device=p.device)  # a number would be a constant of what is compiled
+                descend = fused(descended, p.device)
+                descend(local(p).view(-1), step.view(-1), lr, group["weight_decay"], self.found_inf)
 
     def advance(self, p: nn.Parameter) -> Tensor:
-        """Moves the momentum, and looks ahead as Nesterov does: this rank's part of what to orthogonalise, bf16."""
+        """Moves the momentum, and returns this rank's part of what is to be orthogonalised, bf16."""
         assert p.grad is not None
-        gradient = local(p.grad).float()
-        if self.grad_scale is not None:
-            gradient = gradient / self.grad_scale
-        buffer = local(self.state_of(p)["momentum_buffer"])
-        momentum = buffer.float().lerp(gradient, 1 - MOMENTUM)
-        keep(buffer, momentum, self.found_inf)
-        return gradient.lerp(momentum, MOMENTUM).bfloat16()
+        gradient, buffer = local(p.grad), local(self.state_of(p)["momentum_buffer"])
+        update = fused(advanced, p.device)(gradient.reshape(-1), buffer.view(-1), self.grad_scale, self.found_inf)
+        return update.view(gradient.shape)
 
 
-def direction(update: Tensor, rows: Rows) -> Tensor:
-    """[m, n] or [experts, m, n] -> the same, fp32: each matrix orthogonal and of the size of AdamW's update."""
-    if not update.numel():
-        return update.float()
-    parts = []
-    for matrix in update.split(rows, -2):
-        parts.append(newton_schulz(matrix).float() * (RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:]))))
-    return torch.cat(parts, -2)
+def advanced(gradient: Tensor, buffer: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+    """Moves the momentum in place; returns it looking ahead, as Nesterov does, in bf16."""
+    gradient = gradient.float()
+    if grad_scale is not None:
+        gradient = gradient / grad_scale
+    momentum = buffer.float().lerp(gradient, 1 - MOMENTUM)
+    keep(buffer, momentum, found_inf)
+    return gradient.lerp(momentum, MOMENTUM).bfloat16()
+
+
+def descended(weight: Tensor, step: Tensor, lr: Tensor, weight_decay: float, found_inf: Tensor | None) -> None:
+    keep(weight, weight.float() * (1 - lr * weight_decay) - lr * step, found_inf)
+
+
+def direction(update: Tensor, views: Views) -> Tensor:
+    """bf16 -> fp32, of a parameter's shape: each of its matrices orthogonal, and of the size of AdamW's update."""
+    result = torch.empty_like(update, dtype=torch.float32)
+    if update.numel():
+        for matrix, place in zip(views(update), views(result), strict=True):
+            place.copy_(newton_schulz(matrix)).mul_(RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:])))
+    return result
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
@@ -107,37 +113,44 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def matrices_of(model: nn.Module) -> dict[nn.Parameter, Rows]:
-    """The matrices inside a model's blocks but the routers', with the rows of what is packed in each."""
+def matrices_of(model: nn.Module) -> dict[nn.Parameter, Views]:
+    """The parameters inside a model's blocks that are matrices, but the routers', and how to see the matrices."""
     return dict(itertools.chain.from_iterable(map(matrices_in, model.modules())))
 
 
-def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, Rows]]:
-    """Those that a module holds itself."""
+def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, Views]]:
+    """Those that a module holds itself, or its linears do."""
     if isinstance(module, Attention):
         query, key = module.num_heads, module.num_key_value_heads
-        yield from of_linear(module.qkv_proj, (query, key, key))
-        yield from of_linear(module.o_proj, (1,))
+        yield packed(weight_of(module.qkv_proj), query, key, key)
+        yield packed(weight_of(module.o_proj), 1)
     elif isinstance(module, GatedMLP):
-        yield from of_linear(module.gate_up_proj, (1, 1))
-        yield from of_linear(module.down_proj, (1,))
+        yield packed(weight_of(module.gate_up_proj), 1, 1)
+        yield packed(weight_of(module.down_proj), 1)
     elif isinstance(module, Experts):
-        yield packed(module.gate_up_proj, (1, 1))
-        yield packed(module.down_proj, (1,))
+        yield packed(module.gate_up_proj, 1, 1)
+        yield packed(module.down_proj, 1)
+    elif isinstance(module, LoRALinear):
+        yield packed(module.lora_A, *(1 for _ in module.columns))
+        yield module.lora_B, split([stop - start for start, stop in module.columns])
+    elif isinstance(module, GroupedUpdate):
+        groups, rank = module.groups, module.rank
+        yield module.lora_A, lambda x: [x.unflatten(0, (groups, rank))]
+        yield module.lora_B, lambda x: [x.unflatten(1, (rank, groups)).permute(2, 0, 1)]
 
 
-def of_linear(linear: nn.Module, shares: Rows) -> Iterator[tuple[nn.Parameter, Rows]]:
-    if isinstance(linear, LoRALinear):
-        yield linear.lora_A, (linear.rank,) * len(linear.columns)
-        yield linear.lora_B, tuple(stop - start for start, stop in linear.columns)
-        linear = linear.base_layer
-    yield packed(linear.weight, shares)
+def weight_of(linear: nn.Module) -> Any:
+    return linear.base_layer.weight if isinstance(linear, LoRALinear) else linear.weight
 
 
-def packed(parameter: Any, shares: Rows) -> tuple[nn.Parameter, Rows]:
-    """shares: what the parameter's matrices have of its rows, in proportion."""
+def packed(parameter: nn.Parameter, *shares: int) -> tuple[nn.Parameter, Views]:
+    """shares: what each matrix has of the rows, in proportion."""
     unit = parameter.shape[-2] // sum(shares)
-    return parameter, tuple(share * unit for share in shares)
+    return parameter, split([share * unit for share in shares])
+
+
+def split(rows: Sequence[int]) -> Views:
+    return lambda x: x.split(tuple(rows), -2)
 
 
 def turns(params: Iterable[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
@@ -161,6 +174,16 @@ def ranks_that_share(p: Tensor) -> dist.ProcessGroup | None:
         return None
     ranks = p.device_mesh.get_group(p.placements.index(Shard(0)))
     return ranks if ranks.size() > 1 else None
+
+
+def in_turn(
+    params: list[nn.Parameter], updates: list[Tensor], views: list[Views], ranks: dist.ProcessGroup
+) -> list[Tensor]:
+    """The directions of one parameter for each rank, of which this rank has its rows: each rank finds one of them."""
+    shapes = [p.shape for p in params]
+    mine = to_owners(updates, shapes, ranks)
+    found = None if mine is None else direction(mine, views[ranks.rank()])
+    return from_owners(found, updates, shapes, ranks)
 
 
 def to_owners(parts: list[Tensor], shapes: list[torch.Size], ranks: dist.ProcessGroup) -> Tensor | None:

@@ -8,6 +8,7 @@ import torchao.float8
 from torchao.float8.float8_linear import Float8Linear
 
 import ligermodels
+from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.training import float8
 from tests.conftest import DEVICE
@@ -37,7 +38,8 @@ SHARED = {"mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj"}
 
 @pytest.mark.parametrize("architecture, mlp", [("llama", {"mlp.gate_up_proj", "mlp.down_proj"}), ("qwen2_moe", SHARED)])
 def test_the_blocks_linears_are_converted_and_nothing_else(architecture, mlp, capable):
-    model = ligermodels.create(architecture, size="tiny", device="meta")
+    sizes = {"num_experts": 16} if mlp is SHARED else {}  # as many as a router could be converted with
+    model = ligermodels.create(ARCHITECTURES[architecture].SIZES["tiny"] | sizes, device="meta")
     before = dict(model.named_parameters())
     assert float8.convert(model, GPU) == 4 * model.config.num_hidden_layers
     assert converted(model) == ATTENTION | mlp

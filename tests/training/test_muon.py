@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
-from ligermodels.training.muon import Muon, direction, matrices_of
+from ligermodels.layers.lora import GroupedUpdate
+from ligermodels.training.muon import Muon, direction, matrices_of, split
 from ligermodels.weights.mapping import plan
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
@@ -34,7 +35,7 @@ def torchs(params):
 def test_each_packed_matrix_trains_as_it_would_alone_by_torchs_own(rows):
     whole = nn.Parameter(draw((sum(rows), 16), 0))
     parts = [nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
-    ours, theirs = Muon([whole], {whole: rows}, **OPTIONS), torchs(parts)
+    ours, theirs = Muon([whole], {whole: split(rows)}, **OPTIONS), torchs(parts)
     for seed in range(1, 5):
         whole.grad = draw(whole.shape, seed)
         for part, gradient in zip(parts, whole.grad.split(rows), strict=True):
@@ -60,17 +61,17 @@ def orthogonal(matrix):
 def test_each_expert_is_orthogonalised_by_itself_with_the_size_of_adamws_update():
     update = draw((3, 16, 24), 0).bfloat16()
     exact = torch.stack([torch.cat([orthogonal(x) for x in expert.split((8, 8))]) for expert in update])
-    alone = torch.stack([direction(expert, (8, 8)) for expert in update])
+    alone = torch.stack([direction(expert, split([8, 8])) for expert in update])
     size = 0.2 * 24**0.5
-    error = relative_error(direction(update.clone(), (8, 8)), size * exact)
+    error = relative_error(direction(update, split([8, 8])), size * exact)
     assert error <= FACTOR * relative_error(alone, size * exact) and error < 0.05
-    assert direction(update.clone(), (8, 8)).square().mean().sqrt() == pytest.approx(0.2, rel=0.15)
+    assert direction(update, split([8, 8])).square().mean().sqrt().item() == pytest.approx(0.2, rel=0.15)
 
 
 def test_a_gradient_of_zero_moves_nothing_but_the_decay():
     p = nn.Parameter(draw((4, 8), 0))
     before = p.detach().clone()
-    optimizer = Muon([p], {p: (4,)}, **OPTIONS)
+    optimizer = Muon([p], {p: split([4])}, **OPTIONS)
     p.grad = torch.zeros_like(p)
     optimizer.step()
     torch.testing.assert_close(p.detach(), before * (1 - 1e-2 * 0.1))
@@ -84,28 +85,45 @@ def test_it_takes_all_matrices_of_the_blocks_but_routers_and_splits_what_is_pack
         in_block = name.startswith("model.layers.") and parameter.ndim > 1
         assert (parameter in matrices) == (in_block and "gate.weight" not in name), name
         if parameter in matrices:
-            assert len(matrices[parameter]) == (3 if "qkv_proj" in name else 2 if "gate_up_proj" in name else 1)
-            assert sum(matrices[parameter]) == parameter.shape[-2]
+            views = matrices[parameter](parameter)
+            assert len(views) == (3 if "qkv_proj" in name else 2 if "gate_up_proj" in name else 1)
+            assert sum(view.numel() for view in views) == parameter.numel()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2_moe"])
 def test_what_is_packed_are_the_matrices_of_the_hub(architecture):
     model = ligermodels.create(architecture, size="tiny", device="meta")
     for name, parameter in model.named_parameters():
-        rows = matrices_of(model).get(parameter)
-        if rows:
-            pieces = plan({name: parameter.shape}, model.weight_rules())[: len(rows)]
-            assert rows == tuple(piece.shape[0] for piece in pieces), name
+        if parameter in matrices_of(model):
+            views = matrices_of(model)[parameter](parameter)
+            pieces = plan({name: parameter.shape}, model.weight_rules())[: len(views)]
+            assert [view.shape[-2:] for view in views] == [piece.shape for piece in pieces], name
 
 
 def test_both_factors_of_each_packed_projections_lora_are_matrices():
     model = ligermodels.create("llama", size="tiny", device="meta")
     with torch.device("meta"):
         adapt(model, targets=["q_proj", "v_proj", "down_proj"])
-    rows, attention = matrices_of(model), model.model.layers[0].self_attn.qkv_proj
-    assert rows[attention.lora_A] == (RANK, RANK)
-    assert rows[attention.lora_B] == (model.config.query_size, model.config.key_value_size)
-    assert rows[model.model.layers[0].mlp.down_proj.lora_A] == (RANK,)
+    matrices, hidden, key = matrices_of(model), model.config.hidden_size, model.config.key_value_size
+
+    def shapes(parameter):
+        return [tuple(view.shape) for view in matrices[parameter](parameter)]
+
+    attention = model.model.layers[0].self_attn.qkv_proj
+    assert shapes(attention.lora_A) == [(RANK, hidden), (RANK, hidden)]
+    assert shapes(attention.lora_B) == [(model.config.query_size, RANK), (key, RANK)]
+    assert shapes(model.model.layers[0].mlp.down_proj.lora_B) == [(hidden, RANK)]
+
+
+def test_both_factors_of_each_experts_lora_are_matrices():
+    module = GroupedUpdate(torch.empty(3, 10, 6), rank=2, alpha=1.0, dtype=None).to(DEVICE)
+    matrices = matrices_of(module)
+    for parameter in matrices:
+        nn.init.normal_(parameter)
+    factors = module.low_rank(torch.float32)  # [E, r, K] and [E, N, r], as the kernels see them
+    for parameter, factor in ((module.lora_A, factors.a), (module.lora_B, factors.b)):
+        (view,) = matrices[parameter](parameter)
+        assert torch.equal(view, factor)
 
 
 SHAPES = {
@@ -122,7 +140,7 @@ SHAPES = {
 def trained(place=lambda x: x):
     """On a CPU, three steps of one parameter of each shape; the weights and momenta, whole."""
     params = [nn.Parameter(place(draw(shape, 0, "cpu"))) for shape in SHAPES]
-    matrices = {p: rows for p, rows in zip(params, SHAPES.values(), strict=True) if rows}
+    matrices = {p: split(rows) for p, rows in zip(params, SHAPES.values(), strict=True) if rows}
     optimizer = Muon(params, matrices, **OPTIONS)
     for seed in range(1, 4):
         for p in params:
@@ -158,4 +176,4 @@ def test_matrices_sharded_by_columns_are_refused(rank_of_four):
     mesh = rank_of_four(0)
     p = nn.Parameter(DTensor.from_local(torch.zeros(4, 2, device=DEVICE), mesh, [Shard(1)], run_check=False))
     with pytest.raises(InputError, match=r"sharded by rows; one \[4, 8\] is .*Shard\(dim=1\)"):
-        Muon([p], {p: (4,)}, **OPTIONS)
+        Muon([p], {p: split([4])}, **OPTIONS)
