@@ -93,9 +93,7 @@ def message_of(value: Any, field: str) -> dict[str, Any]:
         near = difflib.get_close_matches(str(message["role"]), ROLES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(f"field {field}.role is {message['role']!r}{hint}; must be one of {', '.join(ROLES)}")
-    calls = message.pop(
-        "tool_calls", None
-    )  # an empty list would mean something to a template that asks whether it is there
+    calls = message.pop("tool_calls", None)  # an empty list would tell some templates that there are calls
     if calls:
         message["tool_calls"] = calls_of(calls, f"{field}.tool_calls")
     if "content" not in message and not calls:

@@ -81,7 +81,7 @@ def test_every_answer_is_supervised_with_the_token_that_ends_it(tmp_path, family
 
 def test_without_a_token_that_ends_an_answer_the_next_turn_does_or_the_end_of_text(tmp_path):
     form, source = CHAT_TEMPLATES["glm 4"]
-    folder = write_folder(tmp_path, form, source, additional_special_tokens=["<|user|>", "<|user|>x", "<|system|>"])
+    folder = write_folder(tmp_path, form, source, additional_special_tokens=["<|user|>", "<|system|>"])
     tokenizer = Tokenizer.from_folder(folder)
     (document,) = documents_of(tokenizer, conversation(*TURNS))
     assert document.ids == [*tokenizer.apply_chat_template(TURNS), END]

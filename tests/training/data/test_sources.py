@@ -159,6 +159,22 @@ def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypa
         read(write(tmp_path / "b.jsonl", b'{"text": "a"}', b" " * 30), allowed=9)
 
 
+@pytest.mark.parametrize(
+    ("text", "piece"),
+    [
+        ("one\ntwo\nthree", "one\ntwo\n"),
+        ("one\ntwo\n\n", "one\n"),
+        ("one\ntwo\n  three\n", "one\n"),
+        ("one two three", "one two"),
+        ("\none", "\n"),
+        (" one", " one"),
+        ("one", "one"),
+    ],
+)
+def test_a_piece_ends_before_a_line_or_else_before_a_space(text, piece):
+    assert text[: sources.last_seam(text)] == piece
+
+
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
 def test_large_files_are_not_held_in_memory(tmp_path, file):
     line = json.dumps({"text": "word " * 2000}).encode()
@@ -275,12 +291,16 @@ def test_a_data_set_of_the_hub_is_read_by_split(tmp_path, monkeypatch):
     folder = tmp_path / "set"
     write(folder / "train.jsonl", messages(USER, ANSWER), messages(USER, ANSWER | {"name": "Ada"}))
     write(folder / "test.jsonl", messages(ANSWER))
+    sums = b"- {config_name: sums, data_files: [{split: dev, path: sums.txt}]}"
+    write(tmp_path / "sets" / "README.md", b"---", b"configs:", sums, sums.replace(b"sums", b"more"), b"---")
+    write(tmp_path / "sets" / "sums.txt", b"2 + 2 = 4")
     train = [
         Conversation([USER, ANSWER], None, f"hub:{folder}: row 1"),
         Conversation([USER, ANSWER | {"name": "Ada"}], None, f"hub:{folder}: row 2"),
     ]
     assert read(f"hub:{folder}") == train
     assert [record.messages for record in read(f"hub:{folder}:default:test")] == [[ANSWER]]
+    assert read(f"hub:{tmp_path}/sets:sums:dev")[0].text == "2 + 2 = 4"
     with pytest.raises(InputError, match=rf'--data hub:{folder}:dev: Unknown split "dev". Should be one of'):
         read(f"hub:{folder}:dev")
     with pytest.raises(InputError, match="must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT"):
