@@ -33,7 +33,7 @@ def messages(*given, **fields):
 
 def test_a_text_file_is_one_document_without_its_byte_order_mark_and_with_line_feeds(tmp_path):
     name = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\rthree", "ä\u2028".encode())
-    assert read(name) == [Text("one\n\ufefftwo\rthree\nä\u2028".replace("\r", "\n"), name)]
+    assert read(name) == [Text("one\n\ufefftwo\rthree\nä\u2028".replace("\r", "\n"), f"{name}:1")]
 
 
 def test_json_lines_are_texts_and_conversations_each_with_its_line(tmp_path):
@@ -175,6 +175,21 @@ def test_a_piece_ends_before_a_line_or_else_before_a_space(text, piece):
     assert text[: sources.last_seam(text)] == piece
 
 
+def test_the_pieces_of_a_long_text_are_all_of_it_each_with_its_line_and_what_is_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(sources, "CONTEXT_CHARACTERS", 12)
+    lines = [f"line {number}" for number in range(1, 40)]
+    name = write(tmp_path / "a.txt", *map(str.encode, lines))
+    pieces = read(name)
+    assert "".join(piece.text for piece in pieces) == "\n".join(lines) and len(pieces) > 5
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    read_so_far = ""
+    for piece in pieces:
+        assert piece.before == read_so_far[-12:]
+        assert piece.place == f"{name}:{int(piece.text.split()[1])}"
+        read_so_far += piece.text
+
+
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
 def test_large_files_are_not_held_in_memory(tmp_path, file):
     line = json.dumps({"text": "word " * 2000}).encode()
@@ -195,7 +210,7 @@ def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
     assert [file.name for file in sources.files_of(f"{tmp_path}/data/?.js*l")] == ["a.jsonl"]
     assert [file.name for file in sources.files_of(f"{tmp_path}/data/**/*.txt")] == ["b.txt", "c.txt"]
     assert [record.place for record in read(f"{tmp_path}/data/**/*.txt")] == [
-        f"{tmp_path}/data/{file}" for file in ("b.txt", "in/c.txt")
+        f"{tmp_path}/data/{file}:1" for file in ("b.txt", "in/c.txt")
     ]
     with pytest.raises(InputError, match=r"in/d\.bin: holds tokens"):
         read(tmp_path / "data" / "in")
