@@ -118,11 +118,16 @@ class Chat(NamedTuple):
 def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]) -> Chat:
     """special: the texts of special tokens. Raises InputError naming the place."""
     messages, tools, place = conversation
-    indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    indices = [index for index in said if messages[index].get("weight", 1)]
     try:
         if not indices:
-            raise InputError("field messages: none is the assistant's, so no token is supervised")
+            raise InputError("field messages: none is the assistant's, or weight is 0, so no token is supervised")
         whole = tokenizer.rendered(messages, tools=tools)
+        if whole.spans and indices != said:
+            raise InputError(
+                "field messages: a weight of 0 and a chat template with {% generation %} exclude each other"
+            )
         if whole.spans:
             return Chat(whole.text, whole.spans, True, place)
         answers = [answer(conversation, index, whole.text, tokenizer, special) for index in indices]

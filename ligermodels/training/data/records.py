@@ -3,7 +3,8 @@
     {"text": "…"}
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}], "tools": […]}
 
-Messages are those of OpenAI's API, as far as they are text. Other fields of a record are not looked at; one that has
+Messages are those of OpenAI's API, as far as they are text; "weight": 0 in one of the assistant's, as fine-tuning there
+has it, makes it mere context. Other fields of a record are not looked at; one that has
 both is a conversation. Knows neither files nor tokens.
 """
 
@@ -93,6 +94,8 @@ def message_of(value: Any, field: str) -> dict[str, Any]:
         near = difflib.get_close_matches(str(message["role"]), ROLES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(f"field {field}.role is {message['role']!r}{hint}; must be one of {', '.join(ROLES)}")
+    if message.get("weight", 1) not in (0, 1):
+        raise InputError(f"field {field}.weight is {message['weight']!r}; must be 0, for context alone, or 1")
     calls = message.pop("tool_calls", None)  # an empty list would tell some templates that there are calls
     if calls:
         message["tool_calls"] = calls_of(calls, f"{field}.tool_calls")

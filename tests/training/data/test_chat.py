@@ -123,6 +123,23 @@ def test_a_template_with_generation_blocks_says_itself_what_is_supervised(tmp_pa
     assert supervised_texts(tokenizer, document) == [SAID["content"], SAID_AGAIN["content"]]
 
 
+def test_an_answer_of_weight_zero_is_context(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "a", "glm 4")
+    (first,) = documents_of(
+        tokenizer, conversation(ASKED, SAID | {"weight": 0}, ASKED_AGAIN, SAID_AGAIN | {"weight": 1})
+    )
+    (last,) = documents_of(tokenizer, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
+    assert first.ids == [*tokenizer.apply_chat_template(TURNS), END]
+    assert last.ids == tokenizer.apply_chat_template(TURNS)
+    assert supervised_texts(tokenizer, last) == [f"\n{SAID['content']}"]
+    assert supervised_texts(tokenizer, first)[0].startswith(f"\n{SAID_AGAIN['content']}")
+    with pytest.raises(InputError, match=r"d\.jsonl:1: field messages: none is the assistant's, or weight is 0"):
+        documents_of(tokenizer, conversation(ASKED, SAID | {"weight": 0}))
+    marked = tokenizer_of(tmp_path / "b", "smollm 3")
+    with pytest.raises(InputError, match=r"d\.jsonl:1: .*a weight of 0 and a chat template with {% generation %}"):
+        documents_of(marked, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
+
+
 THINK = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt's 21 degrees."}
 
 
@@ -144,7 +161,7 @@ def test_a_template_that_changes_earlier_turns_is_refused_by_name_of_line_and_te
 @pytest.mark.parametrize(
     ("messages", "source", "complaint"),
     [
-        ([SYSTEM, ASKED], None, "field messages: none is the assistant's, so no token is supervised"),
+        ([SYSTEM, ASKED], None, "field messages: none is the assistant's, or weight is 0, so no token is supervised"),
         ([SAID, ASKED], None, r"field messages\[0\].role is 'assistant'; there must be a message that it answers"),
         (TURNS, "{{ messages[0].content }}", r"field messages\[1\]: the chat template writes nothing of it"),
         (TURNS, "{% generation %}{% endgeneration %}{{ 'a' }}", "no token of it is supervised; the assistant says"),

@@ -100,6 +100,7 @@ def test_messages_as_openais_api_has_them(tmp_path):
             messages(USER, CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}),
             ":2: field messages[1].tool_calls[0].function.arguments is a string that is not JSON: Expecting value",
         ),
+        (messages(USER, ANSWER | {"weight": 0.5}), ":2: field messages[1].weight is 0.5; must be 0, for context alone"),
         (messages(USER, ANSWER, tools={}), ":2: field tools is an object; must be a list of objects"),
         (messages(USER, ANSWER, tools="["), ":2: field tools is a string that is not JSON"),
     ],
