@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """messages: each with a role, and with a content that is a string, or none where tools are called."""
+    """messages: each with a role, and with a content that is a string, or None where tools are called."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -99,11 +99,11 @@ def message_of(value: Any, field: str) -> dict[str, Any]:
     calls = message.pop("tool_calls", None)  # an empty list would tell some templates that there are calls
     if calls:
         message["tool_calls"] = calls_of(calls, f"{field}.tool_calls")
-    if "content" not in message and not calls:
+    if calls and message.get("content") is None:
+        return message | {"content": None}
+    if "content" not in message:
         raise InputError(f"field {field}.content is missing; must be a string")
-    if message.get("content") is not None or not calls:
-        message["content"] = content_of(message["content"], f"{field}.content")
-    return message
+    return message | {"content": content_of(message["content"], f"{field}.content")}
 
 
 def content_of(value: Any, field: str) -> str:

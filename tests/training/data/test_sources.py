@@ -267,7 +267,7 @@ def test_parquet_gives_rows_in_which_null_is_absent(tmp_path):
     )
     name = str(tmp_path / "a.parquet")
     called, plain, text = read(name)
-    assert called.messages[0] == USER and set(called.messages[1]) == {"role", "tool_calls"}
+    assert called.messages[0] == USER and set(called.messages[1]) == {"role", "content", "tool_calls"}
     assert called.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 2}
     assert plain == Conversation([USER | {"name": "Ada"}, ANSWER], [TOOL], f"{name}: row 2")
     assert text == Text("c", f"{name}: row 3")
