@@ -5,8 +5,9 @@ chat template makes of it. Where the template marks what the assistant says by {
 nothing else. Most do not, so the conversation is rendered turn by turn: an answer is what follows the text of all
 messages before it, with the generation prompt, in the text of all messages up to it. Both must stand unchanged at the
 beginning of the whole text: a template that writes an earlier turn differently once more follow is refused. An answer
-goes to the special token that ends it; white space after that is the next turn's. A template without such a token gets
-the end-of-text token after the last answer. Knows neither files nor rows.
+goes to the special token that ends it, without the white space after that. Where the template puts none, what ends it
+is the special token that begins the next turn, and after the last answer the end-of-text token. Knows neither files nor
+rows.
 """
 
 import bisect
@@ -22,7 +23,7 @@ from ligermodels.tokenizer.chat_template import choose
 from ligermodels.training.data.records import BadLines, Conversation, Record, Text
 
 BATCH_RECORDS = 1024
-BATCH_CHARACTERS = 2**24
+BATCH_CHARACTERS = 2**22  # a token takes `tokenizers` about a hundred bytes
 SHOWN_CHARACTERS = 30
 
 Span = tuple[int, int]  # [start, stop) in characters
@@ -115,13 +116,18 @@ class Chat(NamedTuple):
 
 
 def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]) -> Chat:
-    """special: what may end an answer. Raises InputError naming the place."""
+    """special: the texts of special tokens. Raises InputError naming the place."""
     messages, tools, place = conversation
-    indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    indices = [index for index in said if messages[index].get("weight", 1)]
     try:
         if not indices:
-            raise InputError("field messages: none is the assistant's, so no token is supervised")
+            raise InputError("field messages: none is the assistant's, or weight is 0, so no token is supervised")
         whole = tokenizer.rendered(messages, tools=tools)
+        if whole.spans and indices != said:
+            raise InputError(
+                "field messages: a weight of 0 and a chat template with {% generation %} exclude each other"
+            )
         if whole.spans:
             return Chat(whole.text, whole.spans, True, place)
         answers = [answer(conversation, index, whole.text, tokenizer, special) for index in indices]
@@ -146,9 +152,12 @@ def answer(conversation: Conversation, index: int, whole: str, tokenizer: Tokeni
         if not whole.startswith(text):
             raise changed(conversation, index, whole, text, tokenizer)
     said = upto[len(before) :]
+    if not said:
+        raise InputError(f"field messages[{index}]: the chat template writes nothing of it")
     if said.rstrip().endswith(special):
-        said = said.rstrip()
-    return len(before), len(before) + len(said)
+        return len(before), len(before) + len(said.rstrip())
+    into_next = 1 if whole.startswith(special, len(upto)) else 0  # a token with one supervised character is supervised
+    return len(before), len(upto) + into_next
 
 
 def changed(conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer) -> InputError:

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.records import BadLines, Record, Text, record_of
@@ -21,7 +21,7 @@ from ligermodels.weights.files import refuse_text
 
 EMBEDDED = ("stories", "chats", "random")
 TOKEN_SUFFIXES = (".bin", ".npy")
-PIECE_CHARACTERS = 2**20
+PIECE_CHARACTERS = 2**18
 CONTEXT_CHARACTERS = 64  # of the text before a piece: more than a token or two
 MAX_LINE_BYTES = 2**28
 SURROGATE_ESCAPE, SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
@@ -86,7 +86,7 @@ def read(name: str, bad: BadLines) -> Iterator[Record]:
             empty = False
             yield record
     if empty:
-        skipped = f"; {bad.skipped} bad lines were skipped" if bad.skipped else ""
+        skipped = f"; bad lines skipped: {bad.skipped}" if bad.skipped else ""
         raise InputError(f"--data {name}: holds no text and no messages{skipped}")
 
 
@@ -98,29 +98,30 @@ def read_file(file: Path, bad: BadLines) -> Iterator[Record]:
 
 def text_file(file: Path, bad: BadLines) -> Iterator[Record]:
     """Pieces of the one document, cut where a line begins. No limit skips what is not UTF-8."""
-    before = ""
+    before, line = "", 1
     try:
         with file.open(encoding="utf-8-sig") as stream:
             text = stream.read(PIECE_CHARACTERS)
             while following := stream.read(PIECE_CHARACTERS):
-                cut = last_line(text)
-                yield Text(text[:cut], str(file), before, last=False)
-                before = (before + text[:cut])[-CONTEXT_CHARACTERS:]
+                cut = last_seam(text)
+                yield Text(text[:cut], f"{file}:{line}", before, last=False)
+                before, line = (before + text[:cut])[-CONTEXT_CHARACTERS:], line + text.count("\n", 0, cut)
                 text = text[cut:] + following
-            yield Text(text, str(file), before)
+            yield Text(text, f"{file}:{line}", before)
     except UnicodeDecodeError:
         raise InputError(f"{first_not_utf8(file)}; convert the file") from None
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
 
 
-def last_line(text: str) -> int:
-    """Where the last line begins that begins with more than space, which tokens hardly cross; or the text's end."""
+def last_seam(text: str) -> int:
+    """The last place where tokens surely meet: a line's first character, unless it is space; else before a space."""
     place = len(text) - 1
     while (place := text.rfind("\n", 0, place)) >= 0:
         if not text[place + 1].isspace():
             return place + 1
-    return len(text)
+    space = text.rfind(" ")
+    return space if space > 0 else len(text)
 
 
 def first_not_utf8(file: Path) -> str:
@@ -158,8 +159,8 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
                     raise InputError(
                         f"{file}:{number}: has more than {MAX_LINE_BYTES:,} bytes; must be JSON, an object a line"
                     )
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line.strip():
+                line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
+                if line:
                     yield number, line
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error

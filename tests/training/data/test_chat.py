@@ -1,0 +1,273 @@
+"""Which tokens a text and a conversation become, and which of them are supervised."""
+
+import json
+
+import pytest
+import tokenizers
+
+from ligermodels.errors import InputError
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.training.data import chat, sources
+from ligermodels.training.data.chat import Document, documents
+from ligermodels.training.data.records import BadLines, Conversation, Text
+from tests.tokenizer.chat_templates import CHAT_TEMPLATES
+from tests.tokenizer.folders import FORMS, TEXTS, write_folder
+
+END = 7
+SYSTEM = {"role": "system", "content": "You are terse."}
+ASKED, ASKED_AGAIN = {"role": "user", "content": "What is the weather?"}, {"role": "user", "content": "\nIn Paris? "}
+SAID, SAID_AGAIN = {"role": "assistant", "content": "It's 21 degrees."}, {"role": "assistant", "content": "Yes, Paris."}
+TURNS = [ASKED, SAID, ASKED_AGAIN, SAID_AGAIN]
+
+
+def tokenizer_of(folder, family, **template):
+    form, source = CHAT_TEMPLATES[family]
+    return Tokenizer.from_folder(write_folder(folder, form, template.get("source", source)))
+
+
+def conversation(*messages, line=1, tools=None):
+    return Conversation(list(messages), tools, f"d.jsonl:{line}")
+
+
+def documents_of(tokenizer, *records, allowed=0):
+    return list(documents(records, tokenizer, END, BadLines(allowed)))
+
+
+def supervised_texts(tokenizer, document):
+    """The text of each run of supervised tokens."""
+    runs, inside = [], False
+    for token, flag in zip(document.ids, document.supervised, strict=True):
+        if flag:
+            runs = runs if inside else [*runs, []]
+            runs[-1].append(token)
+        inside = flag
+    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+# family -> what ends an answer: before another turn, and at the end of the conversation
+ENDS = {
+    "llama 2": (" </s>", " </s>"),
+    "llama 3": ("<|eot_id|>", "<|eot_id|>"),
+    "llama 3.1": ("<|eot_id|>", "<|eot_id|>"),
+    "mistral 1": ("</s>", "</s>"),
+    "mistral 3": ("<|end|>", "<|end|>"),
+    "qwen 2": ("<|im_end|>", "<|im_end|>"),
+    "qwen 2.5": ("<|im_end|>", "<|im_end|>"),
+    "gemma 2": ("<end_of_turn>", "<end_of_turn>"),
+    "gemma 3": ("<end_of_turn>", "<end_of_turn>"),
+    "phi 3": ("<|end|>", "<|end|> \n<|end|>"),  # eos_token, which that template ends with, is <|end|> in our form
+    "phi 4 mini": ("<|end|>", "<|end|><|eot_id|>"),
+    "granite": ("<|im_end|>", "<|im_end|>"),
+    "olmo 2": ("<|eot_id|>", "<|eot_id|>"),
+    "ernie 4.5": ("<|end_of_text|>", "<|end_of_text|>"),
+}
+NO_SYSTEM, ALL_TURNS_CHANGE_WITH_SYSTEM = {"mistral 1", "gemma 2"}, {"mistral 3"}
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_every_answer_is_supervised_with_the_token_that_ends_it(tmp_path, family):
+    tokenizer = tokenizer_of(tmp_path, family)
+    within, at_end = ENDS[family]
+    system = [] if family in NO_SYSTEM | ALL_TURNS_CHANGE_WITH_SYSTEM else [SYSTEM]
+    for messages in ([*system, *TURNS], TURNS, TURNS[:2], [*TURNS, ASKED]):
+        (document,) = documents_of(tokenizer, conversation(*messages))
+        assert document.ids == tokenizer.apply_chat_template(messages)
+        assert document.place == "d.jsonl:1"
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        last = at_end if messages[-1]["role"] == "assistant" else within
+        expected = [f"{text}{within}" for text in answers[:-1]] + [f"{answers[-1]}{last}"]
+        assert supervised_texts(tokenizer, document) == expected
+
+
+def test_without_a_token_that_ends_an_answer_the_next_turn_does_or_the_end_of_text(tmp_path):
+    form, source = CHAT_TEMPLATES["glm 4"]
+    folder = write_folder(tmp_path, form, source, additional_special_tokens=["<|user|>", "<|system|>"])
+    tokenizer = Tokenizer.from_folder(folder)
+    (document,) = documents_of(tokenizer, conversation(*TURNS))
+    assert document.ids == [*tokenizer.apply_chat_template(TURNS), END]
+    end = tokenizer.decode([END], skip_special_tokens=False)
+    assert supervised_texts(tokenizer, document) == ["\nIt's 21 degrees.<|user|>", f"\nYes, Paris.{end}"]
+    assert document.supervised[-1]
+    (open_end,) = documents_of(tokenizer, conversation(*TURNS, ASKED))
+    assert open_end.ids == tokenizer.apply_chat_template([*TURNS, ASKED])
+    assert supervised_texts(tokenizer, open_end)[1] == "\nYes, Paris.<|user|>"
+
+
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+TOOL = {"type": "function", "function": {"name": "get_weather"}}
+CALLED = [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "21"}, SAID]
+
+
+def test_calls_are_supervised_and_what_the_tool_returns_is_not(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "qwen 2.5")
+    (document,) = documents_of(tokenizer, conversation(*CALLED, tools=[TOOL]))
+    assert document.ids == tokenizer.apply_chat_template(CALLED, tools=[TOOL])
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'
+    assert supervised_texts(tokenizer, document) == [call, "It's 21 degrees.<|im_end|>"]
+
+
+def test_a_template_with_generation_blocks_says_itself_what_is_supervised(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "a", "smollm 3")
+    (document,) = documents_of(tokenizer, conversation(SYSTEM, *TURNS))
+    assert (document.ids, document.supervised) == tokenizer.apply_chat_template_with_mask([SYSTEM, *TURNS])
+    said = [f"<|im_start|>assistant\n{message['content']}<|im_end|>\n" for message in (SAID, SAID_AGAIN)]
+    assert supervised_texts(tokenizer, document) == said
+    # Also where earlier turns change, here the numbers, and where the marks leave out what ends the answer.
+    source = (
+        "{% for m in messages %}{{ loop.revindex }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = tokenizer_of(tmp_path / "b", "qwen 2", source=source)
+    (document,) = documents_of(tokenizer, conversation(*TURNS))
+    assert document.ids == tokenizer.apply_chat_template(TURNS)
+    assert supervised_texts(tokenizer, document) == [SAID["content"], SAID_AGAIN["content"]]
+
+
+def test_an_answer_of_weight_zero_is_context(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "a", "glm 4")
+    (first,) = documents_of(
+        tokenizer, conversation(ASKED, SAID | {"weight": 0}, ASKED_AGAIN, SAID_AGAIN | {"weight": 1})
+    )
+    (last,) = documents_of(tokenizer, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
+    assert first.ids == [*tokenizer.apply_chat_template(TURNS), END]
+    assert last.ids == tokenizer.apply_chat_template(TURNS)
+    assert supervised_texts(tokenizer, last) == [f"\n{SAID['content']}"]
+    assert supervised_texts(tokenizer, first)[0].startswith(f"\n{SAID_AGAIN['content']}")
+    with pytest.raises(InputError, match=r"d\.jsonl:1: field messages: none is the assistant's, or weight is 0"):
+        documents_of(tokenizer, conversation(ASKED, SAID | {"weight": 0}))
+    marked = tokenizer_of(tmp_path / "b", "smollm 3")
+    with pytest.raises(InputError, match=r"d\.jsonl:1: .*a weight of 0 and a chat template with {% generation %}"):
+        documents_of(marked, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
+
+
+THINK = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt's 21 degrees."}
+
+
+def test_a_template_that_changes_earlier_turns_is_refused_by_name_of_line_and_template(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "qwen", "qwen 3")
+    (document,) = documents_of(tokenizer, conversation(ASKED, THINK))
+    assert supervised_texts(tokenizer, document) == [f"{THINK['content']}<|im_end|>"]
+    with pytest.raises(InputError) as refused:
+        documents_of(tokenizer, conversation(ASKED, THINK, ASKED_AGAIN, SAID_AGAIN, line=4))
+    file = tmp_path / "qwen" / "tokenizer_config.json"
+    assert str(refused.value).startswith(f"d.jsonl:4: {file}: field chat_template: writes what goes up to messages[1]")
+    assert '"It\'s 21 degrees.<|im_end|>\\n<|i", not "<think>\\nhm' in str(refused.value)
+    assert "{% generation %} … {% endgeneration %}" in str(refused.value)
+    # A system message that is written into the last question of the user.
+    with pytest.raises(InputError, match=r"d\.jsonl:1: .*up to messages\[2\] otherwise"):
+        documents_of(tokenizer_of(tmp_path / "mistral", "mistral 3"), conversation(SYSTEM, *TURNS))
+
+
+@pytest.mark.parametrize(
+    ("messages", "source", "complaint"),
+    [
+        ([SYSTEM, ASKED], None, "field messages: none is the assistant's, or weight is 0, so no token is supervised"),
+        ([SAID, ASKED], None, r"field messages\[0\].role is 'assistant'; there must be a message that it answers"),
+        (TURNS, "{{ messages[0].content }}", r"field messages\[1\]: the chat template writes nothing of it"),
+        (TURNS, "{% generation %}{% endgeneration %}{{ 'a' }}", "no token of it is supervised; the assistant says"),
+        (TURNS, "{{ raise_exception('no\nway') }}", r"tokenizer_config.json: field chat_template, line 1: no"),
+        (TURNS, "{{ messages | length }}{{ add_generation_prompt }}", r"up to messages\[1\] otherwise"),
+    ],
+)
+def test_a_conversation_that_teaches_nothing_is_an_error_and_counts_as_a_bad_line(
+    tmp_path, messages, source, complaint
+):
+    tokenizer = tokenizer_of(tmp_path, "qwen 2", **({"source": source} if source else {}))
+    with pytest.raises(InputError, match=rf"^d\.jsonl:3: .*{complaint}"):
+        documents_of(tokenizer, conversation(*messages, line=3))
+    bad = BadLines(1)
+    assert list(documents([Text("a", "x"), conversation(*messages)], tokenizer, END, bad))[1:] == []
+    assert bad.skipped == 1
+
+
+def test_messages_need_a_chat_template_and_no_limit_skips_that(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "qwen 2", source=None)
+    with pytest.raises(
+        InputError, match=rf"^d\.jsonl:1: {tmp_path} has no chat template for messages; put its chat_te"
+    ):
+        documents_of(tokenizer, conversation(*TURNS), allowed=9)
+
+
+def test_a_text_begins_as_the_tokenizer_begins_one_and_ends_with_the_end_of_text(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "llama 3")
+    texts = [Text(text, f"d.jsonl:{line}") for line, text in enumerate(TEXTS)]
+    assert documents_of(tokenizer, *texts) == [
+        Document([tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False), END], None, place)
+        for text, place, _, _ in texts
+    ]
+
+
+def test_a_tokenizer_that_ends_texts_itself_ends_them_once(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "llama 3")
+    ids = tokenizer.encode("a b")
+    tokenizer.tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "$A <|eot_id|>", special_tokens=[("<|eot_id|>", tokenizer.eos_token_id)]
+    )
+    (document,) = documents([Text("a b", "")], tokenizer, tokenizer.eos_token_id, BadLines(0))
+    assert document.ids == [*ids[1:], tokenizer.eos_token_id]
+    pieces = [Text("a b\n", "", last=False), Text("c", "", before="a b\n")]
+    first, second = documents(pieces, tokenizer, tokenizer.eos_token_id, BadLines(0))
+    whole = tokenizer.encode("a b\nc", add_special_tokens=False)
+    assert [*first.ids, *second.ids[1:]] == [*whole, tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole_each_predicted_once(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(chat, "BATCH_RECORDS", 3)
+    lines = [line for text in TEXTS for line in text.split("\n") if "-" not in line]  # "\n-" is a token of these forms
+    text = "".join(f"{line}{'  ' * (n % 3)}\n{chr(10) * (n % 2)}" for n, line in enumerate(lines * 9))
+    text += " ".join(lines * 3)  # a line longer than a piece
+    (tmp_path / "a.txt").write_text(text)
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path / form, form))
+    pieces = documents_of(tokenizer, *sources.read(str(tmp_path / "a.txt"), BadLines(0)))
+    assert len(pieces) > 10
+    joined = pieces[0].ids
+    for piece in pieces[1:]:
+        assert piece.ids[0] == joined[-1] and piece.supervised is None
+        joined = joined + piece.ids[1:]
+    assert joined == [*tokenizer.encode(text), END]
+
+
+def test_a_seam_within_a_token_loses_no_text(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "llama 3")
+    whole, parts = " Paris", [Text(" Par", "", last=False), Text("is", "", before=" Par")]
+    assert len(tokenizer.encode(whole, add_special_tokens=False)) == 1
+    first, second = documents_of(tokenizer, *parts)
+    assert tokenizer.decode([*first.ids, *second.ids[1:-1]]) == whole
+
+
+def test_texts_and_conversations_keep_their_order_whatever_the_batches(tmp_path, monkeypatch):
+    tokenizer = tokenizer_of(tmp_path, "qwen 2")
+    lines = [
+        Text(TEXTS[line % 4], f"d.jsonl:{line}") if line % 5 < 3 else conversation(ASKED, SAID, line=line)
+        for line in range(40)
+    ]
+    expected = documents_of(tokenizer, *lines)
+    assert [document.place for document in expected] == [f"d.jsonl:{line}" for line in range(40)]
+    monkeypatch.setattr(chat, "BATCH_RECORDS", 2)
+    assert documents_of(tokenizer, *lines) == expected
+    monkeypatch.setattr(chat, "BATCH_CHARACTERS", 100)
+    assert documents_of(tokenizer, *lines) == expected
+
+
+def test_records_are_tokenised_as_they_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "BATCH_RECORDS", 4)
+    tokenizer = tokenizer_of(tmp_path, "qwen 2")
+    taken = []
+    records = (taken.append(line) or Text("a b", f"{line}") for line in range(1000))
+    next(documents(records, tokenizer, END, BadLines(0)))
+    assert len(taken) == 4
+
+
+def test_from_file_to_mask(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "model", "qwen 2")
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        "\n".join(json.dumps(line) for line in ({"messages": TURNS}, {"text": "It's"}, {"messages": TURNS[:2]}))
+    )
+    bad = BadLines(0)
+    turns, text, turn = documents(sources.read(str(file), bad), tokenizer, END, bad)
+    assert (turns.place, text.place, turn.place) == (f"{file}:1", f"{file}:2", f"{file}:3")
+    assert supervised_texts(tokenizer, turns)[:1] == supervised_texts(tokenizer, turn) == ["It's 21 degrees.<|im_end|>"]
+    assert text.supervised is None

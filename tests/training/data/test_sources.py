@@ -1,0 +1,323 @@
+"""What is read of files, tables and patterns of them, and the line that names what cannot be."""
+
+import json
+import sys
+import tracemalloc
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from ligermodels.errors import InputError
+from ligermodels.training.data import sources
+from ligermodels.training.data.records import BadLines, Conversation, Text
+
+USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+PART = {"type": "text", "text": "2 + "}
+
+
+def write(file, *lines):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    return str(file)
+
+
+def read(name, allowed=0):
+    return list(sources.read(str(name), BadLines(allowed)))
+
+
+def messages(*given, **fields):
+    return {"messages": list(given), **fields}
+
+
+def test_a_text_file_is_one_document_without_its_byte_order_mark_and_with_line_feeds(tmp_path):
+    name = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\rthree", "ä\u2028".encode())
+    assert read(name) == [Text("one\n\ufefftwo\rthree\nä\u2028".replace("\r", "\n"), f"{name}:1")]
+
+
+def test_json_lines_are_texts_and_conversations_each_with_its_line(tmp_path):
+    first = b'\xef\xbb\xbf{"text": "a\\r\\nb"}\r'
+    text = '{"text": "\u2028\x85", "id": 1}\r'.encode()
+    name = write(tmp_path / "a.jsonl", first, b"", b" \r", text, messages(USER, ANSWER, text="x"), {"text": ""}, b"")
+    assert read(name) == [
+        Text("a\r\nb", f"{name}:1"),
+        Text("\u2028\x85", f"{name}:4"),
+        Conversation([USER, ANSWER], None, f"{name}:5"),
+    ]
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 2}'}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def test_messages_as_openais_api_has_them(tmp_path):
+    parts = {"role": "user", "content": [PART, {"type": "text", "text": "2?"}]}
+    plain = {"role": "assistant", "content": "4", "tool_calls": [], "reasoning_content": "hm"}
+    line = messages(parts, CALLED, {"role": "tool", "content": "4", "tool_call_id": "a"}, plain, tools=[TOOL])
+    name = write(tmp_path / "a.jsonl", line, messages(USER, ANSWER, tools=json.dumps([TOOL])), messages(USER, tools=[]))
+    whole, quoted, without = read(name)
+    assert whole.messages == [
+        {"role": "user", "content": "2 + 2?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [CALL | {"function": {"name": "add", "arguments": {"x": 2}}}],
+        },
+        {"role": "tool", "content": "4", "tool_call_id": "a"},
+        {"role": "assistant", "content": "4", "reasoning_content": "hm"},
+    ]
+    assert (whole.tools, quoted.tools, without.tools) == ([TOOL], [TOOL], None)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b'{"text": "a"', ":2:13: not JSON: Expecting ',' delimiter"),
+        ('{"text": "ä", x'.encode(), ":2:15: not JSON: Expecting property name"),
+        (b"[" * 100_000, ":2: not JSON that is read: maximum recursion depth"),
+        (b'{"text": ' + b"1" * 5000 + b"}", ":2: not JSON that is read: Exceeds the limit"),
+        (b'{"text": "\xc3\xa4\xff"}', ":2:12: byte 0xff is not UTF-8 (invalid start byte)"),
+        (b'{"text": "a \\uD83D"}', ":2: holds half of a surrogate pair"),
+        ([1], ":2: is a list; must be an object"),
+        ({"txt": "a", "id": 1}, ":2: has neither a field text nor messages, but txt, id"),
+        ({"text": None}, ":2: field text is null; must be a string"),
+        ({"text": 5}, ":2: field text is a number; must be a string"),
+        ({"messages": "a"}, ":2: field messages is a string; must be a list"),
+        (messages(), ":2: field messages is an empty list"),
+        (messages(USER, "a"), ":2: field messages[1] is a string; must be an object"),
+        (messages(USER, {"content": "4"}), ":2: field messages[1].role is missing; must be one of system, developer"),
+        (messages(USER, {"role": "asistant", "content": "4"}), "role is 'asistant'; did you mean 'assistant'?"),
+        (messages(USER, {"role": "gpt", "content": "4"}), ":2: field messages[1].role is 'gpt'; must be one of"),
+        (messages(USER, {"role": "assistant"}), ":2: field messages[1].content is missing; must be a string"),
+        (messages(USER, {"role": "assistant", "content": None}), ":2: field messages[1].content is null; must be a"),
+        (messages(USER | {"content": {}}), ":2: field messages[0].content is an object; must be a string"),
+        (messages(USER | {"content": [PART, {"type": "image_url"}]}), "messages[0].content[1] is 'image_url'; must be"),
+        (messages(USER | {"content": [{"type": "text"}]}), ":2: field messages[0].content[0].text is null; must be a"),
+        (messages(USER, CALLED | {"tool_calls": [1]}), "messages[1].tool_calls is a list; must be a list of objects"),
+        (
+            messages(USER, CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}),
+            ":2: field messages[1].tool_calls[0].function.arguments is a string that is not JSON: Expecting value",
+        ),
+        (messages(USER, ANSWER | {"weight": 0.5}), ":2: field messages[1].weight is 0.5; must be 0, for context alone"),
+        (messages(USER, ANSWER, tools={}), ":2: field tools is an object; must be a list of objects"),
+        (messages(USER, ANSWER, tools="["), ":2: field tools is a string that is not JSON"),
+    ],
+)
+def test_a_bad_line_is_named_and_skipped_only_within_the_limit(tmp_path, line, complaint):
+    name = write(tmp_path / "a.jsonl", {"text": "a"}, line, {"text": "b"}, line)
+    with pytest.raises(InputError) as refused:
+        read(name)
+    assert str(refused.value).startswith(f"{name}:2:")
+    assert complaint in str(refused.value) and str(refused.value).endswith("(--allow-bad-lines 0)")
+    with pytest.raises(InputError, match=r"a\.jsonl:4:.*\(--allow-bad-lines 1, 1 before it were skipped\)$"):
+        read(name, allowed=1)
+    bad = BadLines(2)
+    assert list(sources.read(name, bad)) == [Text("a", f"{name}:1"), Text("b", f"{name}:3")]
+    assert bad.skipped == 2
+
+
+def test_the_limit_is_one_for_all_sources(tmp_path):
+    names = [write(tmp_path / f"{letter}.jsonl", {"text": letter}, b"{") for letter in "ab"]
+    bad = BadLines(1)
+    assert [record.text for record in sources.read(names[0], bad)] == ["a"]
+    with pytest.raises(InputError, match=r"b\.jsonl:2:2: not JSON"):
+        list(sources.read(names[1], bad))
+
+
+def test_what_is_not_utf8_in_a_text_file_has_its_line_and_column_in_any_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 8)
+    name = write(tmp_path / "a.txt", b"line", *[b"some line"] * 2000, "äö".encode() + b"\xe4 x", b"end")
+    with pytest.raises(InputError, match=r"a\.txt:2002:3: byte 0xe4 is not UTF-8 \(invalid continuation byte\)"):
+        read(name, allowed=9)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
+def test_an_empty_file_is_refused(tmp_path, file, content):
+    with pytest.raises(InputError, match=rf"--data {write(tmp_path / file, content)}: holds no text and no messages$"):
+        read(tmp_path / file)
+
+
+def test_empty_texts_and_skipped_lines_are_no_data(tmp_path):
+    name = write(tmp_path / "a.jsonl", {"text": ""}, b"\r", b"{")
+    with pytest.raises(InputError, match=r"holds no text and no messages; bad lines skipped: 1$"):
+        read(name, allowed=1)
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])
+def test_a_git_lfs_pointer_is_called_one(tmp_path, file):
+    name = write(tmp_path / file, b"version https://git-lfs.github.com/spec/v1", b"oid sha256:0")
+    with pytest.raises(InputError, match=rf"{file}: is a Git LFS pointer"):
+        read(name, allowed=9)
+
+
+def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 20)
+    assert len(read(write(tmp_path / "a.jsonl", b'{"text": "a2345678"}'))) == 1
+    with pytest.raises(InputError, match=r"b\.jsonl:2: has more than 20 bytes"):
+        read(write(tmp_path / "b.jsonl", b'{"text": "a"}', b" " * 30), allowed=9)
+
+
+@pytest.mark.parametrize(
+    ("text", "piece"),
+    [
+        ("one\ntwo\nthree", "one\ntwo\n"),
+        ("one\ntwo\n\n", "one\n"),
+        ("one\ntwo\n  three\n", "one\n"),
+        ("one two three", "one two"),
+        ("\none", "\n"),
+        (" one", " one"),
+        ("one", "one"),
+    ],
+)
+def test_a_piece_ends_before_a_line_or_else_before_a_space(text, piece):
+    assert text[: sources.last_seam(text)] == piece
+
+
+def test_the_pieces_of_a_long_text_are_all_of_it_each_with_its_line_and_what_is_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(sources, "CONTEXT_CHARACTERS", 12)
+    lines = [f"line {number}" for number in range(1, 40)]
+    name = write(tmp_path / "a.txt", *map(str.encode, lines))
+    pieces = read(name)
+    assert "".join(piece.text for piece in pieces) == "\n".join(lines) and len(pieces) > 5
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    read_so_far = ""
+    for piece in pieces:
+        assert piece.before == read_so_far[-12:]
+        assert piece.place == f"{name}:{int(piece.text.split()[1])}"
+        read_so_far += piece.text
+
+
+@pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
+def test_large_files_are_not_held_in_memory(tmp_path, file):
+    line = json.dumps({"text": "word " * 2000}).encode()
+    name = write(tmp_path / file, *[line] * 1600)  # 16 MB
+    tracemalloc.start()
+    count = sum(len(record.text) for record in sources.read(name, BadLines(0)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 16_000_000 if file == "a.jsonl" else count == 1600 * len(line) + 1599
+    assert peak < 3_000_000
+
+
+def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
+    for name in ["b.txt", "a.jsonl", "in/c.txt", "in/d.bin", ".git/e.txt", "in/.f.txt", "README.md", "d.json"]:
+        write(tmp_path / "data" / name, {"text": name})
+    found = [str(file.relative_to(tmp_path / "data")) for file in sources.files_of(str(tmp_path / "data"))]
+    assert found == ["a.jsonl", "b.txt", "in/c.txt", "in/d.bin"]
+    assert [file.name for file in sources.files_of(f"{tmp_path}/data/?.js*l")] == ["a.jsonl"]
+    assert [file.name for file in sources.files_of(f"{tmp_path}/data/**/*.txt")] == ["b.txt", "c.txt"]
+    assert [record.place for record in read(f"{tmp_path}/data/**/*.txt")] == [
+        f"{tmp_path}/data/{file}:1" for file in ("b.txt", "in/c.txt")
+    ]
+    with pytest.raises(InputError, match=r"in/d\.bin: holds tokens"):
+        read(tmp_path / "data" / "in")
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("no.txt", r"no\.txt: there is no such file, folder or pattern of files; \.txt or .*; also: stories, chats"),
+        ("*.txt", "there is no such file, folder or pattern"),
+        ("README.md", r"README\.md: is not read as data; must be \.txt or \.jsonl or \.parquet"),
+        ("READ*", r"README\.md: is not read as data"),
+        ("empty", r"empty: no file in this folder is \.txt or \.jsonl"),
+    ],
+)
+def test_what_is_no_source_is_refused(tmp_path, name, complaint):
+    write(tmp_path / "README.md", b"a")
+    write(tmp_path / "empty" / "a.json", b"a")
+    with pytest.raises(InputError, match=complaint):
+        sources.files_of(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("my.jsonl=0.7", ("my.jsonl", 0.7)),
+        ("my.jsonl", ("my.jsonl", None)),
+        ("hub:a/b:train=2", ("hub:a/b:train", 2.0)),
+        ("a=b.txt", ("a=b.txt", None)),
+        ("a=b=1e-2", ("a=b", 0.01)),
+        ("run=3", ("run=3", None)),  # a folder of that name is there
+        ("5", ("5", None)),
+    ],
+)
+def test_a_weight_is_the_number_behind_the_last_equals_sign(tmp_path, monkeypatch, text, spec):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run=3").mkdir()
+    assert sources.parse_spec(text) == spec
+
+
+@pytest.mark.parametrize("text", ["a=0", "a=-1", "a=nan", "a=inf", "=2"])
+def test_a_weight_must_be_above_zero(text):
+    with pytest.raises(InputError, match=f"--data {text}: must be a name, or name=weight with a weight above 0"):
+        sources.parse_spec(text)
+
+
+def test_parquet_gives_rows_in_which_null_is_absent(tmp_path):
+    rows = [messages(USER, CALLED), messages(USER | {"name": "Ada"}, ANSWER, tools=[TOOL]), {"text": "c"}, {"text": ""}]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"id": 1, "tools": None, "text": None} | r for r in rows]),
+        tmp_path / "a.parquet",
+        row_group_size=1,
+    )
+    name = str(tmp_path / "a.parquet")
+    called, plain, text = read(name)
+    assert called.messages[0] == USER and set(called.messages[1]) == {"role", "content", "tool_calls"}
+    assert called.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 2}
+    assert plain == Conversation([USER | {"name": "Ada"}, ANSWER], [TOOL], f"{name}: row 2")
+    assert text == Text("c", f"{name}: row 3")
+
+
+def test_bad_parquet_is_named(tmp_path):
+    def table(file, **columns):
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / file)
+        return str(tmp_path / file)
+
+    with pytest.raises(InputError, match=r"a\.parquet: row 2: field text is a number"):
+        read(table("a.parquet", text=[None, 5]), allowed=1)
+    with pytest.raises(InputError, match=r"b\.parquet: has neither a column text nor messages, but x, y"):
+        read(table("b.parquet", x=[1], y=[2]), allowed=9)
+    with pytest.raises(InputError, match=r"c\.parquet: holds no text and no messages"):
+        read(table("c.parquet", text=pyarrow.array([], pyarrow.string())))
+    with pytest.raises(InputError, match=r"d\.parquet: not a parquet file that pyarrow reads: Parquet magic bytes"):
+        read(write(tmp_path / "d.parquet", b"nothing of the kind"))
+    whole = bytearray((tmp_path / "a.parquet").read_bytes())
+    whole[4:40] = bytes(36)
+    with pytest.raises(InputError, match=r"e\.parquet: not a parquet file that pyarrow reads"):
+        read(write(tmp_path / "e.parquet", bytes(whole)), allowed=9)
+
+
+def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"a\.parquet: needs the package pyarrow: pip install pyarrow"):
+        read(tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="hub:a/b: needs the package datasets: pip install datasets"):
+        read("hub:a/b")
+
+
+def test_a_data_set_of_the_hub_is_read_by_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    write(folder / "train.jsonl", messages(USER, ANSWER), messages(USER, ANSWER | {"name": "Ada"}))
+    write(folder / "test.jsonl", messages(ANSWER))
+    sums = b"- {config_name: sums, data_files: [{split: dev, path: sums.txt}]}"
+    write(tmp_path / "sets" / "README.md", b"---", b"configs:", sums, sums.replace(b"sums", b"more"), b"---")
+    write(tmp_path / "sets" / "sums.txt", b"2 + 2 = 4")
+    train = [
+        Conversation([USER, ANSWER], None, f"hub:{folder}: row 1"),
+        Conversation([USER, ANSWER | {"name": "Ada"}], None, f"hub:{folder}: row 2"),
+    ]
+    assert read(f"hub:{folder}") == train
+    assert [record.messages for record in read(f"hub:{folder}:default:test")] == [[ANSWER]]
+    assert read(f"hub:{tmp_path}/sets:sums:dev")[0].text == "2 + 2 = 4"
+    with pytest.raises(InputError, match=rf'--data hub:{folder}:dev: Unknown split "dev". Should be one of'):
+        read(f"hub:{folder}:dev")
+    with pytest.raises(InputError, match="must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT"):
+        read("hub:a:b:c:d")
