@@ -93,7 +93,7 @@ def conversation_documents(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, end: int, bad: BadLines
 ) -> Iterator[Document]:
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-    special = tuple(sorted((token.content for token in added if token.special), key=len, reverse=True))
+    special = tuple(token.content for token in added if token.special)
     for batch in batches(conversations):
         if not tokenizer.templates:
             remedy = "put its chat_template.jinja there, or give data with a field text"
@@ -116,13 +116,18 @@ class Chat(NamedTuple):
 
 
 def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]) -> Chat:
-    """special: the texts of special tokens, the longest first. Raises InputError naming the place."""
+    """special: the texts of special tokens. Raises InputError naming the place."""
     messages, tools, place = conversation
-    indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    indices = [index for index in said if messages[index].get("weight", 1)]
     try:
         if not indices:
-            raise InputError("field messages: none is the assistant's, so no token is supervised")
+            raise InputError("field messages: none is the assistant's, or weight is 0, so no token is supervised")
         whole = tokenizer.rendered(messages, tools=tools)
+        if whole.spans and indices != said:
+            raise InputError(
+                "field messages: a weight of 0 and a chat template with {% generation %} exclude each other"
+            )
         if whole.spans:
             return Chat(whole.text, whole.spans, True, place)
         answers = [answer(conversation, index, whole.text, tokenizer, special) for index in indices]
@@ -151,8 +156,8 @@ def answer(conversation: Conversation, index: int, whole: str, tokenizer: Tokeni
         raise InputError(f"field messages[{index}]: the chat template writes nothing of it")
     if said.rstrip().endswith(special):
         return len(before), len(before) + len(said.rstrip())
-    following = next((token for token in special if whole.startswith(token, len(upto))), "")
-    return len(before), len(upto) + len(following)
+    into_next = 1 if whole.startswith(special, len(upto)) else 0  # a token with one supervised character is supervised
+    return len(before), len(upto) + into_next
 
 
 def changed(conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer) -> InputError:

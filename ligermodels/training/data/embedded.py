@@ -14,7 +14,7 @@ from ligermodels.training.data.split import Selection, all_of
 from ligermodels.training.data.store import TokenStore, in_memory
 
 RANDOM = "random"
-VOCABULARY = 1024
+EMBEDDED_VOCABULARY = 1024
 STORIES, UNSEEN_STORIES = 24_000, 320
 CONVERSATIONS, UNSEEN_CONVERSATIONS = 8_000, 200
 RANDOM_ROWS = 256

@@ -13,7 +13,7 @@ from pathlib import Path
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.batches import Training, Validation, rows_a_rank
-from ligermodels.training.data.embedded import RANDOM, VOCABULARY, Question
+from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, RANDOM, Question
 from ligermodels.training.data.packing import JoinedRows, rows_of
 from ligermodels.training.data.reader import Reader, Source
 from ligermodels.training.data.sources import Spec, parse_spec
@@ -63,15 +63,15 @@ def open_data(args: argparse.Namespace, folder: Path | None, vocab_size: int, wo
     training = Training(joined, weights or [1.0], args.seed, packing)
     validation = Validation(JoinedRows([rows(part) for part in held_out]), packing)
     refuse_too_little(args, specs, training, world)
+    questions = [question for source in validating for question in source.questions]
     return Data(
-        description(specs, reader.skipped, left_out), training, validation, reader.tokenizer_if_used,
-        None if folder else reader.tokenizer_if_used, floor_of(validating, held_out),
-        [question for source in validating for question in source.questions] or None,
+        description(specs, reader.skipped, left_out), training, validation, reader.used, reader.trained,
+        floor_of(validating, held_out), questions or None,
     )  # fmt: skip
 
 
 def default_name(vocab_size: int) -> str:
-    return "stories" if vocab_size == VOCABULARY else RANDOM
+    return "stories" if vocab_size == EMBEDDED_VOCABULARY else RANDOM
 
 
 def weights_of(specs: Sequence[Spec]) -> list[float] | None:

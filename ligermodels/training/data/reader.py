@@ -18,10 +18,11 @@ from tqdm import tqdm
 from ligermodels import tokenizer as tokenizer_package
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.tokenizer.files import TOKENIZER, VOCABULARY
 from ligermodels.training.corpus import vocabulary_texts
 from ligermodels.training.data.cache import cached
 from ligermodels.training.data.chat import documents
-from ligermodels.training.data.embedded import EMBEDDED, RANDOM, VOCABULARY, Embedded, Question, random_data
+from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Embedded, Question, random_data
 from ligermodels.training.data.records import BadLines, Text
 from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read
 from ligermodels.training.data.split import Selection, all_of, hold_out
@@ -44,12 +45,16 @@ class Source:
 
 
 class Reader:
-    """Opens sources by name, with one tokenizer for all that are text."""
+    """Opens sources by name, with one tokenizer for all that are text: the model's or, where it has none, a new one.
+
+    skipped: bad lines so far. used: the tokenizer, once there was text. trained: the same, if it is new.
+    """
 
     def __init__(self, names: Sequence[str], folder: Path | None, vocab_size: int, args: argparse.Namespace) -> None:
         self.names, self.folder, self.vocab_size, self.args = names, folder, vocab_size, args
         self.skipped = 0
-        self.tokenizer_if_used: Tokenizer | None = None
+        self.used: Tokenizer | None = None
+        self.trained: Tokenizer | None = None
 
     def source(self, name: str, fraction: float | None) -> Source:
         """fraction: how much of it is for validation; None for all, where it also is for training."""
@@ -103,15 +108,17 @@ class Reader:
     @functools.cached_property
     def tokenizer(self) -> tuple[Tokenizer, int]:
         """And the end-of-text token."""
-        tokenizer, end = load_tokenizer(self.folder) if self.folder else (self.new_tokenizer(), END_OF_TEXT_ID)
-        self.tokenizer_if_used = tokenizer
-        return tokenizer, end
+        named = [name for name in self.names if name not in (*EMBEDDED, RANDOM)]
+        if self.folder and (named or any((self.folder / file).exists() for file in (TOKENIZER, VOCABULARY))):
+            self.used, end = load_tokenizer(self.folder)
+            return self.used, end
+        self.used = self.trained = self.new_tokenizer(named)
+        return self.used, END_OF_TEXT_ID
 
-    def new_tokenizer(self) -> Tokenizer:
-        """Trained on the data, that of the embedded data on its own."""
-        names = [name for name in self.names if name not in (*EMBEDDED, RANDOM)]
+    def new_tokenizer(self, names: Sequence[str]) -> Tokenizer:
+        """Trained on these sources; where there are none, as all data is embedded, that of the embedded data."""
         if not names:
-            return train_tokenizer(vocabulary_texts(), min(self.vocab_size, VOCABULARY))
+            return train_tokenizer(vocabulary_texts(), min(self.vocab_size, EMBEDDED_VOCABULARY))
         files = [file for name in names for file in files_read(name)]
         tokens = next((file for file in files if file.suffix in TOKEN_SUFFIXES), None)
         if tokens:

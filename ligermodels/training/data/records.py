@@ -3,7 +3,8 @@
     {"text": "…"}
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}], "tools": […]}
 
-Messages are those of OpenAI's API, as far as they are text. Other fields of a record are not looked at; one that has
+Messages are those of OpenAI's API, as far as they are text; "weight": 0 in one of the assistant's, as fine-tuning there
+has it, makes it mere context. Other fields of a record are not looked at; one that has
 both is a conversation. Knows neither files nor tokens.
 """
 
@@ -32,7 +33,7 @@ class Text(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """messages: each with a role, and with a content that is a string, or none where tools are called."""
+    """messages: each with a role, and with a content that is a string, or None where tools are called."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -93,16 +94,16 @@ def message_of(value: Any, field: str) -> dict[str, Any]:
         near = difflib.get_close_matches(str(message["role"]), ROLES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(f"field {field}.role is {message['role']!r}{hint}; must be one of {', '.join(ROLES)}")
-    calls = message.pop(
-        "tool_calls", None
-    )  # an empty list would mean something to a template that asks whether it is there
+    if message.get("weight", 1) not in (0, 1):
+        raise InputError(f"field {field}.weight is {message['weight']!r}; must be 0, for context alone, or 1")
+    calls = message.pop("tool_calls", None)  # an empty list would tell some templates that there are calls
     if calls:
         message["tool_calls"] = calls_of(calls, f"{field}.tool_calls")
-    if "content" not in message and not calls:
+    if calls and message.get("content") is None:
+        return message | {"content": None}
+    if "content" not in message:
         raise InputError(f"field {field}.content is missing; must be a string")
-    if message.get("content") is not None or not calls:
-        message["content"] = content_of(message["content"], f"{field}.content")
-    return message
+    return message | {"content": content_of(message["content"], f"{field}.content")}
 
 
 def content_of(value: Any, field: str) -> str:

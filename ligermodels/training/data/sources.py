@@ -98,16 +98,16 @@ def read_file(file: Path, bad: BadLines) -> Iterator[Record]:
 
 def text_file(file: Path, bad: BadLines) -> Iterator[Record]:
     """Pieces of the one document, cut where a line begins. No limit skips what is not UTF-8."""
-    before = ""
+    before, line = "", 1
     try:
         with file.open(encoding="utf-8-sig") as stream:
             text = stream.read(PIECE_CHARACTERS)
             while following := stream.read(PIECE_CHARACTERS):
                 cut = last_seam(text)
-                yield Text(text[:cut], str(file), before, last=False)
-                before = (before + text[:cut])[-CONTEXT_CHARACTERS:]
+                yield Text(text[:cut], f"{file}:{line}", before, last=False)
+                before, line = (before + text[:cut])[-CONTEXT_CHARACTERS:], line + text.count("\n", 0, cut)
                 text = text[cut:] + following
-            yield Text(text, str(file), before)
+            yield Text(text, f"{file}:{line}", before)
     except UnicodeDecodeError:
         raise InputError(f"{first_not_utf8(file)}; convert the file") from None
     except OSError as error:

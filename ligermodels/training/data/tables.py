@@ -42,8 +42,8 @@ def hub_dataset(name: str, bad: BadLines) -> Iterator[Record]:
 def hub_batches(name: str) -> Iterator[list[dict[str, Any]]]:
     loaded = hub_table(name)
     columns = columns_of(loaded.column_names, name)
-    for batch in loaded.select_columns(columns).with_format("arrow").iter(ROWS):
-        yield batch.to_pylist()
+    for batch in loaded.select_columns(columns).iter(ROWS):  # a list for each column
+        yield [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
 
 
 def hub_files(name: str) -> list[Path]:

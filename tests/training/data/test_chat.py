@@ -7,7 +7,7 @@ import tokenizers
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data import chat, rows, sources
+from ligermodels.training.data import chat, sources
 from ligermodels.training.data.chat import Document, documents
 from ligermodels.training.data.records import BadLines, Conversation, Text
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
@@ -81,7 +81,7 @@ def test_every_answer_is_supervised_with_the_token_that_ends_it(tmp_path, family
 
 def test_without_a_token_that_ends_an_answer_the_next_turn_does_or_the_end_of_text(tmp_path):
     form, source = CHAT_TEMPLATES["glm 4"]
-    folder = write_folder(tmp_path, form, source, additional_special_tokens=["<|user|>", "<|user|>x", "<|system|>"])
+    folder = write_folder(tmp_path, form, source, additional_special_tokens=["<|user|>", "<|system|>"])
     tokenizer = Tokenizer.from_folder(folder)
     (document,) = documents_of(tokenizer, conversation(*TURNS))
     assert document.ids == [*tokenizer.apply_chat_template(TURNS), END]
@@ -123,6 +123,23 @@ def test_a_template_with_generation_blocks_says_itself_what_is_supervised(tmp_pa
     assert supervised_texts(tokenizer, document) == [SAID["content"], SAID_AGAIN["content"]]
 
 
+def test_an_answer_of_weight_zero_is_context(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "a", "glm 4")
+    (first,) = documents_of(
+        tokenizer, conversation(ASKED, SAID | {"weight": 0}, ASKED_AGAIN, SAID_AGAIN | {"weight": 1})
+    )
+    (last,) = documents_of(tokenizer, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
+    assert first.ids == [*tokenizer.apply_chat_template(TURNS), END]
+    assert last.ids == tokenizer.apply_chat_template(TURNS)
+    assert supervised_texts(tokenizer, last) == [f"\n{SAID['content']}"]
+    assert supervised_texts(tokenizer, first)[0].startswith(f"\n{SAID_AGAIN['content']}")
+    with pytest.raises(InputError, match=r"d\.jsonl:1: field messages: none is the assistant's, or weight is 0"):
+        documents_of(tokenizer, conversation(ASKED, SAID | {"weight": 0}))
+    marked = tokenizer_of(tmp_path / "b", "smollm 3")
+    with pytest.raises(InputError, match=r"d\.jsonl:1: .*a weight of 0 and a chat template with {% generation %}"):
+        documents_of(marked, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
+
+
 THINK = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt's 21 degrees."}
 
 
@@ -144,7 +161,7 @@ def test_a_template_that_changes_earlier_turns_is_refused_by_name_of_line_and_te
 @pytest.mark.parametrize(
     ("messages", "source", "complaint"),
     [
-        ([SYSTEM, ASKED], None, "field messages: none is the assistant's, so no token is supervised"),
+        ([SYSTEM, ASKED], None, "field messages: none is the assistant's, or weight is 0, so no token is supervised"),
         ([SAID, ASKED], None, r"field messages\[0\].role is 'assistant'; there must be a message that it answers"),
         (TURNS, "{{ messages[0].content }}", r"field messages\[1\]: the chat template writes nothing of it"),
         (TURNS, "{% generation %}{% endgeneration %}{{ 'a' }}", "no token of it is supervised; the assistant says"),
@@ -171,14 +188,13 @@ def test_messages_need_a_chat_template_and_no_limit_skips_that(tmp_path):
         documents_of(tokenizer, conversation(*TURNS), allowed=9)
 
 
-def test_a_text_is_what_training_on_it_was(tmp_path):
+def test_a_text_begins_as_the_tokenizer_begins_one_and_ends_with_the_end_of_text(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "llama 3")
-    expected = rows.encode(tokenizer.tokenizer, list(TEXTS), END)
     texts = [Text(text, f"d.jsonl:{line}") for line, text in enumerate(TEXTS)]
     assert documents_of(tokenizer, *texts) == [
-        Document(ids, None, text.place) for ids, text in zip(expected, texts, strict=True)
+        Document([tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False), END], None, place)
+        for text, place, _, _ in texts
     ]
-    assert expected[0][0] == tokenizer.bos_token_id
 
 
 def test_a_tokenizer_that_ends_texts_itself_ends_them_once(tmp_path):

@@ -33,7 +33,7 @@ def messages(*given, **fields):
 
 def test_a_text_file_is_one_document_without_its_byte_order_mark_and_with_line_feeds(tmp_path):
     name = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\rthree", "ä\u2028".encode())
-    assert read(name) == [Text("one\n\ufefftwo\rthree\nä\u2028".replace("\r", "\n"), name)]
+    assert read(name) == [Text("one\n\ufefftwo\rthree\nä\u2028".replace("\r", "\n"), f"{name}:1")]
 
 
 def test_json_lines_are_texts_and_conversations_each_with_its_line(tmp_path):
@@ -100,6 +100,7 @@ def test_messages_as_openais_api_has_them(tmp_path):
             messages(USER, CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}),
             ":2: field messages[1].tool_calls[0].function.arguments is a string that is not JSON: Expecting value",
         ),
+        (messages(USER, ANSWER | {"weight": 0.5}), ":2: field messages[1].weight is 0.5; must be 0, for context alone"),
         (messages(USER, ANSWER, tools={}), ":2: field tools is an object; must be a list of objects"),
         (messages(USER, ANSWER, tools="["), ":2: field tools is a string that is not JSON"),
     ],
@@ -159,6 +160,37 @@ def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypa
         read(write(tmp_path / "b.jsonl", b'{"text": "a"}', b" " * 30), allowed=9)
 
 
+@pytest.mark.parametrize(
+    ("text", "piece"),
+    [
+        ("one\ntwo\nthree", "one\ntwo\n"),
+        ("one\ntwo\n\n", "one\n"),
+        ("one\ntwo\n  three\n", "one\n"),
+        ("one two three", "one two"),
+        ("\none", "\n"),
+        (" one", " one"),
+        ("one", "one"),
+    ],
+)
+def test_a_piece_ends_before_a_line_or_else_before_a_space(text, piece):
+    assert text[: sources.last_seam(text)] == piece
+
+
+def test_the_pieces_of_a_long_text_are_all_of_it_each_with_its_line_and_what_is_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(sources, "CONTEXT_CHARACTERS", 12)
+    lines = [f"line {number}" for number in range(1, 40)]
+    name = write(tmp_path / "a.txt", *map(str.encode, lines))
+    pieces = read(name)
+    assert "".join(piece.text for piece in pieces) == "\n".join(lines) and len(pieces) > 5
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    read_so_far = ""
+    for piece in pieces:
+        assert piece.before == read_so_far[-12:]
+        assert piece.place == f"{name}:{int(piece.text.split()[1])}"
+        read_so_far += piece.text
+
+
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
 def test_large_files_are_not_held_in_memory(tmp_path, file):
     line = json.dumps({"text": "word " * 2000}).encode()
@@ -179,7 +211,7 @@ def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
     assert [file.name for file in sources.files_of(f"{tmp_path}/data/?.js*l")] == ["a.jsonl"]
     assert [file.name for file in sources.files_of(f"{tmp_path}/data/**/*.txt")] == ["b.txt", "c.txt"]
     assert [record.place for record in read(f"{tmp_path}/data/**/*.txt")] == [
-        f"{tmp_path}/data/{file}" for file in ("b.txt", "in/c.txt")
+        f"{tmp_path}/data/{file}:1" for file in ("b.txt", "in/c.txt")
     ]
     with pytest.raises(InputError, match=r"in/d\.bin: holds tokens"):
         read(tmp_path / "data" / "in")
@@ -235,7 +267,7 @@ def test_parquet_gives_rows_in_which_null_is_absent(tmp_path):
     )
     name = str(tmp_path / "a.parquet")
     called, plain, text = read(name)
-    assert called.messages[0] == USER and set(called.messages[1]) == {"role", "tool_calls"}
+    assert called.messages[0] == USER and set(called.messages[1]) == {"role", "content", "tool_calls"}
     assert called.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 2}
     assert plain == Conversation([USER | {"name": "Ada"}, ANSWER], [TOOL], f"{name}: row 2")
     assert text == Text("c", f"{name}: row 3")
@@ -275,12 +307,16 @@ def test_a_data_set_of_the_hub_is_read_by_split(tmp_path, monkeypatch):
     folder = tmp_path / "set"
     write(folder / "train.jsonl", messages(USER, ANSWER), messages(USER, ANSWER | {"name": "Ada"}))
     write(folder / "test.jsonl", messages(ANSWER))
+    sums = b"- {config_name: sums, data_files: [{split: dev, path: sums.txt}]}"
+    write(tmp_path / "sets" / "README.md", b"---", b"configs:", sums, sums.replace(b"sums", b"more"), b"---")
+    write(tmp_path / "sets" / "sums.txt", b"2 + 2 = 4")
     train = [
         Conversation([USER, ANSWER], None, f"hub:{folder}: row 1"),
         Conversation([USER, ANSWER | {"name": "Ada"}], None, f"hub:{folder}: row 2"),
     ]
     assert read(f"hub:{folder}") == train
     assert [record.messages for record in read(f"hub:{folder}:default:test")] == [[ANSWER]]
+    assert read(f"hub:{tmp_path}/sets:sums:dev")[0].text == "2 + 2 = 4"
     with pytest.raises(InputError, match=rf'--data hub:{folder}:dev: Unknown split "dev". Should be one of'):
         read(f"hub:{folder}:dev")
     with pytest.raises(InputError, match="must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT"):
