@@ -1,6 +1,6 @@
 """What a model needs: parameters, and bytes to train it and to generate with it, counted from its modules alone.
 
-Weights, gradients, optimizer states and the cache are exact. Activations are what the blocks keep for backward on a GPU
+Weights, gradients, optimizer states and the cache are exact, also of one rank of several. Activations are what the blocks keep for backward on a GPU
 (ARCHITECTURE.md, "The life of a token"). What the libraries take for themselves, a CUDA context of about half a GiB
 among it, comes on top, and so does what the allocator cannot fill. The model may be on the meta device. Knows layers;
 no family and no file.
@@ -35,22 +35,26 @@ class Parameters:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes of a training step on one device, AdamW's states in the parameters' dtype.
+    """Bytes of a training step on one device; of what is sharded, its share.
 
-    activations: kept by all blocks for backward. block: those of the largest block, while it is recomputed or goes
-    backward. loss: both gradients of the head in fp32 and a chunk of logits.
+    states: the optimizer's. activations: kept by all blocks for backward.
+    loss: on top of them where backward begins: both gradients of the head in fp32 and a chunk of logits or, if that is
+    more, the last block computed again. block: on top of all gradients where backward ends: the largest block, while it
+    is computed again or goes backward. Where weights are sharded, these two hold what is gathered by then as well.
     """
 
     weights: int
     gradients: int
     states: int
     activations: int
-    block: int
     loss: int
+    block: int
 
     @property
     def peak(self) -> int:
-        """At the loss all activations are there and no gradient of a block yet; at the end it is the other way."""
+        """At the loss all activations are there and no gradient of a block yet; at the end it is the other way. Between
+        them it is never more: each block frees what it kept and leaves gradients, and those computed again come last.
+        """
         return self.weights + self.states + max(self.activations + self.loss, self.gradients + self.block)
 
 
@@ -78,25 +82,74 @@ def count_parameters(model: CausalLM) -> Parameters:
 
 
 def training_memory(
-    model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype, *, recompute: bool = False
+    model: CausalLM,
+    batch_size: int,
+    sequence_length: int,
+    dtype: torch.dtype,
+    *,
+    recomputed: int = 0,
+    shards: int = 1,
+    states: int | None = None,
 ) -> TrainingMemory:
-    """Of a step on [batch_size, sequence_length] tokens of a model in `dtype`, whose frozen parameters stay so.
+    """Of a step that computes [batch_size, sequence_length] tokens at a time in `dtype`. Parameters have the dtype that
+    they are stored in, are whole, and those that are frozen stay so.
 
-    recompute: whether only each block's inputs are kept.
+    recomputed: how many blocks, the first ones, keep only their inputs. shards: how many ranks share the parameters.
+    states: bytes of the optimizer's states for all of the model; None for AdamW's in the parameters' dtypes.
     """
     tokens, size = batch_size * sequence_length, dtype.itemsize
-    blocks = [tokens * kept_by_block(block, size) for block in blocks_of(model)]
-    trained = trained_parameters(model)
-    hidden = tokens * model.config.hidden_size
-    inputs = (2 * len(blocks) - 1) * hidden * size  # the pair (x, residual), of which the first block has but x
+    blocks, trained, head = blocks_of(model), trained_parameters(model), model.lm_head.weight
+    hidden = tokens * model.config.hidden_size * size
+    kept = [tokens * kept_by_block(block, size) for block in blocks]
+    largest, last = max(kept), kept[-1]
+    kept[:recomputed] = [2 * hidden for _ in kept[:recomputed]]  # the pair (x, residual)
+    if recomputed:
+        kept[0] = hidden  # where there is but x
+    loss = loss_bytes(model, tokens, dtype)
+    if recomputed == len(blocks):
+        head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
+        loss = max(loss, head_gradient + last - kept[-1])
+    gathered = shards > 1 or any(parameter.dtype != dtype for parameter in trained)
     return TrainingMemory(
-        weights=elements(model.parameters()) * size,
-        gradients=elements(trained) * size,
-        states=2 * elements(trained) * size + len(trained) * FP32,  # a number of steps for each
-        activations=(inputs if recompute else sum(blocks)) + hidden * size + tokens * FP32,  # and the final norm's
-        block=max(blocks),
-        loss=loss_bytes(model, tokens, dtype),
+        weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
+        gradients=sum(shard_bytes(parameter, shards) for parameter in trained),
+        states=adamw_states(trained, shards) if states is None else states // shards,
+        activations=sum(kept) + hidden + tokens * FP32,  # and the final norm's
+        loss=loss + (gathered_at_the_loss(model, size) if gathered else 0),
+        block=largest + (gathered_by_a_block(blocks, size) if gathered else 0),
     )
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of all states that an optimizer has, which may be on the meta device."""
+    tensors = (value for state in optimizer.state.values() for value in state.values())
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def adamw_states(trained: list[Tensor], shards: int) -> int:
+    """Two moments of each parameter, and a number of steps."""
+    return sum(2 * shard_bytes(parameter, shards) + FP32 for parameter in trained)
+
+
+def shard_bytes(parameter: Tensor, shards: int) -> int:
+    """Of the part that the first rank has: rows are split evenly, the last ranks may have fewer."""
+    rows = -(-parameter.shape[0] // shards)
+    return rows * parameter[0].numel() * parameter.itemsize
+
+
+def gathered_at_the_loss(model: CausalLM, size: int) -> int:
+    """The head and the last block, which keep their weights until backward."""
+    return size * (model.lm_head.weight.numel() + elements(blocks_of(model)[-1].parameters()))
+
+
+def gathered_by_a_block(blocks: Iterable[Block], size: int) -> int:
+    """In backward: its weights, those of the block before, and its gradients, also in fp32 to be summed over ranks."""
+
+    def of(block: Block) -> int:
+        trained = elements(parameter for parameter in block.parameters() if parameter.requires_grad)
+        return 2 * elements(block.parameters()) * size + trained * (size + FP32)
+
+    return max(map(of, blocks))
 
 
 def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype) -> InferenceMemory:

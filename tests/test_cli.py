@@ -93,7 +93,7 @@ def test_info_tells_parameters_files_and_memory_from_config_json_alone(folder, c
     assert f" {count:,}, {99 * 48:,} of them embeddings" in lines["parameters"] and "none" in lines["files"]
     weights = f"{2 * count / 1024:.1f} KiB"
     assert lines["generate"].split("= ")[1].startswith(f"weights {weights} + cache")
-    peak = memory.training_memory(model, 2, 16, torch.bfloat16).peak
+    peak = memory.training_memory(model.bfloat16(), 2, 16, torch.bfloat16).peak
     assert lines["train"].split("=")[0].split() == ["train", *parsing.memory_size(peak).split()]
     assert lines["LoRA"].split("=")[0] != lines["train"].split("=")[0]
 

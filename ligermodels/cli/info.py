@@ -54,15 +54,17 @@ def facts(described: Description) -> Iterator[tuple[str, str]]:
 
 
 def memory(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    model, batch = described.model, (args.batch_size, args.sequence_length, described.dtype)
+    batch = args.batch_size, args.sequence_length, described.dtype
+    model = described.model.to(described.dtype)
     recompute = args.recompute == "full"
+    recomputed = model.config.num_hidden_layers if recompute else 0
     rows = f"at {args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
     recomputing = ", every block recomputed" if recompute else ""
     yield "memory", f"{rows}{recomputing}; to train: weights + states + the larger of the two in brackets"
     generating = inference_memory(model, *batch)
-    training = training_memory(model, *batch, recompute=recompute)
+    training = training_memory(model, *batch, recomputed=recomputed)
     add_lora(model, rank=args.lora_rank)
-    adapting = training_memory(model, *batch, recompute=recompute)
+    adapting = training_memory(model, *batch, recomputed=recomputed)
     for label, step in (("  train", training), ("  LoRA", adapting)):
         start = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
         end = f"gradients {memory_size(step.gradients)} + a block {memory_size(step.block)}"

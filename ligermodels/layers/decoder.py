@@ -88,6 +88,17 @@ def default_positions(input_ids: Tensor, cu_seqlens: Tensor | None, cache: KVCac
     return position[None]
 
 
+class Head(nn.Linear):
+    """The language-model head: hidden states [..., H] -> logits [..., V].
+
+    It takes the loss of its own logits, never materialised, so that what wraps modules (FSDP) sees its weight read.
+    """
+
+    def loss(self, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        """Cross-entropy of hidden [B, T, H] against targets [B, T]; options as in `linear_cross_entropy`."""
+        return linear_cross_entropy(hidden, self.weight, targets, **options)
+
+
 class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
@@ -102,7 +113,7 @@ class CausalLM(nn.Module, ABC):
         self.source: Path | None = None  # the folder the model was loaded from
         self.generation_config: dict[str, Any] = {}  # its generation_config.json
         self.model = Decoder(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -174,10 +185,9 @@ class CausalLM(nn.Module, ABC):
     def loss(self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Cross-entropy of hidden [B, T, H] against targets [B, T], already shifted."""
         reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = linear_cross_entropy(
-            hidden, self.lm_head.weight, targets, softcap=self.config.logit_softcap,
-            logit_scale=self.config.logit_scale, reduction=reduction,
-        )  # fmt: skip
+        loss = self.lm_head.loss(
+            hidden, targets, softcap=self.config.logit_softcap, logit_scale=self.config.logit_scale, reduction=reduction
+        )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
     def recompute_in_backward(self) -> None:

@@ -10,15 +10,22 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import InputError
+from ligermodels.layers.block import Block
+from ligermodels.layers.decoder import CausalLM
+
+
+TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class World:
         return self.rank == 0
 
 
-def start() -> World:
+def start(timeout: timedelta = TIMEOUT) -> World:
     """Joins the process group that torchrun describes, if it started us: NCCL on GPUs, gloo on CPUs."""
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
@@ -44,9 +51,13 @@ def start() -> World:
     if "RANK" not in os.environ:
         return World(device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        backend_of(device), timeout=timeout, device_id=device if device.type == "cuda" else None
     )
     return World(device, dist.get_rank(), dist.get_world_size())
+
+
+def backend_of(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def stop() -> None:
@@ -71,31 +82,58 @@ def total(x: Tensor) -> Tensor:
     return x
 
 
-def shard(model: nn.Module, world: World, dtype: torch.dtype) -> None:
-    """Splits every parameter over the ranks, in place: a unit a block; embedding, final norm and head are the root's.
+def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 1, reshard: bool = True) -> None:
+    """Splits every parameter over the ranks, in place: a unit a block, the embedding and the head.
 
-    model: fp32 parameters, on the meta device or with equal values on every rank. dtype: that of the computation.
-    Raises InputError where one parameter is used in two units.
+    model: on the meta device, or with equal values on every rank. Its parameters keep the dtype they have; `dtype` is
+    that of the computation. Where the two differ, a single process computes by the same path, as one of one.
+    replicas: copies of the model; world.size / replicas ranks share one, neighbours first.
+    reshard: whether blocks give up their gathered weights between forward and backward, or keep them and save the second
+    gathering of the step.
+    Raises InputError where one parameter is used in two units or the replicas do not divide the ranks.
     """
-    if world.size == 1:
+    if world.size == 1 and all(p.dtype == dtype for p in model.parameters() if p.requires_grad):
         return
     refuse_ties_between_units(model)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    for block in blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    settings: dict[str, Any] = {
+        "mesh": mesh_of(world, replicas),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+    }
+    *others, last = layers = blocks(model)
+    for block in others:
+        fully_shard(block, **settings, reshard_after_forward=reshard)
+    fully_shard(last, **settings, reshard_after_forward=False)  # backward begins with it
+    embedding, head = model.model.embed_tokens, model.lm_head
+    if embedding.weight is not head.weight:
+        fully_shard(embedding, **settings).set_unshard_in_backward(False)
+        fully_shard(head, **settings, reshard_after_forward=False)
+        register_fsdp_forward_method(head, "loss")
+    fully_shard(model, **settings, reshard_after_forward=False)
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    model.set_modules_to_forward_prefetch([*units(embedding), layers[0]])
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    return list(model.get_submodule("model.layers").children())
+def mesh_of(world: World, replicas: int) -> DeviceMesh:
+    """[ranks], or [replicas, ranks of one copy]."""
+    if world.size % replicas:
+        raise InputError(f"--replicas {replicas} does not divide the {world.size} ranks")
+    if not dist.is_initialized():
+        dist.init_process_group(backend_of(world.device), store=dist.HashStore(), rank=0, world_size=1)
+    if replicas == 1:
+        return init_device_mesh(world.device.type, (world.size,))
+    shape = replicas, world.size // replicas
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicas", "shards"))
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+def blocks(model: CausalLM) -> list[Block]:
+    return [cast(Block, block) for block in model.model.layers]
+
+
+def units(module: nn.Module) -> list[FSDPModule]:
+    """Those in a module, itself among them."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def refuse_ties_between_units(model: nn.Module) -> None:
