@@ -1,9 +1,9 @@
 """What a model needs: parameters, and bytes to train it and to generate with it, counted from its modules alone.
 
-Weights, gradients, optimizer states and the cache are exact, also of one rank of several. Activations are what the blocks keep for backward on a GPU
-(ARCHITECTURE.md, "The life of a token"). What the libraries take for themselves, a CUDA context of about half a GiB
-among it, comes on top, and so does what the allocator cannot fill. The model may be on the meta device. Knows layers;
-no family and no file.
+Weights, gradients, optimizer states and the cache are exact, also of one rank of several. Activations are what the
+blocks keep for backward on a GPU (ARCHITECTURE.md, "The life of a token"). What the libraries take for themselves, a
+CUDA context of about half a GiB among it, comes on top, and so does what the allocator cannot fill. The model may be on
+the meta device. Knows layers; no family and no file.
 """
 
 from collections.abc import Iterable

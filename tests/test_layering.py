@@ -18,7 +18,9 @@ MAY_IMPORT = {
     "download": {"errors", "weights", "known_models"},
     "hub": {"errors", "architectures", "layers", "weights", "tokenizer", "known_models", "download"},
     "generate": {"errors", "layers"},
-    "training": {"errors", "kernels", "layers", "architectures", "weights", "hub", "generate", "tokenizer"},
+    "training": {
+        *("errors", "kernels", "layers", "architectures", "weights", "hub", "generate", "tokenizer", "memory"),
+    },
     "memory": {"kernels", "layers"},
     "description": {"errors", "layers", "architectures", "weights", "hub", "download"},
     "verify": {"errors", "layers", "weights", "hub", "generate", "tokenizer"},

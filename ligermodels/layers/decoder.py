@@ -190,9 +190,12 @@ class CausalLM(nn.Module, ABC):
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    def recompute_in_backward(self) -> None:
-        """Keeps only each block's inputs for backward, and computes the block again there."""
-        for block in self.model.layers:
+    def recompute_in_backward(self, count: int | None = None) -> None:
+        """Keeps only the inputs of the first `count` blocks for backward, and computes these again there; None: of all.
+
+        The first ones, because they go backward last, when the others have freed what they kept.
+        """
+        for block in list(self.model.layers)[:count]:
             cast(Block, block).recompute_in_backward()
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
 """One process or many: process group, FSDP2 sharding, sums over ranks, gradient norm.
 
-Every function also works on a single process without torchrun, where there is nothing to shard or sum. Sharded weights
-are fp32 masters computed with in the run's dtype, their gradients reduced in fp32; a single process keeps weights and
-AdamW states in the run's dtype. The loss is divided by the global token count before backward, so gradients are summed
-over ranks, never averaged. Knows of a model that its blocks are `model.model.layers` and the rest is the root's.
+Every function also works on a single process without torchrun, where there is nothing to shard or sum. Weights are
+stored in one dtype and computed with in another or the same: gathered in the latter, their gradients summed over ranks
+in fp32. The loss is divided by the global token count before backward, so gradients are summed, never averaged. Knows
+of a model its blocks, its embedding and its head.
 """
 
 import gc
@@ -24,8 +24,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.block import Block
 from ligermodels.layers.decoder import CausalLM
 
-
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)  # of waiting for other ranks: one that has died or hangs ends the others by then
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,10 @@ class World:
 
 
 def start(timeout: timedelta = TIMEOUT) -> World:
-    """Joins the process group that torchrun describes, if it started us: NCCL on GPUs, gloo on CPUs."""
+    """Joins the process group that torchrun describes, if it started us: NCCL on GPUs, gloo on CPUs.
+
+    timeout: how long a rank waits for the others in any operation, before it ends with an error.
+    """
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     )
@@ -50,9 +52,7 @@ def start(timeout: timedelta = TIMEOUT) -> World:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return World(device)
-    dist.init_process_group(
-        backend_of(device), timeout=timeout, device_id=device if device.type == "cuda" else None
-    )
+    dist.init_process_group(backend_of(device), timeout=timeout, device_id=device if device.type == "cuda" else None)
     return World(device, dist.get_rank(), dist.get_world_size())
 
 
@@ -82,14 +82,22 @@ def total(x: Tensor) -> Tensor:
     return x
 
 
+def smallest(x: Tensor) -> Tensor:
+    """The least `x` of all ranks, on all ranks; a new tensor."""
+    x = x.clone()
+    if dist.is_initialized():
+        dist.all_reduce(x, op=dist.ReduceOp.MIN)
+    return x
+
+
 def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 1, reshard: bool = True) -> None:
     """Splits every parameter over the ranks, in place: a unit a block, the embedding and the head.
 
     model: on the meta device, or with equal values on every rank. Its parameters keep the dtype they have; `dtype` is
     that of the computation. Where the two differ, a single process computes by the same path, as one of one.
     replicas: copies of the model; world.size / replicas ranks share one, neighbours first.
-    reshard: whether blocks give up their gathered weights between forward and backward, or keep them and save the second
-    gathering of the step.
+    reshard: whether blocks give up their gathered weights between forward and backward, or keep them and save the
+    second gathering of a step.
     Raises InputError where one parameter is used in two units or the replicas do not divide the ranks.
     """
     if world.size == 1 and all(p.dtype == dtype for p in model.parameters() if p.requires_grad):
@@ -108,11 +116,11 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
         fully_shard(embedding, **settings).set_unshard_in_backward(False)
         fully_shard(head, **settings, reshard_after_forward=False)
         register_fsdp_forward_method(head, "loss")
-    fully_shard(model, **settings, reshard_after_forward=False)
+    root = fully_shard(model, **settings, reshard_after_forward=False)
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    model.set_modules_to_forward_prefetch([*units(embedding), layers[0]])
+    root.set_modules_to_forward_prefetch([*units(embedding), cast(FSDPModule, layers[0])])
 
 
 def mesh_of(world: World, replicas: int) -> DeviceMesh:
@@ -136,7 +144,7 @@ def units(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def refuse_ties_between_units(model: nn.Module) -> None:
+def refuse_ties_between_units(model: CausalLM) -> None:
     """torch 2.11 shards such a parameter twice and silently trains two copies."""
     owner: dict[int, tuple[int | None, str]] = {}
     inside = {id(module): number for number, block in enumerate(blocks(model)) for module in block.modules()}
@@ -151,9 +159,12 @@ def refuse_ties_between_units(model: nn.Module) -> None:
 
 
 def reduce_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward sums gradients over ranks; with accumulation only the last one must."""
+    """Whether the next backward sums gradients over the copies of a model; with accumulation only the last one must.
+
+    Within a copy every backward sums them, into each rank's share: all of them would need the memory of a whole model.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
+        model.set_requires_all_reduce(now)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

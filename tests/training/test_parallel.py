@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.training import parallel
 from ligermodels.training.parallel import World
-from tests.training.worker import train
+from tests.training.worker import train, whole
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -40,48 +41,88 @@ def torchrun(ranks, *command, folder=ROOT, interpret=False):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def two_workers(tmp_path, interpret=False, **settings):
-    worker = "-m", "tests.training.worker", str(tmp_path / "r.pt"), json.dumps(settings)
-    done = torchrun(2, *worker, interpret=interpret)
+def workers(ranks, tmp_path, runs, interpret=False):
+    worker = "-m", "tests.training.worker", str(tmp_path / "r.pt"), json.dumps(runs)
+    done = torchrun(ranks, *worker, interpret=interpret)
     assert done.returncode == 0, done.stderr[:4000]
     return torch.load(tmp_path / "r.pt")
 
 
-def assert_same_run(got, expected):
-    torch.testing.assert_close(got["losses"], expected["losses"], rtol=2e-6, atol=0)
-    torch.testing.assert_close(got["norms"], expected["norms"], rtol=1e-5, atol=0)
+def assert_same_run(got, expected, name=""):
+    torch.testing.assert_close(got["losses"], expected["losses"], rtol=2e-6, atol=0, msg=lambda m: f"{name}: {m}")
+    torch.testing.assert_close(got["norms"], expected["norms"], rtol=1e-5, atol=0, msg=lambda m: f"{name}: {m}")
     assert got["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
+    for parameter, weight in expected["weights"].items():
         # Adam's first steps divide each gradient by its own size: rounding counts where a gradient is all but zero.
         torch.testing.assert_close(
-            got["weights"][name], weight, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            got["weights"][parameter], weight, rtol=1e-4, atol=1e-4, msg=lambda m, n=parameter: f"{name}, {n}: {m}"
         )
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    yield
+    parallel.stop()
 
 
-@pytest.mark.parametrize("model_type, tied", [("llama", False), ("qwen2", True), ("mixtral", False)])
-def test_two_ranks_train_as_one_process_does(model_type, tied, tmp_path, on_cpu):
-    model = config(model_type, tied)
-    alone = train(model, batch_size=4)
-    assert alone["losses"][-1] < alone["losses"][0]
-    assert_same_run(two_workers(tmp_path, model=model, batch_size=1, accumulate=2, recompute=tied), alone)
+HALF = {"dtype": "bfloat16", "steps": 3}
+RUNS = {  # name: what both do, what only the two ranks do
+    "untied": ({"model": config("llama", False)}, {}),
+    "tied, recomputed": ({"model": config("qwen2", True)}, {"recomputed": 1}),
+    "compiled": ({"model": config("llama", False), "steps": 2}, {"compiled": True, "recomputed": 1}),
+    "experts": ({"model": config("mixtral", False)}, {}),
+    "bf16 on fp32 masters": ({"model": config("llama", False)} | HALF, {"recomputed": 2}),
+    "bf16 without masters": ({"model": config("llama", False), "stored": "bfloat16"} | HALF, {}),
+    "fp32 LoRA on a bf16 base": ({"model": config("llama", False), "lora": "float32"} | HALF, {}),
+}
+
+
+def test_two_ranks_train_as_one_process_does(tmp_path, on_cpu):
+    """One process takes the two ranks' micro-batches one after the other: sums of two numbers have no order."""
+    shared = [common | only | {"accumulate": 1, "batch_size": 2} for common, only in RUNS.values()]
+    for (name, (common, _)), got in zip(RUNS.items(), workers(2, tmp_path, shared), strict=True):
+        alone = train(accumulate=2, batch_size=2, **common)
+        assert alone["losses"][-1] < alone["losses"][0], name
+        assert_same_run(got, alone, name)
+
+
+def test_four_ranks_on_two_copies_train_as_one_process_does(tmp_path, on_cpu):
+    model = config("llama", tied=False)
+    alone = train(model, batch_size=8)
+    assert_same_run(workers(4, tmp_path, [{"model": model, "batch_size": 1, "accumulate": 2, "replicas": 2}])[0], alone)
 
 
 def test_two_ranks_train_lora_through_fused_nodes_as_one_process_does_without_them(tmp_path, on_cpu):
-    settings = {"model": config("llama", tied=False), "steps": 2, "lora": True}
+    settings = {"model": config("llama", tied=False), "steps": 2, "lora": "float32"}
     alone = train(batch_size=4, **settings)
     assert min(alone["norms"]) > 1e-3
-    assert_same_run(two_workers(tmp_path, interpret=True, batch_size=2, **settings), alone)
+    assert_same_run(workers(2, tmp_path, [{"batch_size": 2} | settings], interpret=True)[0], alone)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_accumulation_and_recomputation_change_nothing_under_uneven_masks(recompute, on_cpu):
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_accumulation_and_recomputation_change_nothing_under_uneven_masks(recomputed, on_cpu):
     model = config("qwen2", tied=True)
-    assert_same_run(train(model, batch_size=1, accumulate=4, recompute=recompute), train(model, batch_size=4))
+    assert_same_run(train(model, batch_size=1, accumulate=4, recomputed=recomputed), train(model, batch_size=4))
+
+
+def test_one_process_computes_in_bf16_on_fp32_weights(on_cpu):
+    """Its first gradients are, in fp32, those of the weights rounded to bf16."""
+    model = ligermodels.create(config("llama", tied=False), device="meta")
+    parallel.shard(model, World(CPU), torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.initialize(1)
+    rounded = ligermodels.create(config("llama", tied=False), device="cpu")
+    rounded.load_state_dict({name: whole(parameter) for name, parameter in model.named_parameters()})
+    rounded.bfloat16()
+    ids = torch.arange(32)[None]
+    for each in (model, rounded):
+        each(ids, ids).loss.backward()
+    for (name, got), expected in zip(model.named_parameters(), rounded.parameters(), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(
+            whole(got.grad), expected.grad.float(), rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 class Blocks(nn.Module):

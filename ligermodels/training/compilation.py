@@ -1,0 +1,22 @@
+"""torch.compile, block by block. Must not know what a block is made of."""
+
+import torch
+
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.training.parallel import blocks
+
+# Of one block's code there are as many variants as the product of: the first block and the others, windowed and full
+# ones, computed again or not, training and validation, lengths seen once and lengths that change. torch gives up at 8.
+MOST_VARIANTS = 64
+
+
+def compile_blocks(model: CausalLM) -> None:
+    """Has every block compiled when it first runs, in place; parameters keep their names.
+
+    What surrounds a block stays outside: recomputation in backward and the hooks by which FSDP2 gathers weights. Blocks
+    that are alike share what is compiled, and a length that changes from batch to batch becomes a symbol the second
+    time. Call it after LoRA and before sharding.
+    """
+    torch._dynamo.config.recompile_limit = MOST_VARIANTS
+    for block in blocks(model):
+        block.block = torch.compile(block.block, fullgraph=True)  # type: ignore[method-assign]

@@ -1,0 +1,59 @@
+"""What to say when a GPU's memory was not enough: what the step needed, and which flags lower it."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ligermodels.errors import first_line
+from ligermodels.memory import TrainingMemory
+
+Needs = Callable[..., TrainingMemory]
+
+
+def explain_out_of_memory(
+    error: BaseException, args: Namespace, needs: Needs, *, micro_batch_size: int, recomputed: int, blocks: int
+) -> str:
+    """One line. needs: `ligermodels.memory.training_memory` of this run, by whose keywords it is asked about another.
+
+    micro_batch_size: rows a rank computes at a time. recomputed: how many of the model's `blocks` are computed again.
+    """
+    needed = needs(recomputed=recomputed)
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in vars(needed).items())
+    return (
+        f"out of GPU memory with --micro-batch-size {micro_batch_size} --sequence-length {args.sequence_length}, "
+        f"{recomputed} of {blocks} blocks recomputed: a step needs about {gib(needed.peak)} ({parts}), "
+        f"the GPU has {gib(total_memory())}; less need: "
+        f"{'; '.join(remedies(args, needs, micro_batch_size, recomputed, blocks))}. {first_line(error)}"
+    )
+
+
+def remedies(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: int, blocks: int) -> Iterator[str]:
+    """Flags that are not set so yet, the cheapest first, with what would be needed where only activations change."""
+    if recomputed < blocks:
+        yield f"--recompute full ({gib(needs(recomputed=blocks).peak)}), or auto for no more than it takes"
+    if micro_batch_size > 1:
+        half = micro_batch_size // 2
+        then = gib(needs(batch_size=half, recomputed=recomputed).peak)
+        yield f"--micro-batch-size {half} ({then}), accumulation makes up for it"
+    if args.dtype != "bfloat16":
+        yield "--dtype bfloat16"
+    elif args.weights == "float32":
+        yield "--weights bfloat16"
+    if args.optimizer == "adamw":
+        yield "--optimizer adamw8bit or --states bfloat16"
+    if args.lora_rank is None:
+        yield "--lora-rank 16"
+    shorter = needs(sequence_length=args.sequence_length // 2, recomputed=recomputed).peak
+    yield f"--sequence-length {args.sequence_length // 2} ({gib(shorter)})"
+    if args.replicas > 1:
+        yield "--replicas 1"
+    yield "more GPUs, among which torchrun shares weights, gradients and states"
+
+
+def total_memory() -> int:
+    return torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
