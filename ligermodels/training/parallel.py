@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from ligermodels.errors import InputError
 from ligermodels.layers.block import Block
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.training import copy_engines
 
 TIMEOUT = timedelta(minutes=10)  # of waiting for other ranks: one that has died or hangs ends the others by then
 
@@ -121,6 +122,9 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     root.set_modules_to_forward_prefetch([*units(embedding), cast(FSDPModule, layers[0])])
+    ranks = settings["mesh"].get_group(-1)
+    if copy_engines.are_there(ranks.size(), world.device):
+        copy_engines.use(layers, ranks, world.device, dtype)
 
 
 def mesh_of(world: World, replicas: int) -> DeviceMesh:
