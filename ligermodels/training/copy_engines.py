@@ -29,7 +29,7 @@ class Buffers:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int, count: int) -> None:
         """size: bytes of each. All ranks of the group call it together."""
         self.memory = [symmetric_memory.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
-        self.handles = [symmetric_memory.rendezvous(memory, group) for memory in self.memory]
+        self.handles = [symmetric_memory.rendezvous(memory, group.group_name) for memory in self.memory]
         self.turn = 0
 
     def next(self, size: Sequence[int | torch.SymInt], dtype: torch.dtype) -> Tensor:

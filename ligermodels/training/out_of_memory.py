@@ -15,7 +15,7 @@ Needs = Callable[..., TrainingMemory]
 
 @contextmanager
 def explained(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: int, blocks: int) -> Iterator[None]:
-    """Ends the process with status 2 and one line where a GPU's memory is not enough: it may be that of one rank alone."""
+    """Ends the process with status 2 and one line where a GPU's memory is not enough, be it that of one rank alone."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,0 +1,122 @@
+"""Whole training steps on one GPU and on several: tokens/s and peak memory of full fine-tuning, computed in bf16.
+
+    python -m benchmarks.sharded_step --model llama-3-8b --batch 8 --length 2048 --gpus 2
+
+Each row is a run of its own under torchrun on the same GPUs: random weights, random tokens, equally many on each GPU;
+median of the timed steps after a warm-up. Clipping and the sums over ranks are those of train.py.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks import results, timing
+from benchmarks.train_step import MODELS
+from ligermodels import create
+from ligermodels.memory import training_memory
+from ligermodels.training import copy_engines, parallel
+from ligermodels.training import optimizer as optim
+from ligermodels.training.compilation import compile_blocks
+
+ROWS = {  # what differs from bf16 weights on one GPU
+    "one GPU, bf16 weights": {},
+    "one GPU, bf16 weights, compiled blocks": {"compiled": True},
+    "fp32 weights": {"stored": torch.float32},
+    "bf16 weights": {},
+    "fp32 weights, gathered and reduced by NCCL": {"stored": torch.float32, "nccl": True},
+    "bf16 weights, gathered and reduced by NCCL": {"nccl": True},
+}
+WARM_UP = 3
+
+
+def measure(
+    model_name: str, batch: int, length: int, steps: int, *, stored=torch.bfloat16, compiled=False, nccl=False
+) -> dict:
+    if nccl:
+        copy_engines.are_there = lambda *group: False
+    world = parallel.start()
+    model = create(MODELS[model_name], dtype=stored, device="meta")
+    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size)
+    if compiled:
+        compile_blocks(model)
+    parallel.shard(model, world, torch.bfloat16)
+    model.to_empty(device=world.device)
+    model.initialize(0)
+    optimizer = optim.adamw(model, 0.1)
+    optim.set_learning_rate(optimizer, 1e-6)
+    generator = torch.Generator().manual_seed(world.rank)
+    ids = torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(world.device)
+    count = torch.tensor(batch * (length - 1), device=world.device)
+
+    def step() -> float:
+        loss = model(ids, ids, num_items_in_batch=parallel.total(count)).loss
+        loss.backward()
+        loss, norm = parallel.total(loss.detach()), parallel.gradient_norm(model)
+        read = parallel.read_later(torch.stack([loss, norm]))
+        optim.clipped_step(optimizer, loss, norm, 1.0)
+        optimizer.zero_grad()
+        return read()[0]
+
+    times = []
+    for _ in range(WARM_UP + steps):
+        start = time.perf_counter()
+        loss = step()
+        times.append(1e3 * (time.perf_counter() - start))
+    timed = times[WARM_UP:]
+    row = {
+        "tokens_per_second_per_gpu": round(1e3 * batch * length / statistics.median(timed)),
+        "step_ms": round(statistics.median(timed), 1),
+        "spread_ms": round(max(timed) - min(timed), 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "estimated_gib": round(needs.peak / 2**30, 1),
+        "loss": round(loss, 4),
+    }
+    parallel.wait_for_all()
+    parallel.stop()
+    return row
+
+
+def run(row: str, gpus: int) -> dict:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    command = [*launcher, "-m", "benchmarks.sharded_step", *sys.argv[1:], "--row", row]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return json.loads(lines[-1]) if done.returncode == 0 else {"error": lines[-1][:200]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--batch", type=int, default=8, help="rows a GPU")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row:
+        row = measure(args.model, args.batch, args.length, args.steps, **ROWS[args.row])
+        if os.environ["RANK"] == "0":
+            print(json.dumps(row))
+        return
+
+    rows = []
+    for name in args.rows:
+        gpus = 1 if name.startswith("one GPU") else args.gpus
+        rows.append({"weights": name, "gpus": gpus} | run(name, gpus))
+        print(rows[-1], flush=True)
+    settings = {"model": args.model, "batch": args.batch, "length": args.length}
+    report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
+    print(results.save(args.output, f"sharded-step-{args.model}-{args.batch}x{args.length}-{args.gpus}-gpus", report))
+
+
+if __name__ == "__main__":
+    main()
