@@ -3,8 +3,9 @@
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ligermodels.training.optimizer import adamw, clipped_step, cosine, set_learning_rate
+from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
 from ligermodels.training.parallel import gradient_norm
+from ligermodels.training.schedules import learning_rate
 
 CLIP = 1.0
 
@@ -71,10 +72,10 @@ def run(model, steps, batches_of, update):
 
 def train(model, steps, batches_of, *, peak, warmup, weight_decay):
     model.train()
-    optimizer = adamw(model, weight_decay)
+    optimizer = build_optimizer(model, weight_decay=weight_decay)
 
     def update(step, loss):
-        set_learning_rate(optimizer, cosine(step, len(steps), warmup, peak))
+        set_learning_rate(optimizer, learning_rate("cosine", step, len(steps), warmup, peak))
         clipped_step(optimizer, loss, gradient_norm(model), CLIP)
         optimizer.zero_grad()
 
