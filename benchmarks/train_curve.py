@@ -2,11 +2,12 @@
 
     python -m benchmarks.train_curve --model llama-3.2-1b --steps 300
 
-Every run begins with the same file of random weights and sees the same rows in the same order; AdamW, its states in the
-weights' dtype, clipping and a cosine schedule with warmup are the same too, by torch's implementation there and ours
-here. What is left is the order of sums and where they are rounded, and training multiplies such differences. So the
-yardstick is how far Hugging Face's own runs lie apart when only that changes: another attention, or two micro-batches
-for one. Rows are stories cut without regard to words (merges across them), of which the least loss possible is known.
+Every run begins with the same file of random weights and sees the same rows in the same order; AdamW, clipping and a
+cosine schedule with warmup are the same too, by torch's code there and ours here; weights and states are bf16. What
+is left is the order of sums and where they are rounded, and training multiplies such differences. So the yardstick is
+how far Hugging Face's own runs lie apart when only that changes: the order of a batch's rows, two micro-batches for
+one, another attention. Rows are stories, one after another, in tokens that do not end with words, so that there are
+many; the least loss possible is known.
 """
 
 import argparse
@@ -39,14 +40,9 @@ MODELS = {
         },
         "tie_word_embeddings": True,
     },
-    "tiny": {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "hidden_size": 64,
-        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
-    },
 }  # fmt: skip
 VOCABULARY, VOCABULARY_STORIES = 8192, 5000
-PEAK_LEARNING_RATE, WARMUP, WEIGHT_DECAY, CLIP = 3e-4, 30, 0.1, 1.0
+PEAK_LEARNING_RATE, WARMUP, WEIGHT_DECAY, CLIP = 2e-4, 100, 0.1, 1.0
 SMOOTHED = 20  # steps
 REFERENCE = "hugging face"
 MEASURES = ("root mean square over steps", "largest mean of 20 steps", "mean of the last 50 steps")
@@ -54,7 +50,10 @@ MEASURES = ("root mean square over steps", "largest mean of 20 steps", "mean of 
 
 @dataclass(frozen=True)
 class Run:
+    """reversed: the rows of a batch in reverse order."""
+
     library: str
+    reversed: bool = False
     micro_batches: int = 1
     attention: str = "sdpa"
 
@@ -62,9 +61,11 @@ class Run:
 RUNS = {
     REFERENCE: Run("hugging face"),
     "ligermodels": Run("ligermodels"),
+    "hugging face, rows reversed": Run("hugging face", reversed=True),
+    "ligermodels, rows reversed": Run("ligermodels", reversed=True),
     "hugging face, two micro-batches": Run("hugging face", micro_batches=2),
-    "hugging face, eager attention": Run("hugging face", attention="eager"),
     "ligermodels, two micro-batches": Run("ligermodels", micro_batches=2),
+    "hugging face, eager attention": Run("hugging face", attention="eager"),
 }
 
 
@@ -106,11 +107,12 @@ def groups(model: nn.Module) -> list[dict]:
     return [{"params": params, "weight_decay": WEIGHT_DECAY * decay} for decay, params in decays.items()]
 
 
-def hugging_face(folder: Path, run: Run, dtype: torch.dtype, device: str) -> tuple[nn.Module, Callable[[float], None]]:
+def hugging_face(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callable[[float], None]]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=run.attention).to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=run.attention)
     model.config.use_cache = False
+    model.to(device)
     optimizer = torch.optim.AdamW(groups(model), betas=(0.9, 0.95), fused=True)
 
     def update(rate: float) -> None:
@@ -123,13 +125,12 @@ def hugging_face(folder: Path, run: Run, dtype: torch.dtype, device: str) -> tup
     return model.train(), update
 
 
-def ours(folder: Path, run: Run, dtype: torch.dtype, device: str) -> tuple[nn.Module, Callable[[float], None]]:
-    from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
-
+def ours(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callable[[float], None]]:
     import ligermodels
+    from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
     from ligermodels.training.parallel import gradient_norm
 
-    model = ligermodels.load(folder, dtype=dtype, device=device).train()
+    model = ligermodels.load(folder, dtype=torch.bfloat16, device=device).train()
     optimizer = build_optimizer(model, weight_decay=WEIGHT_DECAY)
     finite = torch.zeros((), device=device)
 
@@ -144,18 +145,16 @@ def ours(folder: Path, run: Run, dtype: torch.dtype, device: str) -> tuple[nn.Mo
 LIBRARIES = {"hugging face": hugging_face, "ligermodels": ours}
 
 
-def losses(run: Run, folder: Path, rows: Tensor, steps: int, weights: torch.dtype, device: str) -> list[float]:
-    """The loss of every step, in nats a token, computed in bf16 whatever the weights' dtype."""
-    model, update = LIBRARIES[run.library](folder, run, weights, device)
-    compute_bf16 = torch.autocast(device, torch.bfloat16, enabled=weights != torch.bfloat16)
+def losses(run: Run, folder: Path, rows: Tensor, steps: int, device: str) -> list[float]:
+    """The loss of every step, in nats a token."""
+    model, update = LIBRARIES[run.library](folder, run, device)
     batches = rows.to(device).chunk(steps)
     found = []
     for step, batch in enumerate(batches):
         predicted = batch[:, 1:].numel()
         loss = torch.zeros((), device=device)
-        for part in batch.chunk(run.micro_batches):
-            with compute_bf16:
-                share = model(input_ids=part, labels=part, num_items_in_batch=predicted).loss
+        for part in (batch.flip(0) if run.reversed else batch).chunk(run.micro_batches):
+            share = model(input_ids=part, labels=part, num_items_in_batch=predicted).loss
             share.backward()
             loss += share.detach()
         update(learning_rate(step, steps))
@@ -189,41 +188,46 @@ def verdict(curves: dict[str, list[float]]) -> dict:
 
 
 def draw(report: dict, path: Path) -> None:
+    """The curves, and how far each is from the mean of Hugging Face's, which are grey."""
     from matplotlib.figure import Figure
 
     curves = report["losses"]
+    theirs = [curve for name, curve in curves.items() if RUNS[name].library == "hugging face"]
+    mean = [statistics.fmean(step) for step in zip(*theirs, strict=True)]
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     whole, apart = figure.subplots(1, 2)
     for index, (name, curve) in enumerate(curves.items()):
-        whole.plot(curve, label=name, color=f"C{index}", linewidth=0.8)
-        if name != REFERENCE:
-            difference = smoothed([a - b for a, b in zip(curve, curves[REFERENCE], strict=True)])
-            steps = range(SMOOTHED // 2, SMOOTHED // 2 + len(difference))
-            apart.plot(steps, difference, label=name, color=f"C{index}", linewidth=1)
-    whole.axhline(report["floor"], color="grey", linestyle=":", label="entropy of the stories")
+        grey = RUNS[name].library == "hugging face"
+        style = {"label": name, "color": str(0.3 + 0.08 * index) if grey else f"C{index // 2}", "linewidth": 0.9}
+        style["linestyle"] = ("-", "--", ":", "-.")[index // 2] if grey else "-"
+        whole.plot(curve, **style)
+        difference = smoothed([a - b for a, b in zip(curve, mean, strict=True)])
+        apart.plot(range(SMOOTHED // 2, SMOOTHED // 2 + len(difference)), difference, **style)
+    whole.axhline(report["floor"], color="black", linestyle=":", linewidth=0.8, label="entropy of the stories")
     whole.set_title("loss, nats/token", fontsize=9)
-    apart.set_title(f"difference from {REFERENCE}, mean of {SMOOTHED} steps", fontsize=9)
+    apart.set_title(f"difference from the mean of Hugging Face's runs, over {SMOOTHED} steps", fontsize=9)
     for axes in (whole, apart):
         axes.set_xlabel("step", fontsize=8)
         axes.grid(alpha=0.3)
     whole.legend(fontsize=7)
-    shape = f"{report['model']}, weights in {report['weights']}, {report['batch']}x{report['length']} tokens a step"
+    shape = f"{report['model']}, weights and states in bf16, {report['batch']}x{report['length']} tokens a step"
     figure.suptitle(f"{shape} ({report['gpu']}, {report['date'][:10]})", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 def curves_of(
-    names: list[str], raw: dict, rows: Tensor, steps: int, weights: torch.dtype, device: str
+    names: list[str], raw: dict, rows: Tensor, steps: int, device: str
 ) -> Iterator[tuple[str, list[float], float]]:
     """(name, losses, seconds) of one run after another, all from the same file of weights."""
     import ligermodels
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        ligermodels.export(ligermodels.create(raw, dtype=weights, device=device, seed=0), folder)
+        ligermodels.export(ligermodels.create(raw, dtype=torch.bfloat16, device=device, seed=0), folder)
         for name in names:
             start = time.perf_counter()
-            curve = losses(RUNS[name], folder, rows, steps, weights, device)
+            curve = losses(RUNS[name], folder, rows, steps, device)
             yield name, curve, time.perf_counter() - start
             gc.collect()
             if device == "cuda":
@@ -234,26 +238,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3.2-1b")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--weights", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of the weights")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file and PNG")
+    parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     rows, floor = token_rows(args.steps * args.batch, args.length)
-    report = results.environment() | {"learning_rate": PEAK_LEARNING_RATE, "floor": floor, "losses": {}, "seconds": {}}
-    report |= {name: getattr(args, name) for name in ("model", "steps", "batch", "length", "weights")}
-    weights = getattr(torch, args.weights)
-    for name, curve, seconds in curves_of(args.runs, MODELS[args.model], rows, args.steps, weights, device):
-        report["losses"][name], report["seconds"][name] = curve, round(seconds, 1)
-        print(f"{name:34} loss {curve[0]:.4f} -> {statistics.fmean(curve[-50:]):.4f}, {seconds:.1f} s", flush=True)
+    report = results.environment() | {"learning_rate": PEAK_LEARNING_RATE, "floor": floor, "losses": {}}
+    report |= {name: getattr(args, name) for name in ("model", "steps", "batch", "length")}
+    for name, curve, seconds in curves_of(args.runs, MODELS[args.model], rows, args.steps, device):
+        report["losses"][name] = [round(loss, 5) for loss in curve]
+        print(f"{name:32} loss {curve[0]:.4f} -> {statistics.fmean(curve[-50:]):.4f}, {seconds:.1f} s", flush=True)
     report |= verdict(report["losses"])
     print(json.dumps({key: report[key] for key in ("noise", "ours_from_theirs", "ours_within_noise")}, indent=1))
-    saved = results.save(args.output, f"train-curve-{args.model}-{args.weights}", report)
-    draw(report, saved.with_suffix(".png"))
-    print(saved)
+    print(results.save(args.output, f"train-curve-{args.model}", report))
+    draw(report, args.output / "plots" / f"train-curve-{args.model}.png")
 
 
 if __name__ == "__main__":

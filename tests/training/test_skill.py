@@ -14,13 +14,7 @@ def tokenizer():
 
 
 def test_an_answer_is_right_if_the_continuation_begins_with_it(tokenizer, monkeypatch):
-    replies = {
-        "1 + 1 =": " 2. They laughed.",
-        "10 + 2 =": " 1.",
-        "2 + 3 =": " 5. ",
-        "7 + 5 =": " 13.",
-        "one": "4 + 4 = 8.",
-    }
+    replies = {"1 + 1 =": " 2. They", "10 + 2 =": " 12.", "2 + 3 =": " 15.", "7 + 5 =": " 1.", "9 + 1 =": "\n10."}
     asked = []
 
     def generate(model, prompts, max_new_tokens):
@@ -29,8 +23,8 @@ def test_an_answer_is_right_if_the_continuation_begins_with_it(tokenizer, monkey
         return [tokenizer.encode(text, add_special_tokens=False)[:max_new_tokens] for text in replied]
 
     monkeypatch.setattr(skill, "generate", generate)
-    questions = [("1 + 1 =", "2."), ("So 10 + 2 =", "12."), ("2 + 3 =", "5."), ("7 + 5 =", "12.")]
-    assert right_answers(torch.nn.Module(), tokenizer, questions) == 2
+    questions = [("1 + 1 =", "2."), ("So 10 + 2 =", "12."), ("2 + 3 =", "5."), ("7 + 5 =", "12."), ("9 + 1 =", "10.")]
+    assert right_answers(torch.nn.Module(), tokenizer, questions) == 3
     assert asked[-1] == "<|endoftext|>So 10 + 2 ="
 
 

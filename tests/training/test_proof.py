@@ -1,0 +1,88 @@
+"""That training teaches: a model that has read stories, and answers no question, learns to answer by fine-tuning.
+
+Small in all: a grammar of a few words and sums up to 6, and a model of two layers. The questions are about stories that
+nobody was told before.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.kernels import op
+from ligermodels.training import corpus
+from ligermodels.training.corpus import asked_in_conversation, conversations, stories
+from ligermodels.training.skill import right_answers
+from ligermodels.training.tokens import train_tokenizer
+from tests.training.loops import in_steps, of_conversations, of_texts, padded, train
+
+DOCUMENTS, WARMUP = 8, 20  # a step, steps
+BASE_STEPS, CHAT_STEPS = 300, 250
+QUESTIONS = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("NAMES", "ANIMALS", "PLACES", "THINGS", "LOSSES", "OPENINGS", "ENDINGS"):
+            patch.setattr(corpus, name, getattr(corpus, name)[-3:])
+        patch.setattr(corpus, "ADDENDS", range(1, 4))
+        patch.setattr(corpus, "MINUENDS", range(2, 7))
+        patch.setattr(op, "interpreting", False)  # the base is trained before any test's own fixtures
+        yield
+
+
+@pytest.fixture(scope="module")
+def told():
+    return [text for text, _ in stories(seed=0, count=BASE_STEPS * DOCUMENTS)]
+
+
+@pytest.fixture(scope="module")
+def chats():
+    return list(conversations(seed=0, count=500))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(told, chats):
+    said = (text for messages in chats for message in messages for text in message.values())
+    return train_tokenizer([*told, *said], vocab_size=512)
+
+
+@pytest.fixture(scope="module")
+def questions(chats):
+    unseen = (messages for messages in conversations(seed=1, count=200) if messages not in chats)
+    return [asked_in_conversation(messages) for messages in itertools.islice(unseen, QUESTIONS)]
+
+
+@pytest.fixture(scope="module")
+def base(told, tokenizer):
+    config = {
+        "model_type": "qwen2", "vocab_size": tokenizer.vocab_size, "hidden_size": 64, "intermediate_size": 192,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    model = ligermodels.create(config, seed=0)
+    steps = in_steps(of_texts(tokenizer, told), DOCUMENTS)
+    train(model, steps, padded, peak=1e-2, warmup=WARMUP, weight_decay=0.1)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_fine_tuning_on_chats_lifts_right_answers_from_none_to_four_in_five(lora, base, tokenizer, chats, questions):
+    model = ligermodels.create(base.config.raw)
+    model.load_state_dict(base.state_dict())
+    assert right_answers(model, tokenizer, questions) <= 3
+    if lora:
+        ligermodels.add_lora(model, rank=8)
+    documents = of_conversations(tokenizer, chats)
+    again = itertools.islice(itertools.cycle(documents), CHAT_STEPS * DOCUMENTS)
+    steps = in_steps(list(again), DOCUMENTS)
+    train(model, steps, padded, peak=5e-3, warmup=WARMUP, weight_decay=0.0 if lora else 0.1)
+    assert right_answers(model, tokenizer, questions) >= 48
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert bool(frozen) == lora
+    if lora:
+        for name in frozen:
+            torch.testing.assert_close(
+                model.get_parameter(name), base.get_parameter(name.replace(".base_layer", "")), rtol=0, atol=0
+            )
