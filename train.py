@@ -20,9 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from ligermodels.training.compilation import compile_blocks
-from ligermodels.training.out_of_memory import explained
-from ligermodels.training.recompute import recompute
 
 import ligermodels
 from ligermodels.errors import InputError
@@ -32,6 +29,7 @@ from ligermodels.layers.lora import initialize_lora
 from ligermodels.training import float8, parallel
 from ligermodels.training.arguments import parse_arguments
 from ligermodels.training.checkpoints import Checkpoints, Progress
+from ligermodels.training.compilation import compile_blocks
 from ligermodels.training.curves import draw_curves
 from ligermodels.training.data import Data, open_data, supervised
 from ligermodels.training.data.batches import Batch
@@ -39,8 +37,10 @@ from ligermodels.training.flops import flops_per_token, peak_flops
 from ligermodels.training.loggers import open_loggers
 from ligermodels.training.metrics import METRICS_FILE, Metrics
 from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.out_of_memory import explained
 from ligermodels.training.plan import memory_needs, plan
 from ligermodels.training.profile import StepProfiler
+from ligermodels.training.recompute import recompute
 from ligermodels.training.run_folder import locked, new_folder
 from ligermodels.training.schedules import default_peak, learning_rate
 from ligermodels.training.settings import SETTINGS_FILE, differences, read_settings, settings, write_settings
