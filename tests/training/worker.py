@@ -69,7 +69,7 @@ def build(model, world, dtype, stored, recomputed, lora, compiled, replicas):
 
 def train(
     model, accumulate=1, batch_size=4, steps=4, dtype="float32", stored="float32", recomputed=0, lora=None,
-    compiled=False, replicas=1,
+    compiled=False, replicas=1, name="adamw",
 ):  # fmt: skip
     world = parallel.start()
     model = build(model, world, dtype, stored, recomputed, lora, compiled, replicas)
