@@ -25,7 +25,7 @@ TITLES = {"stories": "the embedded stories", "chats": "the embedded chats", RAND
 
 @dataclass(frozen=True)
 class Data:
-    """tokenizer: that of the texts, None where all data is tokens. new_tokenizer: the same where it was trained on
+    """tokenizer: the model's or a new one, None where none was needed. new_tokenizer: the same where it was trained on
     them, the model having none. floor: the least nats per predicted validation token that any model can reach, where
     that is known. questions: on validation documents, (prompt, answer), of the embedded data.
     """

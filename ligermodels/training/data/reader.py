@@ -28,7 +28,7 @@ from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, rea
 from ligermodels.training.data.split import Selection, all_of, hold_out
 from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
-from ligermodels.training.data.token_files import open_indexed, write_index
+from ligermodels.training.data.token_files import end_of_text, open_indexed, open_tokens, write_index
 from ligermodels.training.tokens import END_OF_TEXT_ID, load_tokenizer, save_tokenizer, train_tokenizer
 
 NEW_TOKENIZER_CHARACTERS = 10**8  # of text that a new tokenizer is trained on, the first of the data
@@ -71,7 +71,7 @@ class Reader:
 
     def stores(self, name: str) -> list[TokenStore]:
         files = files_read(name)
-        if all(file.suffix in TOKEN_SUFFIXES for file in files):
+        if files and all(file.suffix in TOKEN_SUFFIXES for file in files):
             return [self.token_file(file) for file in files]
         return [self.texts(name, files)]
 
@@ -84,26 +84,23 @@ class Reader:
             write(tqdm(made, f"Tokenising {name}", unit=" documents", delay=3), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad.skipped))
 
-        folder = cached(self.key(files) | {"tokenizer": identity(tokenizer), "end": end}, fill)
+        of_the_hub = name if name.startswith(HUB) else None  # it may be a part of its files
+        folder = cached(self.key(files, hub=of_the_hub, tokenizer=identity(tokenizer), end=end), fill)
         self.skipped += int((folder / "skipped").read_text())
         return open_store(folder)
 
     def token_file(self, file: Path) -> TokenStore:
-        def fill(folder: Path) -> None:
-            write_index(file, self.end_of_text, self.vocab_size, folder)
+        tokens, end = open_tokens(file), end_of_text(file)
+        if end is None:
+            if self.folder is None:
+                raise InputError(f"{file.with_suffix('.json')}: must give end_of_text: the model has no tokenizer yet")
+            end = self.tokenizer[1]
+        fill = functools.partial(write_index, tokens, end, self.vocab_size, str(file))
+        return open_indexed(tokens, str(file), cached(self.key([file], end=end), fill))
 
-        beside = file.with_suffix(".json")
-        files = [file, beside] if beside.exists() else [file]
-        return open_indexed(file, cached(self.key(files) | {"model": str(self.folder)}, fill))
-
-    def end_of_text(self) -> int:
-        if self.folder is None:
-            raise InputError("the model has no tokenizer yet; say in the .json beside the file what its end_of_text is")
-        return self.tokenizer[1]
-
-    def key(self, files: Sequence[Path]) -> dict[str, Any]:
+    def key(self, files: Sequence[Path], **others: Any) -> dict[str, Any]:
         """What the content of a cached folder follows from."""
-        return {"files": [stamp(file) for file in files], "vocab_size": self.vocab_size, "code": code()}
+        return {"files": [stamp(file) for file in files], "vocab_size": self.vocab_size, "code": code()} | others
 
     @functools.cached_property
     def tokenizer(self) -> tuple[Tokenizer, int]:
@@ -127,13 +124,15 @@ class Reader:
         def fill(folder: Path) -> None:
             save_tokenizer(train_tokenizer(self.texts_of(names), self.vocab_size), folder)
 
-        return Tokenizer.from_folder(cached(self.key(files) | {"new": "tokenizer"}, fill))
+        return Tokenizer.from_folder(cached(self.key(files, new="tokenizer"), fill))
 
     def texts_of(self, names: Sequence[str]) -> Iterator[str]:
         left = NEW_TOKENIZER_CHARACTERS
         bad = BadLines(self.args.allow_bad_lines)
         for record in itertools.chain.from_iterable(read(name, bad) for name in names):
-            for text in [record.text] if isinstance(record, Text) else [m["content"] or "" for m in record.messages]:
+            for text in (
+                [record.text] if isinstance(record, Text) else [m.get("content") or "" for m in record.messages]
+            ):
                 yield text
                 left -= len(text)
             if left <= 0:

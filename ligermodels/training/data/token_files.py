@@ -6,7 +6,7 @@ Documents end with the end-of-text token: that of the .json, which a .npy may ha
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,29 @@ import numpy as np
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.store import TokenStore, hash_of, refuse_unknown
 
+INDEX = {"offsets": np.int64, "hashes": np.uint64}
 CHUNK = 2**24  # tokens
 EXAMPLE = '{"dtype": "uint16", "end_of_text": 0}'
 
 
-def write_index(file: Path, end_of_text: Callable[[], int], vocab_size: int, folder: Path) -> None:
-    """Reads the file once, and writes into an empty folder where its documents are.
+def write_index(tokens: np.ndarray, end: int, vocab_size: int, place: str, folder: Path) -> None:
+    """Reads all tokens once, and writes into an empty folder where their documents are.
 
-    end_of_text: asked for where the file says nothing. Raises InputError for a token outside the vocabulary, naming
-    file and offset.
+    end: the end-of-text token. Raises InputError for a token outside the vocabulary, naming place and offset.
     """
-    tokens = open_tokens(file)
-    given = described(file).get("end_of_text")
-    end = end_of_text() if given is None else whole_number(given, file)
     with (folder / "offsets").open("wb") as offsets, (folder / "hashes").open("wb") as hashes:
         begin = 0
         offsets.write(np.int64(begin).tobytes())
-        for stop in ends_of(tokens, end, vocab_size, file):
+        for stop in ends_of(tokens, end, vocab_size, place):
             offsets.write(np.int64(stop).tobytes())
             hashes.write(hash_of(tokens[begin:stop]).tobytes())
             begin = stop
 
 
-def open_indexed(file: Path, folder: Path) -> TokenStore:
-    """The documents of the file, by the index in that folder."""
+def open_indexed(tokens: np.ndarray, place: str, folder: Path) -> TokenStore:
+    """The documents of a file's tokens, by the index in that folder."""
     offsets, hashes = (np.memmap(folder / name, dtype, mode="r") for name, dtype in INDEX.items())
-    return TokenStore(open_tokens(file), offsets, hashes, None, str(file))
-
-
-INDEX = {"offsets": np.int64, "hashes": np.uint64}
+    return TokenStore(tokens, offsets, hashes, None, place)
 
 
 def open_tokens(file: Path) -> np.ndarray:
@@ -88,18 +82,20 @@ def described(file: Path) -> dict[str, Any]:
     return value
 
 
-def whole_number(value: Any, file: Path) -> int:
-    if type(value) is not int or value < 0:
+def end_of_text(file: Path) -> int | None:
+    """As the .json says; None where it does not."""
+    value = described(file).get("end_of_text")
+    if value is not None and (type(value) is not int or value < 0):
         raise InputError(f"{file.with_suffix('.json')}: field end_of_text is {value!r}; must be the id of a token")
     return value
 
 
-def ends_of(tokens: np.ndarray, end: int, vocab_size: int, file: Path):
+def ends_of(tokens: np.ndarray, end: int, vocab_size: int, place: str) -> Iterator[int]:
     """The ends of documents, in order; the last ends with the file."""
     stop = 0
     for start in range(0, len(tokens), CHUNK):
         chunk = np.asarray(tokens[start : start + CHUNK])
-        refuse_unknown(chunk, vocab_size, str(file), start)
+        refuse_unknown(chunk, vocab_size, place, start)
         for stop in (np.flatnonzero(chunk == end) + start + 1).tolist():
             yield stop
     if stop < len(tokens):

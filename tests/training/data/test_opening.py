@@ -2,6 +2,7 @@ import argparse
 import json
 import random
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_token_files_are_documents_between_end_of_text(tmp_path, folder):
         (b"\x01\x00\x01", GOOD, r"a\.bin: has 3 bytes, no multiple of the 2"),
         (b"", GOOD, r"a\.bin: holds no tokens"),
         (b"\x01\x00" * 4, '{"dtype": "uint16", "end_of_text": "x"}', r"a\.json: field end_of_text is 'x'"),
-        (b"\x01\x00" * 4, '{"dtype": "uint16"}', r"\.json beside the file what its end_of_text is"),
+        (b"\x01\x00" * 4, '{"dtype": "uint16"}', r"a\.json: must give end_of_text"),
         (b"\x01\x00" * 70_000 + b"\x2c\x01", GOOD, r"a\.bin: token 70000 has the id 300, .* vocabulary of 300"),
     ],
 )  # fmt: skip
@@ -265,6 +266,16 @@ def test_what_is_tokenised_once_is_taken_from_the_cache_until_anything_changes(
         "",
         ".lock",
     }  # nothing half-written
+
+
+def test_a_part_of_a_data_set_of_the_hub_is_not_taken_for_another(folder, tmp_path, texts, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums").mkdir()
+    write(tmp_path / "sums/train.jsonl", texts[:40])
+    write(tmp_path / "sums/dev.jsonl", texts[40:60])
+    datas = [opened(f"hub:sums:{split}", folder=folder) for split in ("train", "validation", "train+validation")]
+    assert [len(set().union(*split_of(data))) for data in datas] == [40, 20, 60]
 
 
 def test_data_order_is_that_of_the_seed_on_any_number_of_ranks(texts, folder, tmp_path):
