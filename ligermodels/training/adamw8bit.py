@@ -3,10 +3,12 @@
 Values are quantised in blocks of 256, each scaled by its largest, to a map of 256 numbers: Dettmers et al. 2021,
 https://arxiv.org/abs/2110.02861. Map, rounding and arithmetic are those of torchao.optim.AdamW8bit. What differs: the
 states are plain tensors; the step may be refused, and the gradients scaled, on the device; blocks never cross rows, so
-that a shard has whole blocks on any number of ranks. What has no such blocks, or is small, has AdamW's states.
+that a shard has whole blocks on any number of ranks, and are of 128 or 64 where a row is no multiple of more. What is
+small, or has rows that are no multiple of 64, has AdamW's states.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ligermodels.errors import InputError
 from ligermodels.training.adamw import AdamW, fused, keep, local
 
-BLOCK = 256
+LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
 SMALLEST = 4096  # elements
 
 
@@ -52,23 +54,29 @@ class AdamW8bit(AdamW):
             state, parameter = self.state_of(p), local(p)
             if parameter.numel():
                 assert p.grad is not None
+                block = block_of(p)
                 run(
-                    parameter.view(-1, BLOCK), local(p.grad).reshape(-1, BLOCK),
-                    local(state["exp_avg"]).view(-1, BLOCK), local(state["exp_avg_scale"]).view(-1, 1),
-                    local(state["exp_avg_sq"]).view(-1, BLOCK), local(state["exp_avg_sq_scale"]).view(-1, 1),
+                    parameter.view(-1, block), local(p.grad).reshape(-1, block),
+                    local(state["exp_avg"]).view(-1, block), local(state["exp_avg_scale"]).view(-1, 1),
+                    local(state["exp_avg_sq"]).view(-1, block), local(state["exp_avg_sq_scale"]).view(-1, 1),
                     *maps, state["step"], lr, beta1, beta2, group["eps"], group["weight_decay"],
                     self.grad_scale, self.found_inf,
                 )  # fmt: skip
 
 
+def block_of(p: Tensor) -> int:
+    """Elements that have one scale."""
+    return math.gcd(p.shape[1:].numel(), LARGEST_BLOCK)
+
+
 def is_quantized(p: Tensor) -> bool:
     """By the whole parameter, not this rank's part."""
-    return p.ndim >= 2 and p.numel() >= SMALLEST and p.shape[1:].numel() % BLOCK == 0
+    return p.ndim >= 2 and p.numel() >= SMALLEST and block_of(p) >= SMALLEST_BLOCK
 
 
 def zero_scales(p: Tensor) -> Tensor:
     """fp32 [rows, blocks of a row] of a parameter, sharded as it is."""
-    blocks = p.shape[1:].numel() // BLOCK
+    blocks = p.shape[1:].numel() // block_of(p)
     scales = torch.zeros(local(p).shape[0], blocks, device=p.device)
     if not isinstance(p, DTensor):
         return scales
@@ -81,7 +89,7 @@ def quantized_update(
     signed_map: Tensor, unsigned_map: Tensor, step: Tensor, lr: Tensor,
     beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: Tensor | None, found_inf: Tensor | None,
 ) -> None:  # fmt: skip
-    """One step in place of param, codes [blocks, 256] and scales [blocks, 1]. maps: [256] fp32."""
+    """One step in place of param, codes [blocks, elements] and scales [blocks, 1]. maps: [256] fp32."""
     p, g = param.float(), grad.float()
     if grad_scale is not None:
         g = g / grad_scale
@@ -94,7 +102,7 @@ def quantized_update(
         (exp_avg, exp_avg_scale, m, signed_map),
         (exp_avg_sq, exp_avg_sq_scale, v, unsigned_map),
     ):
-        scaled, new_scale = quantization().scale_tensor(new, BLOCK)
+        scaled, new_scale = quantization().scale_tensor(new, new.shape[1])
         keep(codes, quantization().quantize_8bit_with_qmap(scaled, code_map), found_inf)
         keep(scale, new_scale[:, None], found_inf)
 
