@@ -1,6 +1,6 @@
 """That training teaches: a model that has read stories, and answers no question, learns to answer by fine-tuning.
 
-Small in all: a grammar of a few words and sums up to 6, and a model of two layers. The questions are about stories that
+Small in all: a grammar of a few words, sums up to 6, one or two questions at a time, and a model of two layers. The questions are about stories that
 nobody was told before.
 """
 
@@ -29,6 +29,7 @@ def small():
             patch.setattr(corpus, name, getattr(corpus, name)[-3:])
         patch.setattr(corpus, "ADDENDS", range(1, 4))
         patch.setattr(corpus, "MINUENDS", range(2, 7))
+        patch.setattr(corpus, "TURNS", (1, 2))
         patch.setattr(op, "interpreting", False)  # the base is trained before any test's own fixtures
         yield
 
