@@ -52,8 +52,8 @@ def compiling_by(backend):
 
 
 def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, copies):
-    """lora: the dtype of the updates, whose base is stored in the dtype that is computed in. copies: whether ranks gather
-    and reduce as they do by copy engines."""
+    """lora: the dtype of the updates, whose base is stored in the dtype that is computed in. copies: whether ranks
+    gather and reduce as they do by copy engines."""
     base = dtype if lora else stored
     model = ligermodels.create(model, dtype=getattr(torch, base), device="meta")
     if lora:
