@@ -93,14 +93,13 @@ def smallest(x: Tensor) -> Tensor:
     return x
 
 
-def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 1, reshard: bool = True) -> None:
+def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 1, keep_gathered: bool = False) -> None:
     """Splits every parameter over the ranks, in place: a unit a block, the embedding and the head.
 
     model: on the meta device, or with equal values on every rank. Its parameters keep the dtype they have; `dtype` is
     that of the computation. Where the two differ, a single process computes by the same path, as one of one.
     replicas: copies of the model; world.size / replicas ranks share one, neighbours first.
-    reshard: whether blocks give up their gathered weights between forward and backward, or keep them and save the
-    second gathering of a step.
+    keep_gathered: whether blocks keep gathered weights from forward to backward, which saves gathering them twice.
     Raises InputError where one parameter is used in two units or the replicas do not divide the ranks.
     """
     if world.size == 1 and all(p.dtype == dtype for p in model.parameters() if p.requires_grad):
@@ -114,7 +113,7 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
     *others, last = layers = blocks(model)
     for block in others:
-        unit(block, reshard_after_forward=reshard)
+        unit(block, reshard_after_forward=not keep_gathered)
     unit(last, reshard_after_forward=False)  # backward begins with it
     embedding, head = model.model.embed_tokens, model.lm_head
     ends = [] if embedding.weight is head.weight else [embedding, head]

@@ -51,7 +51,7 @@ def compiling_by(backend):
     torch.compile = compiler
 
 
-def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, copies):
+def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, copies, keep_gathered):
     """lora: the dtype of the updates, whose base is stored in the dtype that is computed in. copies: whether ranks
     gather and reduce as they do by copy engines."""
     base = dtype if lora else stored
@@ -63,7 +63,7 @@ def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, cop
         with compiling_by("eager"):
             compile_blocks(model)
     copy_engines.are_there = lambda ranks, device: copies
-    parallel.shard(model, world, getattr(torch, dtype), replicas=replicas)
+    parallel.shard(model, world, getattr(torch, dtype), replicas=replicas, keep_gathered=keep_gathered)
     model.to_empty(device=world.device)
     model.initialize(1)
     return model.train()
@@ -71,10 +71,10 @@ def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, cop
 
 def train(
     model, accumulate=1, batch_size=4, steps=4, dtype="float32", stored="float32", recomputed=0, lora=None,
-    compiled=False, replicas=1, copies=False,
+    compiled=False, replicas=1, copies=False, keep_gathered=False,
 ):  # fmt: skip
     world = parallel.start()
-    model = build(model, world, dtype, stored, recomputed, lora, compiled, replicas, copies)
+    model = build(model, world, dtype, stored, recomputed, lora, compiled, replicas, copies, keep_gathered)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = rows_with_uneven_masks(model.config.vocab_size)
     losses, norms = [], []
