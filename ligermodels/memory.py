@@ -90,12 +90,14 @@ def training_memory(
     recomputed: int = 0,
     shards: int = 1,
     states: int | None = None,
+    keep_gathered: bool = False,
 ) -> TrainingMemory:
     """Of a step that computes [batch_size, sequence_length] tokens at a time in `dtype`. Parameters have the dtype that
     they are stored in, are whole, and those that are frozen stay so.
 
     recomputed: how many blocks, the first ones, keep only their inputs. shards: how many ranks share the parameters.
     states: bytes of the optimizer's states for all of the model; None for AdamW's in the parameters' dtypes.
+    keep_gathered: whether blocks keep their gathered weights between forward and backward.
     """
     tokens, size = batch_size * sequence_length, dtype.itemsize
     blocks, trained, head = blocks_of(model), trained_parameters(model), model.lm_head.weight
@@ -109,14 +111,14 @@ def training_memory(
     if recomputed == len(blocks):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
         loss = max(loss, head_gradient + last - kept[-1])
-    gathered = shards > 1 or any(parameter.dtype != dtype for parameter in trained)
+    by_loss, by_block = gathered_bytes(model, size, shards, trained, keep_gathered)
     return TrainingMemory(
         weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
         gradients=sum(shard_bytes(parameter, shards) for parameter in trained),
         states=adamw_states(trained, shards) if states is None else states // shards,
         activations=sum(kept) + hidden + tokens * FP32,  # and the final norm's
-        loss=loss + (gathered_at_the_loss(model, size) if gathered else 0),
-        block=largest + (gathered_by_a_block(blocks, size) if gathered else 0),
+        loss=loss + by_loss,
+        block=largest + by_block,
     )
 
 
@@ -137,19 +139,28 @@ def shard_bytes(parameter: Tensor, shards: int) -> int:
     return rows * parameter[0].numel() * parameter.itemsize
 
 
-def gathered_at_the_loss(model: CausalLM, size: int) -> int:
-    """The head and the last block, which keep their weights until backward."""
-    return size * (model.lm_head.weight.numel() + elements(blocks_of(model)[-1].parameters()))
+def gathered_bytes(
+    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_gathered: bool
+) -> tuple[int, int]:
+    """What sharding takes beside the shards, at the loss and at the end of backward: weights that are gathered,
+    gradients that are not reduced yet, and the buffers that both pass through (training/copy_engines.py)."""
+    if shards == 1 and all(parameter.dtype.itemsize == size for parameter in trained):
+        return 0, 0
+    ids = {id(parameter) for parameter in trained}
 
+    def of(parameters: Iterable[Tensor]) -> tuple[int, int]:
+        """Bytes of weights and of gradients."""
+        parameters = list(parameters)
+        return elements(parameters) * size, elements(p for p in parameters if id(p) in ids) * size
 
-def gathered_by_a_block(blocks: Iterable[Block], size: int) -> int:
-    """In backward: its weights, those of the block before, and its gradients, also in fp32 to be summed over ranks."""
-
-    def of(block: Block) -> int:
-        trained = elements(parameter for parameter in block.parameters() if parameter.requires_grad)
-        return 2 * elements(block.parameters()) * size + trained * (size + FP32)
-
-    return max(map(of, blocks))
+    blocks = [of(block.parameters()) for block in blocks_of(model)]
+    head, head_gradient = of([model.lm_head.weight])
+    block, block_gradient = max(blocks)
+    buffers = 0
+    if shards > 1:
+        buffers = 3 * (block + block_gradient) + head + 2 * head_gradient
+    unsharded = sum(weights for weights, _ in blocks) if keep_gathered else blocks[-1][0]
+    return buffers + head + unsharded, buffers + block + block_gradient
 
 
 def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype) -> InferenceMemory:

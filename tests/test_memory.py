@@ -9,7 +9,7 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.generate import stream
 from ligermodels.layers.kv_cache import KVCache
-from ligermodels.memory import count_parameters, inference_memory, training_memory
+from ligermodels.memory import count_parameters, inference_memory, state_bytes, training_memory
 from ligermodels.training.optimizers import build_optimizer
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
@@ -61,6 +61,26 @@ def test_weights_gradients_and_states_are_exact(rank):
     assert needs.weights == nbytes(model.parameters())
     assert needs.gradients == nbytes(p.grad for p in model.parameters() if p.grad is not None)
     assert needs.states == nbytes(value for state in optimizer.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_the_share_of_a_rank_is_what_fsdp_gives_the_first_one(shards):
+    model = ligermodels.create(MODELS["experts and a shared one"], device="meta")
+    needs = training_memory(model, 1, 8, torch.float32, shards=shards)
+    share = nbytes(torch.chunk(parameter, shards)[0].clone() for parameter in model.parameters())
+    assert needs.weights == needs.gradients == share
+    assert needs.states == 2 * share + 4 * len(list(model.parameters()))
+
+
+def test_states_of_any_optimizer_count_on_the_meta_device_too():
+    model = ligermodels.create(BASE, dtype=torch.bfloat16, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    assert state_bytes(optimizer) == nbytes(model.parameters())
+    needs = training_memory(model, 1, 8, torch.bfloat16, shards=2, states=state_bytes(optimizer))
+    assert needs.states == nbytes(model.parameters()) // 2
 
 
 def nbytes(tensors):

@@ -6,12 +6,13 @@ in fp32. The loss is divided by the global token count before backward, so gradi
 of a model its blocks, its embedding and its head.
 """
 
+import functools
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,7 @@ def start(timeout: timedelta = TIMEOUT) -> World:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return World(device)
+    copy_engines.allow()
     dist.init_process_group(backend_of(device), timeout=timeout, device_id=device if device.type == "cuda" else None)
     return World(device, dist.get_rank(), dist.get_world_size())
 
@@ -91,40 +93,45 @@ def smallest(x: Tensor) -> Tensor:
     return x
 
 
-def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 1, reshard: bool = True) -> None:
+def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 1, keep_gathered: bool = False) -> None:
     """Splits every parameter over the ranks, in place: a unit a block, the embedding and the head.
 
     model: on the meta device, or with equal values on every rank. Its parameters keep the dtype they have; `dtype` is
     that of the computation. Where the two differ, a single process computes by the same path, as one of one.
     replicas: copies of the model; world.size / replicas ranks share one, neighbours first.
-    reshard: whether blocks give up their gathered weights between forward and backward, or keep them and save the
-    second gathering of a step.
+    keep_gathered: whether blocks keep gathered weights from forward to backward, which saves gathering them twice.
     Raises InputError where one parameter is used in two units or the replicas do not divide the ranks.
     """
     if world.size == 1 and all(p.dtype == dtype for p in model.parameters() if p.requires_grad):
         return
     refuse_ties_between_units(model)
-    settings: dict[str, Any] = {
-        "mesh": mesh_of(world, replicas),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
-    }
+    mesh = mesh_of(world, replicas)
+    ranks = mesh.get_group(-1)
+    by_copies = copy_engines.are_there(ranks.size(), world.device)
+    summed = dtype if by_copies else torch.float32  # by copies what is summed in fp32 travels in its own dtype
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed, cast_forward_inputs=False)
+    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
     *others, last = layers = blocks(model)
     for block in others:
-        fully_shard(block, **settings, reshard_after_forward=reshard)
-    fully_shard(last, **settings, reshard_after_forward=False)  # backward begins with it
+        unit(block, reshard_after_forward=not keep_gathered)
+    unit(last, reshard_after_forward=False)  # backward begins with it
     embedding, head = model.model.embed_tokens, model.lm_head
-    if embedding.weight is not head.weight:
-        fully_shard(embedding, **settings).set_unshard_in_backward(False)
-        fully_shard(head, **settings, reshard_after_forward=False)
+    ends = [] if embedding.weight is head.weight else [embedding, head]
+    if ends:
+        unit(embedding).set_unshard_in_backward(False)
+        unit(head, reshard_after_forward=False)
         register_fsdp_forward_method(head, "loss")
-    root = fully_shard(model, **settings, reshard_after_forward=False)
-    for unit in units(model):
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    root = fully_shard(
+        model, mesh=mesh, mp_policy=replace(policy, reduce_dtype=torch.float32), reshard_after_forward=False
+    )
     root.set_modules_to_forward_prefetch([*units(embedding), cast(FSDPModule, layers[0])])
-    ranks = settings["mesh"].get_group(-1)
-    if copy_engines.are_there(ranks.size(), world.device):
-        copy_engines.use(layers, ranks, world.device, dtype)
+    for each in units(model):
+        each.set_gradient_divide_factor(1.0)
+        each.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    if by_copies:
+        copy_engines.use(layers, ranks, world.device, dtype, ahead=2)
+        if ends:
+            copy_engines.use(ends, ranks, world.device, dtype, ahead=0)
 
 
 def mesh_of(world: World, replicas: int) -> DeviceMesh:

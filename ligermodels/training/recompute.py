@@ -1,4 +1,7 @@
-"""How many blocks are computed again in backward: none, all, or as many as memory demands. Must not know the data."""
+"""What memory allows: how many blocks keep their activations for backward, and whether they keep gathered weights.
+
+Must not know the data.
+"""
 
 import bisect
 from typing import Protocol
@@ -14,9 +17,9 @@ LIBRARIES = 2**30  # bytes that NCCL and cuBLAS take for themselves, once they a
 
 
 class Needs(Protocol):
-    """`ligermodels.memory.training_memory` of the run, all but how many blocks are computed again."""
+    """`ligermodels.memory.training_memory` of the run, all but what is decided here."""
 
-    def __call__(self, *, recomputed: int = 0) -> TrainingMemory: ...
+    def __call__(self, *, recomputed: int = 0, keep_gathered: bool = False) -> TrainingMemory: ...
 
 
 def recompute(model: CausalLM, how: str, world: World, needs: Needs) -> int:
@@ -34,6 +37,11 @@ def recompute(model: CausalLM, how: str, world: World, needs: Needs) -> int:
             count = fewest(blocks, needs, usable_memory(world))
     model.recompute_in_backward(count)
     return count
+
+
+def keeps_gathered(world: World, needs: Needs, recomputed: int) -> bool:
+    """Whether there is room for blocks to keep their gathered weights until backward; the same on every rank."""
+    return needs(recomputed=recomputed, keep_gathered=True).peak <= usable_memory(world)
 
 
 def fewest(blocks: int, needs: Needs, usable: float) -> int:

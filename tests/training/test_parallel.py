@@ -71,9 +71,12 @@ RUNS = {  # name: what both do, what only the two ranks do
     "untied": ({"model": config("llama", False)}, {}),
     "tied, recomputed": ({"model": config("qwen2", True)}, {"recomputed": 1}),
     "compiled": ({"model": config("llama", False), "steps": 2}, {"compiled": True, "recomputed": 1}),
-    "experts": ({"model": config("mixtral", False)}, {}),
+    "experts, kept gathered": ({"model": config("mixtral", False)}, {"keep_gathered": True}),
     "bf16 on fp32 masters": ({"model": config("llama", False)} | HALF, {"recomputed": 2}),
+    "bf16 by copies": ({"model": config("llama", False)} | HALF, {"copies": True}),
+    "LoRA by copies": ({"model": config("qwen2", True), "lora": "float32"} | HALF, {"copies": True}),
     "bf16 without masters": ({"model": config("llama", False), "stored": "bfloat16"} | HALF, {}),
+    "fp32 LoRA on bf16 experts": ({"model": config("mixtral", False), "lora": "float32"} | HALF, {"recomputed": 1}),
     "fp32 LoRA on a bf16 base": ({"model": config("llama", False), "lora": "float32"} | HALF, {}),
 }
 

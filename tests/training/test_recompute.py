@@ -50,6 +50,16 @@ def test_without_enough_memory_auto_computes_all_blocks_again_and_on_a_cpu_none(
     assert recompute.recompute(model, "auto", CPU, needs_of(model)) == BLOCKS
 
 
+def test_gathered_weights_are_kept_where_there_is_room(model, monkeypatch):
+    needs = needs_of(model, shards=2)
+    both = [needs(recomputed=1, keep_gathered=keep).peak for keep in (False, True)]
+    one_block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    assert both[1] - both[0] == (BLOCKS - 1) * one_block  # the last one's are kept in any case
+    for room, expected in ((both[1], True), (both[1] - 1, False)):
+        monkeypatch.setattr(recompute, "usable_memory", lambda world, room=room: room)
+        assert recompute.keeps_gathered(CPU, needs, 1) is expected
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_autograd_keeps_with_some_blocks_computed_again_is_what_was_estimated(count):
