@@ -1,7 +1,7 @@
 """That training teaches: a model that has read stories, and answers no question, learns to answer by fine-tuning.
 
-Small in all: a grammar of a few words, sums up to 6, one or two questions at a time, and a model of two layers. The questions are about stories that
-nobody was told before.
+Small in all: a grammar of a few words, sums up to 6, one or two questions at a time, and a model of two layers. The
+questions are about stories that nobody was told before.
 """
 
 import itertools

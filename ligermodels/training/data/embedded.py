@@ -18,6 +18,7 @@ EMBEDDED_VOCABULARY = 1024
 STORIES, UNSEEN_STORIES = 24_000, 320
 CONVERSATIONS, UNSEEN_CONVERSATIONS = 8_000, 200
 RANDOM_ROWS = 256
+QUESTIONS = 120  # asked at every validation
 
 Question = tuple[Any, str]  # prompt: the beginning of a text, or messages; answer
 
@@ -41,7 +42,9 @@ def story_data(tokenizer: Tokenizer, end: int, vocab_size: int) -> Embedded:
 
     training = store((text for text, _ in stories(seed=0, count=STORIES)), "stories")
     validation = store((text for text, _ in unseen), "unseen stories")
-    return Embedded(training, validation, math.fsum(n for _, n in unseen), [asked_in_story(text) for text, _ in unseen])
+    return Embedded(
+        training, validation, math.fsum(n for _, n in unseen), [asked_in_story(text) for text, _ in unseen[:QUESTIONS]]
+    )
 
 
 def chat_data(tokenizer: Tokenizer, end: int, vocab_size: int) -> Embedded:
@@ -53,7 +56,7 @@ def chat_data(tokenizer: Tokenizer, end: int, vocab_size: int) -> Embedded:
         return tokenised(records, tokenizer, end, vocab_size)
 
     training, validation = store(conversations(seed=0, count=CONVERSATIONS), "chats"), store(unseen, "unseen chats")
-    return Embedded(training, validation, 0.0, [asked_in_conversation(messages) for messages in unseen])
+    return Embedded(training, validation, 0.0, [asked_in_conversation(messages) for messages in unseen[:QUESTIONS]])
 
 
 def tokenised(records: Iterable[Record], tokenizer: Tokenizer, end: int, vocab_size: int) -> Selection:
