@@ -82,6 +82,7 @@ def test_a_family_may_name_its_size_as_info_takes_it():
         (["--optimizer", "adamv"], ["one of adamw, adamw8bit, muon; did you mean 'adamw'"]),
         (["--log-to", "tensorbord"], ["--log-to: is 'tensorbord'", "did you mean 'tensorboard'"]),
         (["--model", "qwen2", "--lora-alpha", "8"], ["--lora-alpha goes with --lora-rank"]),
+        (["--model", "qwen2", "--float8"], ["--float8", "add --compile"]),
         (["--model", "some/model", "--size", "8b"], ["--size 8b goes with a family, which some/model is not"]),
         (["--model", "qwen2", "--revision", "main"], ["--revision main goes with a Hub id"]),
         (["--model", "qwen2", "--steps", "5", "--profile", "6"], ["--profile 6: the run has 5 steps"]),
@@ -111,12 +112,12 @@ def test_a_package_that_is_missing_is_named_with_how_to_install_it(monkeypatch, 
 def test_a_file_holds_any_flags_and_the_command_line_comes_first(tmp_path):
     file = tmp_path / "my.toml"
     file.write_text(
-        'model = "llama:8b"\nsteps = 50\nlearning_rate = 1\ncompile = true\npacking = false\nfloat8 = true\n'
+        'model = "llama:8b"\nsteps = 50\nlearning_rate = 1\ncompile = true\npacking = false\nno_export = true\n'
         'data = ["a.jsonl=0.5", "b"]\nvalidation_data = "v.txt"\noutput = "runs/x"\n'
     )
     args = parse_arguments(["--config", str(file), "--steps", "7", "--compile", "off", "--data", "c"])
     assert (args.model, args.size, args.steps, args.learning_rate) == ("llama", "8b", 7, 1.0)
-    assert (args.compile, args.packing, args.float8) == (False, False, True)
+    assert (args.compile, args.packing, args.no_export) == (False, False, True)
     assert (args.data, args.validation_data, str(args.output)) == (["c"], ["v.txt"], "runs/x")
 
 
