@@ -32,7 +32,6 @@ from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.compilation import compile_blocks
 from ligermodels.training.curves import draw_curves
 from ligermodels.training.data import Data, open_data, supervised
-from ligermodels.training.data.batches import Batch
 from ligermodels.training.flops import flops_per_token, peak_flops
 from ligermodels.training.loggers import open_loggers
 from ligermodels.training.metrics import METRICS_FILE, Metrics
@@ -41,9 +40,10 @@ from ligermodels.training.out_of_memory import explained
 from ligermodels.training.plan import memory_needs, plan
 from ligermodels.training.profile import StepProfiler
 from ligermodels.training.recompute import recompute
-from ligermodels.training.run_folder import locked, new_folder
+from ligermodels.training.resuming import ADAPTER, CHECKPOINTS, MODEL, refuse_other_data, refuse_resuming
+from ligermodels.training.run_folder import default_folder, locked, new_folder
 from ligermodels.training.schedules import default_peak, learning_rate
-from ligermodels.training.settings import SETTINGS_FILE, differences, read_settings, settings, write_settings
+from ligermodels.training.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.training.skill import prompt_ids, right_answers
 from ligermodels.training.stopping import signals
 from ligermodels.training.tokens import GENERATION_CONFIG, save_tokenizer
@@ -54,7 +54,7 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 16, 40
 
 
 def main(args: argparse.Namespace, world: parallel.World) -> None:
-    refuse_changes(args)
+    refuse_resuming(args)
 
     # The model, without its weights yet. A frozen one is stored in the dtype that is computed in.
     folder = None if args.model in ligermodels.list_architectures() else resolve(args.model, revision=args.revision)
@@ -77,11 +77,13 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         return print(run.text()) if world.is_first else None
 
     with ExitStack() as held:
-        output = args.output if args.resume else new_folder(args.output, Path("runs") / Path(args.model).name)
+        output = args.output if args.resume else new_folder(args.output, default_folder(args.model))
         held.enter_context(locked(output))
         held.enter_context(explained(args, needs, run.micro_batch_size, recomputed, run.blocks))
         stop = held.enter_context(signals())
-        checkpoints = held.enter_context(Checkpoints(output / "checkpoints", args.keep_checkpoints, settings(args)))
+        described = settings(args) | {"data_fingerprint": data.training.fingerprint}
+        checkpoints = held.enter_context(Checkpoints(output / CHECKPOINTS, args.keep_checkpoints, described))
+        refuse_other_data(args, checkpoints.saved_settings(), data.training.fingerprint)
 
         # Shard, then give each rank's share of the weights its memory and its values.
         if args.float8:
@@ -122,8 +124,13 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         )  # fmt: skip
         traced = args.profile if world.is_first else None
         profiler = held.enter_context(StepProfiler(traced, output / "trace.json.gz", world.device, metrics.say))
-        for line in (run.line, *run.warnings):
+        for line in (run.line, *(f"warning: {warning}" for warning in run.warnings)):
             metrics.say(line)
+        if args.resume:
+            metrics.say(
+                f"{output}: "
+                + (f"goes on after step {progress.step}" if progress.step else "has no checkpoint, begins anew")
+            )
         if pretrained and not progress.step:
             evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
 
@@ -136,7 +143,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             loss = torch.zeros((), device=world.device)
             for number, batch in enumerate(batches, 1):
                 parallel.reduce_gradients(model, now=number == len(batches))
-                share = loss_of(model, batch, count.clamp_min(1))
+                share = model(**batch._asdict(), num_items_in_batch=count.clamp_min(1)).loss
                 share.backward()
                 loss += share.detach()
 
@@ -160,14 +167,14 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
                 progress, step=progress.step + 1, rows=progress.rows + args.batch_size,
                 tokens=progress.tokens + run.tokens_per_step, seconds=before + metrics.seconds,
             )  # fmt: skip
-            if progress.step % args.eval_every == 0 or progress.step == args.steps:
-                evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
             stopped = told_to_stop > 0 and progress.step < args.steps
             if failed:
                 checkpoints.wait()  # which raises
             if stopped or (args.checkpoint_every and progress.step % args.checkpoint_every == 0):
-                checkpoints.save(model, optimizer, progress)
+                checkpoints.save(model, optimizer, progress)  # before what takes long: it is written meanwhile
                 metrics.resume_clock()
+            if progress.step % args.eval_every == 0 or progress.step == args.steps:
+                evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
 
         checkpoints.wait()
         metrics.say(metrics.summary())
@@ -175,7 +182,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
         if stopped:
             metrics.say(f"Stopped after step {progress.step}. To go on:")
-            metrics.say(f"  python train.py --resume {shlex.quote(str(output))}")
+            metrics.say(f"  {launcher(world)} --resume {shlex.quote(str(output))}")
         elif not args.no_export:
             export(model, data, args, output, computed, world, metrics)
         parallel.wait_for_all()
@@ -189,14 +196,6 @@ def dtypes(args: argparse.Namespace, world: parallel.World) -> tuple[torch.dtype
     return computed, stored
 
 
-def loss_of(model: CausalLM, batch: Batch, count: torch.Tensor | int) -> torch.Tensor:
-    """The sum over the batch's predicted tokens, divided by `count`."""
-    return model(
-        batch.input_ids, batch.labels, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen,
-        num_items_in_batch=count,
-    ).loss  # fmt: skip
-
-
 @torch.no_grad()
 def evaluate(
     model: CausalLM, data: Data, step: int, micro_batch_size: int, world: parallel.World, metrics: Metrics
@@ -205,7 +204,8 @@ def evaluate(
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for batch in data.validation.batches(micro_batch_size, world):
-        totals += torch.stack([loss_of(model, batch, 1), supervised(batch)])
+        summed = model(**batch._asdict(), num_items_in_batch=1).loss
+        totals += torch.stack([summed, supervised(batch)])
     loss, count = parallel.total(totals).tolist()
     metrics.validation(step, loss / count, data.floor)
     if data.tokenizer and data.questions:
@@ -229,27 +229,15 @@ def export(
 ) -> None:  # fmt: skip
     """Writes the model, or what LoRA added to it, and says how to go on."""
     if args.lora_rank and args.lora_export == "adapter":
-        ligermodels.export_adapter(model, output / "adapter")
-        return metrics.say(f"Saved {output / 'adapter'}, in PEFT's format")
-    folder = output / "model"
+        ligermodels.export_adapter(model, output / ADAPTER)
+        return metrics.say(f"Saved {output / ADAPTER}, in PEFT's format")
+    folder = output / MODEL
     ligermodels.export(model, folder, dtype=dtype)
     if world.is_first and data.new_tokenizer:
         save_tokenizer(data.new_tokenizer, folder)
     metrics.say(f"Saved {folder}. To generate from it, and to train the same on two devices:")
     metrics.say(f'  ligermodels generate {shlex.quote(str(folder))} --prompt "Once upon a time"')
-    metrics.say(f"  torchrun --nproc-per-node 2 train.py {shlex.join(sys.argv[1:])}")
-
-
-def refuse_changes(args: argparse.Namespace) -> None:
-    """A resumed run goes on as it began, unless it is told otherwise."""
-    if args.resume is None:
-        return
-    changed = differences(read_settings(args.resume / SETTINGS_FILE), args)
-    if changed and not args.allow_changes:
-        raise InputError(f"--resume {args.resume}: {'; '.join(changed)}: leave it, or add --allow-changes")
-    finished = [path for path in (args.resume / "model", args.resume / "adapter") if path.exists()]
-    if finished and not args.no_export:
-        raise InputError(f"{finished[0]}: the run has been exported; move it away to train on, or add --no-export")
+    metrics.say(f"  torchrun --nproc-per-node 2 train.py --config {shlex.quote(str(output / SETTINGS_FILE))}")
 
 
 def refuse_unless_skipped(args: argparse.Namespace, step: int, loss: float, norm: float, output: Path) -> None:
@@ -260,13 +248,20 @@ def refuse_unless_skipped(args: argparse.Namespace, step: int, loss: float, norm
         )
 
 
+def launcher(world: parallel.World) -> str:
+    """What this run was started with."""
+    ranks = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}" if world.size > 1 else "python"
+    return f"{ranks} {shlex.quote(sys.argv[0])}"
+
+
 if __name__ == "__main__":
-    first = os.environ.get("RANK", "0") == "0"
     try:
         main(parse_arguments(sys.argv[1:]), parallel.start())
     except InputError as error:
-        if first:
+        if parallel.first_to_fail():
             print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         parallel.stop()

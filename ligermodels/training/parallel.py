@@ -63,6 +63,13 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def first_to_fail() -> bool:
+    """Whether no other rank has asked this before: the one that does tells the user."""
+    if "RANK" not in os.environ or not dist.is_initialized():
+        return os.environ.get("RANK", "0") == "0"
+    return dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+
+
 def stop() -> None:
     """Leaves the process group. A sharded model that is garbage by now holds it still, in cycles, and with it gloo's
     threads, which must not live to see the interpreter shut down: they abort."""
@@ -136,14 +143,19 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
 
 def mesh_of(world: World, replicas: int) -> DeviceMesh:
     """[ranks], or [replicas, ranks of one copy]."""
-    if world.size % replicas:
-        raise InputError(f"--replicas {replicas} does not divide the {world.size} ranks")
+    shards = shards_of(world, replicas)
     if not dist.is_initialized():
         dist.init_process_group(backend_of(world.device), store=dist.HashStore(), rank=0, world_size=1)
     if replicas == 1:
         return init_device_mesh(world.device.type, (world.size,))
-    shape = replicas, world.size // replicas
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicas", "shards"))
+    return init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=("replicas", "shards"))
+
+
+def shards_of(world: World, replicas: int) -> int:
+    """How many ranks share a copy of the model."""
+    if world.size % replicas:
+        raise InputError(f"--replicas {replicas} does not divide the {world.size} ranks")
+    return world.size // replicas
 
 
 def blocks(model: CausalLM) -> list[Block]:

@@ -22,7 +22,7 @@ from ligermodels.memory import (
 )
 from ligermodels.training.flops import flops_per_token
 from ligermodels.training.optimizers import build_optimizer
-from ligermodels.training.parallel import World
+from ligermodels.training.parallel import World, shards_of
 from ligermodels.units import memory_size
 
 MANY_EPOCHS = 10
@@ -171,5 +171,5 @@ def memory_needs(
     micro_batch_size = args.micro_batch_size or max(1, args.batch_size // world.size)
     return functools.partial(
         training_memory, model, batch_size=micro_batch_size, sequence_length=args.sequence_length, dtype=dtype,
-        shards=world.size // args.replicas, states=state_bytes(optimizer),
+        shards=shards_of(world, args.replicas), states=state_bytes(optimizer),
     )  # fmt: skip

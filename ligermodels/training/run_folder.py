@@ -1,5 +1,6 @@
 """The folder of a run, which one run at a time may use. Knows no more of what lies in it than its lock."""
 
+import errno
 import fcntl
 import itertools
 import os
@@ -12,25 +13,35 @@ from typing import TextIO
 from torch import distributed
 
 from ligermodels.errors import InputError
-from ligermodels.weights.writing import agree, failure, not_written
+from ligermodels.weights.writing import agree, failure, not_written, remove_empty
 
 LOCK = "lock"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Holds a run's folder, made where there is none. Every rank calls; the lock is rank 0's.
 
-    It ends with the process however that ends; the file stays, with the last holder's host and process in it.
-    Raises InputError on all ranks where another run holds it, or the folder cannot be written.
+    It ends with the process however that ends; the file stays, with the last holder's host and process in it, unless
+    nothing else has been written by then: then the folder is as it was before.
+    Raises InputError on all ranks where another run holds it, or the folder cannot be written; later, where it is full.
     """
     held: list[TextIO] = []
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     first = not distributed.is_initialized() or distributed.get_rank() == 0
     agree(failure(lambda: held.append(acquire(folder))) if first else None, distributed.is_initialized())
     try:
         yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise not_written(folder, error) from error
+        raise
     finally:
         for file in held:
+            if [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                remove_empty(made)
             file.close()
 
 
@@ -52,6 +63,12 @@ def acquire(folder: Path) -> TextIO:
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
+
+
+def default_folder(model: str) -> Path:
+    """Where a run of --model goes: runs/ and the model's name, that of its run where it is one's export."""
+    path = Path(os.path.abspath(model))
+    return Path("runs") / (path.parent.name if path.name == "model" else path.name)
 
 
 def new_folder(wanted: Path | None, default: Path) -> Path:

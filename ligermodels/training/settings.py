@@ -5,6 +5,7 @@ TOML, its keys are the flags with underscores. Must not know which flags there a
 
 import argparse
 import json
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -74,7 +75,9 @@ def write_settings(args: argparse.Namespace, file: Path) -> None:
     """The run's train.toml, which is enough to start the same again, from the same working directory."""
     lines = [f"{name} = {toml(value)}" for name, value in settings(args).items()]
     header = "# All settings of this run. Into a new folder it is made again by: python train.py --config train.toml"
-    file.write_text("\n".join([header, *lines, ""]), encoding="utf-8")
+    beside = file.with_name(f".{file.name}")
+    beside.write_text("\n".join([header, *lines, ""]), encoding="utf-8")
+    os.replace(beside, file)  # a run that dies here can still be resumed
 
 
 def toml(value: str | bool | int | float | list[str]) -> str:

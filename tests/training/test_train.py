@@ -1,119 +1,200 @@
-"""train.py as its users run it: a process of its own."""
+"""train.py as its users run it: what a run leaves, and that what does not change the result does not."""
 
 import json
+import math
 import os
-import subprocess
-import sys
-from pathlib import Path
+import shlex
+import shutil
 
 import pytest
 import torch
 
 import ligermodels
-from ligermodels.training.corpus import stories
-from tests.training.test_parallel import torchrun
+from ligermodels.training.schedules import learning_rate
+from tests.training.runs import losses, records, weights
 
-ROOT = Path(__file__).parents[2]
-FEW = ["--steps", "3", "--eval-every", "2", "--batch-size", "2", "--sequence-length", "64"]
-
-
-def train(folder, *arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+SMALL = ["--steps", "6", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
+LLAMA = ["--model", "llama", "--data", "own.txt", *SMALL]
+LORA = ["--lora-rank", "4", "--learning-rate", "1e-2", "--batch-size", "8"]
+LEFT = {"train.toml", "metrics.jsonl", "curves.png", "lock", "model"}
 
 
-def test_a_run_logs_every_step_exports_a_folder_and_says_how_to_go_on(tmp_path):
-    done = train(tmp_path, "--model", "qwen2", *FEW)
-    assert done.returncode == 0, done.stderr
-    generate, again = done.stdout.splitlines()[-2:]
-    assert generate.strip() == 'ligermodels generate runs/qwen2 --prompt "Once upon a time"'
-    assert again.strip() == f"torchrun --nproc-per-node 2 train.py --model qwen2 {' '.join(FEW)}"
-    records = [json.loads(line) for line in (tmp_path / "runs/qwen2.metrics/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3]
-    validations = {record["step"]: record for record in records if "validation_loss" in record}
-    assert list(validations) == [2, 3]
-    assert f"validation loss {validations[3]['validation_loss']:.3f} nats/token, floor 0.483" in done.stdout
-    written = {path.name for path in (tmp_path / "runs/qwen2").iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} < written
-
-    # From that folder, on a file of one's own, with the folder's tokenizer; default outputs do not overwrite.
-    lines = (json.dumps({"text": text}) for text, _ in stories(9, 40))
-    (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    done = train(tmp_path, "--model", "runs/qwen2", "--data", "own.jsonl", "--recompute", "full", *FEW)
-    assert done.returncode == 0, done.stderr
-    assert "ligermodels generate runs/qwen2-2 " in done.stdout
-    assert (tmp_path / "runs/qwen2-2/tokenizer.json").read_bytes() == (
-        tmp_path / "runs/qwen2/tokenizer.json"
-    ).read_bytes()
+@pytest.fixture(scope="module")
+def base(launcher):
+    """A run of a tiny Llama, and its folder."""
+    return launcher.well(*LLAMA, "--output", "base", picture=True), launcher.folder / "base"
 
 
-@pytest.mark.parametrize(
-    "arguments, complaint",
-    [
-        (["--model", "qwen3000"], "qwen3000"),
-        (["--model", "qwen2", "--output", "."], ".: exists already; give another --output"),
-        (["--model", "qwen2", "--data", "missing.jsonl"], "missing.jsonl"),
-    ],
-)
-def test_wrong_input_ends_with_one_line_status_2_and_nothing_written(arguments, complaint, tmp_path):
-    done = train(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1
-    assert complaint in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update_and_exports_nothing(tmp_path):
-    done = train(tmp_path, "--model", "llama", *FEW, "--learning-rate", "1e38", "--warmup", "0", "--clip", "1e9")
-    assert done.returncode == 2
-    assert "stopped before the update" in done.stderr.splitlines()[-1]
-    assert not (tmp_path / "runs/llama").exists()
-
-
-def losses(path):
-    return [record["loss"] for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
-
-
-def test_two_ranks_load_train_and_export_as_one_process_does(tmp_path):
-    """From a checkpoint's slices into the shards, and from the shards to a checkpoint."""
-    ligermodels.export(ligermodels.create("llama", size="tiny", seed=5), tmp_path / "start")
-    (tmp_path / "own.txt").write_text("".join(text for text, _ in stories(3, 60)))
-    assert train(tmp_path, "--model", "llama", *FEW, "--output", "first").returncode == 0
-    for file in ("tokenizer.json", "config.json"):
-        (tmp_path / "start" / file).write_bytes((tmp_path / "first" / file).read_bytes())
-    config = json.loads((tmp_path / "start" / "config.json").read_text()) | {"eos_token_id": 0}
-    (tmp_path / "start" / "config.json").write_text(json.dumps(config))
-
-    few = [
-        "--model",
-        "start",
-        "--data",
-        "own.txt",
-        "--steps",
-        "3",
-        "--sequence-length",
-        "64",
-        "--learning-rate",
-        "1e-3",
+def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base):
+    done, folder = base
+    assert {path.name for path in folder.iterdir()} == LEFT
+    assert [record["step"] for record in records(folder) if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    validations = {record["step"]: record for record in records(folder) if "validation_loss" in record}
+    assert list(validations) == [4, 6]
+    last = validations[6]
+    assert last["validation_perplexity"] == pytest.approx(math.exp(last["validation_loss"]))
+    assert f"step 6: validation loss {last['validation_loss']:.3f} nats/token, perplexity" in done.stdout
+    assert losses(folder)[-1] < losses(folder)[0] == pytest.approx(math.log(1024), rel=0.05)
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert done.last_lines == [
+        "Saved base/model. To generate from it, and to train the same on two devices:",
+        '  ligermodels generate base/model --prompt "Once upon a time"',
+        "  torchrun --nproc-per-node 2 train.py --config base/train.toml",
     ]
-    alone = train(tmp_path, *few, "--batch-size", "4", "--output", "one")
-    together = torchrun(2, str(ROOT / "train.py"), *few, "--batch-size", "4", "--output", "two", folder=tmp_path)
-    assert alone.returncode == together.returncode == 0, alone.stderr + together.stderr
-    one, two = losses(tmp_path / "one.metrics/metrics.jsonl"), losses(tmp_path / "two.metrics/metrics.jsonl")
-    torch.testing.assert_close(one, two, rtol=2e-6, atol=0)
-    for a, b in zip(*(ligermodels.load(tmp_path / name).parameters() for name in ("one", "two")), strict=True):
+    assert done.stderr == ""
+
+
+def test_its_settings_make_the_same_weights_and_its_model_is_trained_on(base, launcher):
+    _, folder = base
+    again = launcher.well("--config", "base/train.toml")
+    assert weights(launcher.folder / "runs/llama") == weights(folder)
+    assert losses(launcher.folder / "runs/llama") == losses(folder)
+    on = launcher.well("--model", "runs/llama/model", "--data", "own.txt", *SMALL)
+    assert "Saved runs/llama-2/model" in on.stdout and "Saved runs/llama/model" in again.stdout
+    written = [launcher.folder / "runs" / name / "model/tokenizer.json" for name in ("llama", "llama-2")]
+    assert written[0].read_bytes() == written[1].read_bytes()
+    first = next(record for record in records(launcher.folder / "runs/llama-2") if "validation_loss" in record)
+    last = next(record for record in reversed(records(folder)) if "validation_loss" in record)
+    assert first["step"] == 0 and first["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(launcher):
+    before = sorted(launcher.folder.glob("*"))
+    done = launcher.well("--model", "llama:8b", "--data", "random", "--dtype", "bfloat16", "--dry-run")
+    assert "8,030,261,248" in done.stdout and "peak" in done.stdout
+    assert "tiny" in launcher.well("--model", "list").stdout
+    assert sorted(launcher.folder.glob("*")) == before
+
+
+SAME = {  # losses to rounding of the sums, and weights as near as Adam's first steps leave them
+    "accumulated": (["--micro-batch-size", "1"], {}),
+    "recomputed": (["--recompute", "full"], {}),
+    "compiled": (["--compile"], {}),
+    "tf32 where there is none": (["--dtype", "tf32"], {}),
+    "two ranks": ([], {"ranks": 2}),
+    "two copies, accumulated": (["--replicas", "2", "--micro-batch-size", "1"], {"ranks": 2}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_run_comes_to_the_same(name, base, launcher):
+    _, folder = base
+    flags, options = SAME[name]
+    output = launcher.folder / name
+    launcher.well(*LLAMA, *flags, "--output", output, **options)
+    torch.testing.assert_close(losses(output), losses(folder), rtol=2e-6, atol=0)
+    assert_same_model(output / "model", folder / "model")
+
+
+def assert_same_model(one, other):
+    for a, b in zip(*(ligermodels.load(folder).parameters() for folder in (one, other)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert (tmp_path / "one/config.json").read_bytes() == (tmp_path / "two/config.json").read_bytes()
+    assert (one / "config.json").read_bytes() == (other / "config.json").read_bytes()
+    assert (one / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
 
 
-def test_weights_that_do_not_fit_end_the_run_with_one_line_and_nothing_written(tmp_path):
-    ligermodels.export(ligermodels.create("llama", size="tiny"), tmp_path / "model")
-    weights = tmp_path / "model/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-64])
-    before = sorted(tmp_path.rglob("*"))
-    done = train(tmp_path, "--model", "model", *FEW)
-    assert done.returncode == 2
-    assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1 and "model.safetensors" in done.stderr
-    assert sorted(tmp_path.rglob("*")) == before
+OTHER = {  # flags, and how far the losses may be from those of AdamW in fp32
+    "muon": (["--optimizer", "muon"], 0.1),
+    "adamw8bit": (["--optimizer", "adamw8bit"], 0.01),
+    "bfloat16 states": (["--states", "bfloat16"], 0.01),
+    "bfloat16 over fp32": (["--dtype", "bfloat16", "--weights", "float32"], 0.01),
+    "bfloat16": (["--dtype", "bfloat16"], 0.02),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_optimizer_or_dtype_learns_too(name, base, launcher):
+    _, folder = base
+    flags, near = OTHER[name]
+    output = launcher.folder / name
+    launcher.well(*LLAMA, *flags, "--output", output)
+    expected, got = losses(folder), losses(output)
+    torch.testing.assert_close(got, expected, rtol=near, atol=0)
+    assert got[-1] < got[0]
+    assert got != expected or name == "adamw8bit"  # which keeps the states of tensors as small as these in fp32
+    dtype = json.loads((output / "model/config.json").read_text())["torch_dtype"]
+    assert dtype == ("bfloat16" if "--dtype" in flags else "float32")
+
+
+def test_the_learning_rate_follows_the_schedule(launcher):
+    launcher.well(*LLAMA, "--schedule", "wsd", "--learning-rate", "1e-3", "--output", "wsd", "--no-export")
+    rates = [record["learning_rate"] for record in records(launcher.folder / "wsd") if "loss" in record]
+    assert rates == [learning_rate("wsd", step, 6, 2, 1e-3) for step in range(6)]
+    assert not (launcher.folder / "wsd/model").exists()
+
+
+@pytest.fixture(scope="module")
+def experts(base, launcher):
+    """A model of experts with the tokenizer of the first."""
+    folder = launcher.folder / "experts"
+    ligermodels.export(ligermodels.create("qwen3_moe", size="tiny", seed=1, dtype=torch.float32), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(base[1] / "model" / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("model, targets", [("base/model", ["all-linear"]), ("experts", ["q_proj", "experts"])])
+def test_an_adapter_and_the_merged_model_are_the_same(model, targets, base, experts, launcher):
+    lora = ["--model", model, "--data", "own.txt", *SMALL, *LORA, "--lora-targets", *targets]
+    name = model.replace("/", "-")
+    adapter, merged = (launcher.folder / f"{name}-{kind}" for kind in ("adapter", "merged"))
+    done = launcher.well(*lora, "--output", adapter, "--lora-export", "adapter")
+    assert f"Saved {shlex.quote(str(adapter / 'adapter'))}" in done.stdout
+    launcher.well(*lora, "--output", merged, ranks=2)
+    torch.testing.assert_close(losses(merged), losses(adapter), rtol=2e-6, atol=0)
+    assert losses(adapter)[-1] < losses(adapter)[0] - 0.05
+
+    start = ligermodels.load(launcher.folder / model)
+    untrained = {name: parameter.clone() for name, parameter in start.named_parameters()}
+    ligermodels.load_adapter(start, adapter / "adapter")
+    ids = torch.arange(40).view(1, -1)
+    whole = ligermodels.load(merged / "model")
+    torch.testing.assert_close(whole(ids).logits, start(ids).logits, rtol=1e-3, atol=1e-3)
+    moved = [name for name, parameter in whole.named_parameters() if not torch.equal(parameter, untrained[name])]
+    assert moved and not any("norm" in name or "embed" in name for name in moved)
+
+
+def test_chats_stories_and_files_are_mixed_and_the_answers_counted(launcher):
+    mixture = ["--data", "chats=0.5", "chats.jsonl=0.3", "own.txt=0.2", "--validation-data", "chats"]
+    done = launcher.well("--model", "qwen2", *mixture, *SMALL, "--eval-every", "6", "--output", "chats", "--no-export")
+    assert "the embedded chats=0.5 + chats.jsonl=0.3 + own.txt=0.2" in done.stdout
+    counted = [record for record in records(launcher.folder / "chats") if "right_answers" in record]
+    assert counted == [{"step": 6, "right_answers": 0, "questions": counted[0]["questions"]}]
+    assert "step 6: 0 of 200 questions answered right" in done.stdout
+
+
+REFUSED = {
+    "an unknown flag": (["--model", "llama", "--batchsize", "4"], "--batchsize: no such flag; did you mean"),
+    "an unknown model": (["--model", "qwen3000"], "qwen3000"),
+    "a folder in use": ([*LLAMA, "--output", "base"], "base: exists already; give another --output"),
+    "no data": (["--model", "llama", "--data", "none.jsonl"], "none.jsonl"),
+    "bad data": (["--model", "llama", "--data", "bad.jsonl"], "bad.jsonl:2:"),
+    "little data": ([*LLAMA, "--sequence-length", "100000"], "less than one row"),
+    "copies of too few ranks": ([*LLAMA, "--replicas", "2"], "--replicas 2 does not divide the 1 ranks"),
+    "broken weights": (["--model", "broken", "--data", "own.txt", *SMALL], "broken/model.safetensors"),
+    "a folder that cannot be": ([*LLAMA, "--output", "own.txt/x"], "own.txt/x: not written: Not a directory"),
+    "no run": (["--resume", "nothing"], "nothing/train.toml: cannot be read"),
+    "a finished run": (["--resume", "base"], "--resume base: the run is finished; begin another with --model base/"),
+}
+
+
+@pytest.fixture(scope="module")
+def faults(base, launcher):
+    _, folder = base
+    (launcher.folder / "bad.jsonl").write_text('{"text": "whole"}\n{"text": "cut of\n')
+    shutil.copytree(folder / "model", launcher.folder / "broken")
+    os.truncate(launcher.folder / "broken/model.safetensors", 4_000_000)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_ends_with_one_line_status_2_and_nothing_written(name, faults, launcher):
+    arguments, complaint = REFUSED[name]
+    before = contents(launcher.folder)
+    done = launcher.run(*arguments)
+    assert done.status == 2 and done.stdout == ""
+    assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1 and complaint in done.stderr
+    assert contents(launcher.folder) == before
+
+
+def contents(folder):
+    return sorted(path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.parts))

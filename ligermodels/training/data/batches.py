@@ -4,10 +4,12 @@ A step's rows, over all ranks and micro-batches, depend on a cursor alone, the n
 know models but by what their `forward` takes.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,6 +106,16 @@ class Training:
     def tokens(self) -> int:
         """In one pass, without padding."""
         return sum(rows.tokens for rows in self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all rows: what tells whether a cursor means what it did."""
+        known = hashlib.sha256()
+        for rows in self.sources:
+            for part in rows.parts:
+                for array in (part.store.hashes, part.starts, part.lengths, part.ends):
+                    known.update(np.ascontiguousarray(array).data)
+        return known.hexdigest()
 
     def micro_batches(self, cursor: int, batch_size: int, micro_batch_size: int | None, world: World) -> list[Batch]:
         """This rank's batches of the step that takes `batch_size` rows from `cursor` on, on its device.

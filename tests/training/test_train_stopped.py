@@ -1,0 +1,148 @@
+"""Runs of train.py that are stopped, killed or fail: what is left of them, and that they go on as if nothing had been."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ligermodels
+from tests.training.runs import ROOT, TRAIN, losses, records, weights
+
+RUN = ["--data", "own.txt", "--steps", "16", "--batch-size", "2", "--sequence-length", "64", "--warmup", "2"]
+LLAMA = ["--model", "llama", *RUN]
+
+
+@pytest.fixture(scope="module")
+def straight(launcher):
+    """A run that is not interrupted."""
+    launcher.well(*LLAMA, "--output", "straight")
+    return launcher.folder / "straight"
+
+
+@pytest.fixture(scope="module")
+def stopped(launcher):
+    """The same run, told to stop after a few steps."""
+    run = launcher.start(*LLAMA, "--output", "stopped")
+    run.read_until("step 4/")
+    other = launcher.run("--resume", "stopped")
+    assert other.status == 2 and re.match(rf"train.py: stopped: in use by process {run.processes[0]} on", other.stderr)
+    run.kill(signal.SIGTERM).wait()
+    return run, launcher.folder / "stopped"
+
+
+def copied(folder, name):
+    return shutil.copytree(folder, folder.with_name(name))
+
+
+def steps_of(folder):
+    return [record["step"] for record in records(folder) if "loss" in record]
+
+
+def test_a_run_told_to_stop_saves_says_how_to_go_on_and_ends_as_one_that_was_not(stopped, straight, launcher):
+    run, folder = stopped
+    assert run.status == 0 and "SIGTERM: stopping after this step" in run.stderr
+    reached = steps_of(folder)[-1]
+    assert 4 <= reached < 16
+    assert run.last_lines[1:] == [f"Stopped after step {reached}. To go on:", "  python train.py --resume stopped"]
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {f"step-{reached:06d}"}
+
+    copy = copied(folder, "interrupted")
+    again = launcher.start("--resume", copy.name)
+    assert again.read_until(copy.name) == f"interrupted: goes on after step {reached}\n"
+    again.read_until(f"step {reached + 2}/")
+    again.kill(signal.SIGINT).wait()
+    assert again.status == 0 and "SIGINT: stopping after this step; Ctrl-C again leaves at once" in again.stderr
+    launcher.well("--resume", copy.name)
+    assert weights(copy) == weights(straight)
+    assert losses(copy) == losses(straight) and steps_of(copy) == list(range(1, 17))
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_rows(stopped, straight, launcher):
+    copy = copied(stopped[1], "shared")
+    done = launcher.well("--resume", copy.name, ranks=2)
+    assert "weights, optimizer and data order are exact on 2 x cpu" in done.stdout
+    torch.testing.assert_close(losses(copy), losses(straight), rtol=2e-6, atol=0)
+    for a, b in zip(*(ligermodels.load(folder / "model").parameters() for folder in (copy, straight)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_changes_are_shown_and_refused_unless_they_are_allowed(stopped, launcher):
+    copy = copied(stopped[1], "changed")
+    change = ["--resume", copy.name, "--learning-rate", "1e-3", "--micro-batch-size", "1"]
+    refused = launcher.run(*change)
+    assert refused.status == 2
+    assert refused.stderr == (
+        "train.py: --resume changed: learning_rate: 0.001, was not set: leave it, or add --allow-changes\n"
+    )
+    own = launcher.folder / "own.txt"
+    text = own.read_text()
+    own.write_text(text.replace("Monday", "Sunday"))
+    other_data = launcher.run("--resume", copy.name)
+    own.write_text(text)
+    assert other_data.status == 2 and "changed: the data are not what they were" in other_data.stderr
+    done = launcher.well(*change, "--allow-changes", "--no-export")
+    assert "goes on after step" in done.stdout
+    assert "learning_rate = 0.001\n" in (copy / "train.toml").read_text()
+    assert launcher.run("--resume", copy.name, "--no-export").status == 0  # from where it was stopped, once more
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(straight, launcher):
+    lora = ["--model", "straight/model", *RUN, "--lora-rank", "4", "--lora-dropout", "0.3", "--checkpoint-every", "3"]
+    launcher.well(*lora, "--output", "undisturbed")
+    killed = launcher.start(*lora, "--output", "killed")
+    killed.read_until("step 8/")
+    killed.kill(signal.SIGKILL).wait()
+    assert killed.status == -signal.SIGKILL
+    done = launcher.well("--resume", "killed")
+    assert int(re.search(r"goes on after step (\d+)", done.stdout)[1]) in (3, 6, 9)
+    one, other = launcher.folder / "killed", launcher.folder / "undisturbed"
+    assert weights(one) == weights(other)
+    assert losses(one) == losses(other) and steps_of(one) == list(range(1, 17))
+    assert [path.name for path in sorted((one / "checkpoints").iterdir())] == ["step-000012", "step-000015"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped(launcher):
+    wild = [*LLAMA, "--learning-rate", "1e38", "--warmup", "0", "--clip", "1e9"]
+    stopped = launcher.run(*wild, "--output", "wild")
+    assert stopped.status == 2 and "stopped before the update; wild/metrics.jsonl names" in stopped.stderr
+    last = records(launcher.folder / "wild")[-1]
+    assert last["step"] == 2 and set(last["not_finite"]) == {"own.txt:1"}
+    skipping = launcher.well(*wild, "--output", "skipping", "--on-nan", "skip", "--no-export")
+    assert "15 updates skipped" in skipping.stdout
+    assert [record.get("skipped", False) for record in records(launcher.folder / "skipping") if "loss" in record] == (
+        [False] + 15 * [True]
+    )
+
+
+@pytest.mark.parametrize("size, where", [(300, "train.toml"), (1500, "metrics.jsonl"), (10**6, "model")])
+def test_a_full_disk_ends_the_run_with_one_line(size, where, launcher):
+    name = f"full-{size}"
+    done = launcher.run(*LLAMA, "--output", name, file_size=size)
+    assert done.status == 2
+    assert re.fullmatch(rf"train.py: {name}(/model)?: not written: File too large; make room .*\n", done.stderr)
+    assert not (launcher.folder / name / where).exists() or where == "metrics.jsonl"
+
+
+def test_torchrun_that_is_told_to_stop_saves_and_leaves(launcher):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TRAIN)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"TRITON_INTERPRET": "0", "XDG_CACHE_HOME": str(launcher.folder / ".cache")}
+    process = subprocess.Popen(
+        [*command, *LLAMA, "--steps", "2000", "--output", "torchrun"], cwd=launcher.folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    reached = int(re.search(r"Stopped after step (\d+)", output)[1])
+    assert output.splitlines()[-1] == f"  torchrun --nproc-per-node 2 {TRAIN} --resume torchrun"
+    record = json.loads((launcher.folder / f"torchrun/checkpoints/step-{reached:06d}/training.json").read_text())
+    assert record["ranks"] == 2 and record["progress"]["rows"] == 2 * reached
