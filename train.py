@@ -148,12 +148,12 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
                 loss += share.detach()
 
             # Nothing is updated from what is not finite; the host reads the numbers while the update runs.
-            notes = torch.tensor([stop.requested, checkpoints.failed], dtype=torch.float32, device=world.device)
-            loss, norm = parallel.total(torch.cat([loss[None], notes])), parallel.gradient_norm(model)
-            read = parallel.read_later(torch.cat([loss, norm[None]]))
+            notes = [torch.full_like(loss, float(note)) for note in (stop.requested, checkpoints.failed)]
+            totals, norm = parallel.total(torch.stack([loss, *notes])), parallel.gradient_norm(model)
+            read = parallel.read_later(torch.cat([totals, norm[None]]))
             rate = learning_rate(args.schedule, progress.step, args.steps, args.warmup, peak)
             set_learning_rate(optimizer, rate)
-            clipped_step(optimizer, loss[0], norm, args.clip)
+            clipped_step(optimizer, totals[0], norm, args.clip)
             optimizer.zero_grad()
             loss_value, told_to_stop, failed, norm_value = read()
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
