@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from ligermodels.kernels.attention import attention, attention_reference
+from ligermodels.kernels import attention as door
+from ligermodels.kernels.attention import attention, attention_reference, visible
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
@@ -50,6 +51,30 @@ def test_window(window, dtype):
 def test_packed_documents(window, dtype):
     cu_seqlens = torch.tensor([0, 1, 12, 12, 37], dtype=torch.int32, device=DEVICE)  # one of them empty
     compare(draw(batch=1), dtype, cu_seqlens=cu_seqlens, max_seqlen=25, window=window)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_packed_documents_on_a_cpu_make_no_mask_longer_than_a_document(softcap, monkeypatch):
+    lengths = []
+
+    def noted(queries, *others):
+        lengths.append(queries)
+        return visible(queries, *others)
+
+    monkeypatch.setattr(door, "visible", noted)
+    cu_seqlens = torch.tensor([0, 1, 12, 37], dtype=torch.int32)
+    q, k, v = (x.cpu() for x in draw(batch=1))
+    attention(q, k, v, scale=SCALE, window=4, softcap=softcap, cu_seqlens=cu_seqlens)
+    assert sorted(lengths)[-2:] == [11, 25]
+
+
+def test_packed_documents_are_one_graph_whatever_they_are():
+    q, k, v = draw(batch=1)
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    for offsets in ([0, 1, 12, 37], [0, 20, 37]):
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+        expected = attention_reference(q, k, v, SCALE, cu_seqlens=cu_seqlens)
+        torch.testing.assert_close(compiled(q, k, v, scale=SCALE, cu_seqlens=cu_seqlens), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -131,17 +131,19 @@ class Training:
 
     def collate(self, step: Step) -> list[Batch]:
         accumulate, micro = rows_a_rank(step.batch_size, step.micro_batch_size, step.world)
-        rows = self.rows(step.cursor, step.batch_size)
+        entries = self.mixture.entries(step.cursor, step.batch_size)
         first = [(number * step.world.size + step.world.rank) * micro for number in range(accumulate)]
-        device, length = step.world.device, self.sources[0].length
-        return [collate(rows[start : start + micro], length, self.packing, device) for start in first]
+        batches = [self.rows(entries[start : start + micro]) for start in first]
+        length = self.sources[0].length
+        return [collate(rows, length, self.packing, step.world.device) for rows in batches]
 
-    def rows(self, cursor: int, count: int) -> list[list[Piece]]:
-        return [self.sources[source].pieces(row) for source, row in self.mixture.entries(cursor, count)]
+    def rows(self, entries: Sequence[tuple[int, int]]) -> list[list[Piece]]:
+        return [self.sources[source].pieces(row) for source, row in entries]
 
     def places(self, cursor: int, batch_size: int) -> list[str]:
         """Where the documents of a step's rows were read."""
-        return [piece.store.place(piece.start) for row in self.rows(cursor, batch_size) for piece in row]
+        rows = self.rows(self.mixture.entries(cursor, batch_size))
+        return [piece.store.place(piece.start) for row in rows for piece in row]
 
 
 class Validation:

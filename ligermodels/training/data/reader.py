@@ -81,11 +81,10 @@ class Reader:
         def fill(folder: Path) -> None:
             bad = BadLines(self.args.allow_bad_lines)
             made = documents(read(name, bad), tokenizer, end, bad)
-            write(tqdm(made, f"Tokenising {name}", unit=" documents", delay=3), self.vocab_size, folder)
+            write(tqdm(made, f"Tokenising {name}", unit=" documents", delay=3, disable=None), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad.skipped))
 
-        of_the_hub = name if name.startswith(HUB) else None  # it may be a part of its files
-        folder = cached(self.key(files, hub=of_the_hub, tokenizer=identity(tokenizer), end=end), fill)
+        folder = cached(self.key(files, tokenizer=identity(tokenizer), end=end), fill)
         self.skipped += int((folder / "skipped").read_text())
         return open_store(folder)
 

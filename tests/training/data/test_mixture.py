@@ -33,7 +33,8 @@ def test_weights_hold_within_three_rows_wherever_one_looks():
             assert abs(sources[start:stop].count(source) - weight * (stop - start)) <= 3
 
 
-def test_a_source_is_taken_in_epochs_whatever_its_weight():
+def test_a_source_is_taken_in_epochs_whatever_its_weight(monkeypatch):
+    monkeypatch.setattr(mixture, "BLOCK", 50)
     entries = Mixture([10, 1000], [0.9, 0.1], seed=1).entries(0, 2000)
     small = [row for source, row in entries if source == 0]
     assert all(sorted(small[i : i + 10]) == list(range(10)) for i in range(0, 1790, 10))

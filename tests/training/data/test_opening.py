@@ -9,7 +9,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.training.corpus import stories
-from ligermodels.training.data import embedded, open_data, reader, supervised
+from ligermodels.training.data import embedded, open_data, reader, supervised, token_files
 from ligermodels.training.parallel import World
 from ligermodels.training.tokens import save_tokenizer, train_tokenizer
 from tests.training.data.documents import CPU
@@ -167,7 +167,8 @@ def test_validation_data_of_its_own_is_left_out_of_training(texts, folder, tmp_p
     assert "(10 documents left out that are also for validation)" in data.description
 
 
-def test_token_files_are_documents_between_end_of_text(tmp_path, folder):
+def test_token_files_are_documents_between_end_of_text(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(token_files, "CHUNK", 500)
     draw = random.Random(0)
     documents = [[draw.randrange(8, 300) for _ in range(draw.randint(1, 90))] for _ in range(200)]
     ids = np.array([token for document in documents for token in [*document, 7]])
@@ -200,7 +201,10 @@ def test_token_files_are_documents_between_end_of_text(tmp_path, folder):
         (b"\x01\x00" * 70_000 + b"\x2c\x01", GOOD, r"a\.bin: token 70000 has the id 300, .* vocabulary of 300"),
     ],
 )  # fmt: skip
-def test_a_token_file_that_cannot_be_used_is_named_with_field_and_offset(content, about, complaint, tmp_path):
+def test_a_token_file_that_cannot_be_used_is_named_with_field_and_offset(
+    content, about, complaint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(token_files, "CHUNK", 20_000)
     (tmp_path / "a.bin").write_bytes(content)
     if about is not None:
         (tmp_path / "a.json").write_text(about)
