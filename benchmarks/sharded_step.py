@@ -21,32 +21,30 @@ from benchmarks import results, timing
 from benchmarks.train_step import MODELS
 from ligermodels import create
 from ligermodels.memory import training_memory
-from ligermodels.training import copy_engines, parallel
 from ligermodels.training import optimizer as optim
+from ligermodels.training import parallel
 from ligermodels.training.compilation import compile_blocks
 
 ROWS = {  # what differs from bf16 weights on one GPU
     "one GPU, bf16 weights": {},
     "one GPU, bf16 weights, compiled blocks": {"compiled": True},
     "fp32 weights": {"stored": torch.float32},
+    "fp32 weights, kept gathered": {"stored": torch.float32, "keep_gathered": True},
     "bf16 weights": {},
-    "fp32 weights, gathered and reduced by NCCL": {"stored": torch.float32, "nccl": True},
-    "bf16 weights, gathered and reduced by NCCL": {"nccl": True},
+    "bf16 weights, kept gathered": {"keep_gathered": True},
 }
 WARM_UP = 3
 
 
 def measure(
-    model_name: str, batch: int, length: int, steps: int, *, stored=torch.bfloat16, compiled=False, nccl=False
+    model_name: str, batch: int, length: int, steps: int, *, stored=torch.bfloat16, compiled=False, keep_gathered=False
 ) -> dict:
-    if nccl:
-        copy_engines.are_there = lambda *group: False
     world = parallel.start()
     model = create(MODELS[model_name], dtype=stored, device="meta")
-    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size)
+    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_gathered=keep_gathered)
     if compiled:
         compile_blocks(model)
-    parallel.shard(model, world, torch.bfloat16)
+    parallel.shard(model, world, torch.bfloat16, keep_gathered=keep_gathered)
     model.to_empty(device=world.device)
     model.initialize(0)
     optimizer = optim.adamw(model, 0.1)

@@ -136,31 +136,27 @@ def adamw_states(trained: list[Tensor], shards: int) -> int:
 def shard_bytes(parameter: Tensor, shards: int) -> int:
     """Of the part that the first rank has: rows are split evenly, the last ranks may have fewer."""
     rows = -(-parameter.shape[0] // shards)
-    return rows * parameter[0].numel() * parameter.itemsize
+    return rows * (parameter.numel() // parameter.shape[0]) * parameter.itemsize
 
 
 def gathered_bytes(
     model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_gathered: bool
 ) -> tuple[int, int]:
-    """What sharding takes beside the shards, at the loss and at the end of backward: weights that are gathered,
-    gradients that are not reduced yet, and the buffers that both pass through (training/copy_engines.py)."""
+    """What sharding takes beside the shards, where backward begins and where it ends: gathered weights, gradients that
+    are not reduced yet, and what they are gathered and reduced through."""
     if shards == 1 and all(parameter.dtype.itemsize == size for parameter in trained):
         return 0, 0
+    layers = blocks_of(model)
+    through = 2 if shards > 1 else 1  # what was gathered last is there twice: as it came, and by parameters
+    kept = layers if keep_gathered else layers[-1:]  # the last one is kept in any case
+    begins = through * model.lm_head.weight.numel() + sum(elements(block.parameters()) for block in kept)
     ids = {id(parameter) for parameter in trained}
-
-    def of(parameters: Iterable[Tensor]) -> tuple[int, int]:
-        """Bytes of weights and of gradients."""
-        parameters = list(parameters)
-        return elements(parameters) * size, elements(p for p in parameters if id(p) in ids) * size
-
-    blocks = [of(block.parameters()) for block in blocks_of(model)]
-    head, head_gradient = of([model.lm_head.weight])
-    block, block_gradient = max(blocks)
-    buffers = 0
-    if shards > 1:
-        buffers = 3 * (block + block_gradient) + head + 2 * head_gradient
-    unsharded = sum(weights for weights, _ in blocks) if keep_gathered else blocks[-1][0]
-    return buffers + head + unsharded, buffers + block + block_gradient
+    ends = 0
+    for block in layers:
+        gradients = elements(parameter for parameter in block.parameters() if id(parameter) in ids)
+        # With the weights of the block before, as they come; gradients are summed over ranks in fp32.
+        ends = max(ends, 2 * elements(block.parameters()) * size + gradients * (size + FP32))
+    return begins * size, ends
 
 
 def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype) -> InferenceMemory:

@@ -1,4 +1,9 @@
-"""torch.compile, block by block. Must not know what a block is made of."""
+"""torch.compile, block by block. Must not know what a block is made of.
+
+Its kernels are ours already: on an H200 at the shape of Llama-3-8B, 8 × 2048 tokens, compiled blocks trained 12,993
+tokens/s in 94.4 GiB and plain ones 13,009 in the same (benchmarks/results/2026-11-21-fsdp2-two-gpus.json). It may pay
+where much of a block is not ours, such as float8 or a projection of the user's.
+"""
 
 import torch
 

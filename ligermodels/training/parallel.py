@@ -10,7 +10,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from ligermodels.errors import InputError
 from ligermodels.layers.block import Block
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.training import copy_engines
 
 TIMEOUT = timedelta(minutes=10)  # of waiting for other ranks: one that has died or hangs ends the others by then
 
@@ -54,7 +53,6 @@ def start(timeout: timedelta = TIMEOUT) -> World:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return World(device)
-    copy_engines.allow()
     dist.init_process_group(backend_of(device), timeout=timeout, device_id=device if device.type == "cuda" else None)
     return World(device, dist.get_rank(), dist.get_world_size())
 
@@ -112,33 +110,22 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
     if world.size == 1 and all(p.dtype == dtype for p in model.parameters() if p.requires_grad):
         return
     refuse_ties_between_units(model)
-    mesh = mesh_of(world, replicas)
-    ranks = mesh.get_group(-1)
-    by_copies = copy_engines.are_there(ranks.size(), world.device)
-    summed = dtype if by_copies else torch.float32  # by copies what is summed in fp32 travels in its own dtype
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed, cast_forward_inputs=False)
-    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    unit = functools.partial(fully_shard, mesh=mesh_of(world, replicas), mp_policy=policy)
     *others, last = layers = blocks(model)
     for block in others:
         unit(block, reshard_after_forward=not keep_gathered)
     unit(last, reshard_after_forward=False)  # backward begins with it
     embedding, head = model.model.embed_tokens, model.lm_head
-    ends = [] if embedding.weight is head.weight else [embedding, head]
-    if ends:
+    if embedding.weight is not head.weight:
         unit(embedding).set_unshard_in_backward(False)
         unit(head, reshard_after_forward=False)
         register_fsdp_forward_method(head, "loss")
-    root = fully_shard(
-        model, mesh=mesh, mp_policy=replace(policy, reduce_dtype=torch.float32), reshard_after_forward=False
-    )
+    root = unit(model, reshard_after_forward=False)
     root.set_modules_to_forward_prefetch([*units(embedding), cast(FSDPModule, layers[0])])
     for each in units(model):
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    if by_copies:
-        copy_engines.use(layers, ranks, world.device, dtype, ahead=2)
-        if ends:
-            copy_engines.use(ends, ranks, world.device, dtype, ahead=0)
 
 
 def mesh_of(world: World, replicas: int) -> DeviceMesh:

@@ -12,6 +12,7 @@ from torch import nn
 
 import ligermodels
 from ligermodels.errors import InputError
+from ligermodels.memory import training_memory
 from ligermodels.training import parallel
 from ligermodels.training.parallel import World
 from tests.training.worker import train, whole
@@ -73,8 +74,6 @@ RUNS = {  # name: what both do, what only the two ranks do
     "compiled": ({"model": config("llama", False), "steps": 2}, {"compiled": True, "recomputed": 1}),
     "experts, kept gathered": ({"model": config("mixtral", False)}, {"keep_gathered": True}),
     "bf16 on fp32 masters": ({"model": config("llama", False)} | HALF, {"recomputed": 2}),
-    "bf16 by copies": ({"model": config("llama", False)} | HALF, {"copies": True}),
-    "LoRA by copies": ({"model": config("qwen2", True), "lora": "float32"} | HALF, {"copies": True}),
     "bf16 without masters": ({"model": config("llama", False), "stored": "bfloat16"} | HALF, {}),
     "fp32 LoRA on bf16 experts": ({"model": config("mixtral", False), "lora": "float32"} | HALF, {"recomputed": 1}),
     "fp32 LoRA on a bf16 base": ({"model": config("llama", False), "lora": "float32"} | HALF, {}),
@@ -112,7 +111,9 @@ def test_accumulation_and_recomputation_change_nothing_under_uneven_masks(recomp
 def test_one_process_computes_in_bf16_on_fp32_weights(on_cpu):
     """Its first gradients are, in fp32, those of the weights rounded to bf16."""
     model = ligermodels.create(config("llama", tied=False), device="meta")
+    needs = training_memory(model, 1, 32, torch.bfloat16)
     parallel.shard(model, World(CPU), torch.bfloat16)
+    assert training_memory(model, 1, 32, torch.bfloat16) == needs  # asked again when memory was not enough
     model.to_empty(device="cpu")
     model.initialize(1)
     rounded = ligermodels.create(config("llama", tied=False), device="cpu")

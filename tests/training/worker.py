@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import ligermodels
 from ligermodels.kernels import op
 from ligermodels.layers.decoder import IGNORE_INDEX
-from ligermodels.training import copy_engines, optimizers, parallel
+from ligermodels.training import optimizers, parallel
 from ligermodels.training.compilation import compile_blocks
 from tests import interpreter
 from tests.layers.adapters import adapt
@@ -51,9 +51,8 @@ def compiling_by(backend):
     torch.compile = compiler
 
 
-def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, copies, keep_gathered):
-    """lora: the dtype of the updates, whose base is stored in the dtype that is computed in. copies: whether ranks
-    gather and reduce as they do by copy engines."""
+def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, keep_gathered):
+    """lora: the dtype of the updates, whose base is stored in the dtype that is computed in."""
     base = dtype if lora else stored
     model = ligermodels.create(model, dtype=getattr(torch, base), device="meta")
     if lora:
@@ -62,7 +61,6 @@ def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, cop
     if compiled:
         with compiling_by("eager"):
             compile_blocks(model)
-    copy_engines.are_there = lambda ranks, device: copies
     parallel.shard(model, world, getattr(torch, dtype), replicas=replicas, keep_gathered=keep_gathered)
     model.to_empty(device=world.device)
     model.initialize(1)
@@ -71,10 +69,10 @@ def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, cop
 
 def train(
     model, accumulate=1, batch_size=4, steps=4, dtype="float32", stored="float32", recomputed=0, lora=None,
-    compiled=False, replicas=1, name="adamw", copies=False, keep_gathered=False,
+    compiled=False, replicas=1, name="adamw", keep_gathered=False,
 ):  # fmt: skip
     world = parallel.start()
-    model = build(model, world, dtype, stored, recomputed, lora, compiled, replicas, copies, keep_gathered)
+    model = build(model, world, dtype, stored, recomputed, lora, compiled, replicas, keep_gathered)
     optimizer = optimizers.build_optimizer(model, name)
     optimizers.set_learning_rate(optimizer, 1e-2)
     rows = rows_with_uneven_masks(model.config.vocab_size)
@@ -105,7 +103,6 @@ if __name__ == "__main__":
     if op.interpreting:
         interpreter.hasten()
     world = parallel.start()
-    copy_engines.readable_by_all = lambda group, device, size: torch.empty(size, dtype=torch.uint8)
     parallel.start = functools.partial(parallel.World, world.device, world.rank, world.size)
     results = [train(**settings) for settings in json.loads(sys.argv[2])]
     if world.is_first:
