@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -163,7 +164,7 @@ def safe_file(folder: Path, name: str) -> Path:
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[BinaryIO]:
+def reading(file: Path) -> Iterator[BufferedReader]:
     """The file's bytes. Raises CheckpointError where the system does not give them."""
     try:
         with file.open("rb") as stream:

@@ -96,17 +96,22 @@ def committed(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        for path in (*temporary.rglob("*"), temporary):
-            sync(path)
-        temporary.rename(folder)
+        commit(temporary, folder)
         done = True
-        sync(folder.parent)
     except OSError as error:
         raise not_written(folder, error) from error
     finally:
         if not done:
             shutil.rmtree(temporary, ignore_errors=True)
             remove_empty(parents)
+
+
+def commit(temporary: Path, folder: Path) -> None:
+    """Gives a finished folder its final name, once all of it is on the disk."""
+    for path in (*temporary.rglob("*"), temporary):
+        sync(path)
+    temporary.rename(folder)
+    sync(folder.parent)
 
 
 def not_written(folder: Path, error: OSError) -> CheckpointError:
@@ -132,10 +137,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_safetensors(file: Path, entries: Iterable[Entry], tensors: Iterator[Blocks]) -> None:
-    """One safetensors file of as many of the tensors as there are entries."""
+def write_safetensors(
+    file: Path, entries: Iterable[Entry], tensors: Iterator[Blocks], metadata: Mapping[str, str] | None = None
+) -> None:
+    """One safetensors file of as many of the tensors as there are entries. metadata: more of it for the header."""
     entries = tuple(entries)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it, older readers refuse the file
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # older readers refuse without
     end = 0
     for entry in entries:
         begin, end = end, end + entry.nbytes
