@@ -1,10 +1,13 @@
 """Trains in processes that are killed at random moments, and checks after each what is on the disk.
 
+Half of them are killed from outside, at any time; half while they save, at the call of fsync that was drawn for them.
+
 Usage: killing.py FOLDER KILLS SEED. Prints as JSON what happened. Children are forked by this process, which has
 imported everything and has no other thread, so that a life costs milliseconds.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -47,16 +50,24 @@ def digest(model, optimizer):
     return hashed.hexdigest()
 
 
+def die_at(call):
+    calls, fsync = itertools.count(1), os.fsync
+    os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == call else fsync(descriptor)
+
+
 class Child:
     """A forked life and what it has reported."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, fatal=None):
+        """fatal: the call of fsync, counted from 1, at which it dies."""
         self.pipe, write = os.pipe()
         self.text = ""
         self.process = os.fork()
         if self.process == 0:
             status = 1
             try:
+                if fatal:
+                    die_at(fatal)
                 life(folder, lambda line: os.write(write, f"{line}\n".encode()))
                 status = 0
             except BaseException:
@@ -82,10 +93,10 @@ class Child:
         self.listen(60)
 
     def end(self):
-        """Its exit status; 0 also where it was killed."""
+        """Whether it was killed, and its status."""
         os.close(self.pipe)
         status = os.waitpid(self.process, 0)[1]
-        return 0 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else status
+        return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
 
     def reported(self, kind):
         return [line.split()[1] for line in self.text.splitlines() if line.startswith(f"{kind} ")]
@@ -105,20 +116,15 @@ def main(folder, kills, seed):
         outcome["runs"] += 1
         run, last, child = folder / f"run-{outcome['runs']}", 0, None
         while not (child and child.reported("digest")):
-            child = Child(run)
-            if outcome["kills"] < kills:
-                if chance.random() < 0.5:  # in the middle of a save
-                    child.listen(60, "saving")
-                    alive = child.listen(chance.uniform(0.0, 0.7 * usual))
-                else:
-                    alive = child.listen(chance.uniform(0.0, 2.5 * usual))
-                if alive:
-                    child.kill()
-                    outcome["kills"] += 1
-                    outcome["during a save"] += any((run / "checkpoints").glob("*.tmp/*"))
-            else:
-                child.listen(60)
-            assert child.end() == 0, child.text
+            left = kills - outcome["kills"]
+            saving = left and chance.random() < 0.5
+            child = Child(run, fatal=chance.randrange(1, 20) if saving else None)
+            if child.listen(chance.uniform(0.0, 2.5 * usual) if left and not saving else 60):
+                child.kill()
+            killed, status = child.end()
+            assert killed or status == 0, child.text
+            outcome["kills"] += killed
+            outcome["during a save"] += bool(killed and saving)
             # Whatever was said to be committed is there, whole, and was what the next life began with.
             there = files.committed_steps(run / "checkpoints")
             assert not child.reported("restored") or int(child.reported("restored")[0]) >= last
@@ -128,9 +134,9 @@ def main(folder, kills, seed):
                 files.verify(checkpoint, 0, 1)
             outcome["steps"].add(files.step_of(there[-1]) if there else 0)
         outcome["same"] &= [f"digest {digest}" for digest in child.reported("digest")] == undisturbed[-1:]
-        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
-            f"step-{step:06d}" for step in (STEPS - 1, STEPS)
-        ]
+        names = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert names[-2:] == [f"step-{step:06d}" for step in (STEPS - 1, STEPS)], names
+        assert len(names) == 2 or child.reported("restored") == [str(STEPS)], names  # killed before the old one went
     print(json.dumps(outcome | {"steps": len(outcome["steps"])}))
 
 

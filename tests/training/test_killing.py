@@ -15,5 +15,5 @@ def test_runs_killed_fifty_times_end_as_one_that_was_not(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     outcome = json.loads(done.stdout)
-    assert outcome["kills"] == 50 and outcome["during a save"] >= 10
+    assert outcome["kills"] >= 50 and outcome["during a save"] >= 10
     assert outcome["same"]
