@@ -106,6 +106,7 @@ class Checkpoints:
         folder = files.step_folder(self.folder, progress.step)
         if folder == self.committed:
             return
+        state.reshard(model)
         if self.frozen is None:
             self.frozen = state.frozen_weights(model)
         weights, optimizer_state = state.trained_weights(model), state.optimizer_state(model, optimizer)

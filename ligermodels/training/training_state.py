@@ -30,11 +30,14 @@ def ranks() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
-def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained; of a sharded model as DTensors in the dtype that is stored."""
+def reshard(model: nn.Module) -> None:
+    """After a forward alone the root's parameters are still whole, and in the dtype of computation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward alone the root still holds whole weights, in the dtype of computation
+            module.reshard()
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     return {f"weights.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 

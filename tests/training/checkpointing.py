@@ -1,7 +1,8 @@
 """A small model, its optimizers and its steps, for the tests of checkpoints."""
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ligermodels.training.checkpoints import Checkpoints, Progress
@@ -13,7 +14,7 @@ VOCABULARY, WIDTH = 37, 16  # rows that two ranks do not share evenly
 
 
 class Net(nn.Module):
-    """An embedding tied to the head, two blocks with dropout, and a parameter that gets no gradient."""
+    """An embedding tied to the head, two blocks with dropout, a scale, and a parameter that gets no gradient."""
 
     def __init__(self, width=WIDTH, trained=""):
         super().__init__()
@@ -24,6 +25,7 @@ class Net(nn.Module):
         )
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.empty(1))  # of which a second rank has nothing
         self.unused = nn.Parameter(torch.empty(3))
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(trained in name)
@@ -32,7 +34,7 @@ class Net(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)
-        return nn.functional.cross_entropy(self.head(x), ids)
+        return nn.functional.cross_entropy(self.head(x * self.scale), ids)
 
     @torch.no_grad()
     def initialize(self, seed):
@@ -78,6 +80,17 @@ def new_run(make_optimizer=our_adamw, dtype=torch.float32, seed=1, **options):
     model.initialize(seed)
     torch.manual_seed(seed)
     model.to(dtype)
+    return model, make_optimizer(model)
+
+
+def new_sharded_run(mesh, make_optimizer=our_adamw, seed=1, **options):
+    """Computed with in bf16, kept in fp32; each rank has its own random numbers."""
+    model = Net(**options)
+    model.initialize(seed)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
+    torch.manual_seed(seed + 100 * distributed.get_rank())
     return model, make_optimizer(model)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import resource
@@ -29,6 +30,7 @@ from tests.training.checkpointing import (
     state_of,
     train,
 )  # fmt: skip
+from tests.training.test_parallel import torchrun
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # checkpoints.py does; pytest forgets
 
@@ -313,7 +315,7 @@ def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
         ({"width": 32}, r"misshapen: weights\.embed\.weight is \[37, 16\] instead of \[37, 32\]"),
         ({"dtype": torch.bfloat16}, r"weights\.embed\.weight is torch\.float32 instead of torch\.bfloat16"),
         ({"make_optimizer": muon}, r"its optimizer is AdamW, this run's is Muon and AdamW"),
-        ({"trained": "blocks"}, r"other frozen weights: embed\.weight, unused"),
+        ({"trained": "blocks"}, r"other frozen weights: embed\.weight, scale, unused"),
     ],
 )
 def test_another_model_or_optimizer_is_refused(other, message, tmp_path):
@@ -404,3 +406,37 @@ def test_the_model_of_the_tests_has_a_tie_and_a_parameter_without_a_gradient():
     train(model, optimizer, range(1))
     assert model.head.weight is model.embed.weight and model.unused not in optimizer.state
     assert isinstance(model, Net)
+
+
+# Ranks
+
+
+def test_ranks_save_together_and_any_number_of_them_goes_on(tmp_path):
+    """What two ranks check among themselves is in checkpoint_ranks.py."""
+    one = new_run()
+    train(*one, range(2))
+    save(tmp_path / "one", *one, step=2)
+    torch.save(state_of(*one), tmp_path / "one.pt")
+    done = torchrun(2, "-m", "tests.training.checkpoint_ranks", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-6000:]
+
+    for folder, make_optimizer in (("two", our_adamw), ("muon", muon), ("hybrid", our_adamw)):
+        said, run = [], new_run(make_optimizer, seed=2)
+        random = torch.get_rng_state()
+        assert restore(tmp_path / folder, *run, said.append) == Progress(step=2, rows=20, tokens=14, seconds=0.5)
+        assert len(said) == 1 and "random numbers (dropout) begin anew" in said[0]
+        assert_same(state_of(*run), torch.load(tmp_path / f"{folder}.pt") | {"random": random})
+    sizes = {name: shares(tmp_path / name / "step-000002") for name in ("two", "hybrid")}
+    assert sum(sizes["hybrid"]) == sum(sizes["two"])  # copies of the model are not saved twice
+    assert max(sizes["hybrid"]) < 0.7 * sum(sizes["hybrid"])  # and both write
+
+    with pytest.raises(CheckpointError, match=r"8-bit optimizer states are cut for 2 ranks: rank-\d\.optimizer\."):
+        restore(tmp_path / "eight-bit", *new_run(adamw_8bit, width=64), lambda line: None)
+
+
+def shares(checkpoint):
+    """The elements in each rank's file, without its random numbers."""
+    return [
+        sum(math.prod(x.shape) for name, x in read_header(file).items() if not name.startswith("rank-"))
+        for file in sorted(checkpoint.glob("*.safetensors"))
+    ]
