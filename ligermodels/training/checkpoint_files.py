@@ -88,7 +88,6 @@ class Writer(HuggingFaceStorageWriter):
             raise CheckpointError(
                 f"{newer[-1]}: is of another run; go on from it by --resume, or choose another --output"
             )
-        self.temporary.mkdir(parents=True, exist_ok=True)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         file = self.temporary / f"rank-{plan.storage_data['shard_index'] - 1:05d}{SUFFIX}"
@@ -140,15 +139,21 @@ def verify(checkpoint: Path, share: int, shares: int) -> None:
     """Compares every so many-th file with its hash, and the names of all. Raises CheckpointError naming the file."""
     manifest = read_manifest(checkpoint)
     for name in sorted(manifest)[share::shares]:
-        file = safe_file(checkpoint, name)
-        if described(file) != manifest[name]:
-            raise CheckpointError(f"{file}: damaged: not the bytes that were written; {instead_of(checkpoint)}")
+        file = verified(checkpoint, name, manifest)
         if file.suffix == SUFFIX:
             read_header(file)
 
 
+def verified(checkpoint: Path, name: str, manifest: Mapping[str, Any]) -> Path:
+    file = safe_file(checkpoint, name)
+    if described(file) != manifest.get(name):
+        raise CheckpointError(f"{file}: damaged: not the bytes that were written; {instead_of(checkpoint)}")
+    return file
+
+
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    file = safe_file(checkpoint, RECORD)
+    """What is known of a checkpoint besides its tensors. Raises CheckpointError."""
+    file = verified(checkpoint, RECORD, read_manifest(checkpoint))
     record = read_json(file)
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{file}: format is {record.get('format')!r}, this version reads {FORMAT}; use that one")

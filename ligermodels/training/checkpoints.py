@@ -10,7 +10,6 @@ checkpoint_files.py how it lies on disk.
 """
 
 import dataclasses
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training import checkpoint_files as files
 from ligermodels.training import training_state as state
+from ligermodels.training.adamw import AdamW
 from ligermodels.weights.files import shortened
 from ligermodels.weights.loading import local_part
 from ligermodels.weights.writing import not_written
@@ -60,6 +60,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, settings: Mapping[str, Any]) -> None:
         self.folder, self.keep, self.settings = folder, keep, settings
         self.group = distributed.new_group(backend="gloo") if distributed.is_initialized() else None
+        self.ranks: dict[str, Any] = {"process_group": self.group, "no_dist": self.group is None}
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.stager = DefaultStager(
@@ -97,7 +98,7 @@ class Checkpoints:
         if running is not None:
             running.result()
 
-    def save(self, model: nn.Module, optimizer: Any, progress: Progress) -> None:
+    def save(self, model: nn.Module, optimizer: AdamW, progress: Progress) -> None:
         """Takes a copy of the run's state, to be written and committed in the background. Every rank calls.
 
         Waits for the save before it, and raises what that raised. A step that is committed already is left as it is.
@@ -117,8 +118,7 @@ class Checkpoints:
             "settings": dict(self.settings),
             "ranks": state.ranks(),
             "device": self.device.type,
-            "optimizer": state.kind(optimizer),
-            "updated": state.updated(model, optimizer),
+            "optimizer": type(optimizer).__name__,
             "frozen": self.frozen,
         }
         staged: Any = self.stager.stage({name: local_part(tensor)[0] for name, tensor in tensors.items()})
@@ -127,7 +127,7 @@ class Checkpoints:
     def write(self, writer: files.Writer, tensors: dict[str, Tensor], staged: Mapping[str, Tensor]) -> None:
         """In the thread. The library sees to it that all ranks fail where one does."""
         try:
-            dcp.save(tensors, storage_writer=writer, planner=files.StagedPlanner(staged), process_group=self.group)
+            dcp.save(tensors, storage_writer=writer, planner=files.StagedPlanner(staged), **self.ranks)
         except CheckpointException as failure:
             if state.rank() == 0:
                 shutil.rmtree(writer.temporary, ignore_errors=True)
@@ -143,31 +143,28 @@ class Checkpoints:
         latest = self.latest()
         return None if latest is None else files.read_record(latest)["settings"]
 
-    def restore(self, model: nn.Module, optimizer: Any, say: Callable[[str], Any]) -> Progress | None:
+    def restore(self, model: nn.Module, optimizer: AdamW, say: Callable[[str], Any]) -> Progress | None:
         """The run's state of the newest checkpoint, and how far it was; None if there is none. Every rank calls.
 
-        model: in memory, its frozen weights loaded. optimizer: new; it gets its state here.
-        say: is told, in a line, what is not exact on another number of ranks. Gradients are gone after it.
+        model: in memory, its frozen weights loaded. say: is told, in a line, what is not exact on other ranks.
         Raises CheckpointError on all ranks, before anything is changed, where a file is not the one that was written,
-        the frozen weights are not those of the run, or the optimizer is another; before anything is loaded, where
-        names, shapes or dtypes differ.
+        the frozen weights are not those of the run, the optimizer is another, or names, shapes or dtypes differ.
         """
         checkpoint = self.together(self.latest)
         if checkpoint is None:
             return None
+        state.reshard(model)
         self.together(files.verify, checkpoint, state.rank(), state.ranks())
         record = files.read_record(checkpoint)
         self.frozen = state.frozen_weights(model)
-        refuse_other_run(checkpoint, record, state.kind(optimizer), self.frozen)
-        if record["updated"]:
-            state.make_optimizer_state(model, optimizer, set(record["updated"]))
+        refuse_other_run(checkpoint, record, type(optimizer).__name__, self.frozen)
         tensors = state.trained_weights(model) | state.optimizer_state(model, optimizer)
         reader = HuggingFaceStorageReader(str(checkpoint))
-        self.together(refuse_misfits, checkpoint, record["ranks"], reader.read_metadata().state_dict_metadata, tensors)
+        self.together(refuse_misfits, checkpoint, reader.read_metadata().state_dict_metadata, tensors)
         exact = record["ranks"] == state.ranks() and record["device"] == self.device.type
         random = state.random_numbers(self.device) if exact else {}
         try:
-            dcp.load(tensors | random, storage_reader=reader, process_group=self.group)
+            dcp.load(tensors | random, storage_reader=reader, **self.ranks)
         except CheckpointException as failure:
             raise cause(failure, checkpoint) from failure
         if exact:
@@ -205,10 +202,11 @@ def cause(failure: CheckpointException, folder: Path) -> BaseException:
     return not_written(folder, error) if isinstance(error, OSError) else error
 
 
-def refuse_other_run(checkpoint: Path, record: Mapping[str, Any], optimizer: Any, frozen: Mapping[str, Any]) -> None:
+def refuse_other_run(checkpoint: Path, record: Mapping[str, Any], optimizer: str, frozen: Mapping[str, Any]) -> None:
     if optimizer != record["optimizer"]:
-        was, now = " and ".join(record["optimizer"]), " and ".join(optimizer)
-        raise CheckpointError(f"{checkpoint}: its optimizer is {was}, this run's is {now}; give the same --optimizer")
+        raise CheckpointError(
+            f"{checkpoint}: its optimizer is {record['optimizer']}, not {optimizer}; give the same --optimizer"
+        )
     then = record["frozen"]
     different = sorted(name for name in then.keys() | frozen.keys() if then.get(name) != frozen.get(name))
     if different:
@@ -218,17 +216,9 @@ def refuse_other_run(checkpoint: Path, record: Mapping[str, Any], optimizer: Any
         )
 
 
-def refuse_misfits(
-    checkpoint: Path, ranks: int, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Tensor]
-) -> None:
-    """ranks: of the checkpoint. wanted: the tensors of this rank's model and optimizer."""
-    cut = [name for name in stored if re.match(r"rank-\d+\.optimizer\.", name)]
-    if cut and ranks != state.ranks():
-        raise CheckpointError(
-            f"{checkpoint}: its 8-bit optimizer states are cut for {ranks} ranks: {shortened(cut)}; resume on as many"
-        )
-    others = re.compile(rf"rank-(?!{state.rank()}\.)|rank-\d+\.random\.")
-    there = {name: kept for name, kept in stored.items() if not others.match(name)}
+def refuse_misfits(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Tensor]) -> None:
+    """wanted: the tensors of this run's model and optimizer."""
+    there = {name: kept for name, kept in stored.items() if not name.startswith("rank-")}
     both = {name: (there[name], wanted[name]) for name in wanted if name in there}
     faults = {
         "missing": [name for name in wanted if name not in there],

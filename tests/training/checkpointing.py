@@ -1,16 +1,29 @@
 """A small model, its optimizers and its steps, for the tests of checkpoints."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
+from ligermodels.layers.mlp import GatedMLP
 from ligermodels.training.checkpoints import Checkpoints, Progress
-from ligermodels.training.optimizer import adamw, set_learning_rate
-from ligermodels.training.training_state import parts
+from ligermodels.training.optimizers import build_optimizer, set_learning_rate
 from ligermodels.weights.sharding import whole
 
 VOCABULARY, WIDTH = 37, 16  # rows that two ranks do not share evenly
+
+
+class Block(nn.Module):
+    """One of our layers, and dropout."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.mlp = GatedMLP(SimpleNamespace(hidden_size=width, intermediate_size=2 * width, activation="silu"))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.dropout(self.mlp(None, x, None)[0])
 
 
 class Net(nn.Module):
@@ -19,10 +32,7 @@ class Net(nn.Module):
     def __init__(self, width=WIDTH, trained=""):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Dropout(0.5), nn.Linear(3 * width, width))
-            for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.empty(1))  # of which a second rank has nothing
@@ -31,59 +41,33 @@ class Net(nn.Module):
             parameter.requires_grad_(trained in name)
 
     def forward(self, ids):
-        x = self.embed(ids)
+        x = self.embed(ids[None])
         for block in self.blocks:
-            x = x + block(x)
-        return nn.functional.cross_entropy(self.head(x * self.scale), ids)
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x * self.scale)[0], ids)
 
     @torch.no_grad()
     def initialize(self, seed):
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(parameter.shape[-1] ** -0.5 * torch.randn(parameter.shape, generator=generator))
 
 
-class Two:
-    """An optimizer made of two."""
-
-    def __init__(self, matrices, others):
-        self.optimizers = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-def our_adamw(model):
-    optimizer = adamw(model, weight_decay=0.1)
-    set_learning_rate(optimizer, 1e-2)
+def new_optimizer(model, name="adamw", states=None):
+    optimizer = build_optimizer(model, name, states=states)
+    set_learning_rate(optimizer, 1e-3)
     return optimizer
 
 
-def muon(model):
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return Two([p for p in trained if p.ndim == 2], [p for p in trained if p.ndim != 2])
-
-
-def adamw_8bit(model):
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit([p for p in model.parameters() if p.requires_grad], lr=1e-4, block_size=64)
-
-
-def new_run(make_optimizer=our_adamw, dtype=torch.float32, seed=1, **options):
+def new_run(optimizer="adamw", dtype=torch.float32, states=None, seed=1, **options):
     model = Net(**options)
     model.initialize(seed)
     torch.manual_seed(seed)
     model.to(dtype)
-    return model, make_optimizer(model)
+    return model, new_optimizer(model, optimizer, states)
 
 
-def new_sharded_run(mesh, make_optimizer=our_adamw, seed=1, **options):
+def new_sharded_run(mesh, optimizer="adamw", seed=1, **options):
     """Computed with in bf16, kept in fp32; each rank has its own random numbers."""
     model = Net(**options)
     model.initialize(seed)
@@ -91,7 +75,7 @@ def new_sharded_run(mesh, make_optimizer=our_adamw, seed=1, **options):
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
     torch.manual_seed(seed + 100 * distributed.get_rank())
-    return model, make_optimizer(model)
+    return model, new_optimizer(model, optimizer)
 
 
 def train(model, optimizer, steps):
@@ -107,19 +91,10 @@ def state_of(model, optimizer):
     """All that a run consists of, whole."""
     state = {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for part in parts(optimizer):
-        for parameter, values in part.state.items():
-            for key, value in values.items():
-                state |= pieces(f"{names[parameter]}.{key}", value)
+    optimizer.create_states()  # of the parameter that has no gradient
+    for parameter, values in optimizer.state.items():
+        state |= {f"{names[parameter]}.{key}": whole(value).clone() for key, value in values.items()}
     return state | {"random": torch.get_rng_state()}
-
-
-def pieces(name, value):
-    """A tensor, whole; this rank's codes and scales of one that is made of them."""
-    local = value._local_tensor if isinstance(value, DTensor) else value
-    if hasattr(local, "codes"):
-        return {f"{name}.codes": local.codes.clone(), f"{name}.scale": local.scale.clone()}
-    return {name: whole(value).clone()}
 
 
 def assert_same(got, expected):
