@@ -376,6 +376,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
         temporary, *(f"{temporary}/{name}" for name in ("rank-00000.safetensors", "training.json", "manifest.json"))
     }  # fmt: skip
     assert synced[named + 1 :] == [str(tmp_path)]
+    assert synced.count(f"{temporary}/rank-00000.safetensors") == 2  # by the host that wrote it, and by rank 0
 
 
 def test_the_model_of_the_tests_has_a_tie_and_a_parameter_without_a_gradient():
