@@ -1,6 +1,7 @@
 """What is saved is what training goes on from, to the bit; what cannot be used is refused by name."""
 
 import errno
+import gc
 import json
 import math
 import os
@@ -10,7 +11,8 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from ligermodels.errors import CheckpointError
 from ligermodels.training import checkpoint_files as files
@@ -18,7 +20,7 @@ from ligermodels.training import training_state
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.weights import writing
 from ligermodels.weights.files import read_header
-from tests.training.checkpointing import Net, assert_same, new_run, restore, save, state_of, train
+from tests.training.checkpointing import Net, assert_same, new_run, new_sharded_run, restore, save, state_of, train
 from tests.training.test_parallel import torchrun
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # checkpoints.py does; pytest forgets
@@ -407,6 +409,23 @@ def test_ranks_save_together_and_any_number_of_them_goes_on(tmp_path):
     sizes = {name: shares(tmp_path / name / "step-000002") for name in ("two", "hybrid")}
     assert sum(sizes["hybrid"]) == sum(sizes["two"])  # copies of the model are not saved twice
     assert max(sizes["hybrid"]) < 0.7 * sum(sizes["hybrid"])  # and both write
+
+
+@pytest.fixture
+def mesh_of_one():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    gc.collect()  # what is sharded holds the group, in cycles
+    distributed.destroy_process_group()
+
+
+def test_a_single_process_goes_on_whether_its_model_is_sharded_or_not(tmp_path, mesh_of_one):
+    run = new_sharded_run(mesh_of_one)
+    train(*run, range(2))
+    save(tmp_path, *run, step=2)
+    for resumed in (new_run(seed=2), new_sharded_run(mesh_of_one, seed=2)):
+        restore(tmp_path, *resumed)  # to the bit: it would say if not
+        assert_same(state_of(*resumed), state_of(*run))
 
 
 def shares(checkpoint):
