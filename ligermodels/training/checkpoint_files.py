@@ -58,22 +58,22 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-class StagedPlanner(DefaultSavePlanner):
+class CopiesPlanner(DefaultSavePlanner):
     """Plans by the tensors of the model, and takes their values from copies on the host."""
 
-    def __init__(self, staged: Mapping[str, Tensor]) -> None:
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.staged = staged
+        self.copies = copies
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.staged[index.fqn]
+        return self.copies[index.fqn]
 
 
 class Writer(HuggingFaceStorageWriter):
     """Writes a checkpoint beside its final name; the last step of rank 0, which sees what all ranks wrote, commits it.
 
-    What the library would do with the tensors instead is to copy them twice in memory, holding up the thread that
-    trains for 0.7 s a GB; here they go to the file from where they are.
+    What the library would do with the tensors instead is to copy them twice in memory, which holds up the thread that
+    trains for about a second a GiB; here they go to the file from where they are.
     """
 
     def __init__(self, folder: Path, record: Mapping[str, Any], keep: int) -> None:

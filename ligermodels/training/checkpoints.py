@@ -24,14 +24,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training import checkpoint_files as files
 from ligermodels.training import training_state as state
 from ligermodels.training.adamw import AdamW
 from ligermodels.weights.files import shortened
-from ligermodels.weights.loading import local_part
 from ligermodels.weights.writing import not_written
 
 T = TypeVar("T")
@@ -54,7 +52,8 @@ class Checkpoints:
     """The checkpoints in a folder. A context manager, within the process group's life; every rank makes it.
 
     keep: how many of the newest stay, at least 1. settings: of the run, as JSON values; kept in each checkpoint.
-    A save is staged in host memory, pinned for a GPU: as much of it as a rank holds of weights and optimizer state.
+    The first save takes as much host memory, pinned for a GPU, as a rank holds of weights and optimizer state; the next
+    ones use it again, and are faster.
     """
 
     def __init__(self, folder: Path, keep: int, settings: Mapping[str, Any]) -> None:
@@ -63,11 +62,7 @@ class Checkpoints:
         self.ranks: dict[str, Any] = {"process_group": self.group, "no_dist": self.group is None}
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-            )
-        )
+        self.copies = state.HostCopies()
         self.thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self.running: futures.Future[None] | None = None
         self.frozen: dict[str, list[Any]] | None = None  # they do not change: known once, known for the run
@@ -79,8 +74,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        self.thread.shutdown()  # also when the run fails: what has been staged is worth having
-        self.stager.close()
+        self.thread.shutdown()  # also when the run fails: what has been copied is worth having
         if error is None:
             self.wait()
 
@@ -121,13 +115,13 @@ class Checkpoints:
             "optimizer": type(optimizer).__name__,
             "frozen": self.frozen,
         }
-        staged: Any = self.stager.stage({name: local_part(tensor)[0] for name, tensor in tensors.items()})
-        self.running = self.thread.submit(self.write, files.Writer(folder, record, self.keep), tensors, staged)
+        copies = self.copies.of(tensors)
+        self.running = self.thread.submit(self.write, files.Writer(folder, record, self.keep), tensors, copies)
 
-    def write(self, writer: files.Writer, tensors: dict[str, Tensor], staged: Mapping[str, Tensor]) -> None:
+    def write(self, writer: files.Writer, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> None:
         """In the thread. The library sees to it that all ranks fail where one does."""
         try:
-            dcp.save(tensors, storage_writer=writer, planner=files.StagedPlanner(staged), **self.ranks)
+            dcp.save(tensors, storage_writer=writer, planner=files.CopiesPlanner(copies), **self.ranks)
         except CheckpointException as failure:
             if state.rank() == 0:
                 shutil.rmtree(writer.temporary, ignore_errors=True)

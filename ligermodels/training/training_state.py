@@ -48,6 +48,26 @@ def optimizer_state(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     return {f"optimizer.{name}.{key}": value for name, state in states.items() for key, value in state}
 
 
+class HostCopies:
+    """Tensors' values in host memory, pinned for those on a GPU, which is taken once and used again."""
+
+    def __init__(self) -> None:
+        self.memory: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of each, complete when it returns. Overwrites what it returned before."""
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            local, _ = local_part(tensor)
+            key = name, local.shape, local.dtype
+            if key not in self.memory:
+                self.memory[key] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            copies[name] = self.memory[key].copy_(local, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copies
+
+
 def random_numbers(device: torch.device) -> dict[str, Tensor]:
     """The state of this rank's generators."""
     states = {f"rank-{rank()}.random.cpu": torch.get_rng_state()}
