@@ -39,7 +39,7 @@ from ligermodels.training.optimizers import build_optimizer, clipped_step, set_l
 from ligermodels.training.out_of_memory import explained
 from ligermodels.training.plan import memory_needs, plan
 from ligermodels.training.profile import StepProfiler
-from ligermodels.training.recompute import recompute
+from ligermodels.training.recompute import keeps_gathered, recompute
 from ligermodels.training.resuming import ADAPTER, CHECKPOINTS, MODEL, refuse_other_data, refuse_resuming
 from ligermodels.training.run_folder import default_folder, locked, new_folder
 from ligermodels.training.schedules import default_peak, learning_rate
@@ -69,9 +69,11 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
     data = open_data(args, folder, model.config.vocab_size, world)
     needs = memory_needs(model, args, world, computed)
     recomputed = recompute(model, args.recompute, world, needs)
+    keep_gathered = keeps_gathered(world, needs, recomputed)
     run = plan(
         model, args, world, description=data.description, rows=len(data.training),
-        validation_rows=len(data.validation), memory=needs(recomputed=recomputed), recomputed=recomputed,
+        validation_rows=len(data.validation), recomputed=recomputed,
+        memory=needs(recomputed=recomputed, keep_gathered=keep_gathered),
     )  # fmt: skip
     if args.dry_run:
         return print(run.text()) if world.is_first else None
@@ -91,7 +93,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         if args.compile:
             compile_blocks(model)
         flops, peak_of_one = flops_per_token(model, args.sequence_length), peak_flops(world.device, args.dtype)
-        parallel.shard(model, world, computed, replicas=args.replicas)
+        parallel.shard(model, world, computed, replicas=args.replicas, keep_gathered=keep_gathered)
         model.to_empty(device=world.device)
         if folder is None:
             model.initialize(args.seed)
