@@ -178,9 +178,13 @@ def reduce_gradients(model: nn.Module, now: bool) -> None:
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """The joint norm of all gradients, over all ranks: a device scalar, fp32."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+    """The joint norm of all gradients, over all ranks: a device scalar, fp32.
+
+    As of torch's get_total_norm, which however rounds the norm of bf16 gradients to bf16.
+    """
+    norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None], 2.0, torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:
