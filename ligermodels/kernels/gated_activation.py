@@ -13,12 +13,13 @@ Maths: Shazeer 2020, https://arxiv.org/abs/2002.05202; Hendrycks & Gimpel 2016, 
 import functools
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import Node, cdiv, kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 
 MAX_TILE = 1024  # columns of one program of four warps
 
@@ -112,26 +113,38 @@ def tiles_of(columns: int) -> tuple[int, int]:
     return cdiv(columns, tile), tile
 
 
+@functools.cache
+def _forward(width: int, activation: str) -> tuple[Launcher, int, int]:
+    """What launches forward on rows of `width` gates and ups, the columns of y, and how many tiles cover them."""
+    tiles, tile = tiles_of(width // 2)
+    return _forward_kernel.bind(COLUMNS=width // 2, ACTIVATION=activation, TILE=tile), width // 2, tiles
+
+
 def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
-    y = _fake_forward(gate_up, activation)
-    columns = y.shape[-1]
-    if y.numel():
-        tiles, tile = tiles_of(columns)
+    *batch, width = gate_up.shape
+    launch, columns, tiles = _forward(width, activation)
+    y = gate_up.new_empty(*batch, columns)
+    if size := y.numel():
         gate_up, stride = rows_of(gate_up)
-        launch = _forward_kernel.bind(COLUMNS=columns, ACTIVATION=activation, TILE=tile)
-        launch(y.numel() // columns * tiles, gate_up, y, stride)
+        launch(size // columns * tiles, gate_up, y, stride)
     return y
 
 
-def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -> tuple[Tensor, Tensor]:
-    dgate_up, y = _fake_backward(dy, gate_up, activation, emit)
-    columns = dy.shape[-1]
-    if dy.numel():
-        tiles, tile = tiles_of(columns)
-        programs = dy.numel() // columns * tiles
+@functools.cache
+def _backward(columns: int, activation: str, emit: bool) -> tuple[Launcher, int]:
+    """What launches backward, and how many tiles cover a row."""
+    tiles, tile = tiles_of(columns)
+    return _backward_kernel.bind(COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile), tiles
+
+
+def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -> tuple[Tensor, Tensor | None]:
+    dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    y = torch.empty_like(dy, dtype=gate_up.dtype, memory_format=torch.contiguous_format) if emit else None
+    if size := dy.numel():
+        columns = dy.shape[-1]
+        launch, tiles = _backward(columns, activation, emit)
         (dy, dy_stride), (gate_up, stride) = rows_of(dy), rows_of(gate_up)
-        launch = _backward_kernel.bind(COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile)
-        launch(programs, dy, gate_up, dgate_up, y, dy_stride, stride)
+        launch(size // columns * tiles, dy, gate_up, dgate_up, dgate_up if y is None else y, dy_stride, stride)
     return dgate_up, y
 
 
@@ -140,8 +153,7 @@ def _fake_forward(gate_up, activation):
 
 
 def _fake_backward(dy, gate_up, activation, emit):
-    y = gate_up.new_empty(*dy.shape) if emit else gate_up.new_empty(0)
-    return gate_up.new_empty(*gate_up.shape), y
+    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape) if emit else None
 
 
 gated_activation_forward = register(

@@ -12,8 +12,9 @@ from torch import Tensor
 
 def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """[B, T, (Hq + 2 Hkv) D] as views q [B, T, Hq, D], k and v [B, T, Hkv, D]."""
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    # Tensor.split takes microseconds to come to this.
+    # Tensor.unflatten and Tensor.split take microseconds to come to this.
+    (batch, length, width), total = qkv.shape, num_heads + 2 * num_kv_heads
+    heads = qkv.view(batch, length, total, width // total)
     q, k, v = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 2)
     return q, k, v
 

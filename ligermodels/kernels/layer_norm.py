@@ -9,14 +9,17 @@ Moves 2 M N elements forward, 3 M N backward: bound by memory bandwidth.
 Maths: Ba, Kiros & Hinton 2016, https://arxiv.org/abs/1607.06450.
 """
 
+import functools
+
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.early import await_previous
-from ligermodels.kernels.op import Node, kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, sum_both, tiles_of, widened_again, zero_beyond
+from ligermodels.kernels.rows import backward_tile, forward_tile, programs_of, sum_both, widened_again, zero_beyond
 
 FORWARD_ELEMENTS = 40  # of a row a thread, at most: fewer warps wait for each other's two sums
 
@@ -51,14 +54,25 @@ def _forward_kernel(
     tl.store(stats_ptr + rows + row, rstd, row < rows)
 
 
+@triton.jit
+def _leave(share, partial_ptr, gradient_ptr, column, in_row, alone):
+    """A program's share of a gradient, which is all of it where the program is alone."""
+    share = tl.sum(share, 0)[None, :]
+    if alone:
+        tl.store(gradient_ptr + column, share.to(gradient_ptr.dtype.element_ty), in_row)
+    else:
+        tl.store(partial_ptr + column, share, in_row)
+
+
 @kernel(do_not_specialize=["rows"])
 def _backward_kernel(
-    dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dy_stride, x_stride, rows,
+    dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, dbias_ptr, dy_stride, x_stride, rows,
     WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers.
 
+    One alone leaves dw and db themselves, and no partials.
     From the last tile to the first: what was written or read last before may still be in the cache.
     """
     await_previous(EARLY)
@@ -89,43 +103,64 @@ def _backward_kernel(
         g = dy * zero_beyond(widened_again(stored_weight), in_row)
         dx = rstd * (g - g_mean / COLUMNS - normed * (gn_mean / COLUMNS))
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
+    alone = tl.num_programs(0) == 1
     partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))
     if WEIGHT_GRAD:
-        tl.store(partials_ptr + column, tl.sum(dweight, 0)[None, :], in_row)
+        _leave(dweight, partials_ptr, dweight_ptr, column, in_row, alone)
     if BIAS_GRAD:
-        tl.store(partials_ptr + COLUMNS * WEIGHT_GRAD + column, tl.sum(dbias, 0)[None, :], in_row)
+        _leave(dbias, partials_ptr + COLUMNS * WEIGHT_GRAD, dbias_ptr, column, in_row, alone)
+
+
+@functools.cache
+def _forward(columns: int, bias: bool, device: torch.device) -> tuple[Launcher, int]:
+    """What launches forward, and how many rows a program norms."""
+    tile = forward_tile(columns, FORWARD_ELEMENTS, device)
+    return _forward_kernel.bind(BIAS=bias, **tile), tile["ROWS"]
 
 
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS, x.device)
+    columns = x.shape[-1]
+    launch, tile_rows = _forward(columns, bias is not None, x.device)
     x, x_stride = rows_of(x)
-    rows = x.numel() // tile["COLUMNS"]
-    stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)
+    rows = x.numel() // columns
+    stats = x.new_empty(2, rows, dtype=torch.float32)
     if rows:
-        _forward_kernel.bind(BIAS=bias is not None, **tile)(
-            tiles_of(rows, tile),
-            x, weight.contiguous(), (weight if bias is None else bias).contiguous(), y, stats, x_stride, rows, eps,
-        )  # fmt: skip
+        bias = weight if bias is None else bias
+        programs = cdiv(rows, tile_rows)
+        launch(programs, x, weight.contiguous(), bias.contiguous(), y, stats, x_stride, rows, eps)
     return y, stats
+
+
+@functools.cache
+def _backward(
+    columns: int, itemsize: int, device: torch.device, weight_grad: bool, bias_grad: bool
+) -> tuple[Launcher, int, int]:
+    """What launches backward, how many rows a tile has, and how many programs there are at most."""
+    tile, programs = backward_tile(columns, 3, itemsize, device)
+    return _backward_kernel.bind(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile), tile["ROWS"], programs
 
 
 def _launch_backward(
     dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (dy, dy_stride), (x, x_stride), rows = rows_of(dy), rows_of(x), stats.shape[1]
-    tile, programs = backward_tile(x.shape[-1], 3, x.itemsize, x.device)
-    programs = min(tiles_of(rows, tile), programs)
-    weights = (weight,) * (weight_grad + bias_grad)
-    partials = stats.new_empty(programs, len(weights) * tile["COLUMNS"])
+    dweight = torch.empty_like(weight) if weight_grad else None
+    dbias = torch.empty_like(weight) if bias_grad else None
+    columns, rows = x.shape[-1], stats.shape[1]
+    launch, tile_rows, most = _backward(columns, x.itemsize, x.device, weight_grad, bias_grad)
+    programs = programs_of(cdiv(rows, tile_rows), most)
+    (dy, dy_stride), (x, x_stride) = rows_of(dy), rows_of(x)
+    summed = [] if programs == 1 else [gradient for gradient in (dweight, dbias) if gradient is not None]
+    partials = stats.new_empty(programs, len(summed) * columns) if summed else stats
     if rows:
-        _backward_kernel.bind(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile)(
-            programs, dy, x, stats, weight.contiguous(), dx, partials, dy_stride, x_stride, rows
-        )
-    gradients = sum_partials(partials, *weights) if weights else []
-    dweight = gradients[0] if weight_grad else weight.new_empty(0)
-    return dx, dweight, gradients[-1] if bias_grad else weight.new_empty(0)
+        launch(
+            programs, dy, x, stats, weight.contiguous(), dx, partials,
+            partials if dweight is None else dweight, partials if dbias is None else dbias, dy_stride, x_stride, rows,
+        )  # fmt: skip
+    if summed:
+        sum_partials(partials, *summed)
+    return dx, dweight, dbias
 
 
 def _fake_forward(x, weight, bias, eps):
@@ -133,7 +168,7 @@ def _fake_forward(x, weight, bias, eps):
 
 
 def _fake_backward(dy, x, stats, weight, weight_grad, bias_grad):
-    dweight, dbias = (weight.new_empty(weight.shape if needed else 0) for needed in (weight_grad, bias_grad))
+    dweight, dbias = (weight.new_empty(weight.shape) if needed else None for needed in (weight_grad, bias_grad))
     return x.new_empty(x.shape), dweight, dbias
 
 

@@ -73,16 +73,18 @@ def rows_in(piece: slice, x: Tensor) -> Tensor:
 
 def _chunks_of_logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits) of each chunk, all in the same memory: `buffer`'s, where one of enough elements is given."""
-    rows, width = hidden.shape[0], round_up(weight.shape[0])
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    width = round_up(vocab)
     if buffer is None:
-        chunk = min(chunk_rows(rows, weight.shape[0], hidden.dtype), rows)
-        buffer = torch.empty(chunk, width, dtype=hidden.dtype, device=hidden.device)
+        chunk = min(chunk_rows(rows, vocab, hidden.dtype), rows)
+        buffer = hidden.new_empty(chunk, width)
     else:
         chunk = aligned(buffer.numel() // width)
         buffer = buffer[: chunk * width].view(chunk, width)
+    buffer = buffer if width == vocab else buffer[:, :vocab]
     for start in range(0, rows, max(chunk, 1)):
         piece = slice(start, min(start + chunk, rows))
-        logits = buffer[: piece.stop - start, : weight.shape[0]]
+        logits = rows_in(slice(0, piece.stop - start), buffer)
         yield piece, torch.mm(rows_in(piece, hidden), weight.T, out=logits)
 
 
@@ -247,9 +249,9 @@ class _ReducedLoss(Node):
     @staticmethod
     def backward(ctx, dloss):
         (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
-        scale = dloss * factor
-        dhidden = scaled(dhidden, scale, 1 / GRADIENT_SCALE, ctx.dtype) if hidden_grad else None
-        dweight = scaled(dweight, scale, 1 / GRADIENT_SCALE, ctx.dtype) if weight_grad else None
+        scale = dloss, factor, 1 / GRADIENT_SCALE
+        dhidden = scaled(dhidden, *scale, ctx.dtype) if hidden_grad else None
+        dweight = scaled(dweight, *scale, ctx.dtype) if weight_grad else None
         return dhidden, dweight, *[None] * 9
 
 
@@ -318,7 +320,7 @@ def linear_cross_entropy(
             z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
     rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])  # a view is a node of the graph
-    flat = targets.reshape(-1).contiguous()
+    flat = targets.contiguous() if targets.ndim == 1 else targets.reshape(-1).contiguous()
     # Lean gradients wait for their upstream gradient in the inputs' dtype: in fp16 they might underflow before a loss
     # scale reaches them, and are taken in backward instead.
     if reduction == "none" or (lean and hidden.dtype == torch.float16):

@@ -10,6 +10,7 @@ Three paths, chosen per call:
 """
 
 import functools
+import math
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -63,18 +64,27 @@ def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]
     """Registers `ligermodels::<schema>` and returns the function to call it by.
 
     schema: as in native_functions.yaml; an argument that is written to is declared, as `Tensor(a!)`.
-    launcher: runs the kernels; its first argument is a tensor.
+    launcher: runs the kernels; its first argument is a tensor. Of several outputs, one that was not asked for may be
+        None, which costs no allocation; to whoever traces, it is a tensor of no elements.
     fake: the outputs' shapes, dtypes and strides from the inputs' alone.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, launcher, "CUDA")  # ROCm's dispatch key as well
-    LIBRARY.impl(name, launcher, "CPU")  # reached under TRITON_INTERPRET=1 only
-    torch.library.register_fake(f"ligermodels::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, _without_none(launcher), "CUDA")  # ROCm's dispatch key as well
+    LIBRARY.impl(name, _without_none(launcher), "CPU")  # reached under TRITON_INTERPRET=1 only
+    torch.library.register_fake(f"ligermodels::{name}", _without_none(fake), lib=LIBRARY)
     registered = getattr(torch.ops.ligermodels, name).default
 
     def call(*args: Any) -> Any:
         return registered(*args) if traced(args) else launcher(*args)
+
+    return call
+
+
+def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        outputs = function(*args)
+        return tuple(args[0].new_empty(0) if x is None else x for x in outputs) if type(outputs) is tuple else outputs
 
     return call
 
@@ -115,8 +125,8 @@ class Launcher:
     def __init__(self, jit: Any, **constants: Any) -> None:
         self.jit, self.constants = jit, constants
         self.pointers = sum(name.endswith("_ptr") for name in jit.arg_names)
-        self.kinds_of = functools.lru_cache(1024, typed=True)(_kinds_of)  # 1 is not 1.0 here
-        self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self.kinds: dict[tuple[Any, ...], list[Any]] = {}
+        self.find = functools.lru_cache(1024, typed=True)(self._find)  # 1 is not 1.0 here
 
     def __call__(self, programs: int, *args: Any) -> None:
         """Launches so many programs on the first tensor's device, in its current stream."""
@@ -129,23 +139,26 @@ class Launcher:
         else:
             tensors, numbers = args[: self.pointers], args[self.pointers :]
             addresses = [*map(_address_of, tensors)]
-            key = (device, *map(_dtype_of, tensors), *self.kinds_of(*numbers))
-            if functools.reduce(operator.or_, addresses) % 16:
-                key += tuple(x % 16 == 0 for x in addresses)
-            compiled = self.compiled.get(key)
-            if compiled is None:
-                self.compiled[key] = self._compile(programs, args)
-                return
-            launch, function, metadata, last = compiled
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            hooks = None, None, None
-            launch(programs, 1, 1, stream, function, metadata, *hooks, *addresses, *numbers, *last)
+            aligned = None if math.gcd(16, *addresses) == 16 else tuple(x % 16 == 0 for x in addresses)
+            compiled = self.find(device, aligned, *map(_dtype_of, tensors), *numbers)
+            if compiled:
+                launch, front, back = compiled
+                stream = torch._C._cuda_getCurrentRawStream(device)
+                launch(programs, 1, 1, stream, *front, *addresses, *numbers, *back)
+            else:
+                compiled += self._compile(programs, args)
+
+    def _find(self, device: int, aligned: tuple[bool, ...] | None, *kinds: Any) -> list[Any]:
+        """What `_compile` returned for such dtypes and numbers; the empty list to put it in where there was nothing."""
+        dtypes, numbers = kinds[: self.pointers], kinds[self.pointers :]
+        return self.kinds.setdefault((device, aligned, *dtypes, *_kinds_of(*numbers)), [])
 
     def _compile(self, programs: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Launches through Triton; returns what the same launch takes without it, and the constants it ends with."""
+        """Launches through Triton; returns what the same launch calls without it, and its arguments around ours."""
         compiled = self.jit[programs,](*args, **self.constants)
-        last = [self.constants[name] for name in self.jit.arg_names[len(args) :]]
-        return compiled.run, compiled.function, compiled.packed_metadata, last
+        back = [self.constants[name] for name in self.jit.arg_names[len(args) :]]
+        hooks = None, None, None
+        return compiled.run, (compiled.function, compiled.packed_metadata, *hooks), back
 
 
 _address_of = Tensor.data_ptr

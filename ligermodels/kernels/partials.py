@@ -4,12 +4,14 @@ Each program keeps its share in fp32 registers and writes it as a row of its own
 in an order that the shapes alone decide, is bit-identical from run to run. Must not know what is summed.
 """
 
+import functools
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.early import await_previous, early
-from ligermodels.kernels.op import cdiv, kernel
+from ligermodels.kernels.op import Launcher, cdiv, kernel
 
 # Rows, columns and warps of one program: narrow, so that most multiprocessors have a share, and tall where the columns
 # are few and the programs that left partials many.
@@ -35,17 +37,18 @@ def _sum_kernel(
     tl.store(last_ptr + of_last, total, (of_last >= 0) & (column < columns))
 
 
-def sum_partials(partials: Tensor, *weights: Tensor) -> list[Tensor]:
-    """The gradients of one weight, or of two of one dtype whose partials lie side by side.
+def sum_partials(partials: Tensor, *gradients: Tensor) -> None:
+    """Fills one weight's gradient, or those of two weights of one dtype whose partials lie side by side.
 
-    partials fp32 [programs, N] contiguous, N elements in all weights -> for each of `weights` one like it.
+    partials fp32 [programs, N] contiguous; gradients contiguous, of N elements in all.
     """
-    gradients = [torch.empty_like(weight) for weight in weights]
     rows, columns = partials.shape
-    tile_rows, tile_columns, warps = TILES[columns <= FEW_COLUMNS]
-    launch = _sum_kernel.bind(
-        ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps, **early(partials.device)
-    )  # fmt: skip
-    programs = cdiv(columns, tile_columns)
-    launch(programs, partials, gradients[0], gradients[-1], rows, columns, gradients[0].numel())
-    return gradients
+    launch, tile_columns = _launcher(columns <= FEW_COLUMNS, partials.device)
+    first, last = gradients[0], gradients[-1]
+    launch(cdiv(columns, tile_columns), partials, first, last, rows, columns, first.numel())
+
+
+@functools.cache
+def _launcher(few: bool, device: torch.device) -> tuple[Launcher, int]:
+    rows, columns, warps = TILES[few]
+    return _sum_kernel.bind(ROWS=rows, COLUMNS=columns, num_warps=warps, **early(device)), columns

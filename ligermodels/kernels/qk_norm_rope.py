@@ -288,7 +288,7 @@ def _launch_forward(
 def _launch_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float, offset: float, weight_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     batch, length, num_heads, head_size = dq.shape
     dqkv, tokens = torch.empty_like(qkv, memory_format=torch.contiguous_format), batch * length
     (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
@@ -309,8 +309,9 @@ def _launch_backward(
             *dq_strides, *dk_strides, *dv_strides, stride, cos.shape[0], length, tokens, eps, offset,
         )  # fmt: skip
     if not weight_grad:
-        return dqkv, q_weight.new_empty(0), k_weight.new_empty(0)
-    dwq, dwk = sum_partials(partials, q_weight, k_weight)
+        return dqkv, None, None
+    dwq, dwk = torch.empty_like(q_weight), torch.empty_like(k_weight)
+    sum_partials(partials, dwq, dwk)
     return dqkv, dwq, dwk
 
 
@@ -319,7 +320,7 @@ def _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, ep
 
 
 def _fake_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, offset, weight_grad):
-    dweights = (weight.new_empty(weight.shape if weight_grad else 0) for weight in (q_weight, k_weight))
+    dweights = (weight.new_empty(weight.shape) if weight_grad else None for weight in (q_weight, k_weight))
     return qkv.new_empty(qkv.shape), *dweights
 
 

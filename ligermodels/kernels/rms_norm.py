@@ -9,14 +9,16 @@ Moves 2 M N elements forward, 3 M N backward (4 and 4 with the residual): bound 
 Maths: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
 """
 
+import functools
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.early import await_previous, early
-from ligermodels.kernels.op import Node, kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, tiles_of, widened_again, zero_beyond
+from ligermodels.kernels.rows import backward_tile, forward_tile, programs_of, widened_again, zero_beyond
 
 FORWARD_ELEMENTS = {False: 28, True: 18}  # of a row a thread, at most, without and with the residual
 CHUNK = 4096
@@ -83,13 +85,14 @@ def _forward_by_chunks_kernel(
 
 @kernel(do_not_specialize=["rows"])
 def _backward_kernel(
-    dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, y_ptr,
+    dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, y_ptr,
     dy_stride, dhidden_stride, hidden_stride, rows, offset,
     ADD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw in registers.
 
+    One alone leaves dw itself, and no partials.
     From the last tile to the first: what was written or read last before may still be in the cache.
     """
     await_previous(EARLY)
@@ -118,28 +121,39 @@ def _backward_kernel(
             dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     if WEIGHT_GRAD:
-        tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(dweight, 0)[None, :], in_row)
+        dweight = tl.sum(dweight, 0)[None, :]
+        if tl.num_programs(0) == 1:
+            tl.store(dweight_ptr + column, dweight.to(dweight_ptr.dtype.element_ty), in_row)
+        else:
+            tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, dweight, in_row)
+
+
+@functools.cache
+def _forward(columns: int, add: bool, device: torch.device) -> tuple[Launcher, int]:
+    """What launches forward, and how many rows a program norms."""
+    tile = forward_tile(columns, FORWARD_ELEMENTS[add], device)
+    return _forward_kernel.bind(ADD=add, **tile), tile["ROWS"]
 
 
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y in `dtype`, or in that of the sum."""
-    add = residual is not None
+    add, columns = residual is not None, x.shape[-1]
     wide = x.dtype if residual is None else sum_dtype(x, residual)
     y = torch.empty_like(x, dtype=dtype or wide, memory_format=torch.contiguous_format)
     hidden = y if residual is None else torch.empty_like(y, dtype=wide)
-    tile = forward_tile(x.shape[-1], FORWARD_ELEMENTS[add], x.device)
+    launch, tile_rows = _forward(columns, add, x.device)
     x, x_stride = rows_of(x)
     residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual)
-    rows = x.numel() // tile["COLUMNS"]
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if rows and not add and tile["COLUMNS"] in READ_TWICE:
-        constants = {"COLUMNS": tile["COLUMNS"], "CHUNK": CHUNK, "num_warps": 16, **early(x.device)}
+    rows = x.numel() // columns
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    if rows and not add and columns in READ_TWICE:
+        constants = {"COLUMNS": columns, "CHUNK": CHUNK, "num_warps": 16, **early(x.device)}
         _forward_by_chunks_kernel.bind(**constants)(rows, x, weight.contiguous(), y, rstd, x_stride, eps, offset)
     elif rows:
-        _forward_kernel.bind(ADD=add, **tile)(
-            tiles_of(rows, tile),
+        launch(
+            cdiv(rows, tile_rows),
             x, residual, weight.contiguous(), y, hidden, rstd, x_stride, residual_stride, rows, eps, offset,
         )  # fmt: skip
     return y, hidden, rstd
@@ -163,24 +177,38 @@ def _launch_add_rms_norm(
     return _launch_forward(x, residual, weight, eps, offset, dtype)
 
 
+@functools.cache
+def _backward(
+    columns: int, itemsize: int, device: torch.device, add: bool, weight_grad: bool, emit: bool
+) -> tuple[Launcher, int, int]:
+    """What launches backward, how many rows a tile has, and how many programs there are at most."""
+    tile, programs = backward_tile(columns, 3 + add, itemsize, device)
+    launch = _backward_kernel.bind(ADD=add, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile)
+    return launch, tile["ROWS"], programs
+
+
 def _launch_backward(
     dy: Tensor, dhidden: Tensor | None, hidden: Tensor, rstd: Tensor, weight: Tensor, offset: float,
     weight_grad: bool, emit: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     dx = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    y = torch.empty_like(dx, dtype=dy.dtype) if emit else dy.new_empty(0)
-    add = dhidden is not None
-    (dy, dy_stride), (hidden, hidden_stride), rows = rows_of(dy), rows_of(hidden), len(rstd)
+    y = torch.empty_like(dx, dtype=dy.dtype) if emit else None
+    dweight = torch.empty_like(weight) if weight_grad else None
+    add, columns, rows = dhidden is not None, hidden.shape[-1], rstd.numel()
+    launch, tile_rows, most = _backward(columns, hidden.itemsize, hidden.device, add, weight_grad, emit)
+    programs = programs_of(cdiv(rows, tile_rows), most)
+    (dy, dy_stride), (hidden, hidden_stride) = rows_of(dy), rows_of(hidden)
     dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden)
-    tile, programs = backward_tile(hidden.shape[-1], 3 + add, hidden.itemsize, hidden.device)
-    programs = min(tiles_of(rows, tile), programs)
-    partials = rstd.new_empty(programs if weight_grad else 0, tile["COLUMNS"])
+    summed = [] if dweight is None or programs == 1 else [dweight]
+    partials = rstd.new_empty(programs, columns) if summed else rstd
     if rows:
-        _backward_kernel.bind(ADD=add, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile)(
-            programs, dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials, y,
+        launch(
+            programs, dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials,
+            partials if dweight is None else dweight, dx if y is None else y,
             dy_stride, dhidden_stride, hidden_stride, rows, offset,
         )  # fmt: skip
-    (dweight,) = sum_partials(partials, weight) if weight_grad else [weight.new_empty(0)]
+    if summed:
+        sum_partials(partials, *summed)
     return dx, dweight, y
 
 
@@ -196,8 +224,8 @@ def _fake_add_rms_norm(x, residual, weight, eps, offset, dtype=None):
 
 def _fake_backward(dy, dhidden, hidden, rstd, weight, offset, weight_grad, emit):
     dx = hidden.new_empty(hidden.shape)
-    dweight = weight.new_empty(weight.shape if weight_grad else 0)
-    return dx, dweight, dy.new_empty(hidden.shape if emit else 0)
+    dweight = weight.new_empty(weight.shape) if weight_grad else None
+    return dx, dweight, dy.new_empty(hidden.shape) if emit else None
 
 
 rms_norm_forward = register(

@@ -26,7 +26,7 @@ from ligermodels.kernels.heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import Node, cdiv, kernel, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, runs_kernels, traced, widen
 
 TILE_PAIRS = 512  # rotated by one program of four warps
 
@@ -146,22 +146,28 @@ def tile_of(rotated: int) -> tuple[int, int]:
     return max(1, TILE_PAIRS // pairs), pairs
 
 
+@functools.cache
+def _forward(width: int, heads: int, rest: int, rotated: int, interleaved: bool) -> tuple[Launcher, int]:
+    """What launches forward on rows of `width`, `rest` heads of which pass, and how many programs a token takes."""
+    tile, pairs = tile_of(rotated)
+    size = width // (heads + rest)
+    launch = _forward_kernel.bind(
+        HEADS=heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs
+    )
+    return launch, cdiv(heads, tile)
+
+
 def _launch_forward_(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool
 ) -> None:
-    width, stride = qkv.shape[-1], qkv.shape[-1]
+    width = stride = qkv.shape[-1]
     if not qkv.is_contiguous():
         qkv = qkv.view(-1, width)  # never a copy: the rotation would be lost
         stride = qkv.stride(0)
-    heads, rotated = num_heads + num_kv_heads, 2 * cos.shape[1]
-    tile, pairs = tile_of(rotated)
-    tokens = qkv.numel() // width
-    if tokens:
-        launch = _forward_kernel.bind(
-            HEADS=heads, SIZE=width // (heads + num_kv_heads), ROTATED=rotated, INTERLEAVED=interleaved,
-            TILE=tile, PAIRS=pairs,
-        )  # fmt: skip
-        launch(tokens * cdiv(heads, tile), qkv, cos, sin, stride, cos.shape[0])
+    angle_rows, pairs = cos.shape
+    launch, programs = _forward(width, num_heads + num_kv_heads, num_kv_heads, 2 * pairs, interleaved)
+    if tokens := qkv.numel() // width:
+        launch(tokens * programs, qkv, cos, sin, stride, angle_rows)
 
 
 def _launch_forward(
@@ -172,20 +178,25 @@ def _launch_forward(
     return qkv
 
 
-def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    dqkv = _fake_backward(dq, dk, dv, cos, sin, interleaved)
-    batch, length, heads, head_size = dq.shape
-    kv_heads, rotated = dk.shape[2], 2 * cos.shape[1]
-    (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
+@functools.cache
+def _backward(heads: int, kv_heads: int, size: int, rotated: int, interleaved: bool) -> tuple[Launcher, int]:
+    """What launches backward, and how many programs a token takes."""
     tile, pairs = tile_of(rotated)
-    tiles = cdiv(heads, tile) + 2 * cdiv(kv_heads, tile)  # of one token
-    if batch * length:
-        launch = _backward_kernel.bind(
-            Q_HEADS=heads, K_HEADS=kv_heads, SIZE=head_size, ROTATED=rotated, INTERLEAVED=interleaved,
-            TILE=tile, PAIRS=pairs,
-        )  # fmt: skip
+    launch = _backward_kernel.bind(
+        Q_HEADS=heads, K_HEADS=kv_heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs
+    )
+    return launch, cdiv(heads, tile) + 2 * cdiv(kv_heads, tile)
+
+
+def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    batch, length, heads, size = dq.shape
+    kv_heads, (angle_rows, pairs) = dk.shape[2], cos.shape
+    dqkv = dq.new_empty(batch, length, (heads + 2 * kv_heads) * size)
+    (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
+    launch, programs = _backward(heads, kv_heads, size, 2 * pairs, interleaved)
+    if tokens := batch * length:
         strides = *dq_strides, *dk_strides, *dv_strides
-        launch(batch * length * tiles, dq, dk, dv, cos, sin, dqkv, *strides, cos.shape[0], length)
+        launch(tokens * programs, dq, dk, dv, cos, sin, dqkv, *strides, angle_rows, length)
     return dqkv
 
 

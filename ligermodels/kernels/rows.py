@@ -18,12 +18,13 @@ FORWARD_TILE, BACKWARD_TILE = 2048, 4096  # elements, at least: short rows share
 BACKWARD_ELEMENTS = 24  # a thread, at most: it holds the weights' gradients and two values more of each
 PROGRAMS = {4: 3, 8: 2, 16: 1}  # of backward, a multiprocessor, by their warps: one works while another waits for a sum
 REGISTERS = 65536  # of a multiprocessor, for all of these
+FEW_TILES = 16  # one program goes through them sooner than a second kernel, to sum partial gradients, is launched
 RESERVED_BYTES = 8192  # of shared memory a program, for sums across warps and what the driver takes
 
 
-def tiles_of(rows: int, tile: dict[str, int]) -> int:
-    """How many tiles cover `rows` rows."""
-    return -(-rows // tile["ROWS"])  # triton.cdiv takes a microsecond
+def programs_of(tiles: int, most: int) -> int:
+    """How many persistent programs share so many tiles: one, whose share of the weights' gradients is all, if few."""
+    return min(tiles, most if tiles > FEW_TILES else 1)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""A tensor times one number on its device, or one number a row, and a factor: out = x * scale * factor, rounded once.
+"""A tensor times numbers on its device, one of them for each row perhaps: out = x * scale * other, rounded once.
 
 `scaled` makes a tensor of another dtype (fp32 sums into gradients of half precision). `rescale_` writes over x, and
 leaves the rows whose number is 1 alone: how a gradient that was taken in the forward meets its upstream gradient, which
@@ -19,13 +19,15 @@ IN_PLACE_TILE = 8192, 2**18, 8
 
 @kernel(do_not_specialize=["scale_stride"])
 def _kernel(
-    x_ptr, scale_ptr, out_ptr, x_stride, out_stride, scale_stride, columns, factor,
-    IN_PLACE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    x_ptr, scale_ptr, other_ptr, out_ptr, x_stride, out_stride, scale_stride, columns, factor,
+    IN_PLACE: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """One program scales SPAN columns of a row."""
     spans = tl.cdiv(columns, SPAN)
     row = (tl.program_id(0) // spans).to(tl.int64)
     scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * factor
+    if OTHER:
+        scale *= tl.load(other_ptr)
     if IN_PLACE and scale == 1:
         return
     first = (tl.program_id(0) % spans).to(tl.int64) * SPAN
@@ -35,8 +37,8 @@ def _kernel(
         tl.store(out_ptr + row * out_stride + column, (x * scale).to(out_ptr.dtype.element_ty), column < columns)
 
 
-def _launch(x: Tensor, scale: Tensor, factor: float, out: Tensor, in_place: bool) -> None:
-    """x and out [rows, N] with unit stride along N; scale of one element, or [rows] of any stride."""
+def _launch(x: Tensor, scale: Tensor, other: Tensor | None, factor: float, out: Tensor, in_place: bool) -> None:
+    """x and out [rows, N] with unit stride along N; scale of one element, or [rows] of any stride; other of one."""
     per_row = scale.numel() > 1
     # All of it as one row, unless its rows are no whole vectors: then their number would decide what is compiled.
     if not per_row and x.is_contiguous() and x.shape[1] % 16 == 0:
@@ -45,35 +47,36 @@ def _launch(x: Tensor, scale: Tensor, factor: float, out: Tensor, in_place: bool
         (rows, columns), x_stride, out_stride = x.shape, x.stride(0), out.stride(0)
     block, span, warps = IN_PLACE_TILE if in_place else OUT_OF_PLACE_TILE
     if rows * columns:
-        _kernel.bind(IN_PLACE=in_place, BLOCK=block, SPAN=span, num_warps=warps)(
+        _kernel.bind(IN_PLACE=in_place, OTHER=other is not None, BLOCK=block, SPAN=span, num_warps=warps)(
             rows * cdiv(columns, span),
-            x, scale, out, x_stride, out_stride, scale.stride(0) if per_row else 0, columns, factor,
+            x, scale, scale if other is None else other, out,
+            x_stride, out_stride, scale.stride(0) if per_row else 0, columns, factor,
         )  # fmt: skip
 
 
-def _launch_scaled(x: Tensor, scale: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+def _launch_scaled(x: Tensor, scale: Tensor, other: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    _launch(x, scale, factor, out, False)
+    _launch(x, scale, other, factor, out, False)
     return out
 
 
 def rescale_(x: Tensor, scale: Tensor) -> None:
     """Not registered: whoever traces gets `scaled`."""
-    _launch(x, scale, 1.0, x, True)
+    _launch(x, scale, None, 1.0, x, True)
 
 
-# x [rows, N] with unit stride along N; scale fp32, one element or [rows] of any stride.
+# x [rows, N] with unit stride along N; scale fp32, one element or [rows] of any stride; other fp32, one element.
 scaled = register(
-    "scaled(Tensor x, Tensor scale, float factor, ScalarType dtype) -> Tensor out",
+    "scaled(Tensor x, Tensor scale, Tensor? other, float factor, ScalarType dtype) -> Tensor out",
     _launch_scaled,
-    lambda x, scale, factor, dtype: x.new_empty(x.shape, dtype=dtype),
+    lambda x, scale, other, factor, dtype: x.new_empty(x.shape, dtype=dtype),
 )
 
 
 def multiply_(gradient: Tensor, upstream: Tensor) -> Tensor:
     """gradient * upstream in gradient's own memory, or in new memory while something traces."""
     if traced((gradient,)):
-        return scaled(gradient, upstream, 1.0, gradient.dtype)
+        return scaled(gradient, upstream, None, 1.0, gradient.dtype)
     rescale_(gradient, upstream)
     torch.autograd.graph.increment_version(gradient)  # a second backward is told that what it needs was written to
     return gradient.detach()

@@ -5,7 +5,7 @@ from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
 from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error
 
-SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (300, 33), (33, 257), (5, 9000)]
+SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (300, 33), (197, 257), (18, 4100)]  # the last two by several programs
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
@@ -70,9 +70,9 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(trained):
 
 
 def test_weight_and_bias_gradients_are_bit_identical_from_run_to_run():
-    x = torch.randn(500, 96, device=DEVICE)
+    x = torch.randn(600, 96, device=DEVICE)
     weight, bias = (torch.randn(96, device=DEVICE, requires_grad=True) for _ in range(2))
-    upstream = torch.randn(500, 96, device=DEVICE)
+    upstream = torch.randn(600, 96, device=DEVICE)
     first, second = (torch.autograd.grad(layer_norm(x, weight, bias, 1e-6), (weight, bias), upstream) for _ in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 

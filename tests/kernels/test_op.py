@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 import triton.language as tl
@@ -61,8 +63,11 @@ def test_numbers_that_triton_compiles_for_are_told_apart():
     kinds = _kinds_of(0, 1, 2, 16, -2, 2**31, 0.5)
     assert len(set(kinds)) == len(kinds)
     assert _kinds_of(2, 16, 0.5) == _kinds_of(17, 48, 1e9)
-    kinds_of = double.bind(TILE=16, OFFSET=0).kinds_of
-    assert kinds_of(16, 1) != kinds_of(16, 1.0)  # equal numbers, and not the same to a compiler
+    launcher, dtypes = double.bind(TILE=16, OFFSET=0), (torch.float32, torch.float32)
+    find = functools.partial(launcher.find, 0, None, *dtypes)
+    assert find(2, 0.5) is find(17, 1e9)
+    # Equal numbers, and not the same to a compiler.
+    assert find(16, 1) is not find(16, 1.0)
 
 
 class Subclass(torch.Tensor):

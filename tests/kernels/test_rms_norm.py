@@ -7,7 +7,7 @@ from ligermodels.kernels.rms_norm import READ_TWICE, add_rms_norm, add_rms_norm_
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
-SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (300, 33), (33, 257), (5, 9000)]
+SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (300, 33), (197, 257), (18, 4100)]  # the last two by several programs
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
