@@ -23,6 +23,8 @@ from ligermodels.kernels.scaled import multiply_
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
 REDUCTIONS = ("mean", "sum", "none")
 REDUCE_TILE = 1024  # losses that the one program of a reduction adds in a step
+# (columns, warps) by (whether there is a loss, whether there is a gradient), for half precision.
+UNALIGNED_TILE = {(True, False): (2048, 8), (True, True): (2048, 16), (False, True): (1024, 4)}
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Below any logit, and finite in units of ln 2 too: exp(-inf - LOWEST) is 0 where exp(-inf - -inf) is not a number.
 LOWEST = tl.constexpr(-1.0e38)
@@ -201,15 +203,24 @@ def _reduce_kernel(
 
 
 @functools.cache
-def tile_of(columns: int, loss: bool, gradient: bool, aligned: bool) -> tuple[int, int]:
-    """(columns, warps) of one step of a program, as measured on an H200; aligned: whether rows start at vectors."""
+def tile_of(columns: int, loss: bool, gradient: bool, aligned: bool, itemsize: int) -> tuple[int, int, int]:
+    """What was measured on an H200: (columns, warps) of one step of a program, and the elements of a load.
+
+    aligned: whether rows start at vectors. Where they do not, elements are loaded one by one, and small steps of many
+    programs hide it best, unless they are of four bytes.
+    """
+    width = triton.next_power_of_2(columns)
+    if not aligned and itemsize == 2:
+        block, warps = UNALIGNED_TILE[loss, gradient]
+        return min(width, block), warps, 1
+    vector = 16 // itemsize
     if not loss:
-        return min(triton.next_power_of_2(columns), 4096), 4
+        return min(width, 4096), 4, vector
     # For both, few rows at a time: caches still hold much of a row when it is read again.
     # Of elements that are loaded one by one, 16 a thread do not fit the registers of 32 warps.
     threads, elements = (1024, 16 if aligned else 8) if gradient else (512, 16)
-    block = min(triton.next_power_of_2(columns), threads * elements)
-    return block, max(4, block // (32 * elements))
+    block = min(width, threads * elements)
+    return block, max(4, block // (32 * elements)), vector
 
 
 def sweep(
@@ -228,13 +239,16 @@ def sweep(
     if not rows:
         return
     aligned = not (logits.stride(0) | logits.data_ptr()) % 16
-    block, warps = tile_of(vocab or columns, loss is not None, dlogits is not None, aligned)  # the same for every chunk
+    # The same for every chunk of a vocabulary.
+    block, warps, vector = tile_of(
+        vocab or columns, loss is not None, dlogits is not None, aligned, logits.element_size()
+    )
     pieces = cdiv(columns, block) if loss is None else 1
     number, scale = (scale, lse) if isinstance(scale, float) else (None, scale)
     launch = _kernel.bind(
         SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, LOSS=loss is not None,
         GRADIENT=dlogits is not None, SCALED=number is None, FACTOR=factor is not None,
-        BLOCK=block, VECTOR=16 // logits.itemsize, num_warps=warps,
+        BLOCK=block, VECTOR=vector, num_warps=warps,
     )  # fmt: skip
     launch(
         rows * pieces, logits, targets, lse if loss is None else loss, lse,

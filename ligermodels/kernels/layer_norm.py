@@ -12,14 +12,21 @@ Maths: Ba, Kiros & Hinton 2016, https://arxiv.org/abs/1607.06450.
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.early import await_previous
 from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, programs_of, sum_both, widened_again, zero_beyond
+from ligermodels.kernels.rows import (
+    backward_tile,
+    forward_tile,
+    programs_over_columns,
+    sum_both,
+    sum_columns,
+    widened_again,
+    zero_beyond,
+)
 
 FORWARD_ELEMENTS = 40  # of a row a thread, at most: fewer warps wait for each other's two sums
 
@@ -54,34 +61,31 @@ def _forward_kernel(
     tl.store(stats_ptr + rows + row, rstd, row < rows)
 
 
-@triton.jit
-def _leave(share, partial_ptr, gradient_ptr, column, in_row, alone):
-    """A program's share of a gradient, which is all of it where the program is alone."""
-    share = tl.sum(share, 0)[None, :]
-    if alone:
-        tl.store(gradient_ptr + column, share.to(gradient_ptr.dtype.element_ty), in_row)
-    else:
-        tl.store(partial_ptr + column, share, in_row)
-
-
-@kernel(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows", "row_programs"])
 def _backward_kernel(
-    dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, dbias_ptr, dy_stride, x_stride, rows,
+    dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, dbias_ptr,
+    dy_stride, x_stride, rows, row_programs,
     WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers.
 
-    One alone leaves dw and db themselves, and no partials.
-    From the last tile to the first: what was written or read last before may still be in the cache.
+    From the last tile to the first: what was written or read last before may still be in the cache. Programs beyond the
+    first row_programs, where there are such, sum dw and db over columns instead.
     """
     await_previous(EARLY)
+    if tl.program_id(0) >= row_programs:
+        sum_columns(
+            dy_ptr, x_ptr, stats_ptr, stats_ptr + rows, dweight_ptr, dbias_ptr, dy_stride, x_stride, rows,
+            tl.program_id(0) - row_programs, True, WEIGHT_GRAD, BIAS_GRAD, COLUMNS,
+        )  # fmt: skip
+        return
     tiles = tl.cdiv(rows, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
     dbias = tl.zeros([ROWS, WIDTH], tl.float32)
-    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    for i in tl.range(tl.program_id(0), tiles, row_programs, num_stages=STAGES):
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + (tiles - 1 - i) * ROWS
         mask = in_row if ROWS == 1 else (row < rows) & in_row
         stored_dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0)
@@ -103,12 +107,12 @@ def _backward_kernel(
         g = dy * zero_beyond(widened_again(stored_weight), in_row)
         dx = rstd * (g - g_mean / COLUMNS - normed * (gn_mean / COLUMNS))
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
-    alone = tl.num_programs(0) == 1
     partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))
+    in_partials = in_row & (tl.num_programs(0) == row_programs)
     if WEIGHT_GRAD:
-        _leave(dweight, partials_ptr, dweight_ptr, column, in_row, alone)
+        tl.store(partials_ptr + column, tl.sum(dweight, 0)[None, :], in_partials)
     if BIAS_GRAD:
-        _leave(dbias, partials_ptr + COLUMNS * WEIGHT_GRAD, dbias_ptr, column, in_row, alone)
+        tl.store(partials_ptr + COLUMNS * WEIGHT_GRAD + column, tl.sum(dbias, 0)[None, :], in_partials)
 
 
 @functools.cache
@@ -149,14 +153,16 @@ def _launch_backward(
     dbias = torch.empty_like(weight) if bias_grad else None
     columns, rows = x.shape[-1], stats.shape[1]
     launch, tile_rows, most = _backward(columns, x.itemsize, x.device, weight_grad, bias_grad)
-    programs = programs_of(cdiv(rows, tile_rows), most)
+    programs, over_columns = min(cdiv(rows, tile_rows), most), programs_over_columns(rows, columns)
     (dy, dy_stride), (x, x_stride) = rows_of(dy), rows_of(x)
-    summed = [] if programs == 1 else [gradient for gradient in (dweight, dbias) if gradient is not None]
+    gradients = [gradient for gradient in (dweight, dbias) if gradient is not None]
+    over_columns, summed = (over_columns, []) if over_columns and gradients else (0, gradients)
     partials = stats.new_empty(programs, len(summed) * columns) if summed else stats
     if rows:
         launch(
-            programs, dy, x, stats, weight.contiguous(), dx, partials,
-            partials if dweight is None else dweight, partials if dbias is None else dbias, dy_stride, x_stride, rows,
+            programs + over_columns, dy, x, stats, weight.contiguous(), dx, partials,
+            stats if dweight is None else dweight, stats if dbias is None else dbias,
+            dy_stride, x_stride, rows, programs,
         )  # fmt: skip
     if summed:
         sum_partials(partials, *summed)

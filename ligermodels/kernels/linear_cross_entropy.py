@@ -77,7 +77,7 @@ def _chunks_of_logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None = No
     width = round_up(vocab)
     if buffer is None:
         chunk = min(chunk_rows(rows, vocab, hidden.dtype), rows)
-        buffer = hidden.new_empty(chunk, width)
+        buffer = torch.empty(chunk, width, dtype=hidden.dtype, device=hidden.device)
     else:
         chunk = aligned(buffer.numel() // width)
         buffer = buffer[: chunk * width].view(chunk, width)

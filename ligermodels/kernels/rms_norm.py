@@ -18,7 +18,14 @@ from torch import Tensor
 from ligermodels.kernels.early import await_previous, early
 from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import backward_tile, forward_tile, programs_of, widened_again, zero_beyond
+from ligermodels.kernels.rows import (
+    backward_tile,
+    forward_tile,
+    programs_over_columns,
+    sum_columns,
+    widened_again,
+    zero_beyond,
+)
 
 FORWARD_ELEMENTS = {False: 28, True: 18}  # of a row a thread, at most, without and with the residual
 CHUNK = 4096
@@ -83,24 +90,30 @@ def _forward_by_chunks_kernel(
         tl.store(y_ptr + row * COLUMNS + first + column, y.to(y_ptr.dtype.element_ty))
 
 
-@kernel(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows", "row_programs"])
 def _backward_kernel(
     dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, y_ptr,
-    dy_stride, dhidden_stride, hidden_stride, rows, offset,
+    dy_stride, dhidden_stride, hidden_stride, rows, row_programs, offset,
     ADD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw in registers.
 
-    One alone leaves dw itself, and no partials.
-    From the last tile to the first: what was written or read last before may still be in the cache.
+    From the last tile to the first: what was written or read last before may still be in the cache. Programs beyond the
+    first row_programs, where there are such, sum dw over columns instead.
     """
     await_previous(EARLY)
+    if tl.program_id(0) >= row_programs:
+        sum_columns(
+            dy_ptr, hidden_ptr, rstd_ptr, rstd_ptr, dweight_ptr, dweight_ptr, dy_stride, hidden_stride, rows,
+            tl.program_id(0) - row_programs, False, WEIGHT_GRAD, False, COLUMNS,
+        )  # fmt: skip
+        return
     tiles = tl.cdiv(rows, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
-    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    for i in tl.range(tl.program_id(0), tiles, row_programs, num_stages=STAGES):
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + (tiles - 1 - i) * ROWS
         mask = in_row if ROWS == 1 else (row < rows) & in_row
         stored_dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0)
@@ -121,11 +134,8 @@ def _backward_kernel(
             dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     if WEIGHT_GRAD:
-        dweight = tl.sum(dweight, 0)[None, :]
-        if tl.num_programs(0) == 1:
-            tl.store(dweight_ptr + column, dweight.to(dweight_ptr.dtype.element_ty), in_row)
-        else:
-            tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, dweight, in_row)
+        in_partials = in_row & (tl.num_programs(0) == row_programs)
+        tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(dweight, 0)[None, :], in_partials)
 
 
 @functools.cache
@@ -196,16 +206,16 @@ def _launch_backward(
     dweight = torch.empty_like(weight) if weight_grad else None
     add, columns, rows = dhidden is not None, hidden.shape[-1], rstd.numel()
     launch, tile_rows, most = _backward(columns, hidden.itemsize, hidden.device, add, weight_grad, emit)
-    programs = programs_of(cdiv(rows, tile_rows), most)
+    programs, over_columns = min(cdiv(rows, tile_rows), most), programs_over_columns(rows, columns) * weight_grad
     (dy, dy_stride), (hidden, hidden_stride) = rows_of(dy), rows_of(hidden)
     dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden)
-    summed = [] if dweight is None or programs == 1 else [dweight]
+    summed = [] if dweight is None or over_columns else [dweight]
     partials = rstd.new_empty(programs, columns) if summed else rstd
     if rows:
         launch(
-            programs, dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials,
-            partials if dweight is None else dweight, dx if y is None else y,
-            dy_stride, dhidden_stride, hidden_stride, rows, offset,
+            programs + over_columns, dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials,
+            rstd if dweight is None else dweight, dx if y is None else y,
+            dy_stride, dhidden_stride, hidden_stride, rows, programs, offset,
         )  # fmt: skip
     if summed:
         sum_partials(partials, *summed)

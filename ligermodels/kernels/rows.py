@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ligermodels.kernels.early import early
-from ligermodels.kernels.op import multiprocessors, shared_memory
+from ligermodels.kernels.op import cdiv, multiprocessors, shared_memory
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAX_COLUMNS = 65536
@@ -18,13 +18,16 @@ FORWARD_TILE, BACKWARD_TILE = 2048, 4096  # elements, at least: short rows share
 BACKWARD_ELEMENTS = 24  # a thread, at most: it holds the weights' gradients and two values more of each
 PROGRAMS = {4: 3, 8: 2, 16: 1}  # of backward, a multiprocessor, by their warps: one works while another waits for a sum
 REGISTERS = 65536  # of a multiprocessor, for all of these
-FEW_TILES = 16  # one program goes through them sooner than a second kernel, to sum partial gradients, is launched
+# Few enough rows are read twice, by rows for dx and by columns for the weights' gradients: two kernels would take the
+# host longer to launch.
+FEW_ROWS = 128
+TILE_ROWS, TILE_COLUMNS = tl.constexpr(32), tl.constexpr(64)
 RESERVED_BYTES = 8192  # of shared memory a program, for sums across warps and what the driver takes
 
 
-def programs_of(tiles: int, most: int) -> int:
-    """How many persistent programs share so many tiles: one, whose share of the weights' gradients is all, if few."""
-    return min(tiles, most if tiles > FEW_TILES else 1)
+def programs_over_columns(rows: int, columns: int) -> int:
+    """How many programs of backward sum the weights' gradients of few rows; of more, those that take rows do: 0."""
+    return cdiv(columns, TILE_COLUMNS.value) if 0 < rows <= FEW_ROWS else 0
 
 
 @triton.jit
@@ -58,6 +61,32 @@ def sum_both(a, b):
         return tl.sum(a, 1, keep_dims=True), tl.sum(b, 1, keep_dims=True)
     else:
         return tl.reduce((a, b), 1, _add_both, keep_dims=True)
+
+
+@triton.jit
+def sum_columns(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, dy_stride, x_stride, rows, program,
+    MEAN: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dw = Σ_rows dy * (x - mean) * rstd and db = Σ_rows dy, of a tile of columns; without MEAN it is 0."""
+    column = program * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    dweight = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    dbias = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in tl.range(0, rows, TILE_ROWS, num_stages=1):
+        row = tl.arange(0, TILE_ROWS)[:, None].to(tl.int64) + start
+        mask = (row < rows) & (column < COLUMNS)
+        dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
+        if WEIGHT_GRAD:
+            x = tl.load(x_ptr + row * x_stride + column, mask, other=0.0).to(tl.float32)
+            if MEAN:
+                x -= tl.load(mean_ptr + row, row < rows, other=0.0)
+            dweight += dy * (x * tl.load(rstd_ptr + row, row < rows, other=0.0))
+        if BIAS_GRAD:
+            dbias += dy
+    if WEIGHT_GRAD:
+        tl.store(dweight_ptr + column, tl.sum(dweight, 0)[None, :].to(dweight_ptr.dtype.element_ty), column < COLUMNS)
+    if BIAS_GRAD:
+        tl.store(dbias_ptr + column, tl.sum(dbias, 0)[None, :].to(dbias_ptr.dtype.element_ty), column < COLUMNS)
 
 
 def tile_of(columns: int, elements: int, least: int, device: torch.device) -> dict[str, int]:

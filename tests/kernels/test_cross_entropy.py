@@ -37,7 +37,7 @@ def draw(*shape, ignore_index=-100):
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Rows of several blocks, the last one not full."""
-    monkeypatch.setattr(module, "tile_of", lambda *shape: (64, 4))
+    monkeypatch.setattr(module, "tile_of", lambda *kind: (64, 4, 4))
 
 
 def check_loss(ours, reference, inputs, dtype, factor=FACTOR, **options):
