@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from ligermodels.kernels import layer_norm as module
 from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
+from ligermodels.kernels.rows import FEW_ROWS
 from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error
 
@@ -75,6 +77,15 @@ def test_weight_and_bias_gradients_are_bit_identical_from_run_to_run():
     upstream = torch.randn(600, 96, device=DEVICE)
     first, second = (torch.autograd.grad(layer_norm(x, weight, bias, 1e-6), (weight, bias), upstream) for _ in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_only_of_more_than_few_rows_is_a_second_kernel_launched_in_backward(monkeypatch):
+    monkeypatch.setattr(module, "sum_partials", lambda partials, *gradients: launched.append(len(partials)))
+    weight = torch.ones(32, device=DEVICE)
+    for rows, kernels in [(FEW_ROWS, 1), (FEW_ROWS + 1, 2)]:
+        launched, x = [], torch.randn(rows, 32, device=DEVICE)
+        module.layer_norm_backward(x, x, torch.ones(2, rows, device=DEVICE), weight, True, True)
+        assert 1 + len(launched) == kernels
 
 
 def test_rows_too_long_are_refused():
