@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.conftest import DEVICE
 
 FACTOR = 1.5
-FEW = 16
+FEW = 16  # numbers: too few for their errors to average out
 # The Triton interpreter's bf16 comparisons and dots are wrong: there the half precision tested is fp16.
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
 
