@@ -50,7 +50,7 @@ from ligermodels.training.tokens import GENERATION_CONFIG, save_tokenizer
 from ligermodels.weights.loading import load_weights
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
-PROMPT_TOKENS, SAMPLE_TOKENS = 16, 40
+SAMPLE_TOKENS = 40
 
 
 def main(args: argparse.Namespace, world: parallel.World) -> None:
@@ -129,10 +129,8 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         for line in (run.line, *(f"warning: {warning}" for warning in run.warnings)):
             metrics.say(line)
         if args.resume:
-            metrics.say(
-                f"{output}: "
-                + (f"goes on after step {progress.step}" if progress.step else "has no checkpoint, begins anew")
-            )
+            begins = f"goes on after step {progress.step}" if progress.step else "has no checkpoint, begins anew"
+            metrics.say(f"{output}: {begins}")
         if pretrained and not progress.step:
             evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
 
@@ -179,7 +177,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
                 evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
 
         checkpoints.wait()
-        metrics.say(metrics.summary())
+        metrics.finish()
         if world.is_first:
             draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
         if stopped:
@@ -210,19 +208,14 @@ def evaluate(
         totals += torch.stack([summed, supervised(batch)])
     loss, count = parallel.total(totals).tolist()
     metrics.validation(step, loss / count, data.floor)
-    if data.tokenizer and data.questions:
-        metrics.skill(step, right_answers(model, data.tokenizer, data.questions), len(data.questions))
-    if data.tokenizer:
-        begun = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else beginning(data)
-        new = ligermodels.generate(model, [begun], max_new_tokens=SAMPLE_TOKENS)[0]
-        metrics.sample(step, f"{data.tokenizer.decode(begun)} | {data.tokenizer.decode(new)}")
+    with torch.compiler.set_stance("force_eager"):  # every length would be compiled for
+        if data.tokenizer and data.questions:
+            metrics.skill(step, right_answers(model, data.tokenizer, data.questions), len(data.questions))
+        if data.tokenizer:
+            begun = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.beginning()
+            new = ligermodels.generate(model, [begun], max_new_tokens=SAMPLE_TOKENS)[0]
+            metrics.sample(step, f"{data.tokenizer.decode(begun)} | {data.tokenizer.decode(new)}")
     model.train()
-
-
-def beginning(data: Data) -> list[int]:
-    """Of the first validation document."""
-    store, start, size = data.validation.rows.pieces(0)[0]
-    return store.tokens[start : start + min(size, PROMPT_TOKENS)].tolist()
 
 
 def export(
@@ -238,7 +231,8 @@ def export(
     if world.is_first and data.new_tokenizer:
         save_tokenizer(data.new_tokenizer, folder)
     metrics.say(f"Saved {folder}. To generate from it, and to train the same on two devices:")
-    metrics.say(f'  ligermodels generate {shlex.quote(str(folder))} --prompt "Once upon a time"')
+    prompt = '--chat --prompt "Hello!"' if data.validation.of_chats else '--prompt "Once upon a time"'
+    metrics.say(f"  ligermodels generate {shlex.quote(str(folder))} {prompt}")
     metrics.say(f"  torchrun --nproc-per-node 2 train.py --config {shlex.quote(str(output / SETTINGS_FILE))}")
 
 

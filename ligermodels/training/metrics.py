@@ -153,6 +153,11 @@ class Metrics:
         for logger in self.loggers:
             logger.write(record)
 
+    def finish(self) -> None:
+        """Ends the bar, and says what the run took; what is said later stands below."""
+        self.bar.close()
+        self.say(self.summary())
+
     def summary(self) -> str:
         left_out = [f"{self.skipped} updates skipped"] if self.skipped else []
         speed = [] if self.speeds else [f"tokens/s are told from step {WARMUP_STEPS + 1} on"]

@@ -38,7 +38,8 @@ def launcher(tmp_path_factory):
     """Starts runs of train.py in a folder with stories and conversations in it."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "own.txt").write_text("\n".join(text for text, _ in stories(3, 100)))
-    with (folder / "chats.jsonl").open("w") as file:
+    (folder / "more").mkdir()
+    with (folder / "more/chats.jsonl").open("w") as file:
         file.writelines(json.dumps({"messages": messages}) + "\n" for messages in conversations(3, 60))
     with Launcher(folder) as started:
         yield started

@@ -21,6 +21,7 @@ import torch._dynamo  # by whatever makes a model on the meta device
 import torch.distributed as dist
 
 from ligermodels.training import curves
+from ligermodels.training.data import embedded
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "train.py"
@@ -177,5 +178,6 @@ def main():
 
 
 if __name__ == "__main__":
+    embedded.STORIES, embedded.UNSEEN_STORIES, embedded.CONVERSATIONS, embedded.UNSEEN_CONVERSATIONS = 200, 8, 200, 8
     runpy.run_path(str(TRAIN), run_name="train")
     main()

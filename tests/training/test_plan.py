@@ -29,7 +29,7 @@ def test_the_first_line_says_the_whole_run():
     _, whole = planned("--steps", "500")
     assert whole.line == (
         "llama: 1,049,728 parameters; my.jsonl: 1,000 rows; 500 steps = 2.0 epochs; "
-        "1,024 tokens a step = 1 batches of 4 x 256 on 1 x cpu"
+        "1,024 tokens a step = 1 batch of 4 x 256 on 1 x cpu"
     )
     flags = ("--batch-size", "24", "--micro-batch-size", "2")
     _, shared = planned(*flags, rank=4, rows=None, world=World(CPU, 0, 4))

@@ -13,27 +13,27 @@ import ligermodels
 from ligermodels.training.schedules import learning_rate
 from tests.training.runs import losses, records, weights
 
-SMALL = ["--steps", "6", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
+SMALL = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
 LLAMA = ["--model", "llama", "--data", "own.txt", *SMALL]
-LORA = ["--lora-rank", "4", "--learning-rate", "1e-2", "--batch-size", "8"]
+LORA = ["--lora-rank", "4", "--learning-rate", "1e-3"]
 LEFT = {"train.toml", "metrics.jsonl", "curves.png", "lock", "model"}
 
 
 @pytest.fixture(scope="module")
 def base(launcher):
     """A run of a tiny Llama, and its folder."""
-    return launcher.well(*LLAMA, "--output", "base", picture=True), launcher.folder / "base"
+    return launcher.well(*LLAMA, "--output", "base", "--eval-every", "3", picture=True), launcher.folder / "base"
 
 
 def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base):
     done, folder = base
     assert {path.name for path in folder.iterdir()} == LEFT
-    assert [record["step"] for record in records(folder) if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records(folder) if "loss" in record] == [1, 2, 3, 4]
     validations = {record["step"]: record for record in records(folder) if "validation_loss" in record}
-    assert list(validations) == [4, 6]
-    last = validations[6]
+    assert list(validations) == [3, 4]
+    last = validations[4]
     assert last["validation_perplexity"] == pytest.approx(math.exp(last["validation_loss"]))
-    assert f"step 6: validation loss {last['validation_loss']:.3f} nats/token, perplexity" in done.stdout
+    assert f"step 4: validation loss {last['validation_loss']:.3f} nats/token, perplexity" in done.stdout
     assert losses(folder)[-1] < losses(folder)[0] == pytest.approx(math.log(1024), rel=0.05)
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert done.last_lines == [
@@ -67,10 +67,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(launcher):
 
 
 SAME = {  # losses to rounding of the sums, and weights as near as Adam's first steps leave them
-    "accumulated": (["--micro-batch-size", "1"], {}),
-    "recomputed": (["--recompute", "full"], {}),
+    "accumulated, recomputed, tf32": (["--micro-batch-size", "1", "--recompute", "full", "--dtype", "tf32"], {}),
     "compiled": (["--compile"], {}),
-    "tf32 where there is none": (["--dtype", "tf32"], {}),
     "two ranks": ([], {"ranks": 2}),
     "two copies, accumulated": (["--replicas", "2", "--micro-batch-size", "1"], {"ranks": 2}),
 }
@@ -94,11 +92,12 @@ def assert_same_model(one, other):
 
 
 OTHER = {  # flags, and how far the losses may be from those of AdamW in fp32
-    "muon": (["--optimizer", "muon"], 0.1),
-    "adamw8bit": (["--optimizer", "adamw8bit"], 0.01),
-    "bfloat16 states": (["--states", "bfloat16"], 0.01),
-    "bfloat16 over fp32": (["--dtype", "bfloat16", "--weights", "float32"], 0.01),
-    "bfloat16": (["--dtype", "bfloat16"], 0.02),
+    "muon, states in bfloat16": (["--optimizer", "muon", "--states", "bfloat16"], 0.1),
+    "adamw8bit, bfloat16 over fp32": (
+        ["--optimizer", "adamw8bit", "--dtype", "bfloat16", "--weights", "float32"],
+        0.02,
+    ),
+    "all in bfloat16": (["--dtype", "bfloat16"], 0.02),
 }
 
 
@@ -110,8 +109,7 @@ def test_another_optimizer_or_dtype_learns_too(name, base, launcher):
     launcher.well(*LLAMA, *flags, "--output", output)
     expected, got = losses(folder), losses(output)
     torch.testing.assert_close(got, expected, rtol=near, atol=0)
-    assert got[-1] < got[0]
-    assert got != expected or name == "adamw8bit"  # which keeps the states of tensors as small as these in fp32
+    assert got[-1] < got[0] and got != expected
     dtype = json.loads((output / "model/config.json").read_text())["torch_dtype"]
     assert dtype == ("bfloat16" if "--dtype" in flags else "float32")
 
@@ -119,7 +117,7 @@ def test_another_optimizer_or_dtype_learns_too(name, base, launcher):
 def test_the_learning_rate_follows_the_schedule(launcher):
     launcher.well(*LLAMA, "--schedule", "wsd", "--learning-rate", "1e-3", "--output", "wsd", "--no-export")
     rates = [record["learning_rate"] for record in records(launcher.folder / "wsd") if "loss" in record]
-    assert rates == [learning_rate("wsd", step, 6, 2, 1e-3) for step in range(6)]
+    assert rates == [learning_rate("wsd", step, 4, 2, 1e-3) for step in range(4)]
     assert not (launcher.folder / "wsd/model").exists()
 
 
@@ -142,7 +140,8 @@ def test_an_adapter_and_the_merged_model_are_the_same(model, targets, base, expe
     assert f"Saved {shlex.quote(str(adapter / 'adapter'))}" in done.stdout
     launcher.well(*lora, "--output", merged, ranks=2)
     torch.testing.assert_close(losses(merged), losses(adapter), rtol=2e-6, atol=0)
-    assert losses(adapter)[-1] < losses(adapter)[0] - 0.05
+    before, after = (record["validation_loss"] for record in records(adapter) if "validation_loss" in record)
+    assert after < before - 0.003
 
     start = ligermodels.load(launcher.folder / model)
     untrained = {name: parameter.clone() for name, parameter in start.named_parameters()}
@@ -154,13 +153,19 @@ def test_an_adapter_and_the_merged_model_are_the_same(model, targets, base, expe
     assert moved and not any("norm" in name or "embed" in name for name in moved)
 
 
-def test_chats_stories_and_files_are_mixed_and_the_answers_counted(launcher):
-    mixture = ["--data", "chats=0.5", "chats.jsonl=0.3", "own.txt=0.2", "--validation-data", "chats"]
-    done = launcher.well("--model", "qwen2", *mixture, *SMALL, "--eval-every", "6", "--output", "chats", "--no-export")
-    assert "the embedded chats=0.5 + chats.jsonl=0.3 + own.txt=0.2" in done.stdout
-    counted = [record for record in records(launcher.folder / "chats") if "right_answers" in record]
-    assert counted == [{"step": 6, "right_answers": 0, "questions": counted[0]["questions"]}]
-    assert "step 6: 0 of 200 questions answered right" in done.stdout
+def test_chats_texts_and_folders_are_mixed_and_right_answers_counted(launcher):
+    mixture = ["--data", "chats=0.6", "more=0.3", "own.txt=0.1"]
+    done = launcher.well("--model", "qwen2", *mixture, *SMALL, "--output", "chats", "--no-export")
+    assert "qwen2: 1,050,752 parameters; the embedded chats=0.6 + more=0.3 + own.txt=0.1: " in done.stdout
+    (skill,) = [record for record in records(launcher.folder / "chats") if "right_answers" in record]
+    assert skill == {"step": 4, "right_answers": 0, "questions": 8}
+    assert "step 4: 0 of 8 questions answered right" in done.stdout
+
+
+def test_ranks_that_fail_alike_say_so_once(launcher):
+    done = launcher.run(*LLAMA, "--batch-size", "3", ranks=2)
+    assert done.statuses == [2, 2]
+    assert done.stderr == "train.py: --batch-size 3 is no multiple of 2 ranks: change one of them\n"
 
 
 REFUSED = {

@@ -19,6 +19,8 @@ from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import JoinedRows, Piece
 from ligermodels.training.parallel import World
 
+PROMPT = 16  # tokens
+
 
 class Batch(NamedTuple):
     """B rows of T tokens, as `CausalLM.forward` takes them.
@@ -154,6 +156,20 @@ class Validation:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def of_chats(self) -> bool:
+        """Whether only a part of the first document is to be predicted."""
+        return self.rows.pieces(0)[0].store.supervised is not None
+
+    def beginning(self) -> list[int]:
+        """Of the first document: up to its first answer, or a few tokens where all are predicted."""
+        store, start, size = self.rows.pieces(0)[0]
+        if store.supervised is None:
+            size = min(size, PROMPT)
+        else:
+            size = 1 + int(np.argmax(store.supervised[start + 1 : start + size]))
+        return store.tokens[start : start + size].tolist()
 
     def batches(self, micro_batch_size: int, world: World) -> Iterator[Batch]:
         """Every row once over all ranks, equally many batches on each: the last are filled up with rows of padding."""
