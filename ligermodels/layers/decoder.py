@@ -226,5 +226,5 @@ def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Targets [B, T]: each position's label is the next token's; the last position of a row or document has none."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     if cu_seqlens is not None:
-        targets[:, cu_seqlens[1:].long() - 1] = IGNORE_INDEX
+        targets = targets.index_fill(1, cu_seqlens[1:].long() - 1, IGNORE_INDEX)  # by index_put the host would wait
     return targets
