@@ -182,6 +182,8 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise InputError(f"--profile {args.profile}: the run has {args.steps} steps; name one of them")
     if args.float8 and not args.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
+    if is_family and args.lora_rank and args.lora_export == "adapter":
+        raise InputError(f"--lora-export adapter: the new weights of {args.model} below it would be lost; leave it out")
     idle = [
         f"--{name.replace('_', '-')}"
         for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_export")

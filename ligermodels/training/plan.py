@@ -78,13 +78,14 @@ class Plan:
 
     @property
     def steps(self) -> str:
-        epochs = "" if self.epochs is None else f" = {self.epochs:{'.1f' if self.epochs > 0.1 else '.2g'}} epochs"
+        epochs = "" if self.epochs is None else f" = {self.epochs:{'.1f' if self.epochs >= 0.1 else '.2g'}} epochs"
         return f"{self.args.steps:,} steps{epochs}"
 
     @property
     def step(self) -> str:
+        batches = "1 batch" if self.accumulated == 1 else f"{self.accumulated} batches"
         return (
-            f"{self.tokens_per_step:,} tokens a step = {self.accumulated} batch{'es' * (self.accumulated > 1)} of {self.micro_batch_size} x "
+            f"{self.tokens_per_step:,} tokens a step = {batches} of {self.micro_batch_size} x "
             f"{self.args.sequence_length} on {self.world.size} x {self.world.device.type}"
         )
 

@@ -178,6 +178,10 @@ REFUSED = {
     "copies of too few ranks": ([*LLAMA, "--replicas", "2"], "--replicas 2 does not divide the 1 ranks"),
     "broken weights": (["--model", "broken", "--data", "own.txt", *SMALL], "broken/model.safetensors"),
     "a folder that cannot be": ([*LLAMA, "--output", "own.txt/x"], "own.txt/x: not written: Not a directory"),
+    "an adapter alone": (
+        [*LLAMA, *LORA, "--lora-export", "adapter"],
+        "the new weights of llama below it would be lost",
+    ),
     "no run": (["--resume", "nothing"], "nothing/train.toml: cannot be read"),
     "a finished run": (["--resume", "base"], "--resume base: the run is finished; begin another with --model base/"),
 }

@@ -75,6 +75,24 @@ def test_validation_visits_every_row_once_on_equally_many_batches_a_rank():
     assert counts == [10, 10, 10, 5]
 
 
+def test_a_chat_begins_with_all_before_its_first_answer_and_a_text_with_a_few_tokens():
+    mask = [False] * 5 + [True] * 3 + [False] * 2 + [True]
+    chats, texts = validation([Document(list(range(1, 12)), mask)], 16), validation(distinct(40), 64)
+    assert chats.of_chats and chats.beginning() == [1, 2, 3, 4, 5]
+    assert not texts.of_chats and texts.beginning() == list(range(1, 17))
+
+
+def test_rows_are_known_by_their_tokens_and_by_how_they_are_packed():
+    documents = distinct(6, 3, 3)
+    known = training(documents, 6).fingerprint
+    assert training(distinct(6, 3, 3), 6, seed=1).fingerprint == known
+    others = [
+        training(distinct(6, 3, 2), 6), training(documents[::-1], 6), training(documents, 9),
+        training(documents, 6, packing=False),
+    ]  # fmt: skip
+    assert len({known, *(other.fingerprint for other in others)}) == 5
+
+
 def test_a_rank_without_a_supervised_token_counts_none():
     silent = [Document(d.ids, [False] * 8) for d in distinct(8, 8)]
     (batch,) = training(silent, 8).micro_batches(0, 2, None, CPU)
