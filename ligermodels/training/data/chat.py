@@ -3,11 +3,12 @@
 A text begins as the tokenizer begins one, and ends with the end-of-text token. A conversation is what the tokenizer's
 chat template makes of it. Where the template marks what the assistant says by {% generation %}, that is supervised and
 nothing else. Most do not, so the conversation is rendered turn by turn: an answer is what follows the text of all
-messages before it, with the generation prompt, in the text of all messages up to it. Both must stand unchanged at the
-beginning of the whole text: a template that writes an earlier turn differently once more follow is refused. An answer
-goes to the special token that ends it, without the white space after that. Where the template puts none, what ends it
-is the special token that begins the next turn, and after the last answer the end-of-text token. Knows neither files nor
-rows.
+messages before it, with the generation prompt, in the text of all messages up to it. Where both stand unchanged at the
+beginning of the whole text, all answers share that one document. Where a template writes an earlier turn differently
+once more follow, as those do that drop earlier reasoning, an answer so changed gets a document of its own, of the
+messages up to it: it is learned behind what the assistant will have before it when it answers. An answer goes to the
+special token that ends it, without the white space after that. Where the template puts none, what ends it is the
+special token that begins the next turn, and after the last answer the end-of-text token. Knows neither files nor rows.
 """
 
 import bisect
@@ -28,6 +29,10 @@ SHOWN_CHARACTERS = 30
 
 Span = tuple[int, int]  # [start, stop) in characters
 OneKind = TypeVar("OneKind", Text, Conversation)
+
+
+class Rewritten(InputError):
+    """A chat template writes an earlier turn otherwise once more follow."""
 
 
 class Document(NamedTuple):
@@ -98,7 +103,8 @@ def conversation_documents(
         if not tokenizer.templates:
             remedy = "put its chat_template.jinja there, or give data with a field text"
             raise InputError(f"{batch[0].place}: {tokenizer.file.parent} has no chat template for messages; {remedy}")
-        chats = [chat for conversation in batch if (chat := bad.attempt(render, conversation, tokenizer, special))]
+        rendered = (bad.attempt(render, conversation, tokenizer, special) or [] for conversation in batch)
+        chats = list(itertools.chain.from_iterable(rendered))
         encodings = tokenizer.tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         for chat, encoding in zip(chats, encodings, strict=True):
             document = bad.attempt(supervise, chat, encoding, end)
@@ -115,7 +121,7 @@ class Chat(NamedTuple):
     place: str
 
 
-def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]) -> Chat:
+def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]) -> list[Chat]:
     """special: the texts of special tokens. Raises InputError naming the place."""
     messages, tools, place = conversation
     said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -124,17 +130,39 @@ def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str,
         if not indices:
             raise InputError("field messages: none is the assistant's, or weight is 0, so no token is supervised")
         whole = tokenizer.rendered(messages, tools=tools)
-        if whole.spans and indices != said:
+        if not whole.spans:
+            return turn_by_turn(conversation, indices, whole.text, tokenizer, special)
+        if indices != said:
             raise InputError(
                 "field messages: a weight of 0 and a chat template with {% generation %} exclude each other"
             )
-        if whole.spans:
-            return Chat(whole.text, whole.spans, True, place)
-        answers = [answer(conversation, index, whole.text, tokenizer, special) for index in indices]
     except InputError as error:
         raise InputError(f"{place}: {error}") from None
-    goes_on = indices[-1] < len(messages) - 1
-    return Chat(whole.text, answers, goes_on or whole.text[: answers[-1][1]].endswith(special), place)
+    return [Chat(whole.text, whole.spans, True, place)]
+
+
+def turn_by_turn(
+    conversation: Conversation, indices: Sequence[int], whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
+) -> list[Chat]:
+    """The answers at `indices`: those that the whole text leaves as they were together, the others each by itself."""
+    together: dict[int, Span] = {}
+    chats = []
+    for index in indices:
+        try:
+            together[index] = answer(conversation, index, whole, tokenizer, special)
+        except Rewritten:
+            shorter = conversation._replace(messages=conversation.messages[: index + 1])
+            text = tokenizer.rendered(shorter.messages, tools=shorter.tools).text
+            spans = {index: answer(shorter, index, text, tokenizer, special)}
+            chats.append(chat_of(shorter, text, spans, special))
+    return [*chats, chat_of(conversation, whole, together, special)] if together else chats
+
+
+def chat_of(conversation: Conversation, text: str, answers: dict[int, Span], special: tuple[str, ...]) -> Chat:
+    """answers: by the indices of their messages, ascending."""
+    last, spans = list(answers)[-1], list(answers.values())
+    goes_on = last < len(conversation.messages) - 1
+    return Chat(text, spans, goes_on or text[: spans[-1][1]].endswith(special), conversation.place)
 
 
 def answer(conversation: Conversation, index: int, whole: str, tokenizer: Tokenizer, special: tuple[str, ...]) -> Span:
@@ -160,11 +188,11 @@ def answer(conversation: Conversation, index: int, whole: str, tokenizer: Tokeni
     return len(before), len(upto) + into_next
 
 
-def changed(conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer) -> InputError:
+def changed(conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer) -> Rewritten:
     template = choose(tokenizer.templates, None, conversation.tools is not None, tokenizer.file.parent)
     same = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
     now, once = (text[same : same + SHOWN_CHARACTERS] for text in (whole, part))
-    return InputError(
+    return Rewritten(
         f"{template.origin}: writes what goes up to messages[{index}] otherwise in the whole conversation: {now!r}, "
         f"not {once!r}; mark what the assistant says in the template by {{% generation %}} … {{% endgeneration %}}"
     )

@@ -143,19 +143,26 @@ def test_an_answer_of_weight_zero_is_context(tmp_path):
 THINK = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt's 21 degrees."}
 
 
-def test_a_template_that_changes_earlier_turns_is_refused_by_name_of_line_and_template(tmp_path):
+def test_an_answer_that_a_template_changes_once_more_follow_gets_a_document_of_its_own(tmp_path):
+    """As it will be answered: Qwen 3 drops earlier reasoning, and writes an empty one before the last answer."""
     tokenizer = tokenizer_of(tmp_path / "qwen", "qwen 3")
-    (document,) = documents_of(tokenizer, conversation(ASKED, THINK))
-    assert supervised_texts(tokenizer, document) == [f"{THINK['content']}<|im_end|>"]
+    first, last = documents_of(tokenizer, conversation(ASKED, THINK, ASKED_AGAIN, SAID_AGAIN, line=4))
+    (alone,) = documents_of(tokenizer, conversation(ASKED, THINK, line=4))
+    assert first == alone and supervised_texts(tokenizer, alone) == [f"{THINK['content']}<|im_end|>"]
+    assert supervised_texts(tokenizer, last) == ["<think>\n\n</think>\n\nYes, Paris.<|im_end|>"]
+    whole = tokenizer.decode(last.ids, skip_special_tokens=False)
+    assert "It's 21 degrees.<|im_end|>" in whole and "hm" not in whole
+
+
+def test_a_template_that_changes_what_an_answer_answers_is_refused_by_name_of_line_and_template(tmp_path):
+    """A system message that is written into the last question, but not once that is answered."""
+    tokenizer = tokenizer_of(tmp_path, "mistral 3")
     with pytest.raises(InputError) as refused:
-        documents_of(tokenizer, conversation(ASKED, THINK, ASKED_AGAIN, SAID_AGAIN, line=4))
-    file = tmp_path / "qwen" / "tokenizer_config.json"
-    assert str(refused.value).startswith(f"d.jsonl:4: {file}: field chat_template: writes what goes up to messages[1]")
-    assert '"It\'s 21 degrees.<|im_end|>\\n<|i", not "<think>\\nhm' in str(refused.value)
+        documents_of(tokenizer, conversation(SYSTEM, *TURNS, line=4))
+    file = tmp_path / "tokenizer_config.json"
+    assert str(refused.value).startswith(f"d.jsonl:4: {file}: field chat_template: writes what goes up to messages[2]")
+    assert "'What is the weather?[/INST] It', not 'You are terse." in str(refused.value)
     assert "{% generation %} … {% endgeneration %}" in str(refused.value)
-    # A system message that is written into the last question of the user.
-    with pytest.raises(InputError, match=r"d\.jsonl:1: .*up to messages\[2\] otherwise"):
-        documents_of(tokenizer_of(tmp_path / "mistral", "mistral 3"), conversation(SYSTEM, *TURNS))
 
 
 @pytest.mark.parametrize(
