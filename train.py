@@ -32,6 +32,7 @@ from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.compilation import compile_blocks
 from ligermodels.training.curves import draw_curves
 from ligermodels.training.data import Data, open_data, supervised
+from ligermodels.training.evaluation import evaluate
 from ligermodels.training.flops import flops_per_token, peak_flops
 from ligermodels.training.loggers import open_loggers
 from ligermodels.training.metrics import METRICS_FILE, Metrics
@@ -44,13 +45,11 @@ from ligermodels.training.resuming import ADAPTER, CHECKPOINTS, MODEL, refuse_ot
 from ligermodels.training.run_folder import default_folder, locked, new_folder
 from ligermodels.training.schedules import default_peak, learning_rate
 from ligermodels.training.settings import SETTINGS_FILE, settings, write_settings
-from ligermodels.training.skill import prompt_ids, right_answers
 from ligermodels.training.stopping import signals
 from ligermodels.training.tokens import GENERATION_CONFIG, save_tokenizer
 from ligermodels.weights.loading import load_weights
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
-SAMPLE_TOKENS = 40
 
 
 def main(args: argparse.Namespace, world: parallel.World) -> None:
@@ -194,28 +193,6 @@ def dtypes(args: argparse.Namespace, world: parallel.World) -> tuple[torch.dtype
     computed = DTYPES[args.dtype]
     stored = DTYPES[args.weights] if args.weights else (computed if world.size == 1 else torch.float32)
     return computed, stored
-
-
-@torch.no_grad()
-def evaluate(
-    model: CausalLM, data: Data, step: int, micro_batch_size: int, world: parallel.World, metrics: Metrics
-) -> None:
-    """Nats per predicted token of all validation rows, over all ranks; right answers, and a sample."""
-    model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for batch in data.validation.batches(micro_batch_size, world):
-        summed = model(**batch._asdict(), num_items_in_batch=1).loss
-        totals += torch.stack([summed, supervised(batch)])
-    loss, count = parallel.total(totals).tolist()
-    metrics.validation(step, loss / count, data.floor)
-    with torch.compiler.set_stance("force_eager"):  # every length would be compiled for
-        if data.tokenizer and data.questions:
-            metrics.skill(step, right_answers(model, data.tokenizer, data.questions), len(data.questions))
-        if data.tokenizer:
-            begun = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.beginning()
-            new = ligermodels.generate(model, [begun], max_new_tokens=SAMPLE_TOKENS)[0]
-            metrics.sample(step, f"{data.tokenizer.decode(begun)} | {data.tokenizer.decode(new)}")
-    model.train()
 
 
 def export(
