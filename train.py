@@ -188,11 +188,11 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
 
 def dtypes(args: argparse.Namespace, world: parallel.World) -> tuple[torch.dtype, torch.dtype]:
-    """What is computed in, and what trained weights are stored in."""
+    """What is computed in, and what trained weights are stored in: LoRA's are few enough for fp32."""
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     computed = DTYPES[args.dtype]
-    stored = DTYPES[args.weights] if args.weights else (computed if world.size == 1 else torch.float32)
-    return computed, stored
+    default = computed if world.size == 1 and not args.lora_rank else torch.float32
+    return computed, DTYPES[args.weights] if args.weights else default
 
 
 def export(

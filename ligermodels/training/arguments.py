@@ -31,7 +31,7 @@ examples:
   python train.py --model qwen2                            a million parameters on the embedded stories, on a CPU
   python train.py --model llama:8b --dtype bfloat16 --steps 10 --no-export              speed and memory alone
   python train.py --model Qwen/Qwen3-8B --data chats.jsonl --dtype bfloat16 --lora-rank 16
-  torchrun --nproc-per-node 8 train.py --model meta-llama/Meta-Llama-3-8B --data web/*.parquet=0.9 code.jsonl=0.1 \\
+  torchrun --nproc-per-node 8 train.py --model meta-llama/Meta-Llama-3-8B --data 'web/*.parquet=0.9' code.jsonl=0.1 \\
       --dtype bfloat16 --recompute auto --checkpoint-every 500
   torchrun --nproc-per-node 4 train.py --resume runs/Meta-Llama-3-8B
 """
@@ -88,7 +88,8 @@ def flags() -> Flags:
     add("--dtype", **choice("float32", "tf32", "bfloat16"), default="float32", help="computed in")
     add(
         "--weights", **choice("float32", "bfloat16"),
-        help="dtype they are kept in (default: bfloat16 for --dtype bfloat16 on one process, else float32)",
+        help="dtype of those that are trained (default: bfloat16 for --dtype bfloat16 on one process, else float32; "
+        "LoRA: float32)",
     )  # fmt: skip
     add("--float8", **flag, help="matrix products of the blocks in float8, through torchao; with --compile")
     add("--recompute", **choice("none", "auto", "full"), default="none", help="blocks computed again in backward, not "

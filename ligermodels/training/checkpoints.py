@@ -30,6 +30,7 @@ from ligermodels.training import checkpoint_files as files
 from ligermodels.training import training_state as state
 from ligermodels.training.adamw import AdamW
 from ligermodels.weights.files import shortened
+from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import not_written
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class Checkpoints:
         folder = files.step_folder(self.folder, progress.step)
         if folder == self.committed:
             return
-        state.reshard(model)
+        reshard(model)
         if self.frozen is None:
             self.frozen = state.frozen_weights(model)
         weights, optimizer_state = state.trained_weights(model), state.optimizer_state(model, optimizer)
@@ -147,7 +148,7 @@ class Checkpoints:
         checkpoint = self.together(self.latest)
         if checkpoint is None:
             return None
-        state.reshard(model)
+        reshard(model)
         self.together(files.verify, checkpoint, state.rank(), state.ranks())
         record = files.read_record(checkpoint)
         self.frozen = state.frozen_weights(model)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ligermodels.training.adamw import AdamW
@@ -27,13 +26,6 @@ def rank() -> int:
 
 def ranks() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
-
-
-def reshard(model: nn.Module) -> None:
-    """After a forward alone the root's parameters are still whole, and in the dtype of computation."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from ligermodels.weights.exporting import LowRankLinear, hub_tensors
 from ligermodels.weights.files import StoredTensor, read_header, safe_file, shortened
 from ligermodels.weights.loading import FLOATS, HubModel
 from ligermodels.weights.mapping import Piece, is_update, plan
-from ligermodels.weights.sharding import keep_part
+from ligermodels.weights.sharding import keep_part, reshard
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -120,6 +120,7 @@ def write_adapter(
     Where parameters are DTensors every rank calls. Raises InputError where there are none, CheckpointError as
     export_weights does.
     """
+    reshard(model)
     modules = updated(model, projections)
     if not modules:
         raise InputError("the model has no LoRA to export; add_lora gives it some")

@@ -22,7 +22,7 @@ from ligermodels.weights.config_file import CONFIG_FILE, both_spellings, read_co
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, safe_file
 from ligermodels.weights.loading import FLOATS, HubModel
 from ligermodels.weights.mapping import BASE_LAYER, Piece, plan
-from ligermodels.weights.sharding import whole
+from ligermodels.weights.sharding import reshard, whole
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
 
 MAX_SHARD_SIZE = "5GB"
@@ -90,6 +90,7 @@ def export_weights(
     if dtype is not None and dtype not in FLOATS:
         raise InputError(f"dtype is {dtype}; must be one of {', '.join(map(str, FLOATS))}")
     limit = size_in_bytes(max_shard_size)
+    reshard(model)
     # Larger dtypes first, so that every tensor is aligned to its own.
     parameters = dict(sorted(model.named_parameters(), key=lambda item: -item[1].itemsize))
     pieces = plan({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())

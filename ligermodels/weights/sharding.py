@@ -1,8 +1,19 @@
-"""A parameter that may be split over ranks: all of it, and the part that a rank keeps. Knows tensors only."""
+"""Parameters that may be split over ranks: all of one, and the part that a rank keeps. Knows no file and no layer."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def reshard(model: Any) -> None:
+    """Has FSDP2 let go of what it has gathered: after a forward alone some parameters are still whole, and in the dtype
+    of computation. model: a torch.nn.Module."""
+    for _, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ligermodels
 from ligermodels.training.schedules import learning_rate
@@ -112,6 +113,18 @@ def test_another_optimizer_or_dtype_learns_too(name, base, launcher):
     assert got[-1] < got[0] and got != expected
     dtype = json.loads((output / "model/config.json").read_text())["torch_dtype"]
     assert dtype == ("bfloat16" if "--dtype" in flags else "float32")
+
+
+def test_lora_is_kept_in_fp32_over_a_base_in_bfloat16(base, launcher):
+    """Its updates are smaller than what bfloat16 tells apart."""
+    lora = ["--model", "base/model", "--data", "own.txt", *SMALL, *LORA, "--lora-export", "adapter"]
+    single, half = (launcher.folder / name for name in ("lora-float32", "lora-bfloat16"))
+    launcher.well(*lora, "--output", single)
+    launcher.well(*lora, "--dtype", "bfloat16", "--output", half)
+    stored = load_file(half / "adapter/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    assert sum(tensor.abs().sum().item() for name, tensor in stored.items() if "lora_B" in name) > 0
+    torch.testing.assert_close(losses(half), losses(single), rtol=0.02, atol=0)
 
 
 def test_the_learning_rate_follows_the_schedule(launcher):
