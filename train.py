@@ -17,6 +17,7 @@ import shlex
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from ligermodels.training.compilation import compile_blocks
 from ligermodels.training.curves import draw_curves
 from ligermodels.training.data import Data, open_data, supervised
 from ligermodels.training.evaluation import evaluate
-from ligermodels.training.flops import flops_per_token, peak_flops
+from ligermodels.training.flops import peak_flops
 from ligermodels.training.loggers import open_loggers
 from ligermodels.training.metrics import METRICS_FILE, Metrics
 from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
@@ -66,7 +67,9 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
     # What it learns from, and what that is going to need. Blocks are computed again as far as memory demands.
     data = open_data(args, folder, model.config.vocab_size, world)
-    needs = memory_needs(model, args, world, computed)
+    states = None if args.states is None else DTYPES[args.states]
+    build = partial(build_optimizer, name=args.optimizer, states=states, weight_decay=args.weight_decay)
+    needs = memory_needs(model, build(model), args, world, computed)
     recomputed = recompute(model, args.recompute, world, needs)
     keep_gathered = keeps_gathered(world, needs, recomputed)
     run = plan(
@@ -91,7 +94,6 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             float8.convert(model, world.device)
         if args.compile:
             compile_blocks(model)
-        flops, peak_of_one = flops_per_token(model, args.sequence_length), peak_flops(world.device, args.dtype)
         parallel.shard(model, world, computed, replicas=args.replicas, keep_gathered=keep_gathered)
         model.to_empty(device=world.device)
         if folder is None:
@@ -105,8 +107,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         torch.manual_seed(args.seed + world.rank)  # dropout's
         model.train()
 
-        states = None if args.states is None else DTYPES[args.states]
-        optimizer = build_optimizer(model, args.optimizer, states=states, weight_decay=args.weight_decay)
+        optimizer = build(model)
         pretrained, hidden_size = folder is not None, model.config.hidden_size
         peak = args.learning_rate or default_peak(hidden_size, pretrained=pretrained, lora=args.lora_rank is not None)
         say = print if world.is_first else lambda line: None
@@ -115,11 +116,12 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         if world.is_first:
             write_settings(args, output / SETTINGS_FILE)
 
+        peak_of_one = peak_flops(world.device, args.dtype)
         loggers = open_loggers(args.log_to, output, settings(args), progress.step) if world.is_first else []
         metrics = held.enter_context(
             Metrics(
                 output, steps=args.steps, done=progress.step, tokens_per_step=run.tokens_per_step, device=world.device,
-                flops_per_token=flops, peak=peak_of_one and peak_of_one * world.size, loggers=loggers,
+                flops_per_token=run.flops, peak=peak_of_one and peak_of_one * world.size, loggers=loggers,
                 enabled=world.is_first,
             )
         )  # fmt: skip

@@ -53,7 +53,7 @@ def add_lora(
     settings = {
         linear: Settings(columns, rank, alpha, dropout, dtype) for linear, columns in chosen(model, targets).items()
     }
-    if dropout and any(linear in expert_projections(model) for linear in settings):
+    if dropout and settings.keys() & expert_projections(model).keys():
         raise InputError(f"add_lora: dropout is {dropout}; must be 0 where the experts are among the targets")
     insert(model, settings)
 
@@ -77,12 +77,16 @@ def insert(model: "CausalLM", settings: Mapping[str, Settings]) -> None:
 
 
 def projections(model: "CausalLM", rules: Iterable[Rule] | None = None) -> dict[str, Packed]:
-    """The linears that can have LoRA, with the Hub's projections that each consists of.
+    """What can have LoRA, linears and stacked experts, with the Hub's projections that each consists of.
 
-    They are those of the blocks whose names end in `_proj`; routers' do not. rules: those of the model's layouts whose
-    names are wanted, by default the Hub's own.
+    rules: those of the model's layouts whose names are wanted, by default the Hub's own.
     """
     rules = tuple(model.weight_rules() if rules is None else rules)
+    return linear_projections(model, rules) | expert_projections(model)
+
+
+def linear_projections(model: "CausalLM", rules: tuple[Rule, ...]) -> dict[str, Packed]:
+    """The linears of the blocks whose names end in `_proj`; routers' do not."""
     found = {}
     for name, module in model.get_submodule(BLOCKS).named_modules(prefix=BLOCKS):
         if name.endswith("_proj") and isinstance(module, nn.Linear | LoRALinear):
@@ -90,7 +94,7 @@ def projections(model: "CausalLM", rules: Iterable[Rule] | None = None) -> dict[
             pieces = pieces_of(f"{name}.weight", tuple(base.weight.shape), rules)
             columns = {p.tensor.removesuffix(".weight"): (p.index[0].start, p.index[0].stop) for p in pieces}
             found[name] = Packed(base.in_features, columns)
-    return found | expert_projections(model)
+    return found
 
 
 def expert_projections(model: "CausalLM") -> dict[str, Packed]:
@@ -122,8 +126,7 @@ def stacked_name(model: "CausalLM", experts: str) -> str:
 
 def chosen(model: "CausalLM", targets: str | Sequence[str]) -> dict[str, Columns]:
     """The linears that `targets` name, and the columns of their outputs which those have. Raises InputError."""
-    stacked = expert_projections(model)
-    available = {linear: packed for linear, packed in projections(model).items() if linear not in stacked}
+    stacked, available = expert_projections(model), linear_projections(model, tuple(model.weight_rules()))
     names = {name for packed in available.values() for name in packed.columns}
     wanted = [targets] if isinstance(targets, str) else list(targets)
     if EXPERTS in wanted and not stacked:

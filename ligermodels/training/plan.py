@@ -20,8 +20,9 @@ from ligermodels.memory import (
     trained_parameters,
     training_memory,
 )
+from ligermodels.training.adamw import AdamW
+from ligermodels.training.data.batches import rows_a_rank
 from ligermodels.training.flops import flops_per_token
-from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.parallel import World, shards_of
 from ligermodels.units import memory_size
 
@@ -52,12 +53,12 @@ class Plan:
 
     @property
     def micro_batch_size(self) -> int:
-        return self.args.micro_batch_size or max(1, self.args.batch_size // self.world.size)
+        return rows_a_rank(self.args.batch_size, self.args.micro_batch_size, self.world)[1]
 
     @property
     def accumulated(self) -> int:
         """Micro-batches a step."""
-        return self.args.batch_size // (self.micro_batch_size * self.world.size)
+        return rows_a_rank(self.args.batch_size, self.args.micro_batch_size, self.world)[0]
 
     @property
     def epochs(self) -> float | None:
@@ -163,13 +164,14 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_needs(
-    model: CausalLM, args: argparse.Namespace, world: World, dtype: torch.dtype
+    model: CausalLM, optimizer: AdamW, args: argparse.Namespace, world: World, dtype: torch.dtype
 ) -> Callable[..., TrainingMemory]:
-    """`memory.training_memory` of the run, whose keywords it takes besides. model: on the meta device, unsharded."""
-    states = None if args.states is None else getattr(torch, args.states)
-    optimizer = build_optimizer(model, args.optimizer, states=states, weight_decay=args.weight_decay)
+    """`memory.training_memory` of the run, whose keywords it takes besides.
+
+    model: on the meta device, unsharded. optimizer: one of it; its states are made, where they take no memory.
+    """
     optimizer.create_states()
-    micro_batch_size = args.micro_batch_size or max(1, args.batch_size // world.size)
+    _, micro_batch_size = rows_a_rank(args.batch_size, args.micro_batch_size, world)
     return functools.partial(
         training_memory, model, batch_size=micro_batch_size, sequence_length=args.sequence_length, dtype=dtype,
         shards=shards_of(world, args.replicas), states=state_bytes(optimizer),

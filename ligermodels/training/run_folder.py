@@ -13,7 +13,7 @@ from typing import TextIO
 from torch import distributed
 
 from ligermodels.errors import InputError
-from ligermodels.weights.writing import agree, failure, not_written, remove_empty
+from ligermodels.weights.writing import agree, failure, in_use, not_written, remove_empty
 
 LOCK = "lock"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -88,5 +88,5 @@ def new_folder(wanted: Path | None, default: Path) -> Path:
 
 
 def refuse_used(folder: Path) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if in_use(folder):
         raise InputError(f"{folder}: exists already; give another --output, or go on with it by --resume {folder}")

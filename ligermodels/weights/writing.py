@@ -71,12 +71,17 @@ def agree(error: Exception | None, sharded: bool) -> None:
         raise CheckpointError(messages[0])
 
 
+def in_use(folder: Path) -> bool:
+    """Whether there is anything but an empty folder."""
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+
+
 def refuse_in_use(folder: Path) -> None:
     try:
-        in_use = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+        used = in_use(folder)
     except OSError as error:
         raise not_written(folder, error) from error
-    if in_use:
+    if used:
         raise CheckpointError(f"{folder}: exists and is not an empty folder; export to another, or remove it")
 
 
