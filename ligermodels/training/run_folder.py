@@ -13,6 +13,7 @@ from typing import TextIO
 from torch import distributed
 
 from ligermodels.errors import InputError
+from ligermodels.weights.sharding import is_first
 from ligermodels.weights.writing import agree, failure, in_use, not_written, remove_empty
 
 LOCK = "lock"
@@ -29,8 +30,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     held: list[TextIO] = []
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    first = not distributed.is_initialized() or distributed.get_rank() == 0
-    agree(failure(lambda: held.append(acquire(folder))) if first else None, distributed.is_initialized())
+    agree(failure(lambda: held.append(acquire(folder))) if is_first() else None, distributed.is_initialized())
     try:
         yield
     except OSError as error:
@@ -76,9 +76,8 @@ def new_folder(wanted: Path | None, default: Path) -> Path:
 
     Every rank calls, and gets what rank 0 finds. Raises InputError on all ranks where `wanted` is in use.
     """
-    first = not distributed.is_initialized() or distributed.get_rank() == 0
     if wanted is not None:
-        agree(failure(refuse_used, wanted) if first else None, distributed.is_initialized())
+        agree(failure(refuse_used, wanted) if is_first() else None, distributed.is_initialized())
         return wanted
     numbered = (default.with_name(f"{default.name}-{number}") for number in itertools.count(2))
     found = [next(folder for folder in itertools.chain([default], numbered) if not folder.exists())]

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan
+from ligermodels.weights.sharding import is_first
 from ligermodels.weights.streaming import Transfer, bit_equal, stream
 
 # Old files store what every reader recomputes from the configuration.
@@ -92,9 +93,8 @@ def fill_weights(model: HubModel, fit: Fit) -> None:
     folder, stored = fit.checkpoint.folder, fit.checkpoint.tensors
     parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     transfers = (transfer_of(*parts[piece.parameter], piece, stored[piece.tensor]) for piece in fit.pieces)
-    others = distributed.is_initialized() and distributed.get_rank() > 0
-    stream(filter(None, transfers), f"Loading {folder.name}", quiet=others)
-    if fit.unexpected and not others:
+    stream(filter(None, transfers), f"Loading {folder.name}", quiet=not is_first())
+    if fit.unexpected and is_first():
         warnings.warn(
             f"{folder}: left out, as the model has no place for them: {shortened(fit.unexpected)}", stacklevel=2
         )

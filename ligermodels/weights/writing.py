@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import DTYPES
+from ligermodels.weights.sharding import is_first
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -45,7 +46,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[
     advance them all the same, all return when the folder is there, and all raise where rank 0 could not write it.
     Raises CheckpointError where `folder` is in use or cannot be written; then nothing is left behind.
     """
-    first = not distributed.is_initialized() or distributed.get_rank() == 0
+    first = is_first()
     agree(failure(refuse_in_use, folder) if first else None, sharded)
     error = failure(write_committed, folder, write) if first else None
     deque(tensors, maxlen=0)  # what is left of gathering; nothing is held on to
