@@ -27,27 +27,27 @@ from ligermodels.errors import InputError
 from ligermodels.hub import resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import initialize_lora
-from ligermodels.training import float8, parallel
-from ligermodels.training.arguments import parse_arguments
 from ligermodels.training.checkpoints import Checkpoints, Progress
-from ligermodels.training.compilation import compile_blocks
-from ligermodels.training.curves import draw_curves
 from ligermodels.training.data import Data, open_data, supervised
-from ligermodels.training.evaluation import evaluate
-from ligermodels.training.flops import peak_flops
-from ligermodels.training.loggers import open_loggers
-from ligermodels.training.metrics import METRICS_FILE, Metrics
+from ligermodels.training.data.tokens import GENERATION_CONFIG, save_tokenizer
 from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
-from ligermodels.training.out_of_memory import explained
-from ligermodels.training.plan import memory_needs, plan
-from ligermodels.training.profile import StepProfiler
-from ligermodels.training.recompute import keeps_gathered, recompute
-from ligermodels.training.resuming import ADAPTER, CHECKPOINTS, MODEL, refuse_other_data, refuse_resuming
-from ligermodels.training.run_folder import default_folder, locked, new_folder
-from ligermodels.training.schedules import default_peak, learning_rate
-from ligermodels.training.settings import SETTINGS_FILE, settings, write_settings
-from ligermodels.training.stopping import signals
-from ligermodels.training.tokens import GENERATION_CONFIG, save_tokenizer
+from ligermodels.training.optimizers.schedules import default_peak, learning_rate
+from ligermodels.training.reporting.curves import draw_curves
+from ligermodels.training.reporting.evaluation import evaluate
+from ligermodels.training.reporting.flops import peak_flops
+from ligermodels.training.reporting.loggers import open_loggers
+from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
+from ligermodels.training.reporting.profile import StepProfiler
+from ligermodels.training.runs.arguments import parse_arguments
+from ligermodels.training.runs.folder import default_folder, locked, new_folder
+from ligermodels.training.runs.plan import memory_needs, plan
+from ligermodels.training.runs.resuming import ADAPTER, CHECKPOINTS, MODEL, refuse_other_data, refuse_resuming
+from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
+from ligermodels.training.runs.stopping import signals
+from ligermodels.training.scaling import float8, parallel
+from ligermodels.training.scaling.compilation import compile_blocks
+from ligermodels.training.scaling.out_of_memory import explained
+from ligermodels.training.scaling.recompute import keeps_gathered, recompute
 from ligermodels.weights.loading import load_weights
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}

@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.train_step import MODELS
 from ligermodels import hub
-from ligermodels.training import parallel
+from ligermodels.training.scaling import parallel
 from ligermodels.weights.files import INDEX_FILE, read_header
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.mapping import plan

@@ -21,9 +21,9 @@ from benchmarks import results, timing
 from benchmarks.train_step import MODELS
 from ligermodels import create
 from ligermodels.memory import training_memory
-from ligermodels.training import optimizer as optim
-from ligermodels.training import parallel
-from ligermodels.training.compilation import compile_blocks
+from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.scaling import parallel
+from ligermodels.training.scaling.compilation import compile_blocks
 
 ROWS = {  # what differs from bf16 weights on one GPU
     "one GPU, bf16 weights": {},
@@ -47,8 +47,8 @@ def measure(
     parallel.shard(model, world, torch.bfloat16, keep_gathered=keep_gathered)
     model.to_empty(device=world.device)
     model.initialize(0)
-    optimizer = optim.adamw(model, 0.1)
-    optim.set_learning_rate(optimizer, 1e-6)
+    optimizer = build_optimizer(model)
+    set_learning_rate(optimizer, 1e-6)
     generator = torch.Generator().manual_seed(world.rank)
     ids = torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(world.device)
     count = torch.tensor(batch * (length - 1), device=world.device)
@@ -58,7 +58,7 @@ def measure(
         loss.backward()
         loss, norm = parallel.total(loss.detach()), parallel.gradient_norm(model)
         read = parallel.read_later(torch.stack([loss, norm]))
-        optim.clipped_step(optimizer, loss, norm, 1.0)
+        clipped_step(optimizer, loss, norm, 1.0)
         optimizer.zero_grad()
         return read()[0]
 

@@ -111,7 +111,7 @@ def optimizer_of(provider: str, model):
     """torch's fused AdamW for all, so that only models differ; once more ours with our own."""
     if provider != "ligermodels and its AdamW":
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    from ligermodels.training.adamw import AdamW
+    from ligermodels.training.optimizers.adamw import AdamW
 
     return AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
 

@@ -1,6 +1,7 @@
 """The benchmark suite without a GPU: what it compares, computes, lists and refuses; times are given."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -328,3 +329,8 @@ def test_a_provider_is_a_function_of_the_shape(op):
     assert op.providers["mine"] == Provider(mine, [(64, 8)], op.providers["mine"].layout)
     rows = rows_by_provider(op)["mine"]
     assert [(row["shape"], row["status"]) for row in rows] == 3 * [("64x8", "ok")]
+
+
+@pytest.mark.parametrize("file", sorted(Path(results.__file__).parent.glob("[!_]*.py")), ids=lambda file: file.stem)
+def test_every_script_finds_what_it_imports(file):
+    importlib.import_module(f"benchmarks.{file.stem}")

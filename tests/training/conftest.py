@@ -5,9 +5,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ligermodels.training.corpus import conversations, stories
+from ligermodels.training.data.corpus import conversations, stories
 from tests.conftest import DEVICE
-from tests.training.runs import Launcher
+from tests.training.launching import Launcher
 
 
 @pytest.fixture

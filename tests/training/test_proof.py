@@ -11,10 +11,10 @@ import torch
 
 import ligermodels
 from ligermodels.kernels import op
-from ligermodels.training import corpus
-from ligermodels.training.corpus import asked_in_conversation, conversations, stories
-from ligermodels.training.skill import right_answers
-from ligermodels.training.tokens import train_tokenizer
+from ligermodels.training.data import corpus
+from ligermodels.training.data.corpus import asked_in_conversation, conversations, stories
+from ligermodels.training.data.tokens import train_tokenizer
+from ligermodels.training.reporting.skill import right_answers
 from tests.training.loops import in_steps, of_conversations, of_texts, padded, train
 
 DOCUMENTS, WARMUP = 8, 20  # a step, steps

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import ligermodels
-from ligermodels.training.schedules import learning_rate
-from tests.training.runs import losses, records, weights
+from ligermodels.training.optimizers.schedules import learning_rate
+from tests.training.launching import losses, records, weights
 
 SMALL = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
 LLAMA = ["--model", "llama", "--data", "own.txt", *SMALL]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ligermodels
-from tests.training.runs import ROOT, TRAIN, losses, records, weights
+from tests.training.launching import ROOT, TRAIN, losses, records, weights
 
 RUN = ["--data", "own.txt", "--steps", "16", "--batch-size", "2", "--sequence-length", "64", "--warmup", "2"]
 LLAMA = ["--model", "llama", *RUN]

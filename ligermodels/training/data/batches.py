@@ -17,7 +17,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import JoinedRows, Piece
-from ligermodels.training.parallel import World
+from ligermodels.training.scaling.parallel import World
 
 PROMPT = 16  # tokens
 

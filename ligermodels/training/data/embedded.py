@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.corpus import asked_in_conversation, asked_in_story, conversations, stories
 from ligermodels.training.data.chat import documents
+from ligermodels.training.data.corpus import asked_in_conversation, asked_in_story, conversations, stories
 from ligermodels.training.data.records import BadLines, Conversation, Record, Text
 from ligermodels.training.data.split import Selection, all_of
 from ligermodels.training.data.store import TokenStore, in_memory

@@ -18,7 +18,7 @@ from ligermodels.training.data.packing import JoinedRows, rows_of
 from ligermodels.training.data.reader import Reader, Source
 from ligermodels.training.data.sources import Spec, parse_spec
 from ligermodels.training.data.split import Selection, without
-from ligermodels.training.parallel import World
+from ligermodels.training.scaling.parallel import World
 
 TITLES = {"stories": "the embedded stories", "chats": "the embedded chats", RANDOM: "random tokens"}
 

@@ -19,9 +19,9 @@ from ligermodels import tokenizer as tokenizer_package
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import TOKENIZER, VOCABULARY
-from ligermodels.training.corpus import vocabulary_texts
 from ligermodels.training.data.cache import cached
 from ligermodels.training.data.chat import documents
+from ligermodels.training.data.corpus import vocabulary_texts
 from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Embedded, Question, random_data
 from ligermodels.training.data.records import BadLines, Text
 from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read
@@ -29,7 +29,7 @@ from ligermodels.training.data.split import Selection, all_of, hold_out
 from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
 from ligermodels.training.data.token_files import end_of_text, open_indexed, open_tokens, write_index
-from ligermodels.training.tokens import END_OF_TEXT_ID, load_tokenizer, save_tokenizer, train_tokenizer
+from ligermodels.training.data.tokens import END_OF_TEXT_ID, load_tokenizer, save_tokenizer, train_tokenizer
 
 NEW_TOKENIZER_CHARACTERS = 10**8  # of text that a new tokenizer is trained on, the first of the data
 

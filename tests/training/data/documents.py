@@ -8,7 +8,7 @@ from ligermodels.training.data.batches import Training, Validation
 from ligermodels.training.data.packing import JoinedRows, rows_of
 from ligermodels.training.data.split import all_of
 from ligermodels.training.data.store import in_memory
-from ligermodels.training.parallel import World
+from ligermodels.training.scaling.parallel import World
 
 CPU = World(torch.device("cpu"))
 VOCABULARY = 10_000

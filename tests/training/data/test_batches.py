@@ -6,7 +6,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.batches import Training, rows_a_rank, supervised
-from ligermodels.training.parallel import World
+from ligermodels.training.scaling.parallel import World
 from tests.conftest import DEVICE
 from tests.training.data.documents import CPU, Document, distinct, rows, training, validation
 

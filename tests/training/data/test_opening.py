@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.training.corpus import stories
 from ligermodels.training.data import embedded, open_data, reader, supervised, token_files
-from ligermodels.training.parallel import World
-from ligermodels.training.tokens import save_tokenizer, train_tokenizer
+from ligermodels.training.data.corpus import stories
+from ligermodels.training.data.tokens import save_tokenizer, train_tokenizer
+from ligermodels.training.scaling.parallel import World
 from tests.training.data.documents import CPU
 
 DEFAULTS = {

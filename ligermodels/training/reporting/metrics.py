@@ -1,0 +1,220 @@
+"""What a run says of itself: a progress bar, or lines where there is no terminal, and metrics.jsonl.
+
+Of metrics.jsonl every line is an object with "step", which counts updates from 1: one a step, and one a validation, a
+sample and a count of right answers. A number that is not finite is null. The same goes to the run's loggers.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import torch
+from tqdm import tqdm
+
+from ligermodels.errors import InputError
+from ligermodels.training.reporting.loggers import Logger
+from ligermodels.units import duration
+
+METRICS_FILE = "metrics.jsonl"
+WARMUP_STEPS = 2  # of a process: they compile and allocate, and are not timed
+RECENT = 50  # steps whose median speed is shown
+LINES = 100  # of a run without a terminal, about
+
+
+class Metrics:
+    """Bar, lines and file of one run; on ranks other than the first it does nothing. A context manager.
+
+    folder: of the run. steps: of the whole run, `done` of which a resumed run has taken already; what its file says of
+    later ones is removed. tokens_per_step: positions over all ranks and micro-batches, padding included.
+    flops_per_token, peak: as of `flops`, peak in FLOP/s of all devices together; None where unknown.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        tokens_per_step: int,
+        device: torch.device,
+        done: int = 0,
+        flops_per_token: int | None = None,
+        peak: float | None = None,
+        loggers: Sequence[Logger] = (),
+        enabled: bool = True,
+    ) -> None:
+        self.steps = steps
+        self.tokens_per_step = tokens_per_step
+        self.device = device
+        self.share_of_peak = flops_per_token / peak if flops_per_token and peak else None  # of one token a second
+        self.loggers = loggers
+        self.file: TextIO | None = None
+        if enabled:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = continued(folder / METRICS_FILE, done)
+        self.bar = tqdm(
+            total=steps, initial=done, dynamic_ncols=True, disable=not (enabled and sys.stderr.isatty()),
+            bar_format="{percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
+        )  # fmt: skip
+        self.taken = self.skipped = 0
+        self.seconds = 0.0  # of this process's steps
+        self.speeds: list[float] = []
+        self.timed_since = 0.0
+        self.resume_clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()
+        if self.file:
+            self.file.close()
+        for logger in self.loggers:
+            logger.close()
+
+    def resume_clock(self) -> None:
+        """Call after what is not training; validations, samples and right answers do it themselves."""
+        self.clock = time.perf_counter()
+
+    def step(self, step: int, loss: float, grad_norm: float, learning_rate: float, *, skipped: bool = False) -> None:
+        """Call when the step's loss has been read, which waits for the device: its time is that since the last call.
+
+        step: counts from 1. skipped: the weights were not updated.
+        """
+        now = time.perf_counter()
+        self.taken += 1
+        self.skipped += skipped
+        self.seconds += now - self.clock
+        record = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        if skipped:
+            record["skipped"] = True
+        if self.taken > WARMUP_STEPS:
+            self.speeds.append(self.tokens_per_step / (now - self.clock))
+            record["tokens_per_second"] = round(self.speeds[-1])
+            if self.share_of_peak:
+                record["share_of_peak"] = round(self.speeds[-1] * self.share_of_peak, 4)
+        else:
+            self.timed_since = now
+        if self.device.type == "cuda":
+            record["peak_memory_gib"] = round(self.peak_memory_gib, 2)
+        self.write(record)
+        self.clock = now
+
+        status = ", ".join(
+            [
+                *self.time_left(now, self.steps - step),
+                f"loss {loss:.3f}", f"grad norm {grad_norm:.2f}", f"lr {learning_rate:.1e}", *self.costs(),
+            ]
+        )  # fmt: skip
+        self.bar.set_postfix_str(status, refresh=False)
+        self.bar.update()
+        if self.bar.disable and (self.taken == 1 or step == self.steps or step % max(1, self.steps // LINES) == 0):
+            self.say(f"step {step}/{self.steps}, {status}")
+
+    def validation(self, step: int, loss: float, floor: float | None = None) -> None:
+        """loss, floor: nats per predicted token; floor: the entropy of the data, where it is known."""
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        record = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity}
+        self.write(record | ({} if floor is None else {"floor": floor}))
+        beside = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:.3f}"
+        self.say(f"step {step}: validation loss {loss:.3f} nats/token{beside}, perplexity {perplexity:.4g}")
+        self.resume_clock()
+
+    def sample(self, step: int, text: str) -> None:
+        self.write({"step": step, "sample": text})
+        self.say(f"step {step}: {text}")
+        self.resume_clock()
+
+    def skill(self, step: int, right: int, asked: int) -> None:
+        self.write({"step": step, "right_answers": right, "questions": asked})
+        self.say(f"step {step}: {right} of {asked} questions answered right")
+        self.resume_clock()
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the bar while there is one."""
+        if self.file:
+            self.bar.write(line)
+            sys.stdout.flush()
+
+    def write(self, record: dict[str, Any]) -> None:
+        if not self.file:
+            return
+        record = {name: None if unbounded(value) else value for name, value in record.items()}
+        self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.file.flush()
+        for logger in self.loggers:
+            logger.write(record)
+
+    def finish(self) -> None:
+        """Ends the bar, and says what the run took; what is said later stands below."""
+        self.bar.close()
+        self.say(self.summary())
+
+    def summary(self) -> str:
+        left_out = [f"{self.skipped} updates skipped"] if self.skipped else []
+        speed = [] if self.speeds else [f"tokens/s are told from step {WARMUP_STEPS + 1} on"]
+        return ", ".join([*speed, *self.costs(), *left_out])
+
+    def costs(self) -> list[str]:
+        """Speed, share of the peak and memory, as far as they are known."""
+        shown = []
+        if self.speeds:
+            shown.append(f"{self.tokens_per_second:,.0f} tokens/s")
+            if self.share_of_peak:
+                shown.append(f"{self.tokens_per_second * self.share_of_peak:.1%} of peak")
+        if self.device.type == "cuda":
+            shown.append(f"{self.peak_memory_gib:.1f} GiB")
+        return shown
+
+    def time_left(self, now: float, steps: int) -> list[str]:
+        """By the steps that are timed, with all that came between them."""
+        timed = self.taken - WARMUP_STEPS
+        return [f"ETA {duration((now - self.timed_since) / timed * steps)}"] if timed > 0 else []
+
+    @property
+    def peak_memory_gib(self) -> float:
+        return torch.cuda.max_memory_allocated(self.device) / 2**30
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median of the last steps."""
+        return median(self.speeds[-RECENT:])
+
+
+def unbounded(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def continued(path: Path, done: int) -> TextIO:
+    """The file opened to go on after `done` steps: what it says of later ones, a line cut off among it, is removed."""
+    lines = path.read_text(encoding="utf-8").splitlines() if done and path.exists() else []
+    if lines and not complete(lines[-1]):
+        lines.pop()
+    kept = [line for number, line in enumerate(lines, 1) if step_of(line, f"{path}:{number}") <= done]
+    beside = path.with_name(f".{path.name}")
+    beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(beside, path)
+    return path.open("a", encoding="utf-8")
+
+
+def complete(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def step_of(line: str, place: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f'{place}: is no object with "step"; remove the line') from error

@@ -1,0 +1,1 @@
+"""One run: its flags, its plan, its folder, how it stops and goes on."""

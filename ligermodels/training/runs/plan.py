@@ -1,0 +1,178 @@
+"""What a run is going to do, before it does it: parameters, tokens, steps, epochs and memory.
+
+It is the text of --dry-run and the first line of every run. Must not build or change anything.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory import (
+    Parameters,
+    TrainingMemory,
+    count_parameters,
+    elements,
+    state_bytes,
+    trained_parameters,
+    training_memory,
+)
+from ligermodels.training.data.batches import rows_a_rank
+from ligermodels.training.optimizers.adamw import AdamW
+from ligermodels.training.reporting.flops import flops_per_token
+from ligermodels.training.scaling.parallel import World, shards_of
+from ligermodels.units import memory_size
+
+MANY_EPOCHS = 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """rows: of one pass over the training data, None where it is endless. micro_batch_size: rows of a rank at a time.
+    recomputed: blocks that are computed again in backward, of `blocks`. memory: of one rank. flops: of a token.
+    """
+
+    args: argparse.Namespace
+    world: World
+    parameters: Parameters
+    trained: int
+    description: str
+    rows: int | None
+    validation_rows: int | None
+    flops: int
+    memory: TrainingMemory
+    recomputed: int
+    blocks: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.args.batch_size * self.args.sequence_length
+
+    @property
+    def micro_batch_size(self) -> int:
+        return rows_a_rank(self.args.batch_size, self.args.micro_batch_size, self.world)[1]
+
+    @property
+    def accumulated(self) -> int:
+        """Micro-batches a step."""
+        return rows_a_rank(self.args.batch_size, self.args.micro_batch_size, self.world)[0]
+
+    @property
+    def epochs(self) -> float | None:
+        return self.args.steps * self.args.batch_size / self.rows if self.rows else None
+
+    @property
+    def line(self) -> str:
+        """The whole run in one."""
+        trained = "" if self.trained == self.parameters.total else f", {self.trained:,} of them trained"
+        return (
+            f"{self.args.model}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
+            f"{self.steps}; {self.step}"
+        )
+
+    @property
+    def training_data(self) -> str:
+        return self.description if self.rows is None else f"{self.description}: {self.rows:,} rows"
+
+    @property
+    def steps(self) -> str:
+        epochs = "" if self.epochs is None else f" = {self.epochs:{'.1f' if self.epochs >= 0.1 else '.2g'}} epochs"
+        return f"{self.args.steps:,} steps{epochs}"
+
+    @property
+    def step(self) -> str:
+        batches = "1 batch" if self.accumulated == 1 else f"{self.accumulated} batches"
+        return (
+            f"{self.tokens_per_step:,} tokens a step = {batches} of {self.micro_batch_size} x "
+            f"{self.args.sequence_length} on {self.world.size} x {self.world.device.type}"
+        )
+
+    def text(self) -> str:
+        return "\n".join([self.args.model, *(f"  {label:13} {value}" for label, value in self.table())])
+
+    def table(self) -> Iterator[tuple[str, str]]:
+        count = self.parameters
+        active = f", {count.active:,} active" if count.active < count.total else ""
+        yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
+        yield "trained", f"{self.trained:,}, {self.trained / count.total:.2%}"
+        yield "data", self.training_data
+        if self.validation_rows is not None:
+            yield "validation", f"{self.validation_rows:,} rows, every {self.args.eval_every:,} steps"
+        yield "a step", self.step
+        tokens = self.args.steps * self.tokens_per_step
+        yield "the run", f"{self.steps}, {tokens:,} tokens"
+        yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
+        recomputed = f", {self.recomputed} of {self.blocks} blocks recomputed" if self.recomputed else ""
+        yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{recomputed}"
+        for part in fields(self.memory):
+            if size := getattr(self.memory, part.name):
+                yield f"  {part.name}", f"{memory_size(size):>10}"
+        total = device_memory(self.world.device)
+        yield "  peak", f"{memory_size(self.memory.peak):>10}" + (f" of {memory_size(total)}" if total else "")
+        for warning in self.warnings:
+            yield "warning", warning
+
+    @property
+    def warnings(self) -> list[str]:
+        return list(self.doubts())
+
+    def doubts(self) -> Iterator[str]:
+        args, rows, epochs = self.args, self.rows, self.epochs
+        if rows and epochs and epochs < 1:
+            whole = -(-rows // args.batch_size)
+            yield f"{epochs:.2g} epochs: --steps {args.steps} leaves out rows; all are seen once with --steps {whole}"
+        if epochs and epochs > MANY_EPOCHS:
+            yield f"{epochs:.0f} epochs: every row is seen as often; watch the validation loss"
+        if args.warmup >= args.steps:
+            yield f"--warmup {args.warmup} takes all of the {args.steps} steps"
+        total = device_memory(self.world.device)
+        if total and self.memory.peak > total:
+            yield (
+                f"{memory_size(self.memory.peak)} are more than the GPU has; lower --micro-batch-size or "
+                "--sequence-length, or take --recompute auto, --lora-rank or more ranks"
+            )
+
+
+def plan(
+    model: CausalLM,
+    args: argparse.Namespace,
+    world: World,
+    *,
+    description: str,
+    rows: int | None,
+    memory: TrainingMemory,
+    validation_rows: int | None = None,
+    recomputed: int = 0,
+) -> Plan:
+    """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
+    return Plan(
+        args, world, count_parameters(model), elements(trained_parameters(model)), description, rows, validation_rows,
+        flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
+    )  # fmt: skip
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; None for a CPU, whose memory is not the run's alone."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
+
+
+def memory_needs(
+    model: CausalLM, optimizer: AdamW, args: argparse.Namespace, world: World, dtype: torch.dtype
+) -> Callable[..., TrainingMemory]:
+    """`memory.training_memory` of the run, whose keywords it takes besides.
+
+    model: on the meta device, unsharded. optimizer: one of it; its states are made, where they take no memory.
+    """
+    optimizer.create_states()
+    _, micro_batch_size = rows_a_rank(args.batch_size, args.micro_batch_size, world)
+    return functools.partial(
+        training_memory, model, batch_size=micro_batch_size, sequence_length=args.sequence_length, dtype=dtype,
+        shards=shards_of(world, args.replicas), states=state_bytes(optimizer),
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""When a run may go on: it is not finished, and goes on as it began, unless it is told otherwise."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ligermodels.errors import InputError
+from ligermodels.training.checkpoints.files import committed_steps, step_of
+from ligermodels.training.runs.settings import SETTINGS_FILE, differences, read_settings
+
+CHECKPOINTS, MODEL, ADAPTER = "checkpoints", "model", "adapter"  # in a run's folder
+
+
+def refuse_resuming(args: argparse.Namespace) -> None:
+    """Raises InputError where the run of --resume is finished, or the command line changes what it comes to."""
+    if args.resume is None:
+        return
+    changed = differences(read_settings(args.resume / SETTINGS_FILE), args)
+    if changed and not args.allow_changes:
+        raise InputError(f"--resume {args.resume}: {'; '.join(changed)}: leave it, or add --allow-changes")
+    for exported in (args.resume / MODEL, args.resume / ADAPTER):
+        if exported.exists():
+            raise InputError(
+                f"--resume {args.resume}: the run is finished; begin another with --model {args.resume / MODEL}, or "
+                f"move {exported} away to go on from the last checkpoint"
+            )
+    steps = last_step(args.resume)
+    if steps >= args.steps and args.no_export:
+        raise InputError(f"--resume {args.resume}: all {steps} steps are taken; give more --steps, or --no-export off")
+
+
+def last_step(output: Path) -> int:
+    """That of the newest checkpoint; 0 if there is none."""
+    return max(map(step_of, committed_steps(output / CHECKPOINTS)), default=0)
+
+
+def refuse_other_data(args: argparse.Namespace, saved: Mapping[str, Any] | None, fingerprint: str) -> None:
+    """saved: what the newest checkpoint keeps of the run. Raises InputError where its data were others."""
+    if saved and saved["data_fingerprint"] != fingerprint and not args.allow_changes:
+        raise InputError(
+            f"--resume {args.resume}: the data are not what they were: documents, their order or their tokens differ; "
+            "bring them back, or add --allow-changes"
+        )

@@ -1,0 +1,35 @@
+"""kill -9 at random moments loses nothing that was committed, and changes nothing of what training comes to."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """In memory where there is such a place: what is killed has not lost power, and need not wait for a disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield folder
+
+
+def test_runs_killed_fifty_times_end_as_one_that_was_not(folder):
+    command = [sys.executable, "-m", "tests.training.checkpoints.killing", folder, "50", "0"]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "0",
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    outcome = json.loads(done.stdout)
+    assert outcome["kills"] >= 50 and outcome["during a save"] >= 10
+    assert outcome["same"]

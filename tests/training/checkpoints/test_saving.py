@@ -1,0 +1,437 @@
+"""What is saved is what training goes on from, to the bit; what cannot be used is refused by name."""
+
+import errno
+import gc
+import json
+import math
+import os
+import re
+import resource
+import threading
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ligermodels.errors import CheckpointError
+from ligermodels.training.checkpoints import Checkpoints, Progress, files
+from ligermodels.training.checkpoints import state as training_state
+from ligermodels.weights import writing
+from ligermodels.weights.files import read_header
+from tests.training.checkpoints.checkpointing import (
+    Net,
+    assert_same,
+    new_run,
+    new_sharded_run,
+    restore,
+    save,
+    state_of,
+    train,
+)
+from tests.training.scaling.test_parallel import torchrun
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # checkpoints.py does; pytest forgets
+
+
+RUNS = {
+    "adamw": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16 states": {"states": torch.bfloat16},
+    "fp32 states": {"dtype": torch.bfloat16, "states": torch.float32},
+    "muon": {"optimizer": "muon"},
+    "8 bit": {"optimizer": "adamw8bit", "width": 256},
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_a_resumed_run_goes_on_to_the_bit(options, tmp_path):
+    run = new_run(**options)
+    train(*run, range(3))
+    save(tmp_path, *run, step=3)
+    train(*run, range(3, 6))
+    expected = state_of(*run)
+
+    resumed = new_run(**options, seed=2)
+    assert restore(tmp_path, *resumed) == Progress(step=3, rows=30, tokens=21, seconds=0.5)
+    train(*resumed, range(3, 6))
+    assert_same(state_of(*resumed), expected)
+
+
+def test_nothing_is_pickled_and_no_byte_is_outside_a_tensor(tmp_path):
+    run = new_run("muon")
+    train(*run, range(1))
+    save(tmp_path, *run, step=1)
+    names = {path.name for path in (tmp_path / "step-000001").iterdir()}
+    assert names == {"rank-00000.safetensors", "training.json", "manifest.json"}
+    for name in ("training.json", "manifest.json"):
+        json.loads((tmp_path / "step-000001" / name).read_text())
+    stored = read_header(tmp_path / "step-000001/rank-00000.safetensors")  # refuses gaps, and bytes after the last
+    assert "weights.embed.weight" in stored and "weights.head.weight" not in stored  # tied: once
+    assert "optimizer.blocks.0.mlp.down_proj.weight.momentum_buffer" in stored and "rank-0.random.cpu" in stored
+
+
+def test_a_run_that_has_not_begun_is_resumed_too(tmp_path):
+    run, resumed = new_run(), new_run(seed=2)
+    save(tmp_path, *run, step=0)
+    assert restore(tmp_path, *resumed) == Progress(seconds=0.5)
+    assert_same(state_of(*resumed), state_of(*run))
+
+
+def test_where_nothing_was_saved_nothing_is_restored(tmp_path):
+    run = new_run()
+    before = state_of(*run)
+    assert restore(tmp_path / "absent", *run) is None
+    assert_same(state_of(*run), before)
+
+
+# While training goes on
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writing waits for this event."""
+    event, write = threading.Event(), files.Writer.write_data
+    monkeypatch.setattr(files.Writer, "write_data", lambda *arguments: (event.wait(60), write(*arguments))[1])
+    yield event
+    event.set()
+
+
+def test_save_returns_before_anything_is_written_and_what_follows_does_not_change_it(tmp_path, held):
+    run = new_run()
+    train(*run, range(1))
+    saved = state_of(*run)
+    with Checkpoints(tmp_path, 2, {}) as checkpoints:
+        checkpoints.save(*run, Progress(step=1))
+        train(*run, range(1, 3))
+        assert checkpoints.latest() is None and not checkpoints.failed
+        held.set()
+        checkpoints.wait()
+        assert checkpoints.latest() == tmp_path / "step-000001"
+    resumed = new_run(seed=2)
+    restore(tmp_path, *resumed)
+    assert_same(state_of(*resumed), saved)
+
+
+def test_a_second_save_waits_for_the_first_and_takes_no_more_memory(tmp_path, held):
+    run = new_run()
+    train(*run, range(1))
+    with Checkpoints(tmp_path, 5, {}) as checkpoints:
+        checkpoints.save(*run, Progress(step=1))
+        memory = {key: copy.data_ptr() for key, copy in checkpoints.copies.memory.items()}
+        threading.Timer(0.05, held.set).start()
+        checkpoints.save(*run, Progress(step=2))
+        assert checkpoints.latest() == tmp_path / "step-000001"
+        assert {key: copy.data_ptr() for key, copy in checkpoints.copies.memory.items()} == memory
+
+
+def test_a_save_under_way_is_committed_when_the_run_fails(tmp_path):
+    run = new_run()
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, 2, {}) as checkpoints:
+        checkpoints.save(*run, Progress(step=1))
+        raise ZeroDivisionError
+    assert files.committed_steps(tmp_path) == [tmp_path / "step-000001"]
+
+
+# What stays
+
+
+def test_the_newest_stay_and_what_dead_runs_left_goes(tmp_path):
+    (tmp_path / "step-000009.tmp").mkdir()
+    (tmp_path / "step-000009.tmp/rank-00000.safetensors").touch()
+    run = new_run()
+    with Checkpoints(tmp_path, 2, {}) as checkpoints:
+        assert list(tmp_path.iterdir()) == []
+        for step in range(1, 5):
+            checkpoints.save(*run, Progress(step=step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_older_ones_go_only_once_the_new_one_is_there(tmp_path, monkeypatch):
+    there = []
+    monkeypatch.setattr(files, "remove", lambda old: there.append((old.name, files.committed_steps(tmp_path)[-1].name)))
+    run = new_run()
+    with Checkpoints(tmp_path, 1, {}) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(*run, Progress(step=step))
+    assert there == [("step-000001", "step-000002")]
+
+
+def test_a_step_that_is_committed_is_left_alone_and_that_of_another_run_refused(tmp_path):
+    run = new_run()
+    save(tmp_path, *run, step=3)
+    before = (tmp_path / "step-000003").stat().st_ino
+    with Checkpoints(tmp_path, 2, {}) as checkpoints:
+        progress = checkpoints.restore(*run, print)
+        checkpoints.save(*run, progress)
+    assert (tmp_path / "step-000003").stat().st_ino == before
+    for step in (2, 3):
+        with pytest.raises(CheckpointError, match=r"step-000003: is of another run"):
+            save(tmp_path, *run, step=step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+# A full disk
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("where", ["write_safetensors", "write_json", "commit"])
+def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_so(where, tmp_path, monkeypatch):
+    run = new_run()
+    train(*run, range(1))
+    save(tmp_path, *run, step=1)
+    saved = state_of(*run)
+    train(*run, range(1, 2))
+    with monkeypatch.context() as broken:
+        broken.setattr(files, where, no_space)
+        with Checkpoints(tmp_path, 1, {}) as checkpoints:
+            checkpoints.save(*run, Progress(step=2))
+            checkpoints.thread.shutdown()
+            assert checkpoints.failed
+            with pytest.raises(CheckpointError) as error:
+                checkpoints.wait()
+            assert not checkpoints.failed
+    assert str(error.value).startswith(f"{tmp_path}/step-000002: not written: No space left on device; ")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    resumed = new_run(seed=2)
+    restore(tmp_path, *resumed)
+    assert_same(state_of(*resumed), saved)
+
+
+def test_a_file_that_the_system_cuts_short_is_noticed(tmp_path):
+    run = new_run()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"step-000001: not written: File too large"):
+            save(tmp_path, *run, step=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_after_a_failed_one_raises_what_that_raised(tmp_path, monkeypatch):
+    run = new_run()
+    monkeypatch.setattr(files, "write_safetensors", no_space)
+    with Checkpoints(tmp_path, 2, {}) as checkpoints:
+        checkpoints.save(*run, Progress(step=1))
+        with pytest.raises(CheckpointError, match="step-000001: not written"):
+            checkpoints.save(*run, Progress(step=2))
+
+
+# Damage
+
+
+def flip(file, place):
+    data = bytearray(file.read_bytes())
+    data[place] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "training.json", "manifest.json"])
+@pytest.mark.parametrize("place", [0, 40, 0.5, -3])
+def test_a_flipped_bit_is_found_and_its_file_named(name, place, tmp_path):
+    run = new_run()
+    train(*run, range(1))
+    for step in (1, 2):
+        save(tmp_path, *run, step=step)
+    file = tmp_path / "step-000002" / name
+    flip(file, int(place * file.stat().st_size) if isinstance(place, float) else place)
+    other = new_run(seed=2)
+    before = state_of(*other)
+    with pytest.raises(CheckpointError) as error:
+        restore(tmp_path, *other)
+    named = re.compile(r"step-000002/(rank-00000.safetensors|training.json|manifest.json)")
+    assert (
+        named.search(str(error.value)) if name == "manifest.json" else str(error.value).startswith(f"{file}: damaged")
+    )
+    assert_same(state_of(*other), before)
+
+
+def test_another_checkpoint_is_never_taken_silently_but_named_as_the_remedy(tmp_path):
+    run = new_run()
+    for step in (1, 2):
+        save(tmp_path, *run, step=step)
+    flip(tmp_path / "step-000002/rank-00000.safetensors", -1)
+    with pytest.raises(CheckpointError, match=r"remove \S+/step-000002 to go on from step-000001$"):
+        restore(tmp_path, *run)
+
+
+def test_files_that_are_missing_or_strange_are_named(tmp_path):
+    run = new_run()
+    save(tmp_path, *run, step=1)
+    strange = tmp_path / "step-000001/more.safetensors"
+    strange.touch()
+    with pytest.raises(CheckpointError, match=r"more\.safetensors: is not in its manifest"):
+        restore(tmp_path, *run)
+    strange.unlink()
+    (tmp_path / "step-000001/rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: is missing"):
+        restore(tmp_path, *run)
+
+
+def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
+    run = new_run()
+    with monkeypatch.context() as later:
+        later.setattr(files, "FORMAT", 2)
+        save(tmp_path, *run, step=1)
+    with pytest.raises(CheckpointError, match=r"training\.json: format is 2, this version reads 1"):
+        restore(tmp_path, *run)
+
+
+# Another configuration
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        ({"width": 32}, r"misshapen: weights\.embed\.weight is \[37, 16\] instead of \[37, 32\]"),
+        ({"dtype": torch.bfloat16}, r"weights\.embed\.weight is torch\.float32 instead of torch\.bfloat16"),
+        ({"optimizer": "muon"}, r"its optimizer is AdamW, not Muon; give the same --optimizer"),
+        ({"states": torch.bfloat16}, r"14 in another dtype: optimizer\.blocks\S+exp_avg is torch\.float32 instead of"),
+        ({"trained": "blocks"}, r"other frozen weights: embed\.weight, scale, unused"),
+    ],
+)
+def test_another_model_or_optimizer_is_refused(other, message, tmp_path):
+    run = new_run()
+    train(*run, range(1))
+    save(tmp_path, *run, step=1)
+    with pytest.raises(CheckpointError, match=message):
+        restore(tmp_path, *new_run(**other))
+
+
+def test_tensors_without_a_place_and_places_without_a_tensor_are_refused(tmp_path):
+    more = new_run()
+    more[0].more = nn.Parameter(torch.zeros(2))
+    save(tmp_path / "more", *more, step=1)
+    save(tmp_path / "less", *new_run(), step=1)
+    with pytest.raises(CheckpointError, match=r"1 unexpected: weights\.more"):
+        restore(tmp_path / "more", *new_run())
+    with pytest.raises(CheckpointError, match=r"1 missing: weights\.more"):
+        restore(tmp_path / "less", *more)
+
+
+def test_settings_come_back(tmp_path):
+    settings = {"learning_rate": 1e-3, "data": ["a.jsonl"], "model": "llama"}
+    save(tmp_path, *new_run(), step=1, settings=settings)
+    assert Checkpoints(tmp_path, 2, {}).saved_settings() == settings
+    assert Checkpoints(tmp_path / "absent", 2, {}).saved_settings() is None
+    flip(tmp_path / "step-000001/training.json", -3)
+    with pytest.raises(CheckpointError, match=r"training\.json: damaged"):
+        Checkpoints(tmp_path, 2, {}).saved_settings()
+
+
+# Frozen weights
+
+
+def test_frozen_weights_are_not_saved_but_must_be_the_same(tmp_path):
+    run = new_run(trained="blocks.1")
+    train(*run, range(2))
+    save(tmp_path, *run, step=2)
+    stored = read_header(tmp_path / "step-000002/rank-00000.safetensors")
+    assert {name.split(".", 1)[1] for name in stored if name.startswith("weights.")} == {
+        f"blocks.1.mlp.{layer}.weight" for layer in ("gate_up_proj", "down_proj")
+    }
+    with pytest.raises(CheckpointError, match=r"weights: blocks\.0\.mlp\.down_proj\.weight, .*, unused; give"):
+        restore(tmp_path, *new_run(trained="blocks.1", seed=2))
+    resumed = new_run(trained="blocks.1")
+    train(*resumed, range(1))
+    assert restore(tmp_path, *resumed).step == 2
+    assert_same(state_of(*resumed), state_of(*run))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (7,), (5, 6), (2, 3, 4)])
+def test_a_fingerprint_tells_values_and_places_apart(shape, dtype):
+    value = torch.randn(shape).to(dtype)
+    known = training_state.fingerprint(value)
+    assert training_state.fingerprint(value.clone()) == known
+    bits = value.clone().view(training_state.BITS[value.element_size()])
+    bits[(0,) * len(shape)] ^= 1
+    assert training_state.fingerprint(bits.view(dtype)) != known
+    for dim in range(len(shape)):
+        assert training_state.fingerprint(value.roll(1, dim)) != known
+
+
+def test_a_file_is_hashed_as_the_manifest_says(tmp_path):
+    run = new_run()
+    save(tmp_path, *run, step=1)
+    manifest = json.loads((tmp_path / "step-000001/manifest.json").read_text())["files"]
+    assert manifest["training.json"]["bytes"] == (tmp_path / "step-000001/training.json").stat().st_size
+    assert all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in manifest.values())
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, rename = [], writing.Path.rename
+    monkeypatch.setattr(
+        writing.os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
+    monkeypatch.setattr(
+        writing.Path, "rename", lambda path, to: (synced.append(f"{path.name} -> {to.name}"), rename(path, to))
+    )
+    save(tmp_path, *new_run(), step=1)
+    named = synced.index("step-000001.tmp -> step-000001")
+    temporary = f"{tmp_path}/step-000001.tmp"
+    assert set(synced[:named]) == {
+        temporary, *(f"{temporary}/{name}" for name in ("rank-00000.safetensors", "training.json", "manifest.json"))
+    }  # fmt: skip
+    assert synced[named + 1 :] == [str(tmp_path)]
+    assert synced.count(f"{temporary}/rank-00000.safetensors") == 2  # by the host that wrote it, and by rank 0
+
+
+def test_the_model_of_the_tests_has_a_tie_and_a_parameter_without_a_gradient():
+    model, optimizer = new_run()
+    train(model, optimizer, range(1))
+    assert model.head.weight is model.embed.weight and model.unused.grad is None
+    assert isinstance(model, Net)
+
+
+# Ranks
+
+
+def test_ranks_save_together_and_any_number_of_them_goes_on(tmp_path):
+    """What two ranks check among themselves is in checkpoint_ranks.py."""
+    one = new_run()
+    train(*one, range(2))
+    save(tmp_path / "one", *one, step=2)
+    torch.save(state_of(*one), tmp_path / "one.pt")
+    done = torchrun(2, "-m", "tests.training.checkpoints.checkpoint_ranks", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-6000:]
+
+    for folder, options in (("two", {}), ("hybrid", {}), ("muon", RUNS["muon"]), ("8 bit", RUNS["8 bit"])):
+        said, run = [], new_run(**options, seed=2)
+        random = torch.get_rng_state()
+        assert restore(tmp_path / folder, *run, said.append) == Progress(step=2, rows=20, tokens=14, seconds=0.5)
+        assert len(said) == 1 and "random numbers (dropout) begin anew" in said[0]
+        assert_same(state_of(*run), torch.load(tmp_path / f"{folder}.pt") | {"random": random})
+    sizes = {name: shares(tmp_path / name / "step-000002") for name in ("two", "hybrid")}
+    assert sum(sizes["hybrid"]) == sum(sizes["two"])  # copies of the model are not saved twice
+    assert max(sizes["hybrid"]) < 0.7 * sum(sizes["hybrid"])  # and both write
+
+
+@pytest.fixture
+def mesh_of_one():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    gc.collect()  # what is sharded holds the group, in cycles
+    distributed.destroy_process_group()
+
+
+def test_a_single_process_goes_on_whether_its_model_is_sharded_or_not(tmp_path, mesh_of_one):
+    run = new_sharded_run(mesh_of_one)
+    train(*run, range(2))
+    save(tmp_path, *run, step=2)
+    for resumed in (new_run(seed=2), new_sharded_run(mesh_of_one, seed=2)):
+        restore(tmp_path, *resumed)  # to the bit: it would say if not
+        assert_same(state_of(*resumed), state_of(*run))
+
+
+def shares(checkpoint):
+    """The elements in each rank's file, without its random numbers."""
+    return [
+        sum(math.prod(x.shape) for name, x in read_header(file).items() if not name.startswith("rank-"))
+        for file in sorted(checkpoint.glob("*.safetensors"))
+    ]

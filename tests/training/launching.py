@@ -1,0 +1,183 @@
+"""train.py as its users run it, in processes that tests start, watch, signal and kill.
+
+They are forked from one that has imported all of it, so that a run costs its own work and not seconds of imports:
+`python -m tests.training.launching` is that process. It is asked by lines of JSON and knows nothing of what is tested.
+"""
+
+import functools
+import json
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch._dynamo  # by whatever makes a model on the meta device
+import torch.distributed as dist
+
+from ligermodels.training.data import embedded
+from ligermodels.training.reporting import curves
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "train.py"
+LONGEST = 240  # seconds of a run, which is killed then
+
+
+class Run:
+    """A run of one process or more, the first of which is read from."""
+
+    def __init__(self, launcher, processes, output, errors):
+        self.launcher, self.processes, self.output, self.errors = launcher, processes, output, errors
+        self.stdout = ""
+
+    def read_until(self, beginning):
+        """Returns the line that begins so, as soon as it is printed."""
+        for line in self.output:
+            self.stdout += line
+            if line.startswith(beginning):
+                return line
+        raise AssertionError(f"no line {beginning!r} in\n{self.stdout}{self.stderr}")
+
+    def kill(self, number, rank=0):
+        os.kill(self.processes[rank], number)
+        return self
+
+    def wait(self):
+        """Returns itself when all of its processes have ended; `status` is the first one's."""
+        with self.output:
+            self.stdout += self.output.read()
+        self.statuses = [self.launcher.ask(wait=process) for process in self.processes]
+        self.status = self.statuses[0]
+        return self
+
+    @property
+    def stderr(self):
+        return self.errors.read_text()
+
+    @property
+    def last_lines(self):
+        return self.stdout.splitlines()[-3:]
+
+
+class Launcher:
+    """Starts runs in `folder`. A context manager."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.count = 0
+
+    def __enter__(self):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"TRITON_INTERPRET": "0", "XDG_CACHE_HOME": str(self.folder / ".cache")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.training.launching"], cwd=ROOT, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *_):
+        self.process.communicate()
+
+    def ask(self, **question):
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, *arguments, ranks=1, file_size=None, picture=False):
+        """file_size: bytes from which on a file cannot grow. picture: whether the curves are drawn, which takes longer
+        than training here. torch.compile traces, but compiles nothing."""
+        self.count += 1
+        output, errors = (self.folder / ".runs" / f"{self.count}.{name}" for name in ("out", "err"))
+        output.parent.mkdir(exist_ok=True)
+        os.mkfifo(output)
+        command = {
+            "arguments": [str(argument) for argument in arguments], "folder": str(self.folder), "output": str(output),
+            "errors": str(errors), "file_size": file_size, "picture": picture,
+        }  # fmt: skip
+        places = [{}] if ranks == 1 else self.places(ranks)
+        processes = [self.ask(**command, environment=place) for place in places]
+        return Run(self, processes, output.open(), errors)
+
+    def places(self, ranks):
+        """What torchrun would tell each rank. The store by which they find each other is ours."""
+        self.store = dist.TCPStore(
+            "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        common = {
+            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+        return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+    def run(self, *arguments, **options):
+        return self.start(*arguments, **options).wait()
+
+    def well(self, *arguments, **options):
+        """A run that must end well."""
+        done = self.run(*arguments, **options)
+        assert not any(done.statuses), (done.statuses, done.stdout, done.stderr)
+        return done
+
+
+def losses(folder):
+    return [record["loss"] for record in records(folder) if "loss" in record]
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def child(command):
+    """Becomes the run; never returns."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.alarm(LONGEST)
+    os.environ.update(command["environment"])
+    os.chdir(command["folder"])
+    first = os.environ.get("RANK", "0") == "0"
+    output = os.open(command["output"] if first else os.devnull, os.O_WRONLY)
+    errors = os.open(command["errors"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), output, errors]):
+        os.dup2(descriptor, number)
+    if command["file_size"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (command["file_size"], command["file_size"]))
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    if not command["picture"]:
+        curves.draw_curves = lambda *_: None
+    sys.argv = ["train.py", *command["arguments"]]
+    status = 0
+    try:
+        runpy.run_path(str(TRAIN), run_name="__main__")
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def main():
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "wait" in question:
+            answer = os.waitstatus_to_exitcode(os.waitpid(question["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                child(question)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    embedded.STORIES, embedded.UNSEEN_STORIES, embedded.CONVERSATIONS, embedded.UNSEEN_CONVERSATIONS = 200, 8, 200, 8
+    runpy.run_path(str(TRAIN), run_name="train")
+    main()

@@ -1,0 +1,87 @@
+"""8-bit AdamW beside torchao's own, on shards beside itself, and what it remembers in bytes."""
+
+import sys
+
+import pytest
+import torch
+import torchao.optim
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ligermodels.errors import InputError
+from ligermodels.training.optimizers.adamw import AdamW
+from ligermodels.training.optimizers.adamw8bit import AdamW8bit
+from tests.conftest import DEVICE
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def draw(shape, seed, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU both are compiled, and each rounds as its compiler liked")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape, block", [((16, 256), 256), ((3, 8, 512), 256), ((40, 896), 128), ((9, 576), 64)])
+def test_it_trains_as_torchaos_own_to_the_bit(shape, block, dtype):
+    p, q = (nn.Parameter(draw(shape, 0, dtype)) for _ in range(2))
+    ours, theirs = AdamW8bit([p], **OPTIONS), torchao.optim.AdamW8bit([q], **OPTIONS, block_size=block)
+    for seed in range(1, 4):
+        p.grad, q.grad = draw(shape, seed, dtype), draw(shape, seed, dtype)
+        ours.step()
+        with torch.compiler.set_stance("force_eager"):
+            theirs.step()
+    assert torch.equal(p, q)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(ours.state[p][name], theirs.state[q][name].codes)
+        assert torch.equal(ours.state[p][f"{name}_scale"].flatten(), theirs.state[q][name].scale)
+
+
+@pytest.mark.parametrize("shape", [(4096,), (15, 256), (64, 96)])
+def test_what_is_small_or_has_no_whole_blocks_in_a_row_is_adamws(shape):
+    p, q = (nn.Parameter(draw(shape, 0)) for _ in range(2))
+    ours, theirs = AdamW8bit([p], **OPTIONS), AdamW([q], **OPTIONS)
+    for seed in range(1, 3):
+        p.grad, q.grad = draw(shape, seed), draw(shape, seed)
+        ours.step()
+        theirs.step()
+    assert torch.equal(p, q) and ours.state[p].keys() == theirs.state[q].keys()
+
+
+def test_its_states_are_two_bytes_a_weight_and_their_scales():
+    p = nn.Parameter(draw((64, 512), 0))
+    optimizer = AdamW8bit([p], **OPTIONS)
+    optimizer.create_states()
+    size = sum(x.numel() * x.itemsize for x in optimizer.state[p].values())
+    assert size == 2 * p.numel() + 2 * 4 * p.numel() // 256 + 4
+
+
+def test_each_rank_updates_its_shard_to_the_bit(rank_of_four):
+    """Nine rows over four ranks: three, three, three and none."""
+    values = [draw((9, 512), seed) for seed in range(3)]
+    sharded = []
+    for rank in range(4):
+        mesh = rank_of_four(rank)
+
+        def mine(x, mesh=mesh):
+            return distribute_tensor(x.clone(), mesh, [Shard(0)], src_data_rank=None)
+
+        sharded.append([x.to_local() for x in trained(mine(values[0]), map(mine, values[1:]))])
+    for parts, expected in zip(zip(*sharded, strict=True), trained(values[0], values[1:]), strict=True):
+        assert torch.equal(torch.cat(parts), expected)
+
+
+def trained(weight, gradients):
+    """The weight, codes and scales after a step by each gradient."""
+    p = nn.Parameter(weight.clone())
+    optimizer = AdamW8bit([p], **OPTIONS)
+    for p.grad in gradients:
+        optimizer.step()
+    assert optimizer.state[p].pop("step") == 2
+    return [x.detach() for x in (p, *optimizer.state[p].values())]
+
+
+def test_without_torchao_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(InputError, match=r"8-bit AdamW needs torchao.*pip install torchao"):
+        AdamW8bit([nn.Parameter(torch.zeros(2))], **OPTIONS)

@@ -1,0 +1,80 @@
+"""TensorBoard and Weights & Biases, the latter offline: nothing leaves the machine."""
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ligermodels.errors import InputError
+from ligermodels.training.reporting.loggers import open_loggers
+
+
+def test_without_being_asked_nothing_is_opened(tmp_path):
+    assert open_loggers([], tmp_path, {}) == []
+    assert not list(tmp_path.iterdir())
+
+
+def tensorboard(folder, done, *records):
+    (logger,) = open_loggers(["tensorboard"], folder, {"steps": 3}, done)
+    for record in records:
+        logger.write(record)
+    logger.close()
+
+
+def test_tensorboard_has_scalars_and_texts_and_after_a_resume_no_step_twice(tmp_path):
+    losses = [{"step": step, "loss": float(step), "grad_norm": None, "sample": "Once"} for step in (1, 2, 3)]
+    tensorboard(tmp_path, 0, *losses)
+    tensorboard(tmp_path, 2, {"step": 3, "loss": 30.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert set(events.Tags()["scalars"]) == {"loss"}
+    assert {"sample/text_summary", "settings/text_summary"} <= set(events.Tags()["tensors"])
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+
+
+def test_weights_and_biases_has_the_settings_and_the_metrics(tmp_path, offline):
+    (logger,) = open_loggers(["wandb"], tmp_path, {"steps": 3})
+    logger.write({"step": 1, "loss": 2.5})
+    logger.write({"step": 1, "validation_loss": 1.5})
+    assert (logger.run.project, logger.run.name, logger.run.config["steps"]) == ("ligermodels", tmp_path.name, 3)
+    assert [logger.run.summary[name] for name in ("step", "loss", "validation_loss")] == [1, 2.5, 1.5]
+    logger.close()
+    assert (tmp_path / "wandb" / "run-id").read_text() == logger.run.id
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+class StandIn:
+    """wandb.init, which remembers what it was asked for."""
+
+    def __init__(self, **options):
+        self.options, self.id = options, options["id"] or "new"
+
+    def define_metric(self, *names, **options):
+        pass
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("wandb.init", StandIn)
+    (first,) = open_loggers(["wandb"], tmp_path, {})
+    assert first.run.options["id"] is None
+    (tmp_path / "wandb" / "run-id").write_text("abc")
+    (resumed,) = open_loggers(["wandb"], tmp_path, {}, done=5)
+    assert resumed.run.options["id"] == "abc" and resumed.run.options["resume"] == "allow"
+    (again,) = open_loggers(["wandb"], tmp_path, {})
+    assert again.run.options["id"] is None
+
+
+def test_who_is_not_logged_in_is_told_how_in_one_line(tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**options):
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setattr("wandb.init", refuse)
+    with pytest.raises(InputError, match=r"^--log-to wandb: No API key configured\..*wandb login.*WANDB_MODE=offline"):
+        open_loggers(["wandb"], tmp_path, {})

@@ -1,0 +1,153 @@
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.training.reporting import metrics as module
+from ligermodels.training.reporting.metrics import Metrics
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes when the test says so: clock.now, in seconds."""
+
+    class Clock:
+        now = 100.0
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(folder, steps, **options):
+    return Metrics(folder, steps=steps, tokens_per_step=100, device=CPU, **options)
+
+
+def test_one_json_object_a_step_a_validation_a_sample_and_a_count_of_right_answers(tmp_path, capsys):
+    with run(tmp_path / "run", 2) as metrics:
+        metrics.step(1, loss=2.5, grad_norm=1.5, learning_rate=0.1)
+        metrics.step(2, loss=2.25, grad_norm=1.25, learning_rate=0.2)
+        metrics.validation(2, loss=0.71, floor=0.56)
+        metrics.sample(2, "Once upon a time | there was ü")
+        metrics.skill(2, 58, 60)
+    first, second, *others = records(tmp_path / "run")
+    assert first == {"step": 1, "loss": 2.5, "grad_norm": 1.5, "learning_rate": 0.1}
+    assert second == {"step": 2, "loss": 2.25, "grad_norm": 1.25, "learning_rate": 0.2}
+    assert others == [
+        {"step": 2, "validation_loss": 0.71, "validation_perplexity": math.exp(0.71), "floor": 0.56},
+        {"step": 2, "sample": "Once upon a time | there was ü"},
+        {"step": 2, "right_answers": 58, "questions": 60},
+    ]
+    out = capsys.readouterr().out
+    assert "step 2: validation loss 0.710 nats/token, floor 0.560, gap 0.150, perplexity 2.034" in out
+    assert "step 2: 58 of 60 questions answered right" in out
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
+    with run(tmp_path, 1, enabled=False) as metrics:
+        metrics.step(1, loss=1.0, grad_norm=1.0, learning_rate=0.1)
+        metrics.validation(1, loss=1.0)
+        metrics.say("something")
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_number_that_is_not_finite_is_null_and_a_step_without_update_says_so(tmp_path):
+    with run(tmp_path, 1) as metrics:
+        metrics.step(1, loss=math.nan, grad_norm=math.inf, learning_rate=0.1, skipped=True)
+        metrics.validation(1, loss=1000.0)
+        assert metrics.summary().endswith("1 updates skipped")
+    step, validation = records(tmp_path)
+    assert step == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": 0.1, "skipped": True}
+    assert validation == {"step": 1, "validation_loss": 1000.0, "validation_perplexity": None}
+
+
+def test_speed_share_of_peak_and_time_left_are_those_of_steps_that_do_not_compile(tmp_path, clock, capsys):
+    with run(tmp_path, 100, flops_per_token=7, peak=1000.0) as metrics:
+        for step, seconds in enumerate([60.0, 30.0, 2.0, 2.0, 4.0], 1):
+            clock.now += seconds
+            metrics.step(step, 1.0, 1.0, 0.1)
+            if step == 3:
+                clock.now += 6.0
+                metrics.validation(step, 1.0)  # counts for the time that is left, and for no step
+        assert metrics.tokens_per_second == 50.0
+        assert metrics.summary() == "50 tokens/s, 35.0% of peak"
+        assert metrics.seconds == 98.0
+    speeds = [(r.get("tokens_per_second"), r.get("share_of_peak")) for r in records(tmp_path) if "loss" in r]
+    assert speeds == [(None, None), (None, None), (50, 0.35), (50, 0.35), (25, 0.175)]
+    last = capsys.readouterr().out.splitlines()[-1]
+    left = (2 + 6 + 2 + 4) / 3 * 95  # seconds
+    assert last == f"step 5/100, ETA {int(left // 60)}:{left % 60:02.0f}, loss 1.000, grad norm 1.00, lr 1.0e-01, " + (
+        "50 tokens/s, 35.0% of peak"
+    )
+
+
+def test_without_a_terminal_there_are_about_a_hundred_lines_the_first_and_the_last_among_them(tmp_path, capsys):
+    with run(tmp_path, 1010) as metrics:
+        for step in range(1, 1011):
+            metrics.step(step, 1.0, 1.0, 0.1)
+    out, err = capsys.readouterr()
+    shown = [int(number) for number in re.findall(r"step (\d+)/1010", out)]
+    assert shown == [1, *range(10, 1011, 10)]
+    assert not err
+
+
+def test_at_a_terminal_there_is_a_bar_with_the_same_and_no_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with run(tmp_path, 4, done=1) as metrics:
+        for step in (2, 3, 4):
+            metrics.step(step, 0.5, 1.0, 0.1)
+        metrics.bar.refresh()
+    out, err = capsys.readouterr()
+    assert not out
+    assert "4/4, ETA 0:00, loss 0.500, grad norm 1.00, lr 1.0e-01, " in err and "tokens/s" in err
+
+
+def test_a_resumed_run_has_no_step_twice_and_loses_none(tmp_path):
+    with run(tmp_path, 9) as metrics:
+        for step in (1, 2, 3, 4):
+            metrics.step(step, loss=float(step), grad_norm=1.0, learning_rate=0.1)
+            metrics.validation(step, 0.1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # where the process was killed
+    with run(tmp_path, 9, done=3) as metrics:
+        metrics.step(4, loss=40.0, grad_norm=1.0, learning_rate=0.1)
+    losses = [(r["step"], r["loss"]) for r in records(tmp_path) if "loss" in r]
+    assert losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert [r["step"] for r in records(tmp_path) if "validation_loss" in r] == [1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_damaged_line_of_a_resumed_run_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl:2: .*remove the line"):
+        run(tmp_path, 9, done=2)
+
+
+def test_loggers_get_every_record_and_are_closed_when_a_run_fails(tmp_path):
+    class Recorder:
+        seen: list
+
+        def __init__(self):
+            self.seen = []
+
+        def write(self, record):
+            self.seen.append(record)
+
+        def close(self):
+            self.seen.append("closed")
+
+    recorder = Recorder()
+    with pytest.raises(KeyboardInterrupt), run(tmp_path, 2, loggers=[recorder]) as metrics:
+        metrics.step(1, 1.0, 1.0, 0.1)
+        metrics.validation(1, 2.0)
+        raise KeyboardInterrupt
+    assert recorder.seen == [*records(tmp_path), "closed"]

@@ -1,0 +1,197 @@
+"""The flags of train.py, and the files they are read from and written to."""
+
+import re
+
+import pytest
+
+from ligermodels.errors import InputError
+from ligermodels.training.runs import arguments
+from ligermodels.training.runs.arguments import parse_arguments
+from ligermodels.training.runs.settings import differences, read_settings, settings, write_settings
+
+# Flags are a promise: scripts and the train.toml of old runs name them.
+FLAGS = {
+    "model": "qwen2", "size": "tiny", "revision": None, "data": None, "validation_data": None,
+    "validation_fraction": 0.01, "sequence_length": 256, "packing": True, "allow_bad_lines": 0, "steps": 2200,
+    "batch_size": 4, "micro_batch_size": None, "optimizer": "adamw", "states": None, "learning_rate": None,
+    "schedule": "cosine", "warmup": 30, "weight_decay": 0.1, "clip": 1.0, "dtype": "float32", "weights": None,
+    "float8": False, "recompute": "none", "compile": False, "seed": 0, "lora_rank": None, "lora_alpha": 32.0,
+    "lora_dropout": 0.0, "lora_targets": ["all-linear"], "lora_export": "merged", "output": None, "resume": None,
+    "allow_changes": False, "config": None, "checkpoint_every": 0, "keep_checkpoints": 2, "no_export": False,
+    "on_nan": "stop", "replicas": 1, "eval_every": 550, "log_to": [], "profile": None, "dry_run": False,
+}  # fmt: skip
+
+
+def parse(*argv):
+    return parse_arguments(["--model", "qwen2", *argv])
+
+
+def refusal(*argv):
+    with pytest.raises(InputError) as error:
+        parse_arguments(argv)
+    return str(error.value)
+
+
+def test_the_flags_and_their_defaults_are_frozen():
+    assert vars(parse()) == FLAGS
+
+
+def test_every_flag_is_in_the_help_which_shows_defaults_and_examples(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and "examples: python train.py --model qwen2 " in out
+    assert all(f" --{name.replace('_', '-')} " in out for name in FLAGS)
+    assert "(default: 2200)" in out and "(default: on)" in out and "(default: all-linear)" in out.replace("- ", "-")
+    assert "None" not in out and "False" not in out
+
+
+def test_model_list_prints_what_ligermodels_list_prints(monkeypatch, capsys):
+    monkeypatch.setattr(arguments, "catalogue", lambda: iter(["llama tiny", "qwen2 tiny"]))
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(["--model", "list"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == "llama tiny\nqwen2 tiny\n"
+
+
+def test_a_family_may_name_its_size_as_info_takes_it():
+    args = parse_arguments(["--model", "llama:8b"])
+    assert (args.model, args.size) == ("llama", "8b")
+    assert parse_arguments(["--model", "C:folder"]).model == "C:folder"
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], ["--model is missing", "--model list"]),
+        (["--learnig-rate", "1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
+        (["--learnig-rate=1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
+        (["--lr", "1"], ["--lr: no such flag", "--help"]),
+        (["extra.jsonl"], ["extra.jsonl: belongs to no flag"]),
+        (["--steps", "-3"], ["--steps: is '-3'; must be a whole number above zero"]),
+        (["--steps", "1.5"], ["--steps: is '1.5'"]),
+        (["--steps"], ["--steps: expected one argument"]),
+        (["--warmup", "x"], ["--warmup: is 'x'; must be a whole number, 0 or more"]),
+        (["--sequence-length", "1"], ["--sequence-length: is '1'; must be a whole number above 1"]),
+        (["--learning-rate", "0"], ["--learning-rate: is '0'; must be a number above 0"]),
+        (["--learning-rate", "nan"], ["--learning-rate: is 'nan'"]),
+        (["--weight-decay", "inf"], ["--weight-decay: is 'inf'; must be a number, 0 or more"]),
+        (["--validation-fraction", "1"], ["must be a number between 0 and 1"]),
+        (["--lora-dropout", "1"], ["--lora-dropout: is '1'; must be a number from 0 to below 1"]),
+        (["--packing", "perhaps"], ["--packing: is 'perhaps'; must be on or off"]),
+        (["--optimizer", "adamv"], ["one of adamw, adamw8bit, muon; did you mean 'adamw'"]),
+        (["--log-to", "tensorbord"], ["--log-to: is 'tensorbord'", "did you mean 'tensorboard'"]),
+        (["--model", "qwen2", "--lora-alpha", "8"], ["--lora-alpha goes with --lora-rank"]),
+        (["--model", "qwen2", "--float8"], ["--float8", "add --compile"]),
+        (["--model", "some/model", "--size", "8b"], ["--size 8b goes with a family, which some/model is not"]),
+        (["--model", "qwen2", "--revision", "main"], ["--revision main goes with a Hub id"]),
+        (["--model", "qwen2", "--steps", "5", "--profile", "6"], ["--profile 6: the run has 5 steps"]),
+        (["--resume", "run", "--config", "x.toml"], ["leave out --config and --output"]),
+        (["--resume", "run", "--output", "other"], ["leave out --config and --output"]),
+        (["--resume", "no-run"], ["no-run/train.toml: cannot be read: No such file"]),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_flag_value_and_rule(argv, words):
+    message = refusal(*argv)
+    assert all(word in message for word in words), message
+
+
+def test_a_package_that_is_missing_is_named_with_how_to_install_it(monkeypatch, tmp_path):
+    """Also where a folder called like it lies beside the script, which Python takes for a package."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert refusal("--model", "qwen2", "--log-to", "wandb") == (
+        "--log-to wandb: the package is not installed: pip install wandb"
+    )
+    monkeypatch.undo()
+    (tmp_path / "nobody_has_this").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="pip install nobody_has_this"):
+        arguments.require(["nobody_has_this"])
+
+
+def test_a_file_holds_any_flags_and_the_command_line_comes_first(tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text(
+        'model = "llama:8b"\nsteps = 50\nlearning_rate = 1\ncompile = true\npacking = false\nno_export = true\n'
+        'data = ["a.jsonl=0.5", "b"]\nvalidation_data = "v.txt"\noutput = "runs/x"\n'
+    )
+    args = parse_arguments(["--config", str(file), "--steps", "7", "--compile", "off", "--data", "c"])
+    assert (args.model, args.size, args.steps, args.learning_rate) == ("llama", "8b", 7, 1.0)
+    assert (args.compile, args.packing, args.no_export) == (False, False, True)
+    assert (args.data, args.validation_data, str(args.output)) == (["c"], ["v.txt"], "runs/x")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("stepps = 3", ["stepps: no such flag", "did you mean 'steps'"]),
+        ("learning-rate = 3", ["learning-rate: no such flag", "did you mean 'learning_rate'"]),
+        ("steps = -3", ["steps is '-3'; must be a whole number above zero"]),
+        ("steps = true", ["steps is 'true'; must be a whole number"]),
+        ("steps = [1, 2]", ["steps is a list; must be one value"]),
+        ("data = []", ["data is empty"]),
+        ("compile = 3", ["compile is '3'; must be on or off"]),
+        ("data = {a = 1}", ["data is {'a': 1}; must be text, a number, true or false"]),
+        ('config = "b.toml"', ["config: no such flag"]),
+        ("steps 3", ["is not TOML", "line 1"]),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_the_file(text, words, tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text(text)
+    message = refusal("--model", "qwen2", "--config", str(file))
+    assert message.startswith(f"{file}: ") and all(word in message for word in words), message
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
+    assert refusal("--config", str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
+
+
+EVERYTHING = [
+    *("--data", 'a "b".jsonl=0.5', "ü\\", "--learning-rate", "1e-5", "--compile", "--packing", "off", "--clip", "inf"),
+    *("--lora-rank", "8", "--lora-targets", "q_proj", "v_proj", "--micro-batch-size", "2", "--weights", "float32"),
+]
+
+
+def test_train_toml_alone_starts_the_same_run_again(tmp_path):
+    args = parse(*EVERYTHING, "--output", "runs/x", "--dry-run", "--allow-changes")
+    write_settings(args, tmp_path / "train.toml")
+    again = parse_arguments(["--config", str(tmp_path / "train.toml")])
+    apart = {"output", "dry_run", "allow_changes", "config"}  # said to a process; a run again has a folder of its own
+    assert {n: v for n, v in vars(again).items() if n not in apart} == {
+        n: v for n, v in vars(args).items() if n not in apart
+    }
+    assert again.output is None and not again.dry_run and not again.allow_changes
+    assert read_settings(tmp_path / "train.toml") == settings(args) == settings(again)
+    assert set(settings(args)) == {n for n, v in vars(args).items() if v is not None} - apart
+
+
+def test_a_resumed_run_takes_its_own_settings_and_folder(tmp_path):
+    write_settings(parse(*EVERYTHING), tmp_path / "train.toml")
+    args = parse_arguments(["--resume", str(tmp_path), "--steps", "9", "--eval-every", "3"])
+    assert args.output == args.resume == tmp_path
+    assert (args.model, args.learning_rate, args.steps, args.lora_rank) == ("qwen2", 1e-5, 9, 8)
+    assert differences(read_settings(tmp_path / "train.toml"), args) == ["steps: 9, was 2200"]
+
+
+def test_only_settings_that_change_the_result_are_differences():
+    saved = settings(parse("--lora-rank", "8", "--data", "a"))
+    args = parse(
+        *("--data", "a", "b", "--learning-rate", "0.001", "--packing", "off"),
+        *("--micro-batch-size", "1", "--recompute", "full", "--compile", "--replicas", "2", "--log-to", "tensorboard"),
+        *("--checkpoint-every", "5", "--eval-every", "5", "--on-nan", "skip", "--no-export", "--profile", "3"),
+    )
+    assert sorted(differences(saved, args)) == [
+        "data: a b, was a",
+        "learning_rate: 0.001, was not set",
+        "lora_rank: not set, was 8",
+        "packing: off, was on",
+    ]
+    assert differences(settings(args), args) == []
+
+
+def test_train_toml_says_how_to_use_it(tmp_path):
+    write_settings(parse(), tmp_path / "train.toml")
+    first, *rest = (tmp_path / "train.toml").read_text().splitlines()
+    assert first.startswith("# ") and "--config train.toml" in first
+    assert all(re.fullmatch(r"\w+ = .+", line) for line in rest)

@@ -1,0 +1,86 @@
+import re
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.memory import training_memory
+from ligermodels.training.reporting.flops import flops_per_token
+from ligermodels.training.runs import plan as module
+from ligermodels.training.runs.arguments import parse_arguments
+from ligermodels.training.runs.plan import plan
+from ligermodels.training.scaling.parallel import World
+from ligermodels.units import memory_size
+
+CPU = torch.device("cpu")
+
+
+def planned(*argv, rank=None, rows=1000, world=None, **options):
+    args = parse_arguments(["--model", "llama", *argv])
+    model = ligermodels.create("llama", size="tiny", device="meta")
+    if rank:
+        ligermodels.add_lora(model, rank=rank)
+    memory = training_memory(model, 4, args.sequence_length, torch.float32)
+    world = world or World(CPU)
+    return model, plan(model, args, world, description="my.jsonl", rows=rows, memory=memory, **options)
+
+
+def test_the_first_line_says_the_whole_run():
+    _, whole = planned("--steps", "500")
+    assert whole.line == (
+        "llama: 1,049,728 parameters; my.jsonl: 1,000 rows; 500 steps = 2.0 epochs; "
+        "1,024 tokens a step = 1 batch of 4 x 256 on 1 x cpu"
+    )
+    flags = ("--batch-size", "24", "--micro-batch-size", "2")
+    _, shared = planned(*flags, rank=4, rows=None, world=World(CPU, 0, 4))
+    model = ligermodels.create("llama", size="tiny", device="meta")
+    ligermodels.add_lora(model, rank=4)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert shared.line == (
+        f"llama: {1_049_728 + trained:,} parameters, {trained:,} of them trained; my.jsonl; 2,200 steps; "
+        "6,144 tokens a step = 3 batches of 2 x 256 on 4 x cpu"
+    )
+    assert shared.tokens_per_step == 24 * 256
+
+
+def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memory():
+    model, whole = planned("--steps", "500", validation_rows=11, recomputed=3)
+    first, *lines = whole.text().splitlines()
+    table = {label.strip(): value for label, value in (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines)}
+    assert first == "llama"
+    assert table["parameters"] == "1,049,728, 131,072 of them embeddings"
+    assert table["trained"] == "1,049,728, 100.00%"
+    assert (table["data"], table["validation"]) == ("my.jsonl: 1,000 rows", "11 rows, every 550 steps")
+    assert table["the run"] == "500 steps = 2.0 epochs, 512,000 tokens"
+    flops = flops_per_token(model, 256)
+    assert table["compute"] == f"{flops:.3g} FLOPs a token, {flops * 512_000:.3g} in all"
+    assert table["memory"] == "of a CPU process, not all at the same time, 3 of 4 blocks recomputed"
+    memory = training_memory(model, 4, 256, torch.float32)
+    for part, size in vars(memory).items():
+        assert table.get(part) == (memory_size(size) if size else None)
+    assert table["peak"] == memory_size(memory.peak)
+    assert "warning" not in table
+
+
+@pytest.mark.parametrize(
+    "argv, rows, warning",
+    [
+        (["--steps", "100"], 1001, "0.4 epochs: --steps 100 leaves out rows; all are seen once with --steps 251"),
+        (["--steps", "5000"], 1000, "20 epochs: every row is seen as often; watch the validation loss"),
+        (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of the 300 steps"),
+        (["--steps", "300"], None, None),
+        (["--steps", "250"], 1000, None),
+    ],
+)
+def test_what_is_likely_not_meant_is_warned_of(argv, rows, warning):
+    _, whole = planned(*argv, rows=rows)
+    assert whole.warnings == ([warning] if warning else [])
+    assert ("warning" in whole.text()) == bool(warning)
+
+
+def test_a_step_that_does_not_fit_is_warned_of(monkeypatch):
+    monkeypatch.setattr(module, "device_memory", lambda device: 32 * 2**20)
+    _, whole = planned("--steps", "500")
+    (warning,) = whole.warnings
+    assert warning.startswith(f"{memory_size(whole.memory.peak)} are more than the GPU has; lower --micro-batch-size")
+    assert f"{memory_size(whole.memory.peak)} of 32.0 MiB" in whole.text()

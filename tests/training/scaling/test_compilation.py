@@ -1,0 +1,37 @@
+"""Compiled blocks give equal numbers and are compiled a bounded number of times, whatever the lengths of documents."""
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import ligermodels
+from ligermodels.training.scaling.compilation import compile_blocks
+from tests.layers.adapters import adapt
+from tests.training.scaling.test_parallel import config
+from tests.training.scaling.worker import compiling_by
+
+DOCUMENTS = [[5], [7, 9], [2, 9, 20], [1, 2, 3, 4]]  # where each batch's row of 32 tokens is cut
+
+
+def test_lengths_of_documents_do_not_recompile_and_numbers_stay():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    raw = config("llama", tied=False) | {"num_hidden_layers": 3}
+    plain, compiled = (adapt(ligermodels.create(raw)) for _ in range(2))
+    for model in (plain, compiled):
+        model.recompute_in_backward(1)
+    compiled.load_state_dict(plain.state_dict())
+    with compiling_by(counter):
+        compile_blocks(compiled)
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    graphs = []
+    for cuts in DOCUMENTS:
+        ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(cuts[0]))
+        packed = {"cu_seqlens": torch.tensor([0, *cuts, 32], dtype=torch.int32), "max_seqlen": 32}
+        losses = [model(ids, ids, **packed).loss for model in (plain, compiled)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+        sum(losses).backward()
+        graphs.append(counter.frame_count)
+    for got, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
+        if expected.requires_grad:
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-7)
+    assert graphs == [2, 4, 4, 4]  # the first block and the others; once for these lengths, once for all

@@ -1,0 +1,108 @@
+"""Which linears multiply in float8, that they do and what they keep, and who cannot."""
+
+import sys
+
+import pytest
+import torch
+import torchao.float8
+from torchao.float8.float8_linear import Float8Linear
+
+import ligermodels
+from ligermodels.architectures import ARCHITECTURES
+from ligermodels.errors import InputError
+from ligermodels.layers.decoder import Head
+from ligermodels.training.scaling import float8
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import relative_error
+from tests.layers.adapters import adapt
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def capable(monkeypatch):
+    """A GPU that can; where there is none, its products are emulated."""
+    if DEVICE == "cpu":
+        config = torchao.float8.Float8LinearConfig
+        monkeypatch.setattr(config, "from_recipe_name", staticmethod(lambda name: config(emulate=True)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+
+
+def converted(model):
+    names = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    return {name.removeprefix("model.layers.0.") for name in names if ".layers.0." in name}
+
+
+ATTENTION = {"self_attn.qkv_proj", "self_attn.o_proj"}
+SHARED = {"mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj"}
+
+
+@pytest.mark.parametrize("architecture, mlp", [("llama", {"mlp.gate_up_proj", "mlp.down_proj"}), ("qwen2_moe", SHARED)])
+def test_the_blocks_linears_are_converted_and_nothing_else(architecture, mlp, capable):
+    sizes = {"num_experts": 16} if mlp is SHARED else {}  # as many as a router could be converted with
+    model = ligermodels.create(ARCHITECTURES[architecture].SIZES["tiny"] | sizes, device="meta")
+    before = dict(model.named_parameters())
+    assert float8.convert(model, GPU) == 4 * model.config.num_hidden_layers
+    assert converted(model) == ATTENTION | mlp
+    assert type(model.lm_head) is Head
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+
+
+def test_under_lora_the_base_is_converted(capable):
+    model = ligermodels.create("llama", size="tiny", device="meta")
+    with torch.device("meta"):
+        adapt(model, targets=["q_proj"])
+    float8.convert(model, GPU)
+    expected = {"self_attn.qkv_proj.base_layer", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
+    assert converted(model) == expected
+
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_a_model_learns_from_gradients_that_are_off_by_float8s_rounding(capable):
+    model = ligermodels.create(CONFIG, dtype=torch.float32, device=DEVICE).to(torch.bfloat16)
+    model.initialize(0)
+    ids = torch.randint(97, (2, 32), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def loss_and_gradients():
+        model.zero_grad()
+        loss = model(ids, ids).loss
+        loss.backward()
+        return loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}
+
+    loss, gradients = loss_and_gradients()
+    float8.convert(model, GPU)
+    rounded_loss, rounded = loss_and_gradients()
+    assert rounded_loss == pytest.approx(loss, rel=1e-3)
+    for name, gradient in gradients.items():
+        error = relative_error(rounded[name], gradient)
+        # e5m2, in which gradients are rounded, has errors up to 2^-3; several products add up.
+        assert error < 2**-3, (name, error)
+        if name.endswith("_proj.weight"):
+            assert error > 2**-8, (name, error)
+
+
+def test_devices_that_cannot_are_refused(monkeypatch):
+    model = ligermodels.create("llama", size="tiny", device="meta")
+    with pytest.raises(InputError, match=r"compute capability 8\.9 .*, not a cpu"):
+        float8.convert(model, CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(InputError, match=r"8\.9 .*, not compute capability 8\.0"):
+        float8.convert(model, GPU)
+
+
+def test_without_a_linear_that_fits_it_is_refused(capable):
+    model = ligermodels.create(CONFIG | {"hidden_size": 40, "head_dim": 8}, device="meta")
+    with pytest.raises(InputError, match=r"no linear of the blocks has sides that are multiples of 16"):
+        float8.convert(model, GPU)
+
+
+def test_without_torchao_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(InputError, match=r"float8 needs torchao.*pip install torchao"):
+        float8.convert(ligermodels.create("llama", size="tiny", device="meta"), GPU)
