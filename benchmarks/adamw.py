@@ -16,7 +16,7 @@ def inputs(rows, columns):
 
 
 adamw = Op(
-    "adamw", SHAPES, inputs, lambda *tensors: adamw_reference(*tensors[:4], *HYPERPARAMETERS, tensors[4]),
+    "adamw", SHAPES, inputs, lambda p, g, m, v, step: adamw_reference(p, g, m, v, *HYPERPARAMETERS, step),
     work=lambda rows, columns: {"forward": 7 * 2 * rows * columns},
 )  # fmt: skip
 

@@ -29,8 +29,12 @@ def in_single(x: Tensor) -> Tensor:
 
 def upstream_of(outputs: list[Tensor]) -> list[Tensor]:
     """1 for a loss, random bf16 values for everything else."""
-    like = {"dtype": torch.bfloat16, "device": DEVICE}
-    return [(torch.randn(y.shape, **like) if y.dim() else torch.ones((), **like)).to(y.dtype) for y in outputs]
+
+    def like(y: Tensor) -> Tensor:
+        make = torch.randn if y.dim() else torch.ones
+        return make(y.shape, dtype=torch.bfloat16, device=DEVICE).to(y.dtype)
+
+    return [*map(like, outputs)]
 
 
 def evaluate(function: Callable, inputs: list[Tensor]) -> list[Tensor]:

@@ -92,7 +92,8 @@ def read_and_copy(folder: Path) -> Landed:
     copies are asynchronous. Nothing is made of the bytes."""
     files = {file: torch.empty(file.stat().st_size, dtype=torch.uint8, device="cuda") for file in weight_files(folder)}
     blocks = [(file, start) for file, data in files.items() for start in range(0, len(data), BLOCK_BYTES)]
-    stream, free = torch.cuda.Stream(), SimpleQueue()
+    stream = torch.cuda.Stream()
+    free: SimpleQueue[tuple[torch.Tensor, torch.cuda.Event]] = SimpleQueue()
     for _ in range(min(2 * THREADS, len(blocks))):
         free.put((torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
 

@@ -1,6 +1,6 @@
 """What an op of the benchmarks is: its inputs, what is right, the work it cannot avoid, and its providers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ OPS: dict[str, "Op"] = {}
 
 class Provider(NamedTuple):
     make: Callable[..., Callable]
-    shapes: list[Shape]
+    shapes: Sequence[Shape]
     layout: Callable[..., Iterable[Tensor]]
 
 
@@ -33,7 +33,7 @@ class Op:
     """
 
     name: str
-    shapes: list[Shape]
+    shapes: Sequence[Shape]
     inputs: Callable[..., list[Tensor]]
     reference: Callable
     work: Callable[..., dict[str, float]]
@@ -45,7 +45,7 @@ class Op:
     def __post_init__(self) -> None:
         OPS[self.name] = self
 
-    def provider(self, name: str, shapes: list[Shape] | None = None, layout: Callable = lambda *inputs: inputs):
+    def provider(self, name: str, shapes: Sequence[Shape] | None = None, layout: Callable = lambda *inputs: inputs):
         """Registers a function of the shape that imports what it needs and returns a callable on the inputs.
 
         shapes: those to run, all if not given. layout: from the op's inputs to those this provider would find in a
@@ -58,7 +58,7 @@ class Op:
 
         return register
 
-    def compiled(self, shapes: list[Shape]) -> None:
+    def compiled(self, shapes: Sequence[Shape]) -> None:
         """Registers torch.compile of the provider "pytorch"; each shape costs seconds of compilation."""
         make, _, layout = self.providers["pytorch"]
 

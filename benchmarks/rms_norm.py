@@ -23,7 +23,7 @@ rms_norm = Op(
     work=lambda rows, columns: both(2 * 2 * rows * columns, 3 * 2 * rows * columns),
 )  # fmt: skip
 add_rms_norm = Op(
-    "add_rms_norm", SHAPES, add_norm_inputs, lambda *inputs: add_rms_norm_reference(*inputs, EPS),
+    "add_rms_norm", SHAPES, add_norm_inputs, lambda x, y, weight: add_rms_norm_reference(x, y, weight, EPS),
     work=lambda rows, columns: both(4 * 2 * rows * columns, 4 * 2 * rows * columns),
 )  # fmt: skip
 

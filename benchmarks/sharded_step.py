@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from ligermodels.training.optimizers import build_optimizer, clipped_step, set_l
 from ligermodels.training.scaling import parallel
 from ligermodels.training.scaling.compilation import compile_blocks
 
-ROWS = {  # what differs from bf16 weights on one GPU
+ROWS: dict[str, dict[str, Any]] = {  # what differs from bf16 weights on one GPU
     "one GPU, bf16 weights": {},
     "one GPU, bf16 weights, compiled blocks": {"compiled": True},
     "fp32 weights": {"stored": torch.float32},

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ def timed_inputs(case: Case, provider: Provider, function: Callable) -> list[Inp
 
 
 def figures(op: Op, work: float, limit_ms: float, measured: timing.Timing) -> dict:
-    row = {
+    row: dict[str, Any] = {
         "ms": measured.ms,
         "ms_20": measured.ms_20,
         "ms_80": measured.ms_80,
@@ -120,7 +121,7 @@ def run_shape(op: Op, shape: Shape, names: Iterable[str]) -> Iterator[dict]:
     case = Case(op, shape)
     for name, provider in op.providers.items():
         if name in names and shape in provider.shapes:
-            for row in attempt(lambda provider=provider: rows_of(case, provider)):
+            for row in attempt(functools.partial(rows_of, case, provider)):
                 yield {"shape": label(shape), "provider": name} | shortened(row)
 
 

@@ -101,7 +101,7 @@ def learning_rate(step: int, steps: int) -> float:
 def groups(model: nn.Module) -> list[dict]:
     """Matrices decay; norms, biases and the embedding, to which the head is tied, do not."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    decays = {True: [], False: []}
+    decays: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         decays[parameter.ndim >= 2 and id(parameter) not in embeddings].append(parameter)
     return [{"params": params, "weight_decay": WEIGHT_DECAY * decay} for decay, params in decays.items()]
@@ -112,7 +112,7 @@ def hugging_face(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callab
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=run.attention)
     model.config.use_cache = False
-    model.to(device)
+    nn.Module.to(model, device)  # transformers' own is typed as taking none
     optimizer = torch.optim.AdamW(groups(model), betas=(0.9, 0.95), fused=True)
 
     def update(rate: float) -> None:

@@ -14,12 +14,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import results, timing
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
