@@ -190,11 +190,14 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
 
 def dtypes(args: argparse.Namespace, world: parallel.World) -> tuple[torch.dtype, torch.dtype]:
-    """What is computed in, and what trained weights are stored in: LoRA's are few enough for fp32."""
+    """What is computed in, and what trained weights are stored in: LoRA's are few enough for fp32.
+
+    The latter is a setting of the run from here on: it goes on with the same on any number of ranks.
+    """
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
-    computed = DTYPES[args.dtype]
-    default = computed if world.size == 1 and not args.lora_rank else torch.float32
-    return computed, DTYPES[args.weights] if args.weights else default
+    half = args.dtype == "bfloat16" and world.size == 1 and not args.lora_rank
+    args.weights = args.weights or ("bfloat16" if half else "float32")
+    return DTYPES[args.dtype], DTYPES[args.weights]
 
 
 def export(

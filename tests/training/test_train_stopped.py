@@ -72,6 +72,17 @@ def test_another_number_of_ranks_goes_on_with_the_same_rows(stopped, straight, l
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_weights_keep_their_dtype_on_another_number_of_ranks(launcher):
+    """What a run without --weights stores them in depends on how many ranks began it."""
+    half = [*LLAMA, "--dtype", "bfloat16", "--steps", "3", "--checkpoint-every", "2", "--output", "half"]
+    launcher.well(*half, ranks=2)
+    folder = launcher.folder / "half"
+    before = losses(folder)
+    shutil.rmtree(folder / "model")
+    launcher.well("--resume", "half")
+    torch.testing.assert_close(losses(folder), before, rtol=2e-3, atol=0)
+
+
 def test_changes_are_shown_and_refused_unless_they_are_allowed(stopped, launcher):
     copy = copied(stopped[1], "changed")
     change = ["--resume", copy.name, "--learning-rate", "1e-3", "--micro-batch-size", "1"]

@@ -51,7 +51,7 @@ def remedies(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: i
         yield f"--micro-batch-size {half} ({then}), accumulation makes up for it"
     if args.dtype != "bfloat16":
         yield "--dtype bfloat16"
-    elif args.weights == "float32":
+    elif args.weights == "float32" and args.lora_rank is None:
         yield "--weights bfloat16"
     if args.optimizer == "adamw":
         yield "--optimizer adamw8bit or --states bfloat16"
