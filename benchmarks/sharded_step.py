@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--batch", type=int, default=8, help="rows a GPU")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))

@@ -153,9 +153,9 @@ def gathered_bytes(
     ids = {id(parameter) for parameter in trained}
     ends = 0
     for block in layers:
-        gradients = elements(parameter for parameter in block.parameters() if id(parameter) in ids)
-        # With the weights of the block before, as they come; gradients are summed over ranks in fp32.
-        ends = max(ends, 2 * elements(block.parameters()) * size + gradients * (size + FP32))
+        # With the weights of the block before, as they come; gradients are summed in the wider dtype of the two.
+        gradients = sum(p.numel() * (size + max(size, p.itemsize)) for p in block.parameters() if id(p) in ids)
+        ends = max(ends, 2 * elements(block.parameters()) * size + gradients)
     return begins * size, ends
 
 

@@ -2,8 +2,8 @@
 
 Every function also works on a single process without torchrun, where there is nothing to shard or sum. Weights are
 stored in one dtype and computed with in another or the same: gathered in the latter, their gradients summed over ranks
-in fp32. The loss is divided by the global token count before backward, so gradients are summed, never averaged. Knows
-of a model its blocks, its embedding and its head.
+in the wider of both. The loss is divided by the global token count before backward, so gradients are summed, never
+averaged. Knows of a model its blocks, its embedding and its head.
 """
 
 import functools
@@ -110,8 +110,7 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
     if world.size == 1 and all(p.dtype == dtype for p in model.parameters() if p.requires_grad):
         return
     refuse_ties_between_units(model)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    unit = functools.partial(fully_shard, mesh=mesh_of(world, replicas), mp_policy=policy)
+    unit = functools.partial(fully_shard, mesh=mesh_of(world, replicas), mp_policy=precision(model, dtype))
     *others, last = layers = blocks(model)
     for block in others:
         unit(block, reshard_after_forward=not keep_gathered)
@@ -126,6 +125,19 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
     for each in units(model):
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Weights are gathered and computed with in `dtype`. Their gradients come in it, and are kept in the dtype of the
+    weights that are trained: they are summed over ranks in the wider of the two.
+
+    So fp32 weights get sums in fp32, and those in bf16 sums in bf16, for half the traffic. Of two ranks these have the
+    bits of an fp32 sum, rounded. Of N ranks NCCL's ring rounds N - 1 times: where gradients are independent, for an
+    error about √(N / 2) times that of rounding once, which of 8 is 0.37 % of a sum instead of 0.17 %.
+    """
+    stored = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+    reduced = torch.promote_types(stored, dtype)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
 def mesh_of(world: World, replicas: int) -> DeviceMesh:

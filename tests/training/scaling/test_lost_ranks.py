@@ -1,5 +1,5 @@
-"""One rank of two dies or hangs: the other one ends by itself within the time limit. Real processes, no torchrun, which
-would end it too."""
+"""One rank of two dies or hangs: the other one ends by itself within the time limit, and sooner where it is told to, as
+torchrun would. Real processes, no torchrun."""
 
 import os
 import signal
@@ -24,36 +24,70 @@ print("together", flush=True)
 while True:
     parallel.total(torch.zeros(()))
 """
+TOLD_TO_STOP = """
+import signal, threading
+import torch
+from ligermodels.training.runs import stopping
+from ligermodels.training.scaling import parallel
+asked, ask = threading.Semaphore(0), signal.pthread_kill
+signal.pthread_kill = lambda *what: (asked.release(), ask(*what))
+stopping.PATIENCE = 2
+parallel.start()
+for _ in range(2):
+    with stopping.signals() as stop:
+        parallel.total(torch.zeros(()))
+        print("together", flush=True)
+        while not parallel.total(torch.tensor(float(stop.requested))):
+            pass
+        if stop.requested:
+            asked.acquire(), asked.acquire()
+        print("saved", flush=True)
+"""
 
 
 @pytest.fixture
-def ranks():
-    """Two processes that meet over and over again. The store they find each other by is ours."""
+def launch():
+    """Starts two processes that run the same script. The store they find each other by is ours."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     environment = os.environ | {
         "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER], cwd=ROOT, env=environment | {"RANK": str(rank)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    yield processes
+    processes = []
+
+    def launch(script):
+        for rank in range(2):
+            command, own = [sys.executable, "-c", script], environment | {"RANK": str(rank)}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=own, **pipes))
+        for process in processes:
+            assert process.stdout.readline() == "together\n", process.stderr.read()
+        return processes
+
+    yield launch
     for process in processes:
         process.kill()
         process.communicate()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_the_others_end_when_a_rank(how, ranks):
-    for process in ranks:
-        assert process.stdout.readline() == "together\n", process.stderr.read()
-    first, second = ranks
+def test_the_others_end_when_a_rank(how, launch):
+    first, second = launch(WORKER)
     second.send_signal(how)
     start = time.monotonic()
     _, error = first.communicate(timeout=60)
     assert first.returncode == 1 and "all_reduce" in error
     assert time.monotonic() - start < LIMIT + 10  # to unwind and leave; on a loaded machine
+
+
+def test_told_to_stop_a_rank_may_take_its_time_but_does_not_wait_for_a_lost_one(launch):
+    first, second = launch(TOLD_TO_STOP)
+    first.send_signal(signal.SIGTERM)
+    for process in (first, second):
+        assert [process.stdout.readline() for _ in range(2)] == ["saved\n", "together\n"]
+    second.send_signal(signal.SIGSTOP)
+    first.send_signal(signal.SIGTERM)
+    _, error = first.communicate(timeout=60)
+    assert first.returncode == 1
+    lost = "rank 0: told to stop, and still waiting for other ranks 2 s later: one of them is lost; --resume goes on"
+    assert f"{lost} from the last checkpoint\n" in error and "Traceback" not in error

@@ -129,6 +129,23 @@ def test_one_process_computes_in_bf16_on_fp32_weights(on_cpu):
         )
 
 
+@pytest.mark.parametrize(
+    ("stored", "lora", "computed", "summed"),
+    [
+        ("float32", None, "bfloat16", "float32"),
+        ("bfloat16", None, "bfloat16", "bfloat16"),
+        ("bfloat16", None, "float32", "float32"),
+        ("bfloat16", "float32", "bfloat16", "float32"),
+    ],
+)
+def test_gradients_are_summed_in_what_is_computed_in_or_trained_in_whichever_is_wider(stored, lora, computed, summed):
+    model = ligermodels.create(config("llama", False), dtype=getattr(torch, stored), device="meta")
+    if lora:
+        ligermodels.add_lora(model, rank=2, dtype=getattr(torch, lora))
+    policy = parallel.precision(model, getattr(torch, computed))
+    assert (policy.param_dtype, policy.reduce_dtype) == (getattr(torch, computed), getattr(torch, summed))
+
+
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
