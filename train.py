@@ -159,6 +159,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             loss_value, told_to_stop, failed, norm_value = read()
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
             metrics.step(progress.step + 1, loss_value, norm_value, rate, skipped=not finite)
+            profiler.end(last=progress.step + 1 == args.steps)
             if not finite:
                 places = data.training.places(progress.rows, args.batch_size)
                 metrics.write({"step": progress.step + 1, "not_finite": places})

@@ -81,7 +81,7 @@ class Metrics:
             logger.close()
 
     def resume_clock(self) -> None:
-        """Call after what is not training; validations, samples and right answers do it themselves."""
+        """Call after what is not training and says nothing."""
         self.clock = time.perf_counter()
 
     def step(self, step: int, loss: float, grad_norm: float, learning_rate: float, *, skipped: bool = False) -> None:
@@ -106,7 +106,6 @@ class Metrics:
         if self.device.type == "cuda":
             record["peak_memory_gib"] = round(self.peak_memory_gib, 2)
         self.write(record)
-        self.clock = now
 
         status = ", ".join(
             [
@@ -118,6 +117,7 @@ class Metrics:
         self.bar.update()
         if self.bar.disable and (self.taken == 1 or step == self.steps or step % max(1, self.steps // LINES) == 0):
             self.say(f"step {step}/{self.steps}, {status}")
+        self.clock = now
 
     def validation(self, step: int, loss: float, floor: float | None = None) -> None:
         """loss, floor: nats per predicted token; floor: the entropy of the data, where it is known."""
@@ -126,23 +126,21 @@ class Metrics:
         self.write(record | ({} if floor is None else {"floor": floor}))
         beside = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:.3f}"
         self.say(f"step {step}: validation loss {loss:.3f} nats/token{beside}, perplexity {perplexity:.4g}")
-        self.resume_clock()
 
     def sample(self, step: int, text: str) -> None:
         self.write({"step": step, "sample": text})
         self.say(f"step {step}: {text}")
-        self.resume_clock()
 
     def skill(self, step: int, right: int, asked: int) -> None:
         self.write({"step": step, "right_answers": right, "questions": asked})
         self.say(f"step {step}: {right} of {asked} questions answered right")
-        self.resume_clock()
 
     def say(self, line: str) -> None:
-        """Prints a line, above the bar while there is one."""
+        """Prints a line, above the bar while there is one. What led to it is not timed as training."""
         if self.file:
             self.bar.write(line)
             sys.stdout.flush()
+        self.resume_clock()
 
     def write(self, record: dict[str, Any]) -> None:
         if not self.file:

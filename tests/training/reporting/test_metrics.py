@@ -78,13 +78,15 @@ def test_speed_share_of_peak_and_time_left_are_those_of_steps_that_do_not_compil
             if step == 3:
                 clock.now += 6.0
                 metrics.validation(step, 1.0)  # counts for the time that is left, and for no step
+                clock.now += 5.0
+                metrics.say("a trace was written")
         assert metrics.tokens_per_second == 50.0
         assert metrics.summary() == "50 tokens/s, 35.0% of peak"
         assert metrics.seconds == 98.0
     speeds = [(r.get("tokens_per_second"), r.get("share_of_peak")) for r in records(tmp_path) if "loss" in r]
     assert speeds == [(None, None), (None, None), (50, 0.35), (50, 0.35), (25, 0.175)]
     last = capsys.readouterr().out.splitlines()[-1]
-    left = (2 + 6 + 2 + 4) / 3 * 95  # seconds
+    left = (2 + 6 + 5 + 2 + 4) / 3 * 95  # seconds
     assert last == f"step 5/100, ETA {int(left // 60)}:{left % 60:02.0f}, loss 1.000, grad norm 1.00, lr 1.0e-01, " + (
         "50 tokens/s, 35.0% of peak"
     )
