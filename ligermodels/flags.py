@@ -78,5 +78,5 @@ def switch(text: str) -> bool:
 
 positive = whole(1, "a whole number above zero")
 count = whole(0, "a whole number, 0 or more")
-above_zero = number(lambda x: x > 0, "a number above 0")
+above_zero = number(lambda x: 0 < x < float("inf"), "a number above 0")
 not_negative = number(lambda x: 0 <= x < float("inf"), "a number, 0 or more")

@@ -48,6 +48,7 @@ def flags() -> Flags:
         description="Trains a decoder language model.", epilog=EXAMPLES,
     )  # fmt: skip
     fraction = number(lambda x: 0 < x < 1, "a number between 0 and 1")
+    bound = number(lambda x: x > 0, "a number above 0, or inf for none")
     probability = number(lambda x: 0 <= x < 1, "a number from 0 to below 1")
 
     def choice(*names: str) -> dict[str, Any]:
@@ -80,11 +81,12 @@ def flags() -> Flags:
     add("--micro-batch-size", type=positive, help="rows a rank computes at a time (default: its share of a step)")
     add("--optimizer", **choice("adamw", "adamw8bit", "muon"), default="adamw", help="adamw8bit needs torchao")
     add("--states", **choice("float32", "bfloat16"), help="dtype of the optimizer's states (default: the weights')")
-    add("--learning-rate", type=above_zero, help="the peak (default: 1e-5; new weights: 4.5e-3 at width 128, 1/width)")
+    add("--learning-rate", type=above_zero, help="the peak (default: 1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width "
+        "128, 1/width)")  # fmt: skip
     add("--schedule", **choice("cosine", "linear", "wsd"), default="cosine", help="wsd: warmup, stable, decay")
     add("--warmup", type=count, default=30, help="steps to the peak")
     add("--weight-decay", type=not_negative, default=0.1, help="of matrices")
-    add("--clip", type=above_zero, default=1.0, help="largest gradient norm")
+    add("--clip", type=bound, default=1.0, help="largest gradient norm; inf: any")
     add("--dtype", **choice("float32", "tf32", "bfloat16"), default="float32", help="computed in")
     add(
         "--weights", **choice("float32", "bfloat16"),

@@ -75,6 +75,8 @@ def test_a_family_may_name_its_size_as_info_takes_it():
         (["--sequence-length", "1"], ["--sequence-length: is '1'; must be a whole number above 1"]),
         (["--learning-rate", "0"], ["--learning-rate: is '0'; must be a number above 0"]),
         (["--learning-rate", "nan"], ["--learning-rate: is 'nan'"]),
+        (["--learning-rate", "inf"], ["--learning-rate: is 'inf'; must be a number above 0"]),
+        (["--clip", "0"], ["--clip: is '0'; must be a number above 0, or inf for none"]),
         (["--weight-decay", "inf"], ["--weight-decay: is 'inf'; must be a number, 0 or more"]),
         (["--validation-fraction", "1"], ["must be a number between 0 and 1"]),
         (["--lora-dropout", "1"], ["--lora-dropout: is '1'; must be a number from 0 to below 1"]),
