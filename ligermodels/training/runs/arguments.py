@@ -183,6 +183,10 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise InputError(f"--revision {args.revision} goes with a Hub id; {args.model} is a family, with new weights")
     if args.profile and args.profile > args.steps:
         raise InputError(f"--profile {args.profile}: the run has {args.steps} steps; name one of them")
+    if args.validation_data and args.validation_fraction != flags().get_default("validation_fraction"):
+        raise InputError("--validation-fraction is a part of --data, and --validation-data is given: leave one out")
+    if args.optimizer == "adamw8bit" and args.states:
+        raise InputError(f"--states {args.states}: --optimizer adamw8bit keeps its states in 8 bits: leave one out")
     if args.float8 and not args.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if is_family and args.lora_rank and args.lora_export == "adapter":

@@ -85,6 +85,11 @@ def test_a_family_may_name_its_size_as_info_takes_it():
         (["--log-to", "tensorbord"], ["--log-to: is 'tensorbord'", "did you mean 'tensorboard'"]),
         (["--model", "qwen2", "--lora-alpha", "8"], ["--lora-alpha goes with --lora-rank"]),
         (["--model", "qwen2", "--float8"], ["--float8", "add --compile"]),
+        (
+            ["--model", "qwen2", "--validation-data", "v.txt", "--validation-fraction", "0.1"],
+            ["--validation-fraction is a part of --data", "leave one out"],
+        ),
+        (["--model", "qwen2", "--optimizer", "adamw8bit", "--states", "bfloat16"], ["--states bfloat16", "8 bits"]),
         (["--model", "some/model", "--size", "8b"], ["--size 8b goes with a family, which some/model is not"]),
         (["--model", "qwen2", "--revision", "main"], ["--revision main goes with a Hub id"]),
         (["--model", "qwen2", "--steps", "5", "--profile", "6"], ["--profile 6: the run has 5 steps"]),
