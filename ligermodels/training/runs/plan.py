@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def steps(self) -> str:
-        epochs = "" if self.epochs is None else f" = {self.epochs:{'.1f' if self.epochs >= 0.1 else '.2g'}} epochs"
+        epochs = "" if self.epochs is None else f" = {as_text(self.epochs)} epochs"
         return f"{self.args.steps:,} steps{epochs}"
 
     @property
@@ -123,9 +123,9 @@ class Plan:
         args, rows, epochs = self.args, self.rows, self.epochs
         if rows and epochs and epochs < 1:
             whole = -(-rows // args.batch_size)
-            yield f"{epochs:.2g} epochs: --steps {args.steps} leaves out rows; all are seen once with --steps {whole}"
+            yield f"{as_text(epochs)} epochs: --steps {args.steps} leaves out rows; all are seen once with --steps {whole}"
         if epochs and epochs > MANY_EPOCHS:
-            yield f"{epochs:.0f} epochs: every row is seen as often; watch the validation loss"
+            yield f"{as_text(epochs)} epochs: every row is seen as often; watch the validation loss"
         if args.warmup >= args.steps:
             yield f"--warmup {args.warmup} takes all of the {args.steps} steps"
         total = device_memory(self.world.device)
@@ -152,6 +152,11 @@ def plan(
         args, world, count_parameters(model), elements(trained_parameters(model)), description, rows, validation_rows,
         flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
     )  # fmt: skip
+
+
+def as_text(epochs: float) -> str:
+    """0.12, 1.5, 20."""
+    return f"{epochs:.2g}" if epochs < 1 else f"{epochs:.{1 if epochs < MANY_EPOCHS else 0}f}"
 
 
 def device_memory(device: torch.device) -> int | None:
