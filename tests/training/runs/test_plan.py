@@ -68,6 +68,12 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
         (["--steps", "31"], 1001, "0.12 epochs: --steps 31 leaves out rows; all are seen once with --steps 251"),
         (["--steps", "5000"], 1000, "20 epochs: every row is seen as often; watch the validation loss"),
         (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of the 300 steps"),
+        (
+            ["--sequence-length", "513"],
+            None,
+            "--sequence-length 513 is more than the model's max_position_embeddings, 512",
+        ),
+        (["--sequence-length", "512"], None, None),
         (["--steps", "300"], None, None),
         (["--steps", "250"], 1000, None),
     ],
