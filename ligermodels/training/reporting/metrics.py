@@ -121,7 +121,7 @@ class Metrics:
 
     def validation(self, step: int, loss: float, floor: float | None = None) -> None:
         """loss, floor: nats per predicted token; floor: the entropy of the data, where it is known."""
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        perplexity = math.inf if loss > 700 else math.exp(loss)
         record = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity}
         self.write(record | ({} if floor is None else {"floor": floor}))
         beside = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:.3f}"
@@ -152,13 +152,14 @@ class Metrics:
             logger.write(record)
 
     def finish(self) -> None:
-        """Ends the bar, and says what the run took; what is said later stands below."""
+        """Ends the bar, and says what this process's steps took, if there were any; what is said later stands below."""
         self.bar.close()
-        self.say(self.summary())
+        if self.taken:
+            self.say(self.summary())
 
     def summary(self) -> str:
         left_out = [f"{self.skipped} updates skipped"] if self.skipped else []
-        speed = [] if self.speeds else [f"tokens/s are told from step {WARMUP_STEPS + 1} on"]
+        speed = [] if self.speeds else ["too few steps to tell tokens/s"]
         return ", ".join([*speed, *self.costs(), *left_out])
 
     def costs(self) -> list[str]:

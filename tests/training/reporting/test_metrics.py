@@ -60,12 +60,14 @@ def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_number_that_is_not_finite_is_null_and_a_step_without_update_says_so(tmp_path):
+def test_a_number_that_is_not_finite_is_null_and_a_step_without_update_says_so(tmp_path, capsys):
     with run(tmp_path, 1) as metrics:
         metrics.step(1, loss=math.nan, grad_norm=math.inf, learning_rate=0.1, skipped=True)
         metrics.validation(1, loss=1000.0)
+        metrics.validation(1, loss=math.nan)
         assert metrics.summary().endswith("1 updates skipped")
-    step, validation = records(tmp_path)
+    assert "perplexity nan" in capsys.readouterr().out
+    step, validation, _ = records(tmp_path)
     assert step == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": 0.1, "skipped": True}
     assert validation == {"step": 1, "validation_loss": 1000.0, "validation_perplexity": None}
 
@@ -153,3 +155,14 @@ def test_loggers_get_every_record_and_are_closed_when_a_run_fails(tmp_path):
         metrics.validation(1, 2.0)
         raise KeyboardInterrupt
     assert recorder.seen == [*records(tmp_path), "closed"]
+
+
+@pytest.mark.parametrize("steps, said", [(0, ""), (2, "too few steps to tell tokens/s\n"), (3, "100 tokens/s\n")])
+def test_the_end_sums_up_the_steps_there_were(steps, said, tmp_path, clock, capsys):
+    with run(tmp_path, 3 + steps, done=3) as metrics:
+        for step in range(4, 4 + steps):
+            clock.now += 1
+            metrics.step(step, 1.0, 1.0, 0.1)
+        capsys.readouterr()
+        metrics.finish()
+    assert capsys.readouterr().out == said
