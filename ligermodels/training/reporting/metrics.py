@@ -107,17 +107,20 @@ class Metrics:
             record["peak_memory_gib"] = round(self.peak_memory_gib, 2)
         self.write(record)
 
-        status = ", ".join(
-            [
-                *self.time_left(now, self.steps - step),
-                f"loss {loss:.3f}", f"grad norm {grad_norm:.2f}", f"lr {learning_rate:.1e}", *self.costs(),
-            ]
-        )  # fmt: skip
-        self.bar.set_postfix_str(status, refresh=False)
-        self.bar.update()
-        if self.bar.disable and (self.taken == 1 or step == self.steps or step % max(1, self.steps // LINES) == 0):
-            self.say(f"step {step}/{self.steps}, {status}")
+        short = [*self.time_left(now, self.steps - step), f"loss {loss:.3f}"]
+        status = [*short, f"grad norm {grad_norm:.2f}", f"lr {learning_rate:.1e}", *self.costs()]
+        if not self.bar.disable:
+            self.bar.set_postfix_str(self.fitting(status, [*short, *self.costs()], short), refresh=False)
+            self.bar.update()
+        elif self.taken == 1 or step == self.steps or step % max(1, self.steps // LINES) == 0:
+            self.say(f"step {step}/{self.steps}, {', '.join(status)}")
         self.clock = now
+
+    def fitting(self, *choices: Sequence[str]) -> str:
+        """The first of them, longest first, that the terminal has room for: half a number would be a wrong one."""
+        room = (self.bar.ncols or 0) - len(f"100%|{'':12}| {self.steps}/{self.steps}, ")
+        texts = [", ".join(choice) for choice in choices]
+        return next((text for text in texts if len(text) <= room), texts[-1])
 
     def validation(self, step: int, loss: float, floor: float | None = None) -> None:
         """loss, floor: nats per predicted token; floor: the entropy of the data, where it is known."""
@@ -136,10 +139,16 @@ class Metrics:
         self.say(f"step {step}: {right} of {asked} questions answered right")
 
     def say(self, line: str) -> None:
-        """Prints a line, above the bar while there is one. What led to it is not timed as training."""
+        """Prints a line, above the bar while there is one. What led to it is not timed as training.
+
+        Where the reader of a pipe has left, the run goes on, and what it says is in its file alone.
+        """
         if self.file:
-            self.bar.write(line)
-            sys.stdout.flush()
+            try:
+                self.bar.write(line)
+                sys.stdout.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end would complain as well
         self.resume_clock()
 
     def write(self, record: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import re
 
 import pytest
@@ -104,8 +105,48 @@ def test_without_a_terminal_there_are_about_a_hundred_lines_the_first_and_the_la
     assert not err
 
 
-def test_at_a_terminal_there_is_a_bar_with_the_same_and_no_lines(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stderr a terminal of so many columns."""
+
+    def of(columns):
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+        monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (columns - 1, 24))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "columns, shown",
+    [
+        (101, ", ETA 0:00, loss 0.500, grad norm 1.00, lr 1.0e-01, 50 tokens/s, 35.0% of peak"),
+        (100, ", ETA 0:00, loss 0.500, 50 tokens/s, 35.0% of peak"),
+        (60, ", ETA 0:00, loss 0.500"),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_numbers_and_none_of_them_cut(columns, shown, tmp_path, capsys, terminal, clock):
+    terminal(columns)
+    with run(tmp_path, 3, flops_per_token=7, peak=1000.0) as metrics:
+        for step in (1, 2, 3):
+            clock.now += 2
+            metrics.step(step, 0.5, 1.0, 0.1)
+        metrics.bar.refresh()
+    line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1].rstrip()
+    assert line.endswith("| 3/3" + shown) and len(line) < columns
+
+
+def test_a_run_goes_on_when_its_reader_has_left(tmp_path, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe, run(tmp_path, 2) as metrics:
+        monkeypatch.setattr("sys.stdout", pipe)
+        for step in (1, 2):
+            metrics.step(step, 1.0, 1.0, 0.1)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+
+
+def test_at_a_terminal_there_is_a_bar_with_the_same_and_no_lines(tmp_path, capsys, terminal):
+    terminal(120)
     with run(tmp_path, 4, done=1) as metrics:
         for step in (2, 3, 4):
             metrics.step(step, 0.5, 1.0, 0.1)
