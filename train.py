@@ -172,7 +172,8 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             stopped = told_to_stop > 0 and progress.step < args.steps
             if failed:
                 checkpoints.wait()  # which raises
-            if stopped or (args.checkpoint_every and progress.step % args.checkpoint_every == 0):
+            all_there_is = args.no_export and progress.step == args.steps
+            if stopped or (args.checkpoint_every and (all_there_is or progress.step % args.checkpoint_every == 0)):
                 checkpoints.save(model, optimizer, progress)  # before what takes long: it is written meanwhile
                 metrics.resume_clock()
             if progress.step % args.eval_every == 0 or progress.step == args.steps:

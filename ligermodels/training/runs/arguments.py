@@ -117,7 +117,8 @@ def flags() -> Flags:
     add("--resume", type=Path, metavar="FOLDER", help="go on with the run of this folder, by its train.toml")
     add("--allow-changes", **flag, help="resume although settings that change the result differ")
     add("--config", type=Path, metavar="FILE", help="TOML with any of these flags; the command line comes first")
-    add("--checkpoint-every", type=count, default=0, help="steps; 0: only when stopped")
+    add("--checkpoint-every", type=count, default=0, help="steps; with --no-export after the last one too; 0: only "
+        "when stopped")  # fmt: skip
     add("--keep-checkpoints", type=positive, default=2, help="the newest ones")
     add("--no-export", **flag, help="write no model at the end")
     add("--on-nan", **choice("stop", "skip"), default="stop", help="at a loss or gradient that is not finite")
