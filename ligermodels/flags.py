@@ -33,11 +33,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=Formatter, allow_abbrev=False, **options)
 
 
-def whole(least: int, rule: str) -> Callable[[str], int]:
-    """A whole number of at least `least`, which is what `rule` says."""
+def whole(least: int, rule: str, most: int | None = None) -> Callable[[str], int]:
+    """A whole number from `least` to `most`, which is what `rule` says."""
 
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
             raise argparse.ArgumentTypeError(f"is {text!r}; must be {rule}")
         return int(text)
 

@@ -51,6 +51,8 @@ def flags() -> Flags:
     bound = number(lambda x: x > 0, "a number above 0, or inf for none")
     probability = number(lambda x: 0 <= x < 1, "a number from 0 to below 1")
 
+    seed = whole(0, "a whole number, 0 or more and below 2^62", 2**62 - 1)  # torch takes 64 bits
+
     def choice(*names: str) -> dict[str, Any]:
         return {"type": one_of(*names), "metavar": "{" + ",".join(names) + "}"}
 
@@ -97,7 +99,7 @@ def flags() -> Flags:
     add("--recompute", **choice("none", "auto", "full"), default="none", help="blocks computed again in backward, not "
         "kept; auto: as many as memory demands")  # fmt: skip
     add("--compile", **flag, help="torch.compile each block")
-    add("--seed", type=count, default=0, help="of new weights, of the data's order and of dropout")
+    add("--seed", type=seed, default=0, help="of new weights, of the data's order and of dropout")
 
     add = root.add_argument_group("LoRA").add_argument
     add("--lora-rank", type=positive, help="train low-rank updates of this rank (default: all weights)")

@@ -80,6 +80,7 @@ def test_a_family_may_name_its_size_as_info_takes_it():
         (["--weight-decay", "inf"], ["--weight-decay: is 'inf'; must be a number, 0 or more"]),
         (["--validation-fraction", "1"], ["must be a number between 0 and 1"]),
         (["--lora-dropout", "1"], ["--lora-dropout: is '1'; must be a number from 0 to below 1"]),
+        (["--seed", str(2**62)], ["must be a whole number, 0 or more and below 2^62"]),
         (["--packing", "perhaps"], ["--packing: is 'perhaps'; must be on or off"]),
         (["--optimizer", "adamv"], ["one of adamw, adamw8bit, muon; did you mean 'adamw'"]),
         (["--log-to", "tensorbord"], ["--log-to: is 'tensorbord'", "did you mean 'tensorboard'"]),
