@@ -25,6 +25,7 @@ from ligermodels.units import duration
 METRICS_FILE = "metrics.jsonl"
 WARMUP_STEPS = 2  # of a process: they compile and allocate, and are not timed
 RECENT = 50  # steps whose median speed is shown
+SLOW = 10  # tokens a second, below which their decimals count
 LINES = 100  # of a run without a terminal, about
 
 
@@ -98,7 +99,7 @@ class Metrics:
             record["skipped"] = True
         if self.taken > WARMUP_STEPS:
             self.speeds.append(self.tokens_per_step / (now - self.clock))
-            record["tokens_per_second"] = round(self.speeds[-1])
+            record["tokens_per_second"] = round(self.speeds[-1], None if self.speeds[-1] >= SLOW else 2)
             if self.share_of_peak:
                 record["share_of_peak"] = round(self.speeds[-1] * self.share_of_peak, 4)
         else:
@@ -175,7 +176,7 @@ class Metrics:
         """Speed, share of the peak and memory, as far as they are known."""
         shown = []
         if self.speeds:
-            shown.append(f"{self.tokens_per_second:,.0f} tokens/s")
+            shown.append(f"{self.tokens_per_second:,.{0 if self.tokens_per_second >= SLOW else 2}f} tokens/s")
             if self.share_of_peak:
                 shown.append(f"{self.tokens_per_second * self.share_of_peak:.1%} of peak")
         if self.device.type == "cuda":

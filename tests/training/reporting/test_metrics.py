@@ -95,6 +95,15 @@ def test_speed_share_of_peak_and_time_left_are_those_of_steps_that_do_not_compil
     )
 
 
+def test_a_speed_of_few_tokens_is_not_rounded_to_none(tmp_path, clock):
+    with run(tmp_path, 3) as metrics:
+        for step in (1, 2, 3):
+            clock.now += 250
+            metrics.step(step, 1.0, 1.0, 0.1)
+        assert metrics.summary() == "0.40 tokens/s"
+    assert records(tmp_path)[-1]["tokens_per_second"] == 0.4
+
+
 def test_without_a_terminal_there_are_about_a_hundred_lines_the_first_and_the_last_among_them(tmp_path, capsys):
     with run(tmp_path, 1010) as metrics:
         for step in range(1, 1011):
