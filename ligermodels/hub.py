@@ -66,7 +66,7 @@ def load_tokenizer(name_or_folder: str | Path, *, revision: str | None = None, t
 
     Raises HubError, or CheckpointError where there is none, or one with more ids than the folder's model has.
     """
-    folder = local_model(name_or_folder) or small_files(str(name_or_folder), revision, token)
+    folder = local_model(name_or_folder, revision) or small_files(str(name_or_folder), revision, token)
     tokenizer = Tokenizer.from_folder(folder)
     config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
     for part in (config, config.get("text_config")):  # whatever else is wrong with it is the model's concern
@@ -128,7 +128,8 @@ def load_adapter(
     tensors that are missing, unexpected or misshapen, updates of routers, embeddings or the head.
     """
     refuse_meta(model)
-    folder = local_folder(name_or_folder) or fetch_adapter(str(name_or_folder), revision=revision, token=token)
+    name = str(name_or_folder)
+    folder = local_folder(name_or_folder, revision) or fetch_adapter(name, revision=revision, token=token)
     adapter = read_adapter(folder)
     layouts = [projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
     layout, settings = fitted(adapter, layouts)
@@ -209,7 +210,7 @@ def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: s
     Its configuration comes first: a model that cannot be built is refused before its weights are downloaded.
     Raises HubError, ConfigError or CheckpointError.
     """
-    folder = local_model(name_or_folder)
+    folder = local_model(name_or_folder, revision)
     if folder is not None:
         return folder
     name = str(name_or_folder)
@@ -223,9 +224,9 @@ def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: s
     return folder
 
 
-def local_model(name_or_folder: str | Path) -> Path | None:
+def local_model(name_or_folder: str | Path, revision: str | None) -> Path | None:
     """As `local_folder`. Raises CheckpointError where it holds an adapter alone."""
-    folder = local_folder(name_or_folder)
+    folder = local_folder(name_or_folder, revision)
     if folder and (folder / ADAPTER_CONFIG_FILE).exists() and not (folder / CONFIG_FILE).exists():
         raise CheckpointError(
             f"{folder}: holds an adapter and no model: load the model below it, then ligermodels.load_adapter; export "
