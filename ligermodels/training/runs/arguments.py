@@ -165,6 +165,10 @@ def parsed(parser: Flags, argv: Sequence[str]) -> argparse.Namespace:
         if not name.startswith("-"):
             raise InputError(f"{name}: belongs to no flag; `python train.py --help` shows them all")
         raise InputError(f"{name}: no such flag{nearest(name, option_names(parser))}; --help shows them all")
+    for action in parser._actions:
+        given = [word for word in argv if word.partition("=")[0] in action.option_strings]
+        if action.nargs in ("+", "*") and len(given) > 1:
+            raise InputError(f"{action.option_strings[0]} is given {len(given)} times; give all its values behind one")
     family, colon, size = (args.model or "").partition(":")
     if colon and family in list_architectures():
         args.model, args.size = family, size
@@ -177,6 +181,8 @@ def option_names(parser: Flags) -> list[str]:
 
 def refuse_contradictions(args: argparse.Namespace) -> None:
     """What no file and no machine is needed to see. Raises InputError."""
+    if args.allow_changes and not args.resume:
+        raise InputError("--allow-changes goes with --resume, which is missing")
     if args.model is None:
         raise InputError("--model is missing: a family, a Hub id or a folder; --model list shows the families")
     is_family = args.model in list_architectures()

@@ -80,6 +80,8 @@ def test_a_family_may_name_its_size_as_info_takes_it():
         (["--weight-decay", "inf"], ["--weight-decay: is 'inf'; must be a number, 0 or more"]),
         (["--validation-fraction", "1"], ["must be a number between 0 and 1"]),
         (["--lora-dropout", "1"], ["--lora-dropout: is '1'; must be a number from 0 to below 1"]),
+        (["--data", "a", "b", "--data=c"], ["--data is given 2 times; give all its values behind one"]),
+        (["--model", "qwen2", "--allow-changes"], ["--allow-changes goes with --resume"]),
         (["--seed", str(2**62)], ["must be a whole number, 0 or more and below 2^62"]),
         (["--packing", "perhaps"], ["--packing: is 'perhaps'; must be on or off"]),
         (["--optimizer", "adamv"], ["one of adamw, adamw8bit, muon; did you mean 'adamw'"]),
@@ -162,7 +164,8 @@ EVERYTHING = [
 
 
 def test_train_toml_alone_starts_the_same_run_again(tmp_path):
-    args = parse(*EVERYTHING, "--output", "runs/x", "--dry-run", "--allow-changes")
+    args = parse(*EVERYTHING, "--output", "runs/x", "--dry-run")
+    args.allow_changes = True
     write_settings(args, tmp_path / "train.toml")
     again = parse_arguments(["--config", str(tmp_path / "train.toml")])
     apart = {"output", "dry_run", "allow_changes", "config"}  # said to a process; a run again has a folder of its own
