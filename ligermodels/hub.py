@@ -225,13 +225,17 @@ def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: s
 
 
 def local_model(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """As `local_folder`. Raises CheckpointError where it holds an adapter alone."""
+    """As `local_folder`. Raises CheckpointError where it holds an adapter alone, or models in folders of their own."""
     folder = local_folder(name_or_folder, revision)
-    if folder and (folder / ADAPTER_CONFIG_FILE).exists() and not (folder / CONFIG_FILE).exists():
+    if folder is None or (folder / CONFIG_FILE).exists():
+        return folder
+    if (folder / ADAPTER_CONFIG_FILE).exists():
         raise CheckpointError(
             f"{folder}: holds an adapter and no model: load the model below it, then ligermodels.load_adapter; export "
             "writes both as one"
         )
+    if within := sorted(folder.glob(f"*/{CONFIG_FILE}")):
+        raise CheckpointError(f"{folder}: holds no {CONFIG_FILE}; did you mean {str(within[0].parent)!r}?")
     return folder
 
 
