@@ -159,6 +159,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             loss_value, told_to_stop, failed, norm_value = read()
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
             metrics.step(progress.step + 1, loss_value, norm_value, rate, skipped=not finite)
+            profiler.end(last=progress.step + 1 == args.steps)
             if not finite:
                 places = data.training.places(progress.rows, args.batch_size)
                 metrics.write({"step": progress.step + 1, "not_finite": places})
@@ -171,7 +172,8 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             stopped = told_to_stop > 0 and progress.step < args.steps
             if failed:
                 checkpoints.wait()  # which raises
-            if stopped or (args.checkpoint_every and progress.step % args.checkpoint_every == 0):
+            all_there_is = args.no_export and progress.step == args.steps
+            if stopped or (args.checkpoint_every and (all_there_is or progress.step % args.checkpoint_every == 0)):
                 checkpoints.save(model, optimizer, progress)  # before what takes long: it is written meanwhile
                 metrics.resume_clock()
             if progress.step % args.eval_every == 0 or progress.step == args.steps:

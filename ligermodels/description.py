@@ -40,7 +40,7 @@ def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | Non
     if name in ARCHITECTURES:
         presets = ", ".join(f"{name}:{size}" for size in ARCHITECTURES[name].SIZES)
         raise HubError(f"{name}: is an architecture; pass one of its presets, {presets or 'of which it has none'}")
-    folder = local_folder(name)
+    folder = local_folder(name, revision)
     if folder is not None:
         files = local_sizes(folder)
     else:

@@ -41,13 +41,16 @@ class Silent(tqdm):
         super().__init__(*args, **kwargs | {"disable": True})
 
 
-def local_folder(name_or_folder: str | Path) -> Path | None:
-    """The folder, or None for what may be a Hub id, which a Path is not. Raises HubError for what can be neither.
+def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
+    """The folder, or None for what may be a Hub id, which a Path is not. Raises HubError for what can be neither, and
+    for a folder of which a revision is wanted.
 
     What is spelled as a path, such as ./model, the client refuses before it asks the Hub.
     """
     folder = os.path.expanduser(name_or_folder)
     if os.path.isdir(folder):  # which, unlike Path's, is False for whatever cannot be one
+        if revision:
+            raise HubError(f"{folder}: is a folder, which has no revision {revision!r}; leave it out, or pass a Hub id")
         return Path(folder)
     if os.path.exists(folder):
         raise HubError(f"{name_or_folder}: is a file; pass the folder that it lies in")

@@ -33,11 +33,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=Formatter, allow_abbrev=False, **options)
 
 
-def whole(least: int, rule: str) -> Callable[[str], int]:
-    """A whole number of at least `least`, which is what `rule` says."""
+def whole(least: int, rule: str, most: int | None = None) -> Callable[[str], int]:
+    """A whole number from `least` to `most`, which is what `rule` says."""
 
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
             raise argparse.ArgumentTypeError(f"is {text!r}; must be {rule}")
         return int(text)
 
@@ -78,5 +78,5 @@ def switch(text: str) -> bool:
 
 positive = whole(1, "a whole number above zero")
 count = whole(0, "a whole number, 0 or more")
-above_zero = number(lambda x: x > 0, "a number above 0")
+above_zero = number(lambda x: 0 < x < float("inf"), "a number above 0")
 not_negative = number(lambda x: 0 <= x < float("inf"), "a number, 0 or more")

@@ -18,6 +18,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import updates
 from ligermodels.layers.lora_targets import insert, projections
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
+from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.adapters import fill_updates, fitted, read_adapter, write_adapter
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
@@ -65,7 +66,7 @@ def load_tokenizer(name_or_folder: str | Path, *, revision: str | None = None, t
 
     Raises HubError, or CheckpointError where there is none, or one with more ids than the folder's model has.
     """
-    folder = local_folder(name_or_folder) or small_files(str(name_or_folder), revision, token)
+    folder = local_model(name_or_folder, revision) or small_files(str(name_or_folder), revision, token)
     tokenizer = Tokenizer.from_folder(folder)
     config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
     for part in (config, config.get("text_config")):  # whatever else is wrong with it is the model's concern
@@ -127,7 +128,8 @@ def load_adapter(
     tensors that are missing, unexpected or misshapen, updates of routers, embeddings or the head.
     """
     refuse_meta(model)
-    folder = local_folder(name_or_folder) or fetch_adapter(str(name_or_folder), revision=revision, token=token)
+    name = str(name_or_folder)
+    folder = local_folder(name_or_folder, revision) or fetch_adapter(name, revision=revision, token=token)
     adapter = read_adapter(folder)
     layouts = [projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
     layout, settings = fitted(adapter, layouts)
@@ -208,7 +210,7 @@ def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: s
     Its configuration comes first: a model that cannot be built is refused before its weights are downloaded.
     Raises HubError, ConfigError or CheckpointError.
     """
-    folder = local_folder(name_or_folder)
+    folder = local_model(name_or_folder, revision)
     if folder is not None:
         return folder
     name = str(name_or_folder)
@@ -219,6 +221,21 @@ def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: s
         raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the format of transformers are read")
     understood(read_config(folder), folder / CONFIG_FILE)
     fetch_weights(name, folder, token=token)
+    return folder
+
+
+def local_model(name_or_folder: str | Path, revision: str | None) -> Path | None:
+    """As `local_folder`. Raises CheckpointError where it holds an adapter alone, or models in folders of their own."""
+    folder = local_folder(name_or_folder, revision)
+    if folder is None or (folder / CONFIG_FILE).exists():
+        return folder
+    if (folder / ADAPTER_CONFIG_FILE).exists():
+        raise CheckpointError(
+            f"{folder}: holds an adapter and no model: load the model below it, then ligermodels.load_adapter; export "
+            "writes both as one"
+        )
+    if within := sorted(folder.glob(f"*/{CONFIG_FILE}")):
+        raise CheckpointError(f"{folder}: holds no {CONFIG_FILE}; did you mean {str(within[0].parent)!r}?")
     return folder
 
 

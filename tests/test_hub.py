@@ -119,6 +119,12 @@ def test_create_on_meta_allocates_nothing():
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
 
 
+def test_a_folder_has_no_revisions(tmp_path):
+    hub.export(hub.create("tiny", size="tiny"), tmp_path / "out")
+    with pytest.raises(HubError, match="out: is a folder, which has no revision 'main'; leave it out"):
+        hub.load(tmp_path / "out", revision="main")
+
+
 def test_architectures_are_listed_in_order():
     assert hub.list_architectures() == ["other", "tiny"]
 

@@ -197,6 +197,9 @@ REFUSED = {
     ),
     "no run": (["--resume", "nothing"], "nothing/train.toml: cannot be read"),
     "a finished run": (["--resume", "base"], "--resume base: the run is finished; begin another with --model base/"),
+    "an adapter's run": (["--resume", "adapted"], "adapted: the run is finished; move adapted/adapter away to go on"),
+    "a run as a model": (["--model", "base"], "base: holds no config.json; did you mean 'base/model'?"),
+    "an adapter as a model": (["--model", "adapted/adapter"], "adapted/adapter: holds an adapter and no model"),
 }
 
 
@@ -206,6 +209,9 @@ def faults(base, launcher):
     (launcher.folder / "bad.jsonl").write_text('{"text": "whole"}\n{"text": "cut of\n')
     shutil.copytree(folder / "model", launcher.folder / "broken")
     os.truncate(launcher.folder / "broken/model.safetensors", 4_000_000)
+    (launcher.folder / "adapted/adapter").mkdir(parents=True)
+    (launcher.folder / "adapted/adapter/adapter_config.json").write_text("{}")
+    shutil.copy(folder / "train.toml", launcher.folder / "adapted")
 
 
 @pytest.mark.parametrize("name", REFUSED)

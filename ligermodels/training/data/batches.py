@@ -148,6 +148,16 @@ class Training:
         return [piece.store.place(piece.start) for row in rows for piece in row]
 
 
+def prompt(piece: Piece) -> list[int]:
+    """What stands before the tokens that are to be predicted; at least one."""
+    store, start, size = piece
+    if store.supervised is None:
+        size = min(size, PROMPT)
+    else:
+        size = 1 + int(np.argmax(store.supervised[start + 1 : start + size]))
+    return store.tokens[start : start + size].tolist()
+
+
 class Validation:
     """The rows that a run validates with."""
 
@@ -163,13 +173,9 @@ class Validation:
         return self.rows.pieces(0)[0].store.supervised is not None
 
     def beginning(self) -> list[int]:
-        """Of the first document: up to its first answer, or a few tokens where all are predicted."""
-        store, start, size = self.rows.pieces(0)[0]
-        if store.supervised is None:
-            size = min(size, PROMPT)
-        else:
-            size = 1 + int(np.argmax(store.supervised[start + 1 : start + size]))
-        return store.tokens[start : start + size].tolist()
+        """Of the first piece that has one: up to its first answer, or a few tokens where all are predicted."""
+        prompts = (prompt(piece) for row in range(len(self)) for piece in self.rows.pieces(row))
+        return next((tokens for tokens in prompts if len(tokens) > 1), prompt(self.rows.pieces(0)[0]))
 
     def batches(self, micro_batch_size: int, world: World) -> Iterator[Batch]:
         """Every row once over all ranks, equally many batches on each: the last are filled up with rows of padding."""

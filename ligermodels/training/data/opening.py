@@ -50,7 +50,7 @@ def open_data(args: argparse.Namespace, folder: Path | None, vocab_size: int, wo
     reader = Reader([spec.name for spec in specs], folder, vocab_size, args)
     fraction = None if args.validation_data else args.validation_fraction
     sources = [reader.source(spec.name, fraction) for spec in specs]
-    validating = [reader.source(parse_spec(text).name, None) for text in args.validation_data or []] or sources
+    validating = [reader.source(unweighted(text), None) for text in args.validation_data or []] or sources
     reader.refuse_too_many_bad_lines()
 
     held_out = [part for source in validating for part in source.validation]
@@ -82,6 +82,13 @@ def weights_of(specs: Sequence[Spec]) -> list[float] | None:
             f"--data {without_one}: has no weight, but others have; give one to each, as {without_one}=0.5"
         )
     return weights or None
+
+
+def unweighted(text: str) -> str:
+    spec = parse_spec(text)
+    if spec.weight is not None:
+        raise InputError(f"--validation-data {text}: all of it is validated with, whatever its weight; leave that out")
+    return spec.name
 
 
 def floor_of(sources: Sequence[Source], validation: Sequence[Selection]) -> float | None:

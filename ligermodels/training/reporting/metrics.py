@@ -25,6 +25,7 @@ from ligermodels.units import duration
 METRICS_FILE = "metrics.jsonl"
 WARMUP_STEPS = 2  # of a process: they compile and allocate, and are not timed
 RECENT = 50  # steps whose median speed is shown
+SLOW = 10  # tokens a second, below which their decimals count
 LINES = 100  # of a run without a terminal, about
 
 
@@ -81,7 +82,7 @@ class Metrics:
             logger.close()
 
     def resume_clock(self) -> None:
-        """Call after what is not training; validations, samples and right answers do it themselves."""
+        """Call after what is not training and says nothing."""
         self.clock = time.perf_counter()
 
     def step(self, step: int, loss: float, grad_norm: float, learning_rate: float, *, skipped: bool = False) -> None:
@@ -98,7 +99,7 @@ class Metrics:
             record["skipped"] = True
         if self.taken > WARMUP_STEPS:
             self.speeds.append(self.tokens_per_step / (now - self.clock))
-            record["tokens_per_second"] = round(self.speeds[-1])
+            record["tokens_per_second"] = round(self.speeds[-1], None if self.speeds[-1] >= SLOW else 2)
             if self.share_of_peak:
                 record["share_of_peak"] = round(self.speeds[-1] * self.share_of_peak, 4)
         else:
@@ -106,43 +107,50 @@ class Metrics:
         if self.device.type == "cuda":
             record["peak_memory_gib"] = round(self.peak_memory_gib, 2)
         self.write(record)
+
+        short = [*self.time_left(now, self.steps - step), f"loss {loss:.3f}"]
+        status = [*short, f"grad norm {grad_norm:.2f}", f"lr {learning_rate:.1e}", *self.costs()]
+        if not self.bar.disable:
+            self.bar.set_postfix_str(self.fitting(status, [*short, *self.costs()], short), refresh=False)
+            self.bar.update()
+        elif self.taken == 1 or step == self.steps or step % max(1, self.steps // LINES) == 0:
+            self.say(f"step {step}/{self.steps}, {', '.join(status)}")
         self.clock = now
 
-        status = ", ".join(
-            [
-                *self.time_left(now, self.steps - step),
-                f"loss {loss:.3f}", f"grad norm {grad_norm:.2f}", f"lr {learning_rate:.1e}", *self.costs(),
-            ]
-        )  # fmt: skip
-        self.bar.set_postfix_str(status, refresh=False)
-        self.bar.update()
-        if self.bar.disable and (self.taken == 1 or step == self.steps or step % max(1, self.steps // LINES) == 0):
-            self.say(f"step {step}/{self.steps}, {status}")
+    def fitting(self, *choices: Sequence[str]) -> str:
+        """The first of them, longest first, that the terminal has room for: half a number would be a wrong one."""
+        room = (self.bar.ncols or 0) - len(f"100%|{'':12}| {self.steps}/{self.steps}, ")
+        texts = [", ".join(choice) for choice in choices]
+        return next((text for text in texts if len(text) <= room), texts[-1])
 
     def validation(self, step: int, loss: float, floor: float | None = None) -> None:
         """loss, floor: nats per predicted token; floor: the entropy of the data, where it is known."""
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        perplexity = math.inf if loss > 700 else math.exp(loss)
         record = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity}
         self.write(record | ({} if floor is None else {"floor": floor}))
         beside = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:.3f}"
         self.say(f"step {step}: validation loss {loss:.3f} nats/token{beside}, perplexity {perplexity:.4g}")
-        self.resume_clock()
 
     def sample(self, step: int, text: str) -> None:
         self.write({"step": step, "sample": text})
         self.say(f"step {step}: {text}")
-        self.resume_clock()
 
     def skill(self, step: int, right: int, asked: int) -> None:
         self.write({"step": step, "right_answers": right, "questions": asked})
         self.say(f"step {step}: {right} of {asked} questions answered right")
-        self.resume_clock()
 
     def say(self, line: str) -> None:
-        """Prints a line, above the bar while there is one."""
+        """Prints a line, above the bar while there is one. What led to it is not timed as training.
+
+        Where the reader of a pipe has left, the run goes on, and what it says is in its file alone.
+        """
         if self.file:
-            self.bar.write(line)
-            sys.stdout.flush()
+            try:
+                self.bar.write(line)
+                sys.stdout.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end would complain as well
+        self.resume_clock()
 
     def write(self, record: dict[str, Any]) -> None:
         if not self.file:
@@ -154,20 +162,21 @@ class Metrics:
             logger.write(record)
 
     def finish(self) -> None:
-        """Ends the bar, and says what the run took; what is said later stands below."""
+        """Ends the bar, and says what this process's steps took, if there were any; what is said later stands below."""
         self.bar.close()
-        self.say(self.summary())
+        if self.taken:
+            self.say(self.summary())
 
     def summary(self) -> str:
         left_out = [f"{self.skipped} updates skipped"] if self.skipped else []
-        speed = [] if self.speeds else [f"tokens/s are told from step {WARMUP_STEPS + 1} on"]
+        speed = [] if self.speeds else ["too few steps to tell tokens/s"]
         return ", ".join([*speed, *self.costs(), *left_out])
 
     def costs(self) -> list[str]:
         """Speed, share of the peak and memory, as far as they are known."""
         shown = []
         if self.speeds:
-            shown.append(f"{self.tokens_per_second:,.0f} tokens/s")
+            shown.append(f"{self.tokens_per_second:,.{0 if self.tokens_per_second >= SLOW else 2}f} tokens/s")
             if self.share_of_peak:
                 shown.append(f"{self.tokens_per_second * self.share_of_peak:.1%} of peak")
         if self.device.type == "cuda":

@@ -18,6 +18,8 @@ LONGEST_NAME = 72  # characters of a kernel's name
 class StepProfiler:
     """Traces the steps first, first + 1 and first + 2 of a run; none where `first` is None. A context manager.
 
+    What comes between two of them, a validation for example, is traced as well; what follows the last is not.
+
     file: of the trace, as in trace.json.gz. say: is told where it lies, how busy the GPU was, and which kernels took
     the most of its time (on a CPU, which ops).
     """
@@ -36,19 +38,22 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A run may end within the three."""
+        """A run may be stopped within the three."""
         if self.profile:
             self.finish(self.profile)
 
     def begin(self, step: int) -> None:
         """Call at the beginning of every step; they count from 1."""
-        if self.profile and self.steps == STEPS:
-            self.finish(self.profile)
         if step == self.first:
             gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
             self.profile = profile(activities=[ProfilerActivity.CPU, *gpu])
             self.profile.start()
         self.steps += self.profile is not None
+
+    def end(self, *, last: bool) -> None:
+        """Call at the end of every step. last: whether it is the run's."""
+        if self.profile and (last or self.steps == STEPS):
+            self.finish(self.profile)
 
     def finish(self, traced: profile) -> None:
         self.profile = None

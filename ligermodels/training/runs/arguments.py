@@ -48,7 +48,10 @@ def flags() -> Flags:
         description="Trains a decoder language model.", epilog=EXAMPLES,
     )  # fmt: skip
     fraction = number(lambda x: 0 < x < 1, "a number between 0 and 1")
+    bound = number(lambda x: x > 0, "a number above 0, or inf for none")
     probability = number(lambda x: 0 <= x < 1, "a number from 0 to below 1")
+
+    seed = whole(0, "a whole number, 0 or more and below 2^62", 2**62 - 1)  # torch takes 64 bits
 
     def choice(*names: str) -> dict[str, Any]:
         return {"type": one_of(*names), "metavar": "{" + ",".join(names) + "}"}
@@ -80,11 +83,12 @@ def flags() -> Flags:
     add("--micro-batch-size", type=positive, help="rows a rank computes at a time (default: its share of a step)")
     add("--optimizer", **choice("adamw", "adamw8bit", "muon"), default="adamw", help="adamw8bit needs torchao")
     add("--states", **choice("float32", "bfloat16"), help="dtype of the optimizer's states (default: the weights')")
-    add("--learning-rate", type=above_zero, help="the peak (default: 1e-5; new weights: 4.5e-3 at width 128, 1/width)")
+    add("--learning-rate", type=above_zero, help="the peak (default: 1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width "
+        "128, 1/width)")  # fmt: skip
     add("--schedule", **choice("cosine", "linear", "wsd"), default="cosine", help="wsd: warmup, stable, decay")
     add("--warmup", type=count, default=30, help="steps to the peak")
     add("--weight-decay", type=not_negative, default=0.1, help="of matrices")
-    add("--clip", type=above_zero, default=1.0, help="largest gradient norm")
+    add("--clip", type=bound, default=1.0, help="largest gradient norm; inf: any")
     add("--dtype", **choice("float32", "tf32", "bfloat16"), default="float32", help="computed in")
     add(
         "--weights", **choice("float32", "bfloat16"),
@@ -95,7 +99,7 @@ def flags() -> Flags:
     add("--recompute", **choice("none", "auto", "full"), default="none", help="blocks computed again in backward, not "
         "kept; auto: as many as memory demands")  # fmt: skip
     add("--compile", **flag, help="torch.compile each block")
-    add("--seed", type=count, default=0, help="of new weights, of the data's order and of dropout")
+    add("--seed", type=seed, default=0, help="of new weights, of the data's order and of dropout")
 
     add = root.add_argument_group("LoRA").add_argument
     add("--lora-rank", type=positive, help="train low-rank updates of this rank (default: all weights)")
@@ -115,7 +119,8 @@ def flags() -> Flags:
     add("--resume", type=Path, metavar="FOLDER", help="go on with the run of this folder, by its train.toml")
     add("--allow-changes", **flag, help="resume although settings that change the result differ")
     add("--config", type=Path, metavar="FILE", help="TOML with any of these flags; the command line comes first")
-    add("--checkpoint-every", type=count, default=0, help="steps; 0: only when stopped")
+    add("--checkpoint-every", type=count, default=0, help="steps; with --no-export after the last one too; 0: only "
+        "when stopped")  # fmt: skip
     add("--keep-checkpoints", type=positive, default=2, help="the newest ones")
     add("--no-export", **flag, help="write no model at the end")
     add("--on-nan", **choice("stop", "skip"), default="stop", help="at a loss or gradient that is not finite")
@@ -160,6 +165,10 @@ def parsed(parser: Flags, argv: Sequence[str]) -> argparse.Namespace:
         if not name.startswith("-"):
             raise InputError(f"{name}: belongs to no flag; `python train.py --help` shows them all")
         raise InputError(f"{name}: no such flag{nearest(name, option_names(parser))}; --help shows them all")
+    for action in parser._actions:
+        given = [word for word in argv if word.partition("=")[0] in action.option_strings]
+        if action.nargs in ("+", "*") and len(given) > 1:
+            raise InputError(f"{action.option_strings[0]} is given {len(given)} times; give all its values behind one")
     family, colon, size = (args.model or "").partition(":")
     if colon and family in list_architectures():
         args.model, args.size = family, size
@@ -172,6 +181,8 @@ def option_names(parser: Flags) -> list[str]:
 
 def refuse_contradictions(args: argparse.Namespace) -> None:
     """What no file and no machine is needed to see. Raises InputError."""
+    if args.allow_changes and not args.resume:
+        raise InputError("--allow-changes goes with --resume, which is missing")
     if args.model is None:
         raise InputError("--model is missing: a family, a Hub id or a folder; --model list shows the families")
     is_family = args.model in list_architectures()
@@ -181,6 +192,10 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise InputError(f"--revision {args.revision} goes with a Hub id; {args.model} is a family, with new weights")
     if args.profile and args.profile > args.steps:
         raise InputError(f"--profile {args.profile}: the run has {args.steps} steps; name one of them")
+    if args.validation_data and args.validation_fraction != flags().get_default("validation_fraction"):
+        raise InputError("--validation-fraction is a part of --data, and --validation-data is given: leave one out")
+    if args.optimizer == "adamw8bit" and args.states:
+        raise InputError(f"--states {args.states}: --optimizer adamw8bit keeps its states in 8 bits: leave one out")
     if args.float8 and not args.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if is_family and args.lora_rank and args.lora_export == "adapter":

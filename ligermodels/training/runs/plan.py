@@ -33,6 +33,7 @@ MANY_EPOCHS = 10
 class Plan:
     """rows: of one pass over the training data, None where it is endless. micro_batch_size: rows of a rank at a time.
     recomputed: blocks that are computed again in backward, of `blocks`. memory: of one rank. flops: of a token.
+    positions: that the model was made for.
     """
 
     args: argparse.Namespace
@@ -46,6 +47,7 @@ class Plan:
     memory: TrainingMemory
     recomputed: int
     blocks: int
+    positions: int
 
     @property
     def tokens_per_step(self) -> int:
@@ -79,7 +81,7 @@ class Plan:
 
     @property
     def steps(self) -> str:
-        epochs = "" if self.epochs is None else f" = {self.epochs:{'.1f' if self.epochs >= 0.1 else '.2g'}} epochs"
+        epochs = "" if self.epochs is None else f" = {as_text(self.epochs)} epochs"
         return f"{self.args.steps:,} steps{epochs}"
 
     @property
@@ -123,11 +125,15 @@ class Plan:
         args, rows, epochs = self.args, self.rows, self.epochs
         if rows and epochs and epochs < 1:
             whole = -(-rows // args.batch_size)
-            yield f"{epochs:.2g} epochs: --steps {args.steps} leaves out rows; all are seen once with --steps {whole}"
+            seen = f"all are seen once with --steps {whole}"
+            yield f"{as_text(epochs)} epochs: --steps {args.steps} leaves out rows; {seen}"
         if epochs and epochs > MANY_EPOCHS:
-            yield f"{epochs:.0f} epochs: every row is seen as often; watch the validation loss"
+            yield f"{as_text(epochs)} epochs: every row is seen as often; watch the validation loss"
         if args.warmup >= args.steps:
             yield f"--warmup {args.warmup} takes all of the {args.steps} steps"
+        if args.sequence_length > self.positions:
+            made_for = f"the model's max_position_embeddings, {self.positions}"
+            yield f"--sequence-length {args.sequence_length} is more than {made_for}"
         total = device_memory(self.world.device)
         if total and self.memory.peak > total:
             yield (
@@ -151,7 +157,13 @@ def plan(
     return Plan(
         args, world, count_parameters(model), elements(trained_parameters(model)), description, rows, validation_rows,
         flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
+        model.config.max_position_embeddings,
     )  # fmt: skip
+
+
+def as_text(epochs: float) -> str:
+    """0.12, 1.5, 20."""
+    return f"{epochs:.2g}" if epochs < 1 else f"{epochs:.{1 if epochs < MANY_EPOCHS else 0}f}"
 
 
 def device_memory(device: torch.device) -> int | None:

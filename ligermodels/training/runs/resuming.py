@@ -19,15 +19,18 @@ def refuse_resuming(args: argparse.Namespace) -> None:
     changed = differences(read_settings(args.resume / SETTINGS_FILE), args)
     if changed and not args.allow_changes:
         raise InputError(f"--resume {args.resume}: {'; '.join(changed)}: leave it, or add --allow-changes")
-    for exported in (args.resume / MODEL, args.resume / ADAPTER):
-        if exported.exists():
+    for exported, another in ((MODEL, f"begin another with --model {args.resume / MODEL}, or "), (ADAPTER, "")):
+        if (args.resume / exported).exists():
             raise InputError(
-                f"--resume {args.resume}: the run is finished; begin another with --model {args.resume / MODEL}, or "
-                f"move {exported} away to go on from the last checkpoint"
+                f"--resume {args.resume}: the run is finished; {another}move {args.resume / exported} away to go on "
+                "from the last checkpoint"
             )
     steps = last_step(args.resume)
     if steps >= args.steps and args.no_export:
-        raise InputError(f"--resume {args.resume}: all {steps} steps are taken; give more --steps, or --no-export off")
+        raise InputError(
+            f"--resume {args.resume}: all {steps} steps are taken; give more --steps with --allow-changes, or "
+            "--no-export off"
+        )
 
 
 def last_step(output: Path) -> int:

@@ -25,8 +25,8 @@ def convert(model: nn.Module, device: torch.device) -> int:
     device: where it will train. Raises InputError where that cannot multiply in float8, torchao is missing or there is
     nothing to convert.
     """
+    refuse_unable(device)  # first: where torchao's own kernels do not load, importing it writes lines of warnings
     torchao = float8_of_torchao()
-    refuse_unable(device)
     fit = [name for name, module in model.get_submodule(BLOCKS).named_modules() if fits(module, name)]
     if not fit:
         raise InputError(f"float8: no linear of the blocks has sides that are multiples of {MULTIPLE}; leave it out")

@@ -4,6 +4,7 @@ Must not know the data.
 """
 
 import bisect
+import math
 from typing import Protocol
 
 import torch
@@ -41,8 +42,12 @@ def recompute(model: CausalLM, how: str, world: World, needs: Needs) -> int:
 
 
 def keeps_gathered(world: World, needs: Needs, recomputed: int) -> bool:
-    """Whether there is room for blocks to keep their gathered weights until backward; the same on every rank."""
-    return needs(recomputed=recomputed, keep_gathered=True).peak <= usable_memory(world)
+    """Whether there is room for blocks to keep their gathered weights until backward; the same on every rank.
+
+    On a CPU they do not: room is not known there, and to gather once more is to copy.
+    """
+    room = usable_memory(world)
+    return math.isfinite(room) and needs(recomputed=recomputed, keep_gathered=True).peak <= room
 
 
 def fewest(blocks: int, needs: Needs, usable: float) -> int:

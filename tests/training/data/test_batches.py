@@ -80,6 +80,8 @@ def test_a_chat_begins_with_all_before_its_first_answer_and_a_text_with_a_few_to
     chats, texts = validation([Document(list(range(1, 12)), mask)], 16), validation(distinct(40), 64)
     assert chats.of_chats and chats.beginning() == [1, 2, 3, 4, 5]
     assert not texts.of_chats and texts.beginning() == list(range(1, 17))
+    cut_before_its_answer = validation([Document(list(range(1, 12)), [False] * 8 + [True] * 3)], 6)
+    assert cut_before_its_answer.beginning() == [6, 7, 8]
 
 
 def test_rows_are_known_by_their_tokens_and_by_how_they_are_packed():

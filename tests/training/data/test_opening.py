@@ -238,6 +238,8 @@ def test_too_little_data_and_a_tokenizer_that_does_not_fit_are_refused(settings,
 
 def test_weights_on_some_sources_only_are_refused(texts, folder, tmp_path):
     path = write(tmp_path / "d.jsonl", texts)
+    with pytest.raises(InputError, match=r"--validation-data stories=0\.5: .* whatever its weight"):
+        opened(path, folder=folder, validation_data=["stories=0.5"])
     with pytest.raises(InputError, match="--data stories: has no weight"):
         opened(f"{path}=0.5", "stories", folder=folder)
 

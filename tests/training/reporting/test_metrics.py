@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import re
 
 import pytest
@@ -60,12 +61,14 @@ def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_number_that_is_not_finite_is_null_and_a_step_without_update_says_so(tmp_path):
+def test_a_number_that_is_not_finite_is_null_and_a_step_without_update_says_so(tmp_path, capsys):
     with run(tmp_path, 1) as metrics:
         metrics.step(1, loss=math.nan, grad_norm=math.inf, learning_rate=0.1, skipped=True)
         metrics.validation(1, loss=1000.0)
+        metrics.validation(1, loss=math.nan)
         assert metrics.summary().endswith("1 updates skipped")
-    step, validation = records(tmp_path)
+    assert "perplexity nan" in capsys.readouterr().out
+    step, validation, _ = records(tmp_path)
     assert step == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": 0.1, "skipped": True}
     assert validation == {"step": 1, "validation_loss": 1000.0, "validation_perplexity": None}
 
@@ -78,16 +81,27 @@ def test_speed_share_of_peak_and_time_left_are_those_of_steps_that_do_not_compil
             if step == 3:
                 clock.now += 6.0
                 metrics.validation(step, 1.0)  # counts for the time that is left, and for no step
+                clock.now += 5.0
+                metrics.say("a trace was written")
         assert metrics.tokens_per_second == 50.0
         assert metrics.summary() == "50 tokens/s, 35.0% of peak"
         assert metrics.seconds == 98.0
     speeds = [(r.get("tokens_per_second"), r.get("share_of_peak")) for r in records(tmp_path) if "loss" in r]
     assert speeds == [(None, None), (None, None), (50, 0.35), (50, 0.35), (25, 0.175)]
     last = capsys.readouterr().out.splitlines()[-1]
-    left = (2 + 6 + 2 + 4) / 3 * 95  # seconds
+    left = (2 + 6 + 5 + 2 + 4) / 3 * 95  # seconds
     assert last == f"step 5/100, ETA {int(left // 60)}:{left % 60:02.0f}, loss 1.000, grad norm 1.00, lr 1.0e-01, " + (
         "50 tokens/s, 35.0% of peak"
     )
+
+
+def test_a_speed_of_few_tokens_is_not_rounded_to_none(tmp_path, clock):
+    with run(tmp_path, 3) as metrics:
+        for step in (1, 2, 3):
+            clock.now += 250
+            metrics.step(step, 1.0, 1.0, 0.1)
+        assert metrics.summary() == "0.40 tokens/s"
+    assert records(tmp_path)[-1]["tokens_per_second"] == 0.4
 
 
 def test_without_a_terminal_there_are_about_a_hundred_lines_the_first_and_the_last_among_them(tmp_path, capsys):
@@ -100,8 +114,48 @@ def test_without_a_terminal_there_are_about_a_hundred_lines_the_first_and_the_la
     assert not err
 
 
-def test_at_a_terminal_there_is_a_bar_with_the_same_and_no_lines(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stderr a terminal of so many columns."""
+
+    def of(columns):
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+        monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (columns - 1, 24))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "columns, shown",
+    [
+        (101, ", ETA 0:00, loss 0.500, grad norm 1.00, lr 1.0e-01, 50 tokens/s, 35.0% of peak"),
+        (100, ", ETA 0:00, loss 0.500, 50 tokens/s, 35.0% of peak"),
+        (60, ", ETA 0:00, loss 0.500"),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_numbers_and_none_of_them_cut(columns, shown, tmp_path, capsys, terminal, clock):
+    terminal(columns)
+    with run(tmp_path, 3, flops_per_token=7, peak=1000.0) as metrics:
+        for step in (1, 2, 3):
+            clock.now += 2
+            metrics.step(step, 0.5, 1.0, 0.1)
+        metrics.bar.refresh()
+    line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1].rstrip()
+    assert line.endswith("| 3/3" + shown) and len(line) < columns
+
+
+def test_a_run_goes_on_when_its_reader_has_left(tmp_path, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe, run(tmp_path, 2) as metrics:
+        monkeypatch.setattr("sys.stdout", pipe)
+        for step in (1, 2):
+            metrics.step(step, 1.0, 1.0, 0.1)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+
+
+def test_at_a_terminal_there_is_a_bar_with_the_same_and_no_lines(tmp_path, capsys, terminal):
+    terminal(120)
     with run(tmp_path, 4, done=1) as metrics:
         for step in (2, 3, 4):
             metrics.step(step, 0.5, 1.0, 0.1)
@@ -151,3 +205,14 @@ def test_loggers_get_every_record_and_are_closed_when_a_run_fails(tmp_path):
         metrics.validation(1, 2.0)
         raise KeyboardInterrupt
     assert recorder.seen == [*records(tmp_path), "closed"]
+
+
+@pytest.mark.parametrize("steps, said", [(0, ""), (2, "too few steps to tell tokens/s\n"), (3, "100 tokens/s\n")])
+def test_the_end_sums_up_the_steps_there_were(steps, said, tmp_path, clock, capsys):
+    with run(tmp_path, 3 + steps, done=3) as metrics:
+        for step in range(4, 4 + steps):
+            clock.now += 1
+            metrics.step(step, 1.0, 1.0, 0.1)
+        capsys.readouterr()
+        metrics.finish()
+    assert capsys.readouterr().out == said

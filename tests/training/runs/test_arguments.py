@@ -75,14 +75,24 @@ def test_a_family_may_name_its_size_as_info_takes_it():
         (["--sequence-length", "1"], ["--sequence-length: is '1'; must be a whole number above 1"]),
         (["--learning-rate", "0"], ["--learning-rate: is '0'; must be a number above 0"]),
         (["--learning-rate", "nan"], ["--learning-rate: is 'nan'"]),
+        (["--learning-rate", "inf"], ["--learning-rate: is 'inf'; must be a number above 0"]),
+        (["--clip", "0"], ["--clip: is '0'; must be a number above 0, or inf for none"]),
         (["--weight-decay", "inf"], ["--weight-decay: is 'inf'; must be a number, 0 or more"]),
         (["--validation-fraction", "1"], ["must be a number between 0 and 1"]),
         (["--lora-dropout", "1"], ["--lora-dropout: is '1'; must be a number from 0 to below 1"]),
+        (["--data", "a", "b", "--data=c"], ["--data is given 2 times; give all its values behind one"]),
+        (["--model", "qwen2", "--allow-changes"], ["--allow-changes goes with --resume"]),
+        (["--seed", str(2**62)], ["must be a whole number, 0 or more and below 2^62"]),
         (["--packing", "perhaps"], ["--packing: is 'perhaps'; must be on or off"]),
         (["--optimizer", "adamv"], ["one of adamw, adamw8bit, muon; did you mean 'adamw'"]),
         (["--log-to", "tensorbord"], ["--log-to: is 'tensorbord'", "did you mean 'tensorboard'"]),
         (["--model", "qwen2", "--lora-alpha", "8"], ["--lora-alpha goes with --lora-rank"]),
         (["--model", "qwen2", "--float8"], ["--float8", "add --compile"]),
+        (
+            ["--model", "qwen2", "--validation-data", "v.txt", "--validation-fraction", "0.1"],
+            ["--validation-fraction is a part of --data", "leave one out"],
+        ),
+        (["--model", "qwen2", "--optimizer", "adamw8bit", "--states", "bfloat16"], ["--states bfloat16", "8 bits"]),
         (["--model", "some/model", "--size", "8b"], ["--size 8b goes with a family, which some/model is not"]),
         (["--model", "qwen2", "--revision", "main"], ["--revision main goes with a Hub id"]),
         (["--model", "qwen2", "--steps", "5", "--profile", "6"], ["--profile 6: the run has 5 steps"]),
@@ -154,7 +164,8 @@ EVERYTHING = [
 
 
 def test_train_toml_alone_starts_the_same_run_again(tmp_path):
-    args = parse(*EVERYTHING, "--output", "runs/x", "--dry-run", "--allow-changes")
+    args = parse(*EVERYTHING, "--output", "runs/x", "--dry-run")
+    args.allow_changes = True
     write_settings(args, tmp_path / "train.toml")
     again = parse_arguments(["--config", str(tmp_path / "train.toml")])
     apart = {"output", "dry_run", "allow_changes", "config"}  # said to a process; a run again has a folder of its own

@@ -65,9 +65,15 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
 @pytest.mark.parametrize(
     "argv, rows, warning",
     [
-        (["--steps", "100"], 1001, "0.4 epochs: --steps 100 leaves out rows; all are seen once with --steps 251"),
+        (["--steps", "31"], 1001, "0.12 epochs: --steps 31 leaves out rows; all are seen once with --steps 251"),
         (["--steps", "5000"], 1000, "20 epochs: every row is seen as often; watch the validation loss"),
         (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of the 300 steps"),
+        (
+            ["--sequence-length", "513"],
+            None,
+            "--sequence-length 513 is more than the model's max_position_embeddings, 512",
+        ),
+        (["--sequence-length", "512"], None, None),
         (["--steps", "300"], None, None),
         (["--steps", "250"], 1000, None),
     ],
@@ -76,6 +82,8 @@ def test_what_is_likely_not_meant_is_warned_of(argv, rows, warning):
     _, whole = planned(*argv, rows=rows)
     assert whole.warnings == ([warning] if warning else [])
     assert ("warning" in whole.text()) == bool(warning)
+    if warning and "epochs" in warning:
+        assert f"= {warning.partition(':')[0]}" in whole.line  # in the same words
 
 
 def test_a_step_that_does_not_fit_is_warned_of(monkeypatch):

@@ -52,6 +52,7 @@ def test_without_enough_memory_auto_computes_all_blocks_again_and_on_a_cpu_none(
 
 def test_gathered_weights_are_kept_where_there_is_room(model, monkeypatch):
     needs = needs_of(model, shards=2)
+    assert recompute.keeps_gathered(CPU, needs, 1) is False
     both = [needs(recomputed=1, keep_gathered=keep).peak for keep in (False, True)]
     one_block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     assert both[1] - both[0] == (BLOCKS - 1) * one_block  # the last one's are kept in any case
