@@ -23,7 +23,7 @@ from ligermodels.training.data.cache import cached
 from ligermodels.training.data.chat import documents
 from ligermodels.training.data.corpus import vocabulary_texts
 from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Embedded, Question, random_data
-from ligermodels.training.data.records import BadLines, Text
+from ligermodels.training.data.records import BadLines
 from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read
 from ligermodels.training.data.split import Selection, all_of, hold_out
 from ligermodels.training.data.store import TokenStore, open_store, write
@@ -129,9 +129,7 @@ class Reader:
         left = NEW_TOKENIZER_CHARACTERS
         bad = BadLines(self.args.allow_bad_lines)
         for record in itertools.chain.from_iterable(read(name, bad) for name in names):
-            for text in (
-                [record.text] if isinstance(record, Text) else [m.get("content") or "" for m in record.messages]
-            ):
+            for text in record.texts:
                 yield text
                 left -= len(text)
             if left <= 0:
