@@ -41,6 +41,7 @@ from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.arguments import parse_arguments
 from ligermodels.training.runs.folder import default_folder, locked, new_folder
 from ligermodels.training.runs.plan import memory_needs, plan
+from ligermodels.training.runs.rescue import rescued
 from ligermodels.training.runs.resuming import ADAPTER, CHECKPOINTS, MODEL, refuse_other_data, refuse_resuming
 from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.training.runs.stopping import signals
@@ -179,13 +180,15 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
         checkpoints.wait()
         metrics.finish()
-        if world.is_first:
-            draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
+        resume = f"{launcher(world)} --resume {shlex.quote(str(output))}"
         if stopped:
             metrics.say(f"Stopped after step {progress.step}. To go on:")
-            metrics.say(f"  {launcher(world)} --resume {shlex.quote(str(output))}")
+            metrics.say(f"  {resume}")
         elif not args.no_export:
-            export(model, data, args, output, computed, world, metrics)
+            with rescued(checkpoints, model, optimizer, progress, resume):
+                export(model, data, args, output, computed, world, metrics)
+        if world.is_first:
+            draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
         parallel.wait_for_all()
 
 

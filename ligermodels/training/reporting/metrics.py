@@ -154,9 +154,10 @@ class Metrics:
             logger.write(record)
 
     def finish(self) -> None:
-        """Ends the bar, and says what the run took; what is said later stands below."""
+        """Ends the bar, and says what the steps took, if any; what is said later stands below."""
         self.bar.close()
-        self.say(self.summary())
+        if self.taken:
+            self.say(self.summary())
 
     def summary(self) -> str:
         left_out = [f"{self.skipped} updates skipped"] if self.skipped else []
