@@ -213,7 +213,8 @@ def export(
     if world.is_first and data.new_tokenizer:
         save_tokenizer(data.new_tokenizer, folder)
     metrics.say(f"Saved {folder}. To generate from it, and to train the same on two devices:")
-    prompt = '--chat --prompt "Hello!"' if data.validation.of_chats else '--prompt "Once upon a time"'
+    chats = data.validation.of_chats and data.tokenizer is not None and data.tokenizer.templates
+    prompt = '--chat --prompt "Hello!"' if chats else '--prompt "Once upon a time"'
     metrics.say(f"  ligermodels generate {shlex.quote(str(folder))} {prompt}")
     metrics.say(f"  torchrun --nproc-per-node 2 train.py --config {shlex.quote(str(output / SETTINGS_FILE))}")
 
