@@ -50,6 +50,7 @@ from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.out_of_memory import explained
 from ligermodels.training.scaling.recompute import keeps_gathered, recompute
 from ligermodels.weights.loading import load_weights
+from ligermodels.weights.writing import agree, failure
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -210,8 +211,8 @@ def export(
         return metrics.say(f"Saved {output / ADAPTER}, in PEFT's format")
     folder = output / MODEL
     ligermodels.export(model, folder, dtype=dtype)
-    if world.is_first and data.new_tokenizer:
-        save_tokenizer(data.new_tokenizer, folder)
+    if data.new_tokenizer:
+        agree(failure(save_tokenizer, data.new_tokenizer, folder) if world.is_first else None, world.size > 1)
     metrics.say(f"Saved {folder}. To generate from it, and to train the same on two devices:")
     chats = data.validation.of_chats and data.tokenizer is not None and data.tokenizer.templates
     prompt = '--chat --prompt "Hello!"' if chats else '--prompt "Once upon a time"'

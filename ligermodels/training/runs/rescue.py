@@ -27,7 +27,7 @@ def rescued(
             saved = f"its last step is saved, to export it once more: {command}"
         except InputError as another:
             saved = f"its last step could not be saved either: {another}"
-        if isinstance(error, InputError):
+        if isinstance(error, InputError | OSError):
             raise InputError(f"{error}; {saved}") from error
         error.add_note(saved)
         raise

@@ -39,9 +39,10 @@ def test_what_goes_well_saves_nothing():
 )
 def test_an_error_is_one_line_with_what_was_saved_and_a_bug_keeps_its_traceback_and_says_it_too(failing, outcome):
     saving = Saving(failing)
-    with pytest.raises(InputError) as refused, rescued(saving, *STATE, "again"):
-        raise InputError("full")
-    assert str(refused.value) == f"full; {outcome}"
+    for error in (InputError("full"), OSError("full")):
+        with pytest.raises(InputError) as refused, rescued(saving, *STATE, "again"):
+            raise error
+        assert str(refused.value) == f"full; {outcome}"
     with pytest.raises(KeyError) as raised, rescued(saving, *STATE, "again"):
         raise KeyError("bug")
-    assert raised.value.__notes__ == [outcome] and saving.saved == [STATE, STATE]
+    assert raised.value.__notes__ == [outcome] and saving.saved == [STATE] * 3
