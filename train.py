@@ -41,6 +41,7 @@ from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.arguments import parse_arguments
 from ligermodels.training.runs.folder import default_folder, locked, new_folder
 from ligermodels.training.runs.plan import memory_needs, plan
+from ligermodels.training.runs.rescue import rescued
 from ligermodels.training.runs.resuming import ADAPTER, CHECKPOINTS, MODEL, refuse_other_data, refuse_resuming
 from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.training.runs.stopping import signals
@@ -49,6 +50,7 @@ from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.out_of_memory import explained
 from ligermodels.training.scaling.recompute import keeps_gathered, recompute
 from ligermodels.weights.loading import load_weights
+from ligermodels.weights.writing import agree, failure
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -181,13 +183,15 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
         checkpoints.wait()
         metrics.finish()
-        if world.is_first:
-            draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
+        resume = f"{launcher(world)} --resume {shlex.quote(str(output))}"
         if stopped:
             metrics.say(f"Stopped after step {progress.step}. To go on:")
-            metrics.say(f"  {launcher(world)} --resume {shlex.quote(str(output))}")
+            metrics.say(f"  {resume}")
         elif not args.no_export:
-            export(model, data, args, output, computed, world, metrics)
+            with rescued(checkpoints, model, optimizer, progress, resume):
+                export(model, data, args, output, computed, world, metrics)
+        if world.is_first:
+            draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
         parallel.wait_for_all()
 
 
@@ -212,10 +216,11 @@ def export(
         return metrics.say(f"Saved {output / ADAPTER}, in PEFT's format")
     folder = output / MODEL
     ligermodels.export(model, folder, dtype=dtype)
-    if world.is_first and data.new_tokenizer:
-        save_tokenizer(data.new_tokenizer, folder)
+    if data.new_tokenizer:
+        agree(failure(save_tokenizer, data.new_tokenizer, folder) if world.is_first else None, world.size > 1)
     metrics.say(f"Saved {folder}. To generate from it, and to train the same on two devices:")
-    prompt = '--chat --prompt "Hello!"' if data.validation.of_chats else '--prompt "Once upon a time"'
+    chats = data.validation.of_chats and data.tokenizer is not None and data.tokenizer.templates
+    prompt = '--chat --prompt "Hello!"' if chats else '--prompt "Once upon a time"'
     metrics.say(f"  ligermodels generate {shlex.quote(str(folder))} {prompt}")
     metrics.say(f"  torchrun --nproc-per-node 2 train.py --config {shlex.quote(str(output / SETTINGS_FILE))}")
 

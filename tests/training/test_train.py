@@ -1,5 +1,6 @@
 """train.py as its users run it: what a run leaves, and that what does not change the result does not."""
 
+import gzip
 import json
 import math
 import os
@@ -173,6 +174,18 @@ def test_chats_texts_and_folders_are_mixed_and_right_answers_counted(launcher):
     (skill,) = [record for record in records(launcher.folder / "chats") if "right_answers" in record]
     assert skill == {"step": 4, "right_answers": 0, "questions": 8}
     assert "step 4: 0 of 8 questions answered right" in done.stdout
+
+
+def test_prompts_and_completions_train_a_model_that_has_no_chat_template(base, launcher):
+    model = shutil.copytree(base[1] / "model", launcher.folder / "plain")
+    described = json.loads((model / "tokenizer_config.json").read_text())
+    del described["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(described))
+    pairs = [{"prompt": "Once upon a", "completion": f" time there were {n} marbles."} for n in range(200)]
+    (launcher.folder / "pairs.json.gz").write_bytes(gzip.compress(json.dumps(pairs).encode()))
+    done = launcher.well("--model", "plain", "--data", "pairs.json.gz", *SMALL, "--output", "paired")
+    assert done.last_lines[1] == '  ligermodels generate paired/model --prompt "Once upon a time"'
+    assert losses(launcher.folder / "paired")[-1] < losses(launcher.folder / "paired")[0]
 
 
 def test_ranks_that_fail_alike_say_so_once(launcher):

@@ -25,6 +25,16 @@ def straight(launcher):
     return launcher.folder / "straight"
 
 
+LORA = ["--model", "straight/model", *RUN, "--lora-rank", "4", "--lora-dropout", "0.3", "--checkpoint-every", "3"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(straight, launcher):
+    """A LoRA run over its model, which is not interrupted either."""
+    launcher.well(*LORA, "--output", "undisturbed")
+    return launcher.folder / "undisturbed"
+
+
 @pytest.fixture(scope="module")
 def stopped(launcher):
     """The same run, told to stop after a few steps."""
@@ -106,18 +116,16 @@ def test_changes_are_shown_and_refused_unless_they_are_allowed(stopped, launcher
     assert done.status == 2 and "all 16 steps are taken; give more --steps with --allow-changes" in done.stderr
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(straight, launcher):
-    lora = ["--model", "straight/model", *RUN, "--lora-rank", "4", "--lora-dropout", "0.3", "--checkpoint-every", "3"]
-    launcher.well(*lora, "--output", "undisturbed")
-    killed = launcher.start(*lora, "--output", "killed")
+def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(undisturbed, launcher):
+    killed = launcher.start(*LORA, "--output", "killed")
     killed.read_until("step 8/")
     killed.kill(signal.SIGKILL).wait()
     assert killed.status == -signal.SIGKILL
     done = launcher.well("--resume", "killed")
     assert int(re.search(r"goes on after step (\d+)", done.stdout)[1]) in (3, 6, 9)
-    one, other = launcher.folder / "killed", launcher.folder / "undisturbed"
-    assert weights(one) == weights(other)
-    assert losses(one) == losses(other) and steps_of(one) == list(range(1, 17))
+    one = launcher.folder / "killed"
+    assert weights(one) == weights(undisturbed)
+    assert losses(one) == losses(undisturbed) and steps_of(one) == list(range(1, 17))
     assert [path.name for path in sorted((one / "checkpoints").iterdir())] == ["step-000012", "step-000015"]
 
 
@@ -141,6 +149,30 @@ def test_a_full_disk_ends_the_run_with_one_line(size, where, launcher):
     assert done.status == 2
     assert re.fullmatch(rf"train.py: .*{name}(/model)?: not written: File too large; make room .*\n", done.stderr)
     assert not (launcher.folder / name / where).exists() or where == "metrics.jsonl"
+
+
+def unexported(launcher, name, ranks):
+    """The LoRA run, where there is room for all but the merged model. Returns its folder."""
+    failed = launcher.run(*LORA, "--output", name, ranks=ranks, file_size=10**6)
+    assert set(failed.statuses) == {2}
+    told = f"its last step is saved, to export it once more: .* {TRAIN} --resume {name}"
+    assert re.fullmatch(rf"train.py: .*{name}/model: not written: File too large; .*; {told}\n", failed.stderr)
+    assert max(path.name for path in (launcher.folder / name / "checkpoints").iterdir()) == "step-000016"
+    return launcher.folder / name
+
+
+def test_an_export_that_fails_leaves_the_last_step_saved_from_which_resume_only_exports(undisturbed, launcher):
+    folder = unexported(launcher, "unexported", ranks=1)
+    taken = losses(folder)
+    done = launcher.well("--resume", folder.name)
+    assert f"{folder.name}: goes on after step 16\nSaved {folder.name}/model." in done.stdout
+    assert losses(folder) == taken == losses(undisturbed) and weights(folder) == weights(undisturbed)
+
+
+def test_all_ranks_save_their_part_of_the_last_step_where_the_first_cannot_export(straight, launcher):
+    folder = unexported(launcher, "unexported-by-two", ranks=2)
+    saved = {path.name for path in (folder / "checkpoints/step-000016").iterdir()}
+    assert {"rank-00000.safetensors", "rank-00001.safetensors"} < saved
 
 
 def test_torchrun_that_is_told_to_stop_saves_and_leaves(launcher):

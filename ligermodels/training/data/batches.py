@@ -169,7 +169,7 @@ class Validation:
 
     @property
     def of_chats(self) -> bool:
-        """Whether only a part of the first document is to be predicted."""
+        """Whether only a part of the first document is to be predicted, as of prompts with their completions."""
         return self.rows.pieces(0)[0].store.supervised is not None
 
     def beginning(self) -> list[int]:

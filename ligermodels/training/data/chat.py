@@ -1,4 +1,5 @@
-"""From records to documents of token ids, and which are supervised: all of a text, of a chat what the assistant says.
+"""From records to documents of token ids, and which are supervised: all of a text, behind a prompt its completion, of a
+chat what the assistant says.
 
 A text begins as the tokenizer begins one, and ends with the end-of-text token. A conversation is what the tokenizer's
 chat template makes of it. Where the template marks what the assistant says by {% generation %}, that is supervised and
@@ -21,14 +22,14 @@ from tokenizers import Encoding
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import choose
-from ligermodels.training.data.records import BadLines, Conversation, Record, Text
+from ligermodels.training.data.records import BadLines, Completion, Conversation, Record, Text
 
 BATCH_RECORDS = 1024
 BATCH_CHARACTERS = 2**22  # a token takes `tokenizers` about a hundred bytes
 SHOWN_CHARACTERS = 30
 
 Span = tuple[int, int]  # [start, stop) in characters
-OneKind = TypeVar("OneKind", Text, Conversation)
+OneKind = TypeVar("OneKind", Text, Completion, Conversation)
 
 
 class Rewritten(InputError):
@@ -52,6 +53,8 @@ def documents(records: Iterable[Record], tokenizer: Tokenizer, end: int, bad: Ba
     for kind, group in itertools.groupby(records, type):
         if kind is Text:
             yield from text_documents(cast(Iterator[Text], group), tokenizer, end)
+        elif kind is Completion:
+            yield from completion_documents(cast(Iterator[Completion], group), tokenizer, end)
         else:
             yield from conversation_documents(cast(Iterator[Conversation], group), tokenizer, end, bad)
 
@@ -62,7 +65,7 @@ def batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
     characters = 0
     for record in records:
         batch.append(record)
-        characters += len(record.text) if isinstance(record, Text) else 0
+        characters += sum(map(len, record.texts))
         if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -92,6 +95,16 @@ def encode_pieces(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[
             yield ids[len(known) :]
         else:
             yield tokenizer.encode(text.text, add_special_tokens=False)
+
+
+def completion_documents(completions: Iterable[Completion], tokenizer: Tokenizer, end: int) -> Iterator[Document]:
+    """A token that holds a character of the completion is supervised, and the end-of-text token."""
+    for batch in batches(completions):
+        encodings = tokenizer.tokenizer.encode_batch([prompt + completion for prompt, completion, _ in batch])
+        for (prompt, _, place), encoding in zip(batch, encodings, strict=True):
+            ids = encoding.ids[:-1] if encoding.ids[-1:] == [end] else encoding.ids
+            supervised = [stop > len(prompt) for _, stop in encoding.offsets[: len(ids)]]
+            yield Document([*ids, end], [*supervised, True], place)
 
 
 def conversation_documents(

@@ -1,14 +1,13 @@
 """Sources by their names: what their documents are, and which of them are for validation.
 
-Files are tokenised once, into the user's cache, and mapped from there by all ranks; embedded data is small and made by
-each. Must not know rows.
+Texts are tokenised once, into the user's cache, and mapped from there by all ranks. Must not know rows.
 """
 
 import argparse
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from ligermodels.tokenizer.files import TOKENIZER, VOCABULARY
 from ligermodels.training.data.cache import cached
 from ligermodels.training.data.chat import documents
 from ligermodels.training.data.corpus import vocabulary_texts
-from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Embedded, Question, random_data
-from ligermodels.training.data.records import BadLines, Text
+from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Part, Question, random_data
+from ligermodels.training.data.records import BadLines, Record
 from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read
 from ligermodels.training.data.split import Selection, all_of, hold_out
 from ligermodels.training.data.store import TokenStore, open_store, write
@@ -59,9 +58,12 @@ class Reader:
     def source(self, name: str, fraction: float | None) -> Source:
         """fraction: how much of it is for validation; None for all, where it also is for training."""
         if name in EMBEDDED:
-            return Source(*as_lists(EMBEDDED[name](*self.tokenizer, self.vocab_size)))
+            data = EMBEDDED[name]()
+            seen, unseen = (all_of(self.embedded(part)) for part in (data.training, data.validation))
+            return Source([seen], [unseen], data.nats, data.questions)
         if name == RANDOM:
-            return Source(*as_lists(random_data(self.vocab_size, self.args.sequence_length)))
+            seen, unseen, nats = random_data(self.vocab_size, self.args.sequence_length)
+            return Source([seen], [unseen], nats, [])
         stores = self.stores(name)
         if fraction is None:
             whole = [all_of(store) for store in stores]
@@ -73,18 +75,22 @@ class Reader:
         files = files_read(name)
         if files and all(file.suffix in TOKEN_SUFFIXES for file in files):
             return [self.token_file(file) for file in files]
-        return [self.texts(name, files)]
+        return [self.tokenised(name, functools.partial(read, name), self.key(files))]
 
-    def texts(self, name: str, files: Sequence[Path]) -> TokenStore:
+    def embedded(self, part: Part) -> TokenStore:
+        return self.tokenised(f"the {part.kind}", lambda bad: part.records(), self.key([], embedded=part))
+
+    def tokenised(self, title: str, records: Callable[[BadLines], Iterator[Record]], key: dict[str, Any]) -> TokenStore:
+        """key: what the records follow from."""
         tokenizer, end = self.tokenizer
 
         def fill(folder: Path) -> None:
             bad = BadLines(self.args.allow_bad_lines)
-            made = documents(read(name, bad), tokenizer, end, bad)
-            write(tqdm(made, f"Tokenising {name}", unit=" documents", delay=3, disable=None), self.vocab_size, folder)
+            made = documents(records(bad), tokenizer, end, bad)
+            write(tqdm(made, f"Tokenising {title}", unit=" documents", delay=3, disable=None), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad.skipped))
 
-        folder = cached(self.key(files, tokenizer=identity(tokenizer), end=end), fill)
+        folder = cached(key | {"tokenizer": identity(tokenizer), "end": end}, fill)
         self.skipped += int((folder / "skipped").read_text())
         return open_store(folder)
 
@@ -113,15 +119,15 @@ class Reader:
 
     def new_tokenizer(self, names: Sequence[str]) -> Tokenizer:
         """Trained on these sources; where there are none, as all data is embedded, that of the embedded data."""
-        if not names:
-            return train_tokenizer(vocabulary_texts(), min(self.vocab_size, EMBEDDED_VOCABULARY))
         files = [file for name in names for file in files_read(name)]
         tokens = next((file for file in files if file.suffix in TOKEN_SUFFIXES), None)
         if tokens:
             raise InputError(f"--data {tokens}: tokens and text together need a model that has a tokenizer")
+        size = self.vocab_size if names else min(self.vocab_size, EMBEDDED_VOCABULARY)
 
         def fill(folder: Path) -> None:
-            save_tokenizer(train_tokenizer(self.texts_of(names), self.vocab_size), folder)
+            texts = self.texts_of(names) if names else vocabulary_texts()
+            save_tokenizer(train_tokenizer(texts, size), folder)
 
         return Tokenizer.from_folder(cached(self.key(files, new="tokenizer"), fill))
 
@@ -129,9 +135,7 @@ class Reader:
         left = NEW_TOKENIZER_CHARACTERS
         bad = BadLines(self.args.allow_bad_lines)
         for record in itertools.chain.from_iterable(read(name, bad) for name in names):
-            for text in (
-                [record.text] if isinstance(record, Text) else [m.get("content") or "" for m in record.messages]
-            ):
+            for text in record.texts:
                 yield text
                 left -= len(text)
             if left <= 0:
@@ -141,10 +145,6 @@ class Reader:
         """Each source by itself stops at the first line too many; together they may have more."""
         if self.skipped > self.args.allow_bad_lines:
             raise InputError(f"--data: {self.skipped} bad lines; --allow-bad-lines {self.args.allow_bad_lines}")
-
-
-def as_lists(data: Embedded) -> tuple[list[Selection], list[Selection], float, list[Question]]:
-    return [data.training], [data.validation], data.nats, data.questions
 
 
 def files_read(name: str) -> list[Path]:

@@ -1,30 +1,25 @@
-"""From what --data names to records: files of text, JSON lines and parquet, folders and patterns of them, the Hub.
+"""From what --data names to records: files of text, JSON and parquet, folders and patterns of them, the Hub.
 
-A text file is one document. Files are UTF-8; a byte order mark at their beginning is not text. In a text file every
-kind of line end is read as \\n; in JSON, what stands in the strings is kept. Nothing is read whole: a long text file
-comes in pieces, JSON line by line, tables (`tables.py`) batch by batch. Knows no tokens.
+A text file is one document, in which every kind of line end is read as \\n. Nothing is read whole: a long text file
+comes in pieces, JSON (`json_files.py`) by lines or elements, tables (`tables.py`) batch by batch. Knows no tokens.
 """
 
-import codecs
 import glob
-import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.records import BadLines, Record, Text, record_of
+from ligermodels.errors import InputError
+from ligermodels.training.data.json_files import json_file
+from ligermodels.training.data.records import BadLines, Conversation, Record, Text
+from ligermodels.training.data.streams import DECOMPRESS, opened_text
 from ligermodels.training.data.tables import HUB, hub_dataset, parquet
-from ligermodels.weights.files import refuse_text
 
 EMBEDDED = ("stories", "chats", "random")
 TOKEN_SUFFIXES = (".bin", ".npy")
 PIECE_CHARACTERS = 2**18
 CONTEXT_CHARACTERS = 64  # of the text before a piece: more than a token or two
-MAX_LINE_BYTES = 2**28
-SURROGATE_ESCAPE, SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 
 
 class Spec(NamedTuple):
@@ -51,21 +46,32 @@ def parse_spec(text: str) -> Spec:
 def files_of(name: str) -> list[Path]:
     """The file; the files of known kinds in a folder and those in it; or those that a pattern matches: in order.
 
-    Raises InputError where there are none, and for a file of another kind that is named or matched.
+    Raises InputError where there are none, and for a file of another kind that is named or matched. What a .json says
+    of a file of tokens beside it is no data.
     """
     path = Path(name)
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.suffix in SUFFIXES and not hidden(file.relative_to(path))]
+        found = [file for file in path.rglob("*") if suffix_of(file) and not hidden(file.relative_to(path))]
     else:
-        files = [path] if path.exists() else [Path(match) for match in glob.glob(name, recursive=True)]
-    files = sorted(file for file in files if file.is_file())
+        found = [Path(match) for match in glob.glob(name, recursive=True)]
+    several = sorted(file for file in found if file.is_file() and not describes_tokens(file))
+    files = [path] if path.is_file() else several
     if not files:
         what = "no file in this folder is" if path.is_dir() else "there is no such file, folder or pattern of files;"
-        raise InputError(f"--data {name}: {what} {' or '.join(SUFFIXES)}; also: {', '.join(EMBEDDED)}, {HUB}NAME")
+        raise InputError(f"--data {name}: {what} {KINDS}; also: {', '.join(EMBEDDED)}, {HUB}NAME")
     for file in files:
-        if file.suffix not in SUFFIXES:
-            raise InputError(f"{file}: is not read as data; must be {' or '.join(SUFFIXES)}")
+        if not suffix_of(file):
+            raise InputError(f"{file}: is not read as data; must be {KINDS}")
     return files
+
+
+def suffix_of(file: Path) -> str:
+    """The kind of file, of those that are read; else empty."""
+    return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")
+
+
+def describes_tokens(file: Path) -> bool:
+    return file.suffix == ".json" and any(file.with_suffix(suffix).exists() for suffix in TOKEN_SUFFIXES)
 
 
 def hidden(path: Path) -> bool:
@@ -82,36 +88,31 @@ def read(name: str, bad: BadLines) -> Iterator[Record]:
     )
     empty = True
     for record in records:
-        if not isinstance(record, Text) or record.text:
+        if isinstance(record, Conversation) or any(record.texts):
             empty = False
             yield record
     if empty:
         skipped = f"; bad lines skipped: {bad.skipped}" if bad.skipped else ""
-        raise InputError(f"--data {name}: holds no text and no messages{skipped}")
+        raise InputError(f"--data {name}: holds no text and no conversation{skipped}")
 
 
 def read_file(file: Path, bad: BadLines) -> Iterator[Record]:
-    if file.suffix not in READERS:
+    if file.suffix in TOKEN_SUFFIXES:
         raise InputError(f"{file}: holds tokens; text was expected")
-    return READERS[file.suffix](file, bad)
+    return READERS[suffix_of(file)](file, bad)
 
 
 def text_file(file: Path, bad: BadLines) -> Iterator[Record]:
     """Pieces of the one document, cut where a line begins. No limit skips what is not UTF-8."""
     before, line = "", 1
-    try:
-        with file.open(encoding="utf-8-sig") as stream:
-            text = stream.read(PIECE_CHARACTERS)
-            while following := stream.read(PIECE_CHARACTERS):
-                cut = last_seam(text)
-                yield Text(text[:cut], f"{file}:{line}", before, last=False)
-                before, line = (before + text[:cut])[-CONTEXT_CHARACTERS:], line + text.count("\n", 0, cut)
-                text = text[cut:] + following
-            yield Text(text, f"{file}:{line}", before)
-    except UnicodeDecodeError:
-        raise InputError(f"{first_not_utf8(file)}; convert the file") from None
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+    with opened_text(file) as stream:
+        text = stream.read(PIECE_CHARACTERS)
+        while following := stream.read(PIECE_CHARACTERS):
+            cut = last_seam(text)
+            yield Text(text[:cut], f"{file}:{line}", before, last=False)
+            before, line = (before + text[:cut])[-CONTEXT_CHARACTERS:], line + text.count("\n", 0, cut)
+            text = text[cut:] + following
+        yield Text(text, f"{file}:{line}", before)
 
 
 def last_seam(text: str) -> int:
@@ -124,65 +125,12 @@ def last_seam(text: str) -> int:
     return space if space > 0 else len(text)
 
 
-def first_not_utf8(file: Path) -> str:
-    """The place and the byte, in a file that has one."""
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return not_utf8(f"{file}:{number}", line, error)
-    return f"{file}: is not UTF-8"
-
-
-def not_utf8(place: str, line: bytes, error: UnicodeDecodeError) -> str:
-    column = len(line[: error.start].decode()) + 1
-    return f"{place}:{column}: byte 0x{line[error.start]:02x} is not UTF-8 ({error.reason})"
-
-
-def json_lines(file: Path, bad: BadLines) -> Iterator[Record]:
-    for number, line in numbered_lines(file):
-        record = bad.attempt(parse_line, line, f"{file}:{number}")
-        if record is not None:
-            yield record
-
-
-def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, from 1."""
-    try:
-        with file.open("rb") as stream:
-            refuse_text(file, stream.peek(64)[:64])
-            number = 0
-            while line := stream.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise InputError(
-                        f"{file}:{number}: has more than {MAX_LINE_BYTES:,} bytes; must be JSON, an object a line"
-                    )
-                line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
-                if line:
-                    yield number, line
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
-
-
-def parse_line(line: bytes, place: str) -> Record:
-    try:
-        value = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise InputError(not_utf8(place, line, error)) from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{place}:{error.colno}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists
-        raise InputError(f"{place}: not JSON that is read: {first_line(error)}") from None
-    if SURROGATE_ESCAPE.search(line) and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
-        raise InputError(f"{place}: holds half of a surrogate pair, as \\ud83d alone, which is no text")
-    return record_of(value, place)
-
-
-READERS: dict[str, Callable[[Path, BadLines], Iterator[Record]]] = {
+STREAMED: dict[str, Callable[[Path, BadLines], Iterator[Record]]] = {
     ".txt": text_file,
-    ".jsonl": json_lines,
-    ".parquet": parquet,
+    ".jsonl": json_file,
+    ".json": json_file,
 }
+COMPRESSED = {f"{kind}{packed}": reader for kind, reader in STREAMED.items() for packed in DECOMPRESS}
+READERS = STREAMED | COMPRESSED | {".parquet": parquet}
 SUFFIXES = (*READERS, *TOKEN_SUFFIXES)
+KINDS = f"{', '.join(STREAMED)} (also with {' or '.join(DECOMPRESS)}), .parquet, {' or '.join(TOKEN_SUFFIXES)}"

@@ -1,10 +1,9 @@
-"""Token ids of many documents, one after the other: in memory, or mapped from files, which need not fit in it.
+"""Token ids of many documents, one after the other, mapped from files, which need not fit in memory.
 
 A store is written document by document, so that a stream of any length never is a list. Must not know rows or models.
 """
 
 import hashlib
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -62,14 +61,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-def in_memory(documents: Iterable[Document], vocab_size: int) -> TokenStore:
-    """Raises InputError as `write` does."""
-    files: dict[str, BinaryIO] = {name: io.BytesIO() for name in dtypes(vocab_size)}
-    masked = write_into(files, documents, vocab_size)
-    arrays = {name: np.frombuffer(files[name].getbuffer(), dtype) for name, dtype in dtypes(vocab_size).items()}  # type: ignore[attr-defined]
-    return store_of(arrays, masked)
-
-
 def write(documents: Iterable[Document], vocab_size: int, folder: Path) -> None:
     """Writes a store for `open_store` into an empty folder.
 
@@ -91,7 +82,8 @@ def open_store(folder: Path) -> TokenStore:
     description = json.loads((folder / DESCRIPTION).read_text())
     masked = description["masked"]
     names = {name: dtype for name, dtype in dtypes(description["vocab_size"]).items() if masked or name != "supervised"}
-    return store_of({name: np.memmap(folder / name, dtype, mode="r") for name, dtype in names.items()}, masked)
+    arrays = {name: np.memmap(folder / name, dtype, mode="r") for name, dtype in names.items()}
+    return TokenStore(**({"supervised": None} | arrays))  # type: ignore[arg-type]
 
 
 def dtypes(vocab_size: int) -> dict[str, np.dtype[Any]]:
@@ -100,10 +92,6 @@ def dtypes(vocab_size: int) -> dict[str, np.dtype[Any]]:
         "tokens": token_dtype(vocab_size), "supervised": np.dtype(bool), "offsets": np.dtype(np.int64),
         "hashes": np.dtype(np.uint64), "places": np.dtype(np.uint8),
     }  # fmt: skip
-
-
-def store_of(arrays: dict[str, np.ndarray], masked: bool) -> TokenStore:
-    return TokenStore(**(arrays | ({} if masked else {"supervised": None})))  # type: ignore[arg-type]
 
 
 def write_into(files: dict[str, BinaryIO], documents: Iterable[Document], vocab_size: int) -> bool:

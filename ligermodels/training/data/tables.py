@@ -3,14 +3,13 @@
 Either package is imported when it is needed first. Knows no tokens.
 """
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.records import FIELDS, BadLines, Record, record_of
+from ligermodels.training.data.packages import needs
+from ligermodels.training.data.records import ACCEPTED, FIELDS, FORMS, BadLines, Record, record_of
 from ligermodels.weights.files import refuse_text
 
 HUB = "hub:"
@@ -66,8 +65,8 @@ def hub_table(name: str) -> Any:
 
 def columns_of(names: list[str], place: str) -> list[str]:
     columns = [name for name in FIELDS if name in names]
-    if not {"text", "messages"} & set(columns):
-        raise InputError(f"{place}: has neither a column text nor messages, but {', '.join(names) or 'none'}")
+    if not any(set(form) <= set(columns) for form in (*FORMS, ("text",))):
+        raise InputError(f"{place}: has no column {ACCEPTED}, but {', '.join(names) or 'none'}")
     return columns
 
 
@@ -86,11 +85,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def needs(module: str, place: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise InputError(f"{place}: needs the package {package}: pip install {package}") from error

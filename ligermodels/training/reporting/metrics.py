@@ -162,7 +162,7 @@ class Metrics:
             logger.write(record)
 
     def finish(self) -> None:
-        """Ends the bar, and says what this process's steps took, if there were any; what is said later stands below."""
+        """Ends the bar, and says what the steps took, if any; what is said later stands below."""
         self.bar.close()
         if self.taken:
             self.say(self.summary())

@@ -66,8 +66,8 @@ def flags() -> Flags:
 
     add = root.add_argument_group(
         "data",
-        "SPEC is a .txt, .jsonl, .parquet or token file, a folder, a glob, hub:NAME[:SPLIT],\n"
-        "stories, chats or random; =WEIGHT behind it where several are mixed",
+        "SPEC is a .txt, .jsonl or .json file (also .gz or .zst), a .parquet or token file, a folder, a glob,\n"
+        "hub:NAME[:SPLIT], stories, chats or random; =WEIGHT behind it where several are mixed",
     ).add_argument
     several: dict[str, Any] = {"nargs": "+", "metavar": "SPEC"}
     add("--data", **several, help="what to train on (default: the stories if the vocabulary is theirs, else random)")

@@ -5,8 +5,10 @@ It is the text of --dry-run and the first line of every run. Must not build or c
 
 import argparse
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 
@@ -118,6 +120,13 @@ class Plan:
             yield "warning", warning
 
     @property
+    def exported(self) -> int:
+        """Bytes that the export takes on the disk, about."""
+        if self.args.lora_rank and self.args.lora_export == "adapter":
+            return self.trained * torch.float32.itemsize
+        return self.parameters.total * (torch.bfloat16 if self.args.dtype == "bfloat16" else torch.float32).itemsize
+
+    @property
     def warnings(self) -> list[str]:
         return list(self.doubts())
 
@@ -140,6 +149,9 @@ class Plan:
                 f"{memory_size(self.memory.peak)} are more than the GPU has; lower --micro-batch-size or "
                 "--sequence-length, or take --recompute auto, --lora-rank or more ranks"
             )
+        folder, free = free_space(args.output or Path())
+        if self.exported > free and not args.no_export:
+            yield f"the export takes {memory_size(self.exported)}, {folder} has {memory_size(free)}; make room there"
 
 
 def plan(
@@ -164,6 +176,12 @@ def plan(
 def as_text(epochs: float) -> str:
     """0.12, 1.5, 20."""
     return f"{epochs:.2g}" if epochs < 1 else f"{epochs:.{1 if epochs < MANY_EPOCHS else 0}f}"
+
+
+def free_space(folder: Path) -> tuple[Path, int]:
+    """The first that exists of a folder and those above it, and the bytes that are free there."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return there, shutil.disk_usage(there).free
 
 
 def device_memory(device: torch.device) -> int | None:

@@ -1,6 +1,7 @@
-"""Being told to stop: SIGTERM and Ctrl-C are taken note of, so that a run saves and leaves after the step it is in.
+"""Being told to stop: SIGTERM, Ctrl-C and a closed terminal (SIGHUP) are taken note of, so that a run saves and leaves
+after the step it is in.
 
-torchrun passes either on to every rank, and kills 30 seconds later; a scheduler may tell one rank alone. So the note is
+torchrun passes each on to every rank, and kills 30 seconds later; a scheduler may tell one rank alone. So the note is
 this rank's, and ranks add theirs up. torchrun also tells those that are left when one is lost: they wait for it inside
 a library, where Python's handlers do not run, and would end unheard.
 """
@@ -26,11 +27,13 @@ class Stop:
 
 @contextmanager
 def signals() -> Iterator[Stop]:
-    """Takes note of SIGTERM and SIGINT, in the main thread; a second SIGINT ends the process at once.
+    """Takes note of SIGTERM, SIGINT and SIGHUP, in the main thread; a second SIGINT ends the process at once.
 
-    One of several ranks also ends, with status 1, when it then waits for others longer than PATIENCE.
+    SIGHUP stays ignored where it is, as under nohup. One of several ranks also ends, with status 1, when it then waits
+    for others longer than PATIENCE.
     """
     stop, awake = Stop(), threading.Event()
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def note(number: int, frame: FrameType | None) -> None:
         awake.set()
@@ -39,13 +42,18 @@ def signals() -> Iterator[Stop]:
         stop.requested = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # the system's own, which ends a wait inside a library too
+        if number == signal.SIGHUP:
+            silence(terminals)
         if os.environ.get("RANK", "0") == "0":
             again = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
             os.write(2, f"\n{signal.Signals(number).name}: stopping after this step{again}\n".encode())
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    noted = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        noted.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in noted}
     try:
-        with ending_when_stuck(awake) if "RANK" in os.environ else nullcontext():
+        with ending_when_stuck(noted, awake) if "RANK" in os.environ else nullcontext():
             yield stop
     finally:
         for number, handler in before.items():
@@ -53,7 +61,7 @@ def signals() -> Iterator[Stop]:
 
 
 @contextmanager
-def ending_when_stuck(awake: threading.Event) -> Iterator[None]:
+def ending_when_stuck(noted: list[signal.Signals], awake: threading.Event) -> Iterator[None]:
     """From the first signal on, a thread sends SIGTERM to the main one again and again, whose handler must set `awake`.
     Where it does not within PATIENCE, what the main thread waits for will not come, and the process ends."""
     read, write = os.pipe()
@@ -61,7 +69,7 @@ def ending_when_stuck(awake: threading.Event) -> Iterator[None]:
     before, main, over = signal.set_wakeup_fd(write), threading.get_ident(), threading.Event()
 
     def watch() -> None:
-        while os.read(read, 1)[0] not in (signal.SIGTERM, signal.SIGINT, OVER):  # written without the main thread
+        while os.read(read, 1)[0] not in (*noted, OVER):  # written without the main thread
             pass
         while not over.wait(1):
             awake.clear()
@@ -83,3 +91,11 @@ def ending_when_stuck(awake: threading.Event) -> Iterator[None]:
         thread.join()
         os.close(read)
         os.close(write)
+
+
+def silence(descriptors: list[int]) -> None:
+    """What is written to a terminal that is gone is an error, of which the run would die before it has saved."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -1,5 +1,7 @@
 """Documents made for tests, and what a run has of them."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -7,7 +9,7 @@ import torch
 from ligermodels.training.data.batches import Training, Validation
 from ligermodels.training.data.packing import JoinedRows, rows_of
 from ligermodels.training.data.split import all_of
-from ligermodels.training.data.store import in_memory
+from ligermodels.training.data.store import open_store, write
 from ligermodels.training.scaling.parallel import World
 
 CPU = World(torch.device("cpu"))
@@ -26,8 +28,15 @@ def distinct(*lengths):
     return [Document([next(numbers) for _ in range(n)], None, f"d:{i}") for i, n in enumerate(lengths)]
 
 
+def stored(documents, vocab_size=VOCABULARY):
+    """Mapped files, of which the names are gone."""
+    with TemporaryDirectory() as folder:
+        write(documents, vocab_size, Path(folder))
+        return open_store(Path(folder))
+
+
 def rows(documents, length, packing=True):
-    return JoinedRows([rows_of(all_of(in_memory(documents, VOCABULARY)), length, packing)])
+    return JoinedRows([rows_of(all_of(stored(documents)), length, packing)])
 
 
 def training(documents, length, packing=True, seed=0):

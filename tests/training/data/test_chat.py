@@ -1,6 +1,7 @@
 """Which tokens a text and a conversation become, and which of them are supervised."""
 
 import json
+import unicodedata
 
 import pytest
 import tokenizers
@@ -9,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data import chat, sources
 from ligermodels.training.data.chat import Document, documents
-from ligermodels.training.data.records import BadLines, Conversation, Text
+from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import FORMS, TEXTS, write_folder
 
@@ -219,6 +220,32 @@ def test_a_tokenizer_that_ends_texts_itself_ends_them_once(tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_of_a_prompt_with_its_completion_the_completion_is_supervised_and_the_end_of_text(tmp_path, form):
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, form))
+    prompt, answer = "The cafe\u0301 in Paris asks: what is the weather", " today?\n\nIt's 21 degrees."
+    (document,) = documents_of(tokenizer, Completion(prompt, answer, "d.jsonl:1"))
+    assert document.ids == [*tokenizer.encode(prompt + answer), END] and document.place == "d.jsonl:1"
+    learned = document.supervised.index(True)
+    assert all(document.supervised[learned:])
+    given, said = (tokenizer.decode(ids).strip() for ids in (document.ids[:learned], document.ids[learned:-1]))
+    assert unicodedata.normalize("NFC", given) == unicodedata.normalize("NFC", prompt) and said == answer.strip()
+
+
+def test_a_token_of_both_prompt_and_completion_is_supervised_and_what_ends_texts_does_so_once(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "llama 3")
+    assert len(tokenizer.encode(" Paris", add_special_tokens=False)) == 1
+    (document,) = documents_of(tokenizer, Completion("in Par", "is", "d.jsonl:1"))
+    assert supervised_texts(tokenizer, document)[0].startswith(" Paris")
+    assert document.supervised == [False] * (len(document.ids) - 2) + [True, True]
+    tokenizer.tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "$A <|eot_id|>", special_tokens=[("<|eot_id|>", tokenizer.eos_token_id)]
+    )
+    (ended,) = documents([Completion("in Par", "is", "")], tokenizer, tokenizer.eos_token_id, BadLines(0))
+    assert ended.ids == [*document.ids[1:-1], tokenizer.eos_token_id]
+    assert ended.supervised == document.supervised[1:]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_long_text_in_pieces_has_the_tokens_of_the_whole_each_predicted_once(tmp_path, monkeypatch, form):
     monkeypatch.setattr(sources, "PIECE_CHARACTERS", 200)
     monkeypatch.setattr(chat, "BATCH_RECORDS", 3)
@@ -244,10 +271,16 @@ def test_a_seam_within_a_token_loses_no_text(tmp_path):
     assert tokenizer.decode([*first.ids, *second.ids[1:-1]]) == whole
 
 
-def test_texts_and_conversations_keep_their_order_whatever_the_batches(tmp_path, monkeypatch):
+def test_records_of_all_kinds_keep_their_order_whatever_the_batches(tmp_path, monkeypatch):
     tokenizer = tokenizer_of(tmp_path, "qwen 2")
     lines = [
-        Text(TEXTS[line % 4], f"d.jsonl:{line}") if line % 5 < 3 else conversation(ASKED, SAID, line=line)
+        (
+            Text(TEXTS[line % 4], f"d.jsonl:{line}")
+            if line % 5 < 3
+            else conversation(ASKED, SAID, line=line)
+            if line % 2
+            else Completion("a", TEXTS[line % 4], f"d.jsonl:{line}")
+        )
         for line in range(40)
     ]
     expected = documents_of(tokenizer, *lines)

@@ -73,8 +73,22 @@ def test_the_floor_is_the_nats_of_the_validation_stories_over_their_predicted_to
     assert data.description == "the embedded stories"
     prompt, answer = data.questions[0]
     assert unseen[0][0].startswith(prompt) and prompt.endswith("=") and answer in unseen[0][0]
-    again = opened(vocab_size=1024)
-    assert one_pass(again) == one_pass(data)
+
+
+def test_embedded_data_is_tokenised_once_for_a_tokenizer_and_a_number_of_documents(few, folder, monkeypatch):
+    data = opened("stories", "chats", vocab_size=1024)
+    monkeypatch.setattr(reader, "train_tokenizer", None)
+    with monkeypatch.context() as once:
+        once.setattr(reader, "documents", None)
+        again = opened("stories", "chats", vocab_size=1024)
+    assert one_pass(again) == one_pass(data) and again.floor == data.floor and again.questions == data.questions
+    assert again.training.fingerprint == data.training.fingerprint
+    assert again.new_tokenizer.tokenizer.to_str() == data.new_tokenizer.tokenizer.to_str()
+    assert (
+        opened("stories", folder=folder).training.fingerprint != opened("stories", vocab_size=1024).training.fingerprint
+    )
+    monkeypatch.setattr(embedded, "STORIES", 100)
+    assert len(opened("stories", vocab_size=1024).training) < len(data.training) / 2
 
 
 def test_chats_are_masked_to_answers_whose_floor_is_zero_and_mix_with_stories(few):

@@ -1,5 +1,6 @@
 """What is read of files, tables and patterns of them, and the line that names what cannot be."""
 
+import gzip
 import json
 import sys
 import tracemalloc
@@ -10,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import sources
-from ligermodels.training.data.records import BadLines, Conversation, Text
+from ligermodels.training.data import json_files, sources
+from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 PART = {"type": "text", "text": "2 + "}
@@ -47,6 +48,95 @@ def test_json_lines_are_texts_and_conversations_each_with_its_line(tmp_path):
     ]
 
 
+COMPRESS = {
+    "": bytes,
+    ".gz": lambda data: gzip.compress(data[:9]) + gzip.compress(data[9:]),
+    ".zst": lambda data: b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (data[:9], data[9:])),
+}
+RECORDS = [{"text": 'ä ],"\U0001f600'}, messages(USER, ANSWER, more=[1.5e3, None]), {"text": "\n"}]
+ARRAY = json.dumps(RECORDS).encode()
+LINES = b"\n".join(json.dumps(record).encode() for record in RECORDS)
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_json_is_an_array_or_an_object_a_line_compressed_or_not(tmp_path, monkeypatch, suffix, compression):
+    def records(content, between):
+        name = write(tmp_path / f"a{suffix}{compression}", COMPRESS[compression](content))
+        text, conversation, line_feed = read(name)
+        assert (text.text, conversation.messages, line_feed.text) == (RECORDS[0]["text"], [USER, ANSWER], "\n")
+        assert [r.place for r in (text, conversation, line_feed)] == [f"{name}:{between}{n}" for n in (1, 2, 3)]
+
+    records(LINES, "")
+    for chunk in (1, 2, 50, 2**16):
+        monkeypatch.setattr(json_files, "CHUNK_CHARACTERS", chunk)
+        records(ARRAY, " element ")
+        records(b"\xef\xbb\xbf \n" + json.dumps(RECORDS, indent=3, ensure_ascii=False).encode() + b"\r\n", " element ")
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_a_compressed_text_is_the_text(tmp_path, compression):
+    name = write(tmp_path / f"a.txt{compression}", COMPRESS[compression](b"\xef\xbb\xbfone\r\ntwo \xc3\xa4"))
+    assert read(name) == [Text("one\ntwo ä", f"{name}:1")]
+
+
+def test_an_empty_array_holds_nothing_and_an_element_that_is_no_record_is_a_bad_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_files, "CHUNK_CHARACTERS", 1)
+    with pytest.raises(InputError, match=r"holds no text and no conversation$"):
+        read(write(tmp_path / "a.json", b" [ ]\n"))
+    name = write(tmp_path / "b.json", [{"text": "a"}, 51, {"text": "b \ud83d"}, {"text": "c"}])
+    bad = BadLines(2)
+    assert list(sources.read(name, bad)) == [Text("a", f"{name}: element 1"), Text("c", f"{name}: element 4")]
+    assert bad.skipped == 2
+    with pytest.raises(InputError, match=r"b\.json: element 2: is a number; must be an object as"):
+        read(name)
+    with pytest.raises(
+        InputError, match=r"b\.json: element 3: holds half of a surrogate pair.*1 before it were skipped"
+    ):
+        read(name, allowed=1)
+
+
+@pytest.mark.parametrize("chunk", [1, 2**16])
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b'[{"text": "a"}, {"text": "b', ": element 2: not JSON at its character 10: Unterminated string"),
+        (
+            b'[{"text": "a"}, {"text" "b"}, {"text": "c"}]',
+            ": element 2: not JSON at its character 9: Expecting ':' delimiter;",
+        ),
+        (b'[{"text": "a"},', ": element 2: not JSON at its character 1: Expecting value;"),
+        (b'[{"text": "a"},]', ": element 2: not JSON at its character 1: Expecting value;"),
+        (b"[", ": element 1: not JSON at its character 1: Expecting value;"),
+        (b'[{"text": "a"}, {"text": "b"}', ": element 2 is the last, but no ] follows; cut off"),
+        (b'[{"text": "a"} {"text": "b"}]', ": element 1 is followed by '{', not by , or ]"),
+        (b'[{"text": "a"}]\n[{"text": "b"}]', ": goes on with '[' behind the array; must be an object a line, or one"),
+        (b'[{"text": "a"},\n{"text": "\xff"}]', ":2:11: byte 0xff is not UTF-8 (invalid start byte); convert the file"),
+        (b'[{"text": "a"}, ' + b"[" * 100_000, ": element 2: not JSON that is read: maximum recursion depth"),
+        (b'[{"text": ' + b"1" * 5000 + b"}]", ": element 1: not JSON that is read: Exceeds the limit"),
+        (
+            b'{\n"text": "a"}',
+            ":1:2: not JSON: Expecting property name enclosed in double quotes; must be an object a line",
+        ),
+    ],
+)
+def test_json_that_is_cut_off_or_wrong_is_named_by_its_element(tmp_path, monkeypatch, content, complaint, chunk):
+    monkeypatch.setattr(json_files, "CHUNK_CHARACTERS", chunk)
+    name = write(tmp_path / "a.json", content)
+    with pytest.raises(InputError) as refused:
+        read(name, allowed=0 if complaint.startswith(":1") else 9)
+    assert str(refused.value).startswith(f"{name}{complaint}")
+
+
+@pytest.mark.parametrize("file", ["a.jsonl.gz", "a.json.gz", "a.txt.gz", "a.jsonl.zst", "a.json.zst", "a.txt.zst"])
+def test_a_damaged_archive_is_named(tmp_path, file):
+    kind = "." + file.rpartition(".")[2]
+    whole = COMPRESS[kind](b"[" + b'{"text": "' + bytes(range(97, 123)) * 900 + b'"}]')
+    for damaged in (whole[:-9], whole[:40], b"no archive", whole + b"x"):
+        with pytest.raises(InputError, match=rf"{file}: damaged or cut off: .+; bring a whole one$"):
+            read(write(tmp_path / file, damaged), allowed=9)
+
+
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 2}'}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TOOL = {"type": "function", "function": {"name": "add"}}
@@ -71,6 +161,38 @@ def test_messages_as_openais_api_has_them(tmp_path):
     assert (whole.tools, quoted.tools, without.tools) == ([TOOL], [TOOL], None)
 
 
+TERSE = {"role": "system", "content": "Be terse."}
+TURNS = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+ALPACA = {"instruction": "Add.", "input": "2 + 2?", "output": "4"}
+
+
+@pytest.mark.parametrize(
+    ("line", "read_as"),
+    [
+        ({"conversations": TURNS}, [USER, ANSWER]),
+        ({"conversations": TURNS, "system": "Be terse.", "tools": [TOOL]}, ([TERSE, USER, ANSWER], [TOOL])),
+        ({"conversations": [{"from": "system", "value": "Be terse."}, *TURNS], "system": "x"}, [TERSE, USER, ANSWER]),
+        ({"conversations": [USER, TURNS[1] | {"weight": 0}, *TURNS]}, [USER, ANSWER | {"weight": 0}, USER, ANSWER]),
+        (ALPACA, [USER | {"content": "Add.\n2 + 2?"}, ANSWER]),
+        (ALPACA | {"input": "", "text": "x", "history": []}, [USER | {"content": "Add."}, ANSWER]),
+        ({"instruction": "2 + 2?", "output": "4", "system": "Be terse."}, [TERSE, USER, ANSWER]),
+        ({"prompt": "2 + 2?", "completion": " 4", "text": "x"}, Completion("2 + 2?", " 4", "a.jsonl:1")),
+        (
+            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "tools": [TOOL]},
+            ([USER, ANSWER | {"weight": 0}, USER, ANSWER], [TOOL]),
+        ),
+        (messages(USER, ANSWER, prompt="x", completion="y", conversations=[]), [USER, ANSWER]),
+        ({"prompt": "x", "text": "a"}, Text("a", "a.jsonl:1")),
+    ],
+)
+def test_the_forms_in_which_fine_tuning_has_its_data(tmp_path, monkeypatch, line, read_as):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", line)
+    if isinstance(read_as, list):
+        read_as = read_as, None
+    assert read("a.jsonl") == [read_as if hasattr(read_as, "place") else Conversation(*read_as, "a.jsonl:1")]
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -81,7 +203,10 @@ def test_messages_as_openais_api_has_them(tmp_path):
         (b'{"text": "\xc3\xa4\xff"}', ":2:12: byte 0xff is not UTF-8 (invalid start byte)"),
         (b'{"text": "a \\uD83D"}', ":2: holds half of a surrogate pair"),
         ([1], ":2: is a list; must be an object"),
-        ({"txt": "a", "id": 1}, ":2: has neither a field text nor messages, but txt, id"),
+        (
+            {"txt": "a", "id": 1},
+            "conversations, instruction with output, prompt with completion or text, but txt, id",
+        ),
         ({"text": None}, ":2: field text is null; must be a string"),
         ({"text": 5}, ":2: field text is a number; must be a string"),
         ({"messages": "a"}, ":2: field messages is a string; must be a list"),
@@ -103,6 +228,15 @@ def test_messages_as_openais_api_has_them(tmp_path):
         (messages(USER, ANSWER | {"weight": 0.5}), ":2: field messages[1].weight is 0.5; must be 0, for context alone"),
         (messages(USER, ANSWER, tools={}), ":2: field tools is an object; must be a list of objects"),
         (messages(USER, ANSWER, tools="["), ":2: field tools is a string that is not JSON"),
+        ({"conversations": []}, ":2: field conversations is an empty list; must be a list of at least one"),
+        ({"conversations": [{"from": "bing", "value": "4"}]}, "[0].from is 'bing'; must be one of human, gpt, system"),
+        ({"conversations": [{"from": "gpt"}]}, ":2: field conversations[0].value is null; must be a string"),
+        ({"conversations": ["a"]}, ":2: field conversations[0] is a string; must be an object as"),
+        (ALPACA | {"output": 4}, ":2: field output is a number; must be a string"),
+        (ALPACA | {"input": ["2"]}, ":2: field input is a list; must be a string"),
+        (ALPACA | {"history": [["1 + 1?", "2"]]}, ":2: field history is not read; give all turns as messages"),
+        ({"prompt": "2", "completion": [ANSWER]}, ":2: field completion is a list; must be a string"),
+        ({"prompt": [USER], "completion": "4"}, ":2: field completion is a string; must be a list of at least one"),
     ],
 )
 def test_a_bad_line_is_named_and_skipped_only_within_the_limit(tmp_path, line, complaint):
@@ -136,17 +270,19 @@ def test_what_is_not_utf8_in_a_text_file_has_its_line_and_column_in_any_piece(tm
 @pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
 def test_an_empty_file_is_refused(tmp_path, file, content):
-    with pytest.raises(InputError, match=rf"--data {write(tmp_path / file, content)}: holds no text and no messages$"):
+    with pytest.raises(
+        InputError, match=rf"--data {write(tmp_path / file, content)}: holds no text and no conversation$"
+    ):
         read(tmp_path / file)
 
 
 def test_empty_texts_and_skipped_lines_are_no_data(tmp_path):
     name = write(tmp_path / "a.jsonl", {"text": ""}, b"\r", b"{")
-    with pytest.raises(InputError, match=r"holds no text and no messages; bad lines skipped: 1$"):
+    with pytest.raises(InputError, match=r"holds no text and no conversation; bad lines skipped: 1$"):
         read(name, allowed=1)
 
 
-@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("file", ["a.jsonl", "a.json.gz", "a.txt.zst", "a.parquet"])
 def test_a_git_lfs_pointer_is_called_one(tmp_path, file):
     name = write(tmp_path / file, b"version https://git-lfs.github.com/spec/v1", b"oid sha256:0")
     with pytest.raises(InputError, match=rf"{file}: is a Git LFS pointer"):
@@ -154,7 +290,7 @@ def test_a_git_lfs_pointer_is_called_one(tmp_path, file):
 
 
 def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 20)
+    monkeypatch.setattr(json_files, "MAX_BYTES", 20)
     assert len(read(write(tmp_path / "a.jsonl", b'{"text": "a2345678"}'))) == 1
     with pytest.raises(InputError, match=r"b\.jsonl:2: has more than 20 bytes"):
         read(write(tmp_path / "b.jsonl", b'{"text": "a"}', b" " * 30), allowed=9)
@@ -191,23 +327,34 @@ def test_the_pieces_of_a_long_text_are_all_of_it_each_with_its_line_and_what_is_
         read_so_far += piece.text
 
 
-@pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("file", ["a.txt", "a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst"])
 def test_large_files_are_not_held_in_memory(tmp_path, file):
     line = json.dumps({"text": "word " * 2000}).encode()
-    name = write(tmp_path / file, *[line] * 1600)  # 16 MB
+    lines = b"[" + b",\n".join([line] * 1600) + b"]" if file == "a.json" else b"\n".join([line] * 1600)  # 16 MB
+    name = write(tmp_path / file, COMPRESS[(tmp_path / file).suffix if file.count(".") > 1 else ""](lines))
     tracemalloc.start()
     count = sum(len(record.text) for record in sources.read(name, BadLines(0)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert count == 16_000_000 if file == "a.jsonl" else count == 1600 * len(line) + 1599
+    assert count == 1600 * len(line) + 1599 if file == "a.txt" else count == 16_000_000
     assert peak < 3_000_000
 
 
 def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
-    for name in ["b.txt", "a.jsonl", "in/c.txt", "in/d.bin", ".git/e.txt", "in/.f.txt", "README.md", "d.json"]:
+    for name in [
+        "b.txt",
+        "a.jsonl",
+        "in/c.txt",
+        "in/d.bin",
+        ".git/e.txt",
+        "in/.f.txt",
+        "README.md",
+        "in/d.json",
+        "d.json",
+    ]:
         write(tmp_path / "data" / name, {"text": name})
     found = [str(file.relative_to(tmp_path / "data")) for file in sources.files_of(str(tmp_path / "data"))]
-    assert found == ["a.jsonl", "b.txt", "in/c.txt", "in/d.bin"]
+    assert found == ["a.jsonl", "b.txt", "d.json", "in/c.txt", "in/d.bin"]
     assert [file.name for file in sources.files_of(f"{tmp_path}/data/?.js*l")] == ["a.jsonl"]
     assert [file.name for file in sources.files_of(f"{tmp_path}/data/**/*.txt")] == ["b.txt", "c.txt"]
     assert [record.place for record in read(f"{tmp_path}/data/**/*.txt")] == [
@@ -220,16 +367,19 @@ def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("no.txt", r"no\.txt: there is no such file, folder or pattern of files; \.txt or .*; also: stories, chats"),
+        ("no.txt", r"no\.txt: there is no such file, folder or pattern of files; \.txt, .*; also: stories, chats"),
         ("*.txt", "there is no such file, folder or pattern"),
-        ("README.md", r"README\.md: is not read as data; must be \.txt or \.jsonl or \.parquet"),
+        (
+            "README.md",
+            r"README\.md: is not read as data; must be \.txt, \.jsonl, \.json \(also with \.gz or \.zst\), \.parquet, ",
+        ),
         ("READ*", r"README\.md: is not read as data"),
-        ("empty", r"empty: no file in this folder is \.txt or \.jsonl"),
+        ("empty", r"empty: no file in this folder is \.txt, \.jsonl"),
     ],
 )
 def test_what_is_no_source_is_refused(tmp_path, name, complaint):
     write(tmp_path / "README.md", b"a")
-    write(tmp_path / "empty" / "a.json", b"a")
+    write(tmp_path / "empty" / "a.jso", b"a")
     with pytest.raises(InputError, match=complaint):
         sources.files_of(str(tmp_path / name))
 
@@ -273,6 +423,14 @@ def test_parquet_gives_rows_in_which_null_is_absent(tmp_path):
     assert text == Text("c", f"{name}: row 3")
 
 
+def test_parquet_of_any_form_is_read_by_its_columns(tmp_path):
+    rows = [{"id": 1, "system": None, "conversations": TURNS}, {"id": 2, "system": "Be terse.", "conversations": TURNS}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [record.messages for record in read(tmp_path / "a.parquet")] == [[USER, ANSWER], [TERSE, USER, ANSWER]]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["2"], "completion": ["4"]}), tmp_path / "b.parquet")
+    assert read(tmp_path / "b.parquet") == [Completion("2", "4", f"{tmp_path}/b.parquet: row 1")]
+
+
 def test_bad_parquet_is_named(tmp_path):
     def table(file, **columns):
         pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / file)
@@ -280,9 +438,14 @@ def test_bad_parquet_is_named(tmp_path):
 
     with pytest.raises(InputError, match=r"a\.parquet: row 2: field text is a number"):
         read(table("a.parquet", text=[None, 5]), allowed=1)
-    with pytest.raises(InputError, match=r"b\.parquet: has neither a column text nor messages, but x, y"):
+    with pytest.raises(
+        InputError,
+        match=r"b\.parquet: has no column messages, conversations, instruction with output, .* or text, but x, y",
+    ):
         read(table("b.parquet", x=[1], y=[2]), allowed=9)
-    with pytest.raises(InputError, match=r"c\.parquet: holds no text and no messages"):
+    with pytest.raises(InputError, match=r"b\.parquet: has no column .*, but prompt, chosen"):
+        read(table("b.parquet", prompt=["a"], chosen=["b"]), allowed=9)
+    with pytest.raises(InputError, match=r"c\.parquet: holds no text and no conversation"):
         read(table("c.parquet", text=pyarrow.array([], pyarrow.string())))
     with pytest.raises(InputError, match=r"d\.parquet: not a parquet file that pyarrow reads: Parquet magic bytes"):
         read(write(tmp_path / "d.parquet", b"nothing of the kind"))
@@ -298,6 +461,8 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"a\.parquet: needs the package pyarrow: pip install pyarrow"):
         read(tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.txt\.zst: needs the package pyarrow: pip install pyarrow"):
+        read(write(tmp_path / "a.txt.zst", b"(\xb5/\xfd"))
     with pytest.raises(InputError, match="hub:a/b: needs the package datasets: pip install datasets"):
         read("hub:a/b")
 

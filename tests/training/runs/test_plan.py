@@ -1,4 +1,5 @@
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,24 @@ def test_what_is_likely_not_meant_is_warned_of(argv, rows, warning):
     assert ("warning" in whole.text()) == bool(warning)
     if warning and "epochs" in warning:
         assert f"= {warning.partition(':')[0]}" in whole.line  # in the same words
+
+
+@pytest.mark.parametrize(
+    "argv, size",
+    [
+        ([], 4 * 1_049_728),
+        (["--dtype", "bfloat16"], 2 * 1_049_728),
+        (["--model", "folder", "--lora-rank", "1", "--lora-export", "adapter"], 4 * 1_049_728),  # as if all were LoRA
+    ],
+)
+def test_a_disk_without_room_for_the_export_is_warned_of(argv, size, tmp_path, monkeypatch):
+    def warnings(free, *more):
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        return planned("--steps", "250", "--output", f"{tmp_path}/new/run", *argv, *more)[1].warnings
+
+    needs = f"the export takes {memory_size(size)}, {tmp_path} has {memory_size(size - 1)}; make room there"
+    assert warnings(size - 1) == [needs]
+    assert warnings(size) == warnings(0, "--no-export") == []
 
 
 def test_a_step_that_does_not_fit_is_warned_of(monkeypatch):

@@ -1,6 +1,7 @@
 """Signals are noted and handed back; one run holds a folder, until it is done or dead."""
 
 import os
+import pty
 import signal
 import socket
 
@@ -10,16 +11,47 @@ from ligermodels.errors import InputError
 from ligermodels.training.runs.folder import locked
 from ligermodels.training.runs.stopping import signals
 
+NOTED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+
+@pytest.mark.parametrize("number", NOTED)
 def test_a_signal_is_noted_and_the_handlers_come_back(number, capfd):
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(n) for n in NOTED]
     with signals() as stop:
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(n) for n in NOTED] == before
     assert f"{number.name}: stopping after this step" in capfd.readouterr().err
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_whose_terminal_is_closed_can_still_print():
+    child, terminal = pty.fork()
+    if child == 0:
+        try:
+            with signals() as stop:
+                os.write(1, b".")
+                while not stop.requested:
+                    pass
+                os.write(1, b"Saved")
+                os.write(2, b"Saved")
+                os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.read(terminal, 1) == b"."
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_only_the_first_rank_speaks(monkeypatch, capfd):
