@@ -36,7 +36,7 @@ from ligermodels.kernels.cross_entropy import (
     sweep,
 )
 from ligermodels.kernels.op import Node, autocast, register, runs_kernels
-from ligermodels.kernels.scaled import multiply_, scaled
+from ligermodels.kernels.scaled import multiply_, scaled, scaled_pair
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
 LOGITS_BYTES = 2**30
@@ -249,9 +249,11 @@ class _ReducedLoss(Node):
     @staticmethod
     def backward(ctx, dloss):
         (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
-        scale = dloss, factor, 1 / GRADIENT_SCALE
-        dhidden = scaled(dhidden, *scale, ctx.dtype) if hidden_grad else None
-        dweight = scaled(dweight, *scale, ctx.dtype) if weight_grad else None
+        scale = dloss, factor, 1 / GRADIENT_SCALE, ctx.dtype
+        if hidden_grad and weight_grad:
+            return *scaled_pair(dhidden, dweight, *scale), *[None] * 9
+        dhidden = scaled(dhidden, *scale) if hidden_grad else None
+        dweight = scaled(dweight, *scale) if weight_grad else None
         return dhidden, dweight, *[None] * 9
 
 
