@@ -45,7 +45,7 @@ def leaves(*shape, dtype=torch.float32):
 
 @pytest.fixture
 def chunks_of_16(monkeypatch):
-    monkeypatch.setattr(module, "chunk_rows", lambda rows, vocab, dtype: 16)
+    monkeypatch.setattr(module, "chunk_rows", lambda *a: 16)
 
 
 @pytest.fixture
@@ -250,18 +250,19 @@ def test_the_cpu_runs_the_reference(monkeypatch, reduction):
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocab", "dtype", "expected"),
+    ("rows", "hidden", "vocab", "dtype", "expected"),
     [
-        (16384, 128256, torch.bfloat16, 4096),
-        (16384, 256000, torch.bfloat16, 2048),
-        (16384, 32000, torch.bfloat16, 8192),
-        (16384, 151936, torch.bfloat16, 3328),  # five chunks of at most 3456, of equal size
-        (16384, 262144, torch.float32, 1024),
-        (5, 128256, torch.bfloat16, 128),
+        (16384, 4096, 128256, torch.bfloat16, 4096),
+        (16384, 2304, 256000, torch.bfloat16, 2048),
+        (16384, 4096, 32000, torch.bfloat16, 8192),
+        (16384, 0, 151936, torch.bfloat16, 3328),  # five chunks of at most 3456, of equal size
+        (16384, 896, 151936, torch.bfloat16, 2816),  # six: with the fp32 sums, 1.2 GiB beyond both gradients
+        (16384, 2048, 262144, torch.float32, 1024),
+        (5, 4096, 128256, torch.bfloat16, 128),
     ],
 )
-def test_chunks_hold_a_gibibyte_of_logits(rows, vocab, dtype, expected):
-    assert chunk_rows(rows, vocab, dtype) == expected
+def test_chunks_hold_a_gibibyte_of_logits(rows, hidden, vocab, dtype, expected):
+    assert chunk_rows(rows, vocab, (rows + vocab) * hidden, dtype) == expected
 
 
 @pytest.mark.parametrize(
