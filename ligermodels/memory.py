@@ -215,10 +215,11 @@ def kept_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:
 def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
     """The gradients in fp32, and with them a chunk of logits or, later, the weight's gradient in `dtype`."""
     vocab, hidden = model.lm_head.weight.shape
-    chunk = min(chunk_rows(tokens, vocab, dtype), tokens) * round_up(vocab) * dtype.itemsize
+    sums = (tokens + vocab * model.lm_head.weight.requires_grad) * hidden
+    chunk = min(chunk_rows(tokens, vocab, sums, dtype), tokens) * round_up(vocab) * dtype.itemsize
     if not model.lm_head.weight.requires_grad:
-        return tokens * hidden * FP32 + chunk
-    return (tokens + vocab) * hidden * FP32 + max(chunk, vocab * hidden * dtype.itemsize)
+        return sums * FP32 + chunk
+    return sums * FP32 + max(chunk, vocab * hidden * dtype.itemsize)
 
 
 def width(projection: nn.Module) -> int:

@@ -13,11 +13,13 @@ lean needs 64 MiB beyond the gradients and takes them in two passes: one over ch
 dweight's own memory, for the log-sum-exps and dhidden; one over chunks of the vocabulary, which computes their logits
 again and each row of dweight in one matrix product, summed in fp32 inside it and rounded once: 8 T H V FLOP.
 
-Nothing between the two pays. Sums over chunks of c rows for a share g of the vocabulary, and logits computed again for
+Little between the two pays. Sums over chunks of c rows for a share g of the vocabulary, and logits computed again for
 the rest, cost 2 (4 - g) T H V FLOP and 8 g H V T / c bytes of traffic, in 4 g H V + 2 c V bytes. Beside the products
-alone at 16384×4096×128256 on an H200, 1.2 GiB beyond gradients of half precision give 1.14 times their time (g 0.85,
-c 2048), or 1.39 (g 1, c 512), and 120 MiB 1.31 (g 0.43, c 1152). Sums in half precision err 2.2 times as plain PyTorch
-with eight chunks, 2.9 times with 32.
+alone on an H200, 1.2 GiB beyond gradients of half precision give at best 1.10 times their time at 16384×4096×128256
+(g 0.86, c 2048; 1.23 with g 1, c 896) and 1.26 at 16384×2304×256000 (g 0.60, c 2048), where 2.2 and 2.3 GiB give 1.03
+and 1.10; 64 MiB give 1.29 and 1.44 (g 0.25, c 2048; g 0.10, c 1792), lean 1.35 and 1.51. Sums that wait in 24 bits, in
+dweight and a byte beside it, take a product of our own, 8 to 17 % slower than cuBLAS's into fp32: 1.10 and 1.31. Sums
+in half precision err 2.2 times as plain PyTorch with eight chunks, 2.9 times with 32.
 """
 
 from collections.abc import Iterator
@@ -36,12 +38,14 @@ from ligermodels.kernels.cross_entropy import (
     sweep,
 )
 from ligermodels.kernels.op import Node, autocast, register, runs_kernels
-from ligermodels.kernels.scaled import multiply_, scaled
+from ligermodels.kernels.scaled import multiply_, scaled, scaled_pair
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
 LOGITS_BYTES = 2**30
+BEYOND_BYTES = 6 * 2**30 // 5  # of logits and of what fp32 sums take beyond the gradients, where MANY_ROWS fit
 LEAN_BYTES = 2**26  # of logits at most, where memory is short, and an eighth of the weight at most
 FEWEST_ROWS, MOST_ROWS = 1024, 8192  # below, adding to dweight in fp32 costs more than the matrix products
+MANY_ROWS = 3072  # not given up for memory: chunks of 2048 take four hundredths more time
 ALIGNMENT = 128  # rows of a chunk, and the elements from one row of logits to the next: tiles of a matrix product
 
 
@@ -50,9 +54,12 @@ def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tens
     return cross_entropy_reference(hidden @ weight.T, targets, **options)
 
 
-def chunk_rows(rows: int, vocab: int, dtype: torch.dtype) -> int:
-    """Rows of one chunk: as many as LOGITS_BYTES hold, spread evenly over the fewest chunks."""
-    limit = min(max(LOGITS_BYTES // (vocab * dtype.itemsize), FEWEST_ROWS), MOST_ROWS) // ALIGNMENT * ALIGNMENT
+def chunk_rows(rows: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
+    """Rows of one chunk, beside so many fp32 sums: what the memory holds, spread evenly over the fewest chunks."""
+    row = round_up(vocab) * dtype.itemsize
+    beside = (BEYOND_BYTES - sums * (torch.float32.itemsize - dtype.itemsize)) // row
+    limit = min(LOGITS_BYTES // row, beside if beside >= MANY_ROWS else MOST_ROWS)
+    limit = min(max(limit, FEWEST_ROWS), MOST_ROWS) // ALIGNMENT * ALIGNMENT
     chunks = max(1, -(-rows // limit))
     return round_up(-(-rows // chunks))
 
@@ -71,12 +78,14 @@ def rows_in(piece: slice, x: Tensor) -> Tensor:
     return x if piece.stop - piece.start == x.shape[0] else x[piece]
 
 
-def _chunks_of_logits(hidden: Tensor, weight: Tensor, buffer: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+def _chunks_of_logits(
+    hidden: Tensor, weight: Tensor, sums: int = 0, buffer: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their logits) of each chunk, all in the same memory: `buffer`'s, where one of enough elements is given."""
     rows, vocab = hidden.shape[0], weight.shape[0]
     width = round_up(vocab)
     if buffer is None:
-        chunk = min(chunk_rows(rows, vocab, hidden.dtype), rows)
+        chunk = min(chunk_rows(rows, vocab, sums, hidden.dtype), rows)
         buffer = torch.empty(chunk, width, dtype=hidden.dtype, device=hidden.device)
     else:
         chunk = aligned(buffer.numel() // width)
@@ -118,7 +127,7 @@ def _launch_forward(
     loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     lse = torch.empty_like(loss)
     dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
-    for piece, logits in _chunks_of_logits(hidden, weight):
+    for piece, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
         dlogits = logits if hidden_grad or weight_grad else None
         of_piece = rows_in(piece, targets), rows_in(piece, loss), rows_in(piece, lse)
         sweep(logits, *of_piece, GRADIENT_SCALE, dlogits, *options)
@@ -131,7 +140,7 @@ def _launch_backward(
     hidden_grad: bool, weight_grad: bool, *options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
-    for piece, logits in _chunks_of_logits(hidden, weight):
+    for piece, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
         sweep(logits, targets[piece], None, lse[piece], scale[piece], logits, *options)
         _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
     return dhidden, dweight
@@ -153,7 +162,7 @@ def _launch_lean(
     buffer = torch.empty(elements, dtype=hidden.dtype, device=hidden.device)
     if hidden_grad or lse is None:
         room = dweight.view(-1) if dweight.numel() > elements else buffer
-        for piece, logits in _chunks_of_logits(hidden, weight, room):
+        for piece, logits in _chunks_of_logits(hidden, weight, buffer=room):
             dlogits = logits if hidden_grad else None
             piece_loss = loss[piece] if lse is None else None
             sweep(logits, targets[piece], piece_loss, row_lse[piece], scale[piece], dlogits, *options)
@@ -249,9 +258,11 @@ class _ReducedLoss(Node):
     @staticmethod
     def backward(ctx, dloss):
         (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
-        scale = dloss, factor, 1 / GRADIENT_SCALE
-        dhidden = scaled(dhidden, *scale, ctx.dtype) if hidden_grad else None
-        dweight = scaled(dweight, *scale, ctx.dtype) if weight_grad else None
+        scale = dloss, factor, 1 / GRADIENT_SCALE, ctx.dtype
+        if hidden_grad and weight_grad:
+            return *scaled_pair(dhidden, dweight, *scale), *[None] * 9
+        dhidden = scaled(dhidden, *scale) if hidden_grad else None
+        dweight = scaled(dweight, *scale) if weight_grad else None
         return dhidden, dweight, *[None] * 9
 
 

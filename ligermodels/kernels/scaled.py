@@ -1,12 +1,13 @@
 """A tensor times numbers on its device, one of them for each row perhaps: out = x * scale * other, rounded once.
 
-`scaled` makes a tensor of another dtype (fp32 sums into gradients of half precision). `rescale_` writes over x, and
-leaves the rows whose number is 1 alone: how a gradient that was taken in the forward meets its upstream gradient, which
-is 1 in most training loops, without asking the device for it.
+`scaled` makes a tensor of another dtype (fp32 sums into gradients of half precision), `scaled_pair` two in one launch.
+`rescale_` writes over x and leaves the rows whose number is 1 alone: how a gradient taken in the forward meets its
+upstream gradient, which is 1 in most training loops, without asking the device for it.
 Moves each element in and out once; `rescale_` by 1 moves nothing.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,6 +16,14 @@ from ligermodels.kernels.op import cdiv, kernel, register, traced
 # Elements of one step and of one program, and warps. In place most programs find a 1 and stop: let them be few.
 OUT_OF_PLACE_TILE = 1024, 1024, 4
 IN_PLACE_TILE = 8192, 2**18, 8
+
+
+@triton.jit
+def _scale_span(x_ptr, out_ptr, scale, first, columns, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+    for start in range(0, SPAN, BLOCK):
+        column = first + start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + column, column < columns, eviction_policy="evict_first").to(tl.float32)
+        tl.store(out_ptr + column, (x * scale).to(out_ptr.dtype.element_ty), column < columns)
 
 
 @kernel(do_not_specialize=["scale_stride"])
@@ -31,10 +40,23 @@ def _kernel(
     if IN_PLACE and scale == 1:
         return
     first = (tl.program_id(0) % spans).to(tl.int64) * SPAN
-    for start in range(0, SPAN, BLOCK):
-        column = first + start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + column, column < columns, eviction_policy="evict_first").to(tl.float32)
-        tl.store(out_ptr + row * out_stride + column, (x * scale).to(out_ptr.dtype.element_ty), column < columns)
+    _scale_span(x_ptr + row * x_stride, out_ptr + row * out_stride, scale, first, columns, BLOCK, SPAN)
+
+
+@kernel(do_not_specialize=["x_rows", "y_rows"])
+def _pair_kernel(
+    x_ptr, y_ptr, scale_ptr, other_ptr, x_out_ptr, y_out_ptr, x_rows, y_rows, columns, factor,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """One program scales SPAN elements of x or, behind those, of y."""
+    scale = tl.load(scale_ptr) * factor * tl.load(other_ptr)
+    x_elements, y_elements = x_rows.to(tl.int64) * columns, y_rows.to(tl.int64) * columns
+    x_spans = tl.cdiv(x_elements, SPAN)
+    span = tl.program_id(0).to(tl.int64)
+    if span < x_spans:
+        _scale_span(x_ptr, x_out_ptr, scale, span * SPAN, x_elements, BLOCK, SPAN)
+    else:
+        _scale_span(y_ptr, y_out_ptr, scale, (span - x_spans) * SPAN, y_elements, BLOCK, SPAN)
 
 
 def _launch(x: Tensor, scale: Tensor, other: Tensor | None, factor: float, out: Tensor, in_place: bool) -> None:
@@ -60,6 +82,19 @@ def _launch_scaled(x: Tensor, scale: Tensor, other: Tensor | None, factor: float
     return out
 
 
+def _launch_scaled_pair(
+    x: Tensor, y: Tensor, scale: Tensor, other: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    outputs = torch.empty_like(x, dtype=dtype), torch.empty_like(y, dtype=dtype)
+    block, span, warps = OUT_OF_PLACE_TILE
+    programs = cdiv(x.numel(), span) + cdiv(y.numel(), span)
+    if programs:
+        _pair_kernel.bind(BLOCK=block, SPAN=span, num_warps=warps)(
+            programs, x, y, scale, other, *outputs, x.shape[0], y.shape[0], x.shape[1], factor
+        )
+    return outputs
+
+
 def rescale_(x: Tensor, scale: Tensor) -> None:
     """Not registered: whoever traces gets `scaled`."""
     _launch(x, scale, None, 1.0, x, True)
@@ -70,6 +105,14 @@ scaled = register(
     "scaled(Tensor x, Tensor scale, Tensor? other, float factor, ScalarType dtype) -> Tensor out",
     _launch_scaled,
     lambda x, scale, other, factor, dtype: x.new_empty(x.shape, dtype=dtype),
+)
+
+# x [rows, N], y [other rows, N], both contiguous; scale and other fp32, one element each.
+scaled_pair = register(
+    "scaled_pair(Tensor x, Tensor y, Tensor scale, Tensor other, float factor, ScalarType dtype)"
+    " -> (Tensor x_out, Tensor y_out)",
+    _launch_scaled_pair,
+    lambda x, y, scale, other, factor, dtype: tuple(z.new_empty(z.shape, dtype=dtype) for z in (x, y)),
 )
 
 

@@ -14,6 +14,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_reference,
     token_log_probs,
 )
+from ligermodels.kernels.scaled import scaled, scaled_pair
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, relative_error
 from tests.kernels.test_cross_entropy import OPTIONS, TOGETHER, check_loss
@@ -44,7 +45,7 @@ def leaves(*shape, dtype=torch.float32):
 
 @pytest.fixture
 def chunks_of_16(monkeypatch):
-    monkeypatch.setattr(module, "chunk_rows", lambda rows, vocab, dtype: 16)
+    monkeypatch.setattr(module, "chunk_rows", lambda *a: 16)
 
 
 @pytest.fixture
@@ -205,9 +206,19 @@ def test_upstream_gradient_is_not_rounded_to_half_precision():
     hidden, weight, targets = leaves(40, 17, 33, dtype=torch.float16)
     loss = linear_cross_entropy(hidden, weight, targets, reduction="sum")
     full, third = (torch.autograd.grad(loss * s, (hidden, weight), retain_graph=True) for s in (1.0, 1 / 3))
-    for scaled, unscaled in zip(third, full, strict=True):  # both rounded once, so without bias
-        bias = (3 * scaled.double() - unscaled.double()) * unscaled.sign()
-        assert bias.sum().abs() < 5e-5 * unscaled.double().abs().sum()
+    for part, whole in zip(third, full, strict=True):  # both rounded once, so without bias
+        bias = (3 * part.double() - whole.double()) * whole.sign()
+        assert bias.sum().abs() < 5e-5 * whole.double().abs().sum()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 200])
+def test_a_pair_is_scaled_as_each_of_it_alone(rows):
+    """Both larger than one program's span, and both ending inside of one."""
+    pair = torch.randn(rows, 17, device=DEVICE), torch.randn(300, 17, device=DEVICE)
+    scale = torch.tensor(0.375, device=DEVICE), torch.tensor(7.0, device=DEVICE), 2.0, torch.float16
+    for got, x in zip(scaled_pair(*pair, *scale), pair, strict=True):
+        assert torch.equal(got, scaled(x, *scale))
+        assert torch.equal(got, (5.25 * x).half())
 
 
 def test_token_log_probs_are_log_softmax_at_the_targets(chunks_of_16):
@@ -239,18 +250,19 @@ def test_the_cpu_runs_the_reference(monkeypatch, reduction):
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocab", "dtype", "expected"),
+    ("rows", "hidden", "vocab", "dtype", "expected"),
     [
-        (16384, 128256, torch.bfloat16, 4096),
-        (16384, 256000, torch.bfloat16, 2048),
-        (16384, 32000, torch.bfloat16, 8192),
-        (16384, 151936, torch.bfloat16, 3328),  # five chunks of at most 3456, of equal size
-        (16384, 262144, torch.float32, 1024),
-        (5, 128256, torch.bfloat16, 128),
+        (16384, 4096, 128256, torch.bfloat16, 4096),
+        (16384, 2304, 256000, torch.bfloat16, 2048),
+        (16384, 4096, 32000, torch.bfloat16, 8192),
+        (16384, 0, 151936, torch.bfloat16, 3328),  # five chunks of at most 3456, of equal size
+        (16384, 896, 151936, torch.bfloat16, 2816),  # six: with the fp32 sums, 1.2 GiB beyond both gradients
+        (16384, 2048, 262144, torch.float32, 1024),
+        (5, 4096, 128256, torch.bfloat16, 128),
     ],
 )
-def test_chunks_hold_a_gibibyte_of_logits(rows, vocab, dtype, expected):
-    assert chunk_rows(rows, vocab, dtype) == expected
+def test_chunks_hold_a_gibibyte_of_logits(rows, hidden, vocab, dtype, expected):
+    assert chunk_rows(rows, vocab, (rows + vocab) * hidden, dtype) == expected
 
 
 @pytest.mark.parametrize(
