@@ -76,7 +76,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
     keep_gathered = keeps_gathered(world, needs, recomputed)
     run = plan(
         model, args, world, description=data.description, rows=len(data.training),
-        validation_rows=len(data.validation), recomputed=recomputed,
+        passes=data.training.mixture.passes, validation_rows=len(data.validation), recomputed=recomputed,
         memory=needs(recomputed=recomputed, keep_gathered=keep_gathered),
     )  # fmt: skip
     if args.dry_run:

@@ -61,7 +61,8 @@ class MoE(nn.Module):
         tokens = normed.flatten(0, -2)
         router_logits = self.gate(tokens)
         expert_weight, expert_index = route(router_logits, self.experts_per_token, self.normalize)
-        out = self.experts(tokens, expert_index, expert_weight).view_as(normed)
+        out = self.experts(tokens, expert_index, expert_weight)
+        out = torch.ops.aten._unsafe_view(out, normed.shape)  # FSDP2 warns of every view that leaves a block
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             shared, _, _ = self.shared_expert(None, normed, None)
             out = out + torch.sigmoid(self.shared_expert_gate(normed)) * shared

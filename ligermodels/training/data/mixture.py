@@ -23,6 +23,11 @@ class Mixture:
         self.sizes, self.shares, self.seed = tuple(sizes), whole_shares(weights), seed % 2**64
         self.orders: dict[int, tuple[int, np.ndarray]] = {}  # of each source, that of the epoch it is in
 
+    @property
+    def passes(self) -> list[float]:
+        """How many entries it takes to see all rows of each source once."""
+        return [size * BLOCK / share for size, share in zip(self.sizes, self.shares, strict=True)]
+
     def entries(self, start: int, count: int) -> list[tuple[int, int]]:
         """(source, row) of entries start, start + 1, … of the sequence."""
         return [self.entry(number) for number in range(start, start + count)]

@@ -5,8 +5,9 @@ It is the text of --dry-run and the first line of every run. Must not build or c
 
 import argparse
 import functools
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -33,8 +34,9 @@ MANY_EPOCHS = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """rows: of one pass over the training data, None where it is endless. micro_batch_size: rows of a rank at a time.
-    recomputed: blocks that are computed again in backward, of `blocks`. memory: of one rank. flops: of a token.
+    """rows: of the training data. passes: of each source, after how many rows of all its own have been seen once.
+    micro_batch_size: rows of a rank at a time. recomputed: blocks that are computed again in backward, of `blocks`.
+    memory: of one rank. flops: of a token.
     positions: that the model was made for.
     """
 
@@ -43,7 +45,8 @@ class Plan:
     parameters: Parameters
     trained: int
     description: str
-    rows: int | None
+    rows: int
+    passes: Sequence[float]
     validation_rows: int | None
     flops: int
     memory: TrainingMemory
@@ -65,8 +68,9 @@ class Plan:
         return rows_a_rank(self.args.batch_size, self.args.micro_batch_size, self.world)[0]
 
     @property
-    def epochs(self) -> float | None:
-        return self.args.steps * self.args.batch_size / self.rows if self.rows else None
+    def epochs(self) -> list[float]:
+        """Of each source; of sources without weights, which are one."""
+        return [self.args.steps * self.args.batch_size / rows for rows in self.passes]
 
     @property
     def line(self) -> str:
@@ -79,12 +83,11 @@ class Plan:
 
     @property
     def training_data(self) -> str:
-        return self.description if self.rows is None else f"{self.description}: {self.rows:,} rows"
+        return f"{self.description}: {self.rows:,} rows"
 
     @property
     def steps(self) -> str:
-        epochs = "" if self.epochs is None else f" = {as_text(self.epochs)} epochs"
-        return f"{self.args.steps:,} steps{epochs}"
+        return f"{self.args.steps:,} steps = {' + '.join(map(as_text, self.epochs))} epochs"
 
     @property
     def step(self) -> str:
@@ -131,13 +134,13 @@ class Plan:
         return list(self.doubts())
 
     def doubts(self) -> Iterator[str]:
-        args, rows, epochs = self.args, self.rows, self.epochs
-        if rows and epochs and epochs < 1:
-            whole = -(-rows // args.batch_size)
-            seen = f"all are seen once with --steps {whole}"
-            yield f"{as_text(epochs)} epochs: --steps {args.steps} leaves out rows; {seen}"
-        if epochs and epochs > MANY_EPOCHS:
-            yield f"{as_text(epochs)} epochs: every row is seen as often; watch the validation loss"
+        args, fewest, most = self.args, min(self.epochs), max(self.epochs)
+        if fewest < 1:
+            seen = f"all are seen once with --steps {math.ceil(max(self.passes) / args.batch_size)}"
+            yield f"{as_text(fewest)} epochs: --steps {args.steps} leaves out rows; {seen}"
+        if most > MANY_EPOCHS:
+            rows = "every row is" if len(self.passes) == 1 else "rows of one source are"
+            yield f"{as_text(most)} epochs: {rows} seen as often; watch the validation loss"
         if args.warmup >= args.steps:
             yield f"--warmup {args.warmup} takes all of the {args.steps} steps"
         if args.sequence_length > self.positions:
@@ -160,15 +163,16 @@ def plan(
     world: World,
     *,
     description: str,
-    rows: int | None,
+    rows: int,
+    passes: Sequence[float],
     memory: TrainingMemory,
     validation_rows: int | None = None,
     recomputed: int = 0,
 ) -> Plan:
     """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
     return Plan(
-        args, world, count_parameters(model), elements(trained_parameters(model)), description, rows, validation_rows,
-        flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
+        args, world, count_parameters(model), elements(trained_parameters(model)), description, rows, passes,
+        validation_rows, flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
         model.config.max_position_embeddings,
     )  # fmt: skip
 

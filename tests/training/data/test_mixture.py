@@ -35,7 +35,9 @@ def test_weights_hold_within_three_rows_wherever_one_looks():
 
 def test_a_source_is_taken_in_epochs_whatever_its_weight(monkeypatch):
     monkeypatch.setattr(mixture, "BLOCK", 50)
-    entries = Mixture([10, 1000], [0.9, 0.1], seed=1).entries(0, 2000)
+    mixture_of_two = Mixture([10, 1000], [0.9, 0.1], seed=1)
+    entries = mixture_of_two.entries(0, 2000)
+    assert mixture_of_two.passes == [pytest.approx(10 / 0.9), 10_000]
     small = [row for source, row in entries if source == 0]
     assert all(sorted(small[i : i + 10]) == list(range(10)) for i in range(0, 1790, 10))
     large = [row for source, row in entries if source == 1]

@@ -16,14 +16,15 @@ from ligermodels.units import memory_size
 CPU = torch.device("cpu")
 
 
-def planned(*argv, rank=None, rows=1000, world=None, **options):
+def planned(*argv, rank=None, rows=1000, passes=None, world=None, **options):
     args = parse_arguments(["--model", "llama", *argv])
     model = ligermodels.create("llama", size="tiny", device="meta")
     if rank:
         ligermodels.add_lora(model, rank=rank)
     memory = training_memory(model, 4, args.sequence_length, torch.float32)
     world = world or World(CPU)
-    return model, plan(model, args, world, description="my.jsonl", rows=rows, memory=memory, **options)
+    passes = passes or [rows]
+    return model, plan(model, args, world, description="my.jsonl", rows=rows, passes=passes, memory=memory, **options)
 
 
 def test_the_first_line_says_the_whole_run():
@@ -33,12 +34,13 @@ def test_the_first_line_says_the_whole_run():
         "1,024 tokens a step = 1 batch of 4 x 256 on 1 x cpu"
     )
     flags = ("--batch-size", "24", "--micro-batch-size", "2")
-    _, shared = planned(*flags, rank=4, rows=None, world=World(CPU, 0, 4))
+    _, shared = planned(*flags, rank=4, rows=4000, passes=[2640, 17600], world=World(CPU, 0, 4))
     model = ligermodels.create("llama", size="tiny", device="meta")
     ligermodels.add_lora(model, rank=4)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert shared.line == (
-        f"llama: {1_049_728 + trained:,} parameters, {trained:,} of them trained; my.jsonl; 2,200 steps; "
+        f"llama: {1_049_728 + trained:,} parameters, {trained:,} of them trained; my.jsonl: 4,000 rows; "
+        "2,200 steps = 20 + 3.0 epochs; "
         "6,144 tokens a step = 3 batches of 2 x 256 on 4 x cpu"
     )
     assert shared.tokens_per_step == 24 * 256
@@ -70,13 +72,11 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
         (["--steps", "5000"], 1000, "20 epochs: every row is seen as often; watch the validation loss"),
         (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of the 300 steps"),
         (
-            ["--sequence-length", "513"],
-            None,
+            ["--sequence-length", "513", "--steps", "250"],
+            1000,
             "--sequence-length 513 is more than the model's max_position_embeddings, 512",
         ),
-        (["--sequence-length", "512"], None, None),
-        (["--steps", "300"], None, None),
-        (["--steps", "250"], 1000, None),
+        (["--sequence-length", "512", "--steps", "250"], 1000, None),
     ],
 )
 def test_what_is_likely_not_meant_is_warned_of(argv, rows, warning):
@@ -103,6 +103,15 @@ def test_a_disk_without_room_for_the_export_is_warned_of(argv, size, tmp_path, m
     needs = f"the export takes {memory_size(size)}, {tmp_path} has {memory_size(size - 1)}; make room there"
     assert warnings(size - 1) == [needs]
     assert warnings(size) == warnings(0, "--no-export") == []
+
+
+def test_in_a_mixture_each_source_has_epochs_of_its_own():
+    """250 steps take 1,000 rows, as many as there are, but by their weights not each once."""
+    _, whole = planned("--steps", "250", passes=[90, 4000])
+    assert whole.warnings == [
+        "0.25 epochs: --steps 250 leaves out rows; all are seen once with --steps 1000",
+        "11 epochs: rows of one source are seen as often; watch the validation loss",
+    ]
 
 
 def test_a_step_that_does_not_fit_is_warned_of(monkeypatch):

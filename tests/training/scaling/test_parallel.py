@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ligermodels
+from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.memory import training_memory
 from ligermodels.training.scaling import parallel
@@ -87,6 +88,16 @@ def test_two_ranks_train_as_one_process_does(tmp_path, on_cpu):
         alone = train(accumulate=2, batch_size=2, **common)
         assert alone["losses"][-1] < alone["losses"][0], name
         assert_same_run(got, alone, name)
+
+
+@pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if "tiny" in architecture.SIZES])
+def test_no_block_returns_a_view_of_which_fsdp_would_warn_on_every_rank(name):
+    model = ligermodels.create(name, size="tiny")
+    views = []
+    for block in model.model.layers:
+        block.register_forward_hook(lambda _, inputs, out: views.extend(x._is_view() for x in out[:2]))
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    assert len(views) == 2 * len(model.model.layers) and not any(views)
 
 
 def test_four_ranks_on_two_copies_train_as_one_process_does(tmp_path, on_cpu):
