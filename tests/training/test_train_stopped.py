@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped(launcher):
 
 
 @pytest.mark.parametrize("size, where", [(300, "train.toml"), (1500, "metrics.jsonl"), (10**6, "model")])
-def test_a_full_disk_ends_the_run_with_one_line(size, where, launcher):
+def test_a_full_disk_ends_the_run_with_one_line(size, where, straight, launcher):  # which leaves a tokenizer behind
     name = f"full-{size}"
     done = launcher.run(*LLAMA, "--output", name, file_size=size)
     assert done.status == 2

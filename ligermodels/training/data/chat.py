@@ -114,7 +114,7 @@ def conversation_documents(
     special = tuple(token.content for token in added if token.special)
     for batch in batches(conversations):
         if not tokenizer.templates:
-            remedy = "put its chat_template.jinja there, or give data with a field text"
+            remedy = "put its chat_template.jinja there, or give texts, or prompts with completions"
             raise InputError(f"{batch[0].place}: {tokenizer.file.parent} has no chat template for messages; {remedy}")
         rendered = (bad.attempt(render, conversation, tokenizer, special) or [] for conversation in batch)
         chats = list(itertools.chain.from_iterable(rendered))

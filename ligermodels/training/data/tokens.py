@@ -69,7 +69,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """
     others = {"additional_special_tokens": [START_OF_TURN, END_OF_TURN], "chat_template": CHATML}
     describe = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED, **others}
-    tokenizer.tokenizer.save(str(folder / TOKENIZER))
+    (folder / TOKENIZER).write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / CONFIG).write_text(json.dumps(describe, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
 

@@ -59,6 +59,11 @@ def test_the_assistant_says_its_messages_and_the_end_of_its_turns(tokenizer):
         assert spoken == "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
 
 
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_system_which_callers_explain(tokenizer, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        save_tokenizer(tokenizer, tmp_path / "none")
+
+
 def test_a_saved_tokenizer_is_read_back_as_it_was_and_ends_generation_with_a_text_or_a_turn(tokenizer, tmp_path):
     save_tokenizer(tokenizer, tmp_path)
     read = Tokenizer.from_folder(tmp_path)
