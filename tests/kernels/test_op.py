@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from ligermodels.kernels.op import Node, _kinds_of, kernel, traced
+from ligermodels.kernels.op import Node, Variants, _kinds_of, kernel, traced
 from tests.conftest import DEVICE
 
 
@@ -63,8 +63,8 @@ def test_numbers_that_triton_compiles_for_are_told_apart():
     kinds = _kinds_of(0, 1, 2, 16, -2, 2**31, 0.5)
     assert len(set(kinds)) == len(kinds)
     assert _kinds_of(2, 16, 0.5) == _kinds_of(17, 48, 1e9)
-    launcher, dtypes = double.bind(TILE=16, OFFSET=0), (torch.float32, torch.float32)
-    find = functools.partial(launcher.find, 0, None, *dtypes)
+    variants = Variants(double.jit, {"TILE": 16, "OFFSET": 0})
+    find = functools.partial(variants.find, 0, None, torch.float32, torch.float32)
     assert find(2, 0.5) is find(17, 1e9)
     # Equal numbers, and not the same to a compiler.
     assert find(16, 1) is not find(16, 1.0)
