@@ -125,7 +125,7 @@ def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
     launch, columns, tiles = _forward(width, activation)
     y = gate_up.new_empty(*batch, columns)
     if size := y.numel():
-        gate_up, stride = rows_of(gate_up)
+        gate_up, stride = rows_of(gate_up, width)
         launch(size // columns * tiles, gate_up, y, stride)
     return y
 
@@ -138,12 +138,12 @@ def _backward(columns: int, activation: str, emit: bool) -> tuple[Launcher, int]
 
 
 def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -> tuple[Tensor, Tensor | None]:
-    dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    dgate_up = gate_up.new_empty(*gate_up.shape)
     y = torch.empty_like(dy, dtype=gate_up.dtype, memory_format=torch.contiguous_format) if emit else None
     if size := dy.numel():
         columns = dy.shape[-1]
         launch, tiles = _backward(columns, activation, emit)
-        (dy, dy_stride), (gate_up, stride) = rows_of(dy), rows_of(gate_up)
+        (dy, dy_stride), (gate_up, stride) = rows_of(dy, columns), rows_of(gate_up, 2 * columns)
         launch(size // columns * tiles, dy, gate_up, dgate_up, dgate_up if y is None else y, dy_stride, stride)
     return dgate_up, y
 

@@ -126,7 +126,7 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     columns = x.shape[-1]
     launch, tile_rows = _forward(columns, bias is not None, x.device)
-    x, x_stride = rows_of(x)
+    x, x_stride = rows_of(x, columns)
     rows = x.numel() // columns
     stats = x.new_empty(2, rows, dtype=torch.float32)
     if rows:
@@ -154,7 +154,7 @@ def _launch_backward(
     columns, rows = x.shape[-1], stats.shape[1]
     launch, tile_rows, most = _backward(columns, x.itemsize, x.device, weight_grad, bias_grad)
     programs, over_columns = min(cdiv(rows, tile_rows), most), programs_over_columns(rows, columns)
-    (dy, dy_stride), (x, x_stride) = rows_of(dy), rows_of(x)
+    (dy, dy_stride), (x, x_stride) = rows_of(dy, columns), rows_of(x, columns)
     gradients = [gradient for gradient in (dweight, dbias) if gradient is not None]
     over_columns, summed = (over_columns, []) if over_columns and gradients else (0, gradients)
     partials = stats.new_empty(programs, len(summed) * columns) if summed else stats

@@ -154,8 +154,8 @@ def _launch_forward(
     y = torch.empty_like(x, dtype=dtype or wide, memory_format=torch.contiguous_format)
     hidden = y if residual is None else torch.empty_like(y, dtype=wide)
     launch, tile_rows = _forward(columns, add, x.device)
-    x, x_stride = rows_of(x)
-    residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual)
+    x, x_stride = rows_of(x, columns)
+    residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual, columns)
     rows = x.numel() // columns
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows and not add and columns in READ_TWICE:
@@ -207,8 +207,8 @@ def _launch_backward(
     add, columns, rows = dhidden is not None, hidden.shape[-1], rstd.numel()
     launch, tile_rows, most = _backward(columns, hidden.itemsize, hidden.device, add, weight_grad, emit)
     programs, over_columns = min(cdiv(rows, tile_rows), most), programs_over_columns(rows, columns) * weight_grad
-    (dy, dy_stride), (hidden, hidden_stride) = rows_of(dy), rows_of(hidden)
-    dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden)
+    (dy, dy_stride), (hidden, hidden_stride) = rows_of(dy, columns), rows_of(hidden, columns)
+    dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden, columns)
     summed = [] if dweight is None or over_columns else [dweight]
     partials = rstd.new_empty(programs, columns) if summed else rstd
     if rows:

@@ -195,8 +195,7 @@ def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
     launch, programs = _backward(heads, kv_heads, size, 2 * pairs, interleaved)
     if tokens := batch * length:
-        strides = *dq_strides, *dk_strides, *dv_strides
-        launch(tokens * programs, dq, dk, dv, cos, sin, dqkv, *strides, angle_rows, length)
+        launch(tokens * programs, dq, dk, dv, cos, sin, dqkv, *dq_strides, *dk_strides, *dv_strides, angle_rows, length)
     return dqkv
 
 

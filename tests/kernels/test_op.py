@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from ligermodels.kernels import op
 from ligermodels.kernels.op import Node, Variants, _kinds_of, kernel, traced
 from tests.conftest import DEVICE
 
@@ -68,6 +69,31 @@ def test_numbers_that_triton_compiles_for_are_told_apart():
     assert find(2, 0.5) is find(17, 1e9)
     # Equal numbers, and not the same to a compiler.
     assert find(16, 1) is not find(16, 1.0)
+
+
+def test_a_launcher_passes_addresses_and_numbers_and_compiles_once_for_each_kind(monkeypatch):
+    compiled, launched = [], []
+
+    def compile_(variants, programs, *args):
+        compiled.append((programs, *args))
+        return lambda *args: launched.append(args), ("front",), ["back"]
+
+    monkeypatch.setattr(op, "interpreting", False)
+    monkeypatch.setattr(op.Variants, "compile", compile_)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    launch = kernel()(double.jit.fn).bind(TILE=16, OFFSET=0)
+    x, y = torch.empty(2, 64)
+    arguments = [(2, x, y, 18, 0.5), (3, y, x, 33, 2.0), (1, x[1:], y, 18, 0.5), (1, y[5:], x, 18, 0.5)]
+    for args in arguments:
+        launch(*args)
+    assert [args[0] for args in compiled] == [2, 1]  # programs: for the first launch, and for the first misaligned one
+    assert launched == [
+        (programs, 1, 1, "stream", "front", a.data_ptr(), b.data_ptr(), *numbers, "back")
+        for programs, a, b, *numbers in arguments[1::2]
+    ]
+    with pytest.raises(TypeError):
+        launch(2, x, y, 18)
 
 
 class Subclass(torch.Tensor):
