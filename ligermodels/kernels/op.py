@@ -18,7 +18,6 @@ import torch
 import triton
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
-from torch.autograd.function import FunctionMeta
 from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
@@ -90,26 +89,18 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _NodeType(FunctionMeta):
-    """Lets the engine call `backward` itself: the method it would call asks first whether there is a `vjp` instead."""
-
-    def __init__(cls, *args: Any) -> None:
-        super().__init__(*args)
-        cls._backward_cls.apply = cls.backward  # type: ignore[attr-defined]
-
-
-class Node(torch.autograd.Function, metaclass=_NodeType):
-    """An autograd.Function whose forward and backward are reached microseconds sooner.
+class Node(torch.autograd.Function):
+    """An autograd.Function whose `apply` costs microseconds less.
 
     Function's own `apply` also serves nodes with a setup_context, which ours have not, and asks each argument whether
     it is a wrapper that outlived a transform of torch.func.
     """
 
-    _run = torch._C._FunctionBase.__dict__["apply"]
-
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        return super().apply(*args) if _are_functorch_transforms_active() else cls._run(*args)
+        if _are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 class Kernel:
