@@ -13,13 +13,12 @@ Maths: Shazeer 2020, https://arxiv.org/abs/2002.05202; Hendrycks & Gimpel 2016, 
 import functools
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, empty, kernel, register, rows_of, runs_kernels, widen
 
 MAX_TILE = 1024  # columns of one program of four warps
 
@@ -123,9 +122,9 @@ def _forward(width: int, activation: str) -> tuple[Launcher, int, int]:
 def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
     *batch, width = gate_up.shape
     launch, columns, tiles = _forward(width, activation)
-    y = gate_up.new_empty(*batch, columns)
+    y = empty(gate_up, gate_up.dtype, *batch, columns)
     if size := y.numel():
-        gate_up, stride = rows_of(gate_up)
+        gate_up, stride = rows_of(gate_up, width)
         launch(size // columns * tiles, gate_up, y, stride)
     return y
 
@@ -138,12 +137,12 @@ def _backward(columns: int, activation: str, emit: bool) -> tuple[Launcher, int]
 
 
 def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -> tuple[Tensor, Tensor | None]:
-    dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-    y = torch.empty_like(dy, dtype=gate_up.dtype, memory_format=torch.contiguous_format) if emit else None
+    dgate_up = empty(gate_up, gate_up.dtype, *gate_up.shape)
+    y = empty(gate_up, gate_up.dtype, *dy.shape) if emit else None
     if size := dy.numel():
         columns = dy.shape[-1]
         launch, tiles = _backward(columns, activation, emit)
-        (dy, dy_stride), (gate_up, stride) = rows_of(dy), rows_of(gate_up)
+        (dy, dy_stride), (gate_up, stride) = rows_of(dy, columns), rows_of(gate_up, 2 * columns)
         launch(size // columns * tiles, dy, gate_up, dgate_up, dgate_up if y is None else y, dy_stride, stride)
     return dgate_up, y
 

@@ -24,12 +24,13 @@ def check_shapes(
 ) -> int:
     """The head size. Raises ValueError where qkv or the angles do not fit; partial: angles for a part of it will do."""
     batch, length, width = qkv.shape
-    head_size, rest = divmod(width, num_heads + 2 * num_kv_heads)
-    if rest:
-        raise ValueError(f"{op}: qkv is {width} wide, no multiple of {num_heads + 2 * num_kv_heads} heads")
-    rows, pairs = cos.shape
+    heads = num_heads + 2 * num_kv_heads
+    head_size = width // heads
+    if heads * head_size != width:
+        raise ValueError(f"{op}: qkv is {width} wide, no multiple of {heads} heads")
+    rows, pairs = shape = cos.shape
     fits = 0 < 2 * pairs <= head_size if partial else 2 * pairs == head_size
-    if cos.shape != sin.shape or rows not in (length, batch * length) or not fits:
+    if shape != sin.shape or rows not in (length, batch * length) or not fits:
         needed = f"1 to {head_size // 2}" if partial else f"{head_size / 2:g}"
         raise ValueError(
             f"{op}: cos {list(cos.shape)} and sin {list(sin.shape)}; needed [{length}, pairs], or"
@@ -38,13 +39,13 @@ def check_shapes(
     return head_size
 
 
-def with_unit_stride(x: Tensor) -> tuple[Tensor, list[int]]:
+def with_unit_stride(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """x [B, T, H, D] with unit stride along D, and its other strides; a copy only where that must be."""
-    *strides, last = x.stride()
+    batch, token, head, last = x.stride()
     if last != 1:
         x = x.contiguous()
-        *strides, _ = x.stride()
-    return x, strides
+        batch, token, head, _ = x.stride()
+    return x, (batch, token, head)
 
 
 @triton.jit

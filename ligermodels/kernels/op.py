@@ -11,7 +11,6 @@ Three paths, chosen per call:
 
 import functools
 import math
-import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
@@ -55,7 +56,7 @@ def traced(args: tuple[Any, ...]) -> bool:
 
     args: those of the call, a tensor first.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if is_dynamo_compiling() or _len_torch_dispatch_stack():
         return True
     return args[0].is_meta or not PLAIN.issuperset(map(type, args))
 
@@ -92,13 +93,13 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
 class Node(torch.autograd.Function):
     """An autograd.Function whose `apply` costs microseconds less.
 
-    Function's own also serves nodes with a setup_context, which ours have not, and asks each argument whether it is a
-    wrapper that outlived a transform of torch.func.
+    Function's own `apply` also serves nodes with a setup_context, which ours have not, and asks each argument whether
+    it is a wrapper that outlived a transform of torch.func.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if _are_functorch_transforms_active():
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
@@ -111,53 +112,76 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None], do_not_specialize: Sequence[str]) -> None:
         self.jit = triton.jit(function, do_not_specialize=do_not_specialize)
-        self.bind = functools.cache(functools.partial(Launcher, self.jit))
+        self.bind = functools.cache(self._bind)
+
+    def _bind(self, **constants: Any) -> "Launcher":
+        variants = Variants(self.jit, constants)
+        return variants.launch_by_triton if torch.version.hip else _launcher(variants)
 
 
-class Launcher:
-    """A Triton kernel with its constants, and a shorter way to launch it again.
+Launcher = Callable[..., None]  # of (programs, *args): on the first tensor's device, in its current stream
+
+
+class Variants:
+    """What Triton has compiled of a kernel with its constants, to be launched in a shorter way than Triton's.
 
     Triton binds, specialises and hashes all arguments at every launch and asks the driver about each pointer, which
     takes longer than the launch itself. Here the first launch of a kind is Triton's; the next ones look up what it
     compiled and run that on bare addresses.
     """
 
-    def __init__(self, jit: Any, **constants: Any) -> None:
+    def __init__(self, jit: Any, constants: dict[str, Any]) -> None:
         self.jit, self.constants = jit, constants
-        self.pointers = sum(name.endswith("_ptr") for name in jit.arg_names)
+        names = [name for name in jit.arg_names if name not in constants]
+        self.pointers = sum(name.endswith("_ptr") for name in names)
+        self.numbers = len(names) - self.pointers
         self.kinds: dict[tuple[Any, ...], list[Any]] = {}
         self.find = functools.lru_cache(1024, typed=True)(self._find)  # 1 is not 1.0 here
 
-    def __call__(self, programs: int, *args: Any) -> None:
-        """Launches so many programs on the first tensor's device, in its current stream."""
-        device = args[0].get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():  # where all of this would launch otherwise
-            with torch.cuda.device(device):
-                self(programs, *args)
-        elif interpreting or torch.version.hip:  # under ROCm Triton also specialises on a tensor's size
-            self.jit[programs,](*args, **self.constants)
-        else:
-            tensors, numbers = args[: self.pointers], args[self.pointers :]
-            addresses = [*map(_address_of, tensors)]
-            aligned = None if math.gcd(16, *addresses) == 16 else tuple(x % 16 == 0 for x in addresses)
-            compiled = self.find(device, aligned, *map(_dtype_of, tensors), *numbers)
-            if compiled:
-                launch, front, back = compiled
-                stream = torch._C._cuda_getCurrentRawStream(device)
-                launch(programs, 1, 1, stream, *front, *addresses, *numbers, *back)
-            else:
-                compiled += self._compile(programs, args)
-
     def _find(self, device: int, aligned: tuple[bool, ...] | None, *kinds: Any) -> list[Any]:
-        """What `_compile` returned for such dtypes and numbers; the empty list to put it in where there was nothing."""
+        """What `compile` returned for such dtypes and numbers; the empty list to put it in where there was nothing."""
         dtypes, numbers = kinds[: self.pointers], kinds[self.pointers :]
         return self.kinds.setdefault((device, aligned, *dtypes, *_kinds_of(*numbers)), [])
 
-    def _compile(self, programs: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def compile(self, programs: int, *args: Any) -> tuple[Any, ...]:
         """Launches through Triton; returns what the same launch calls without it, and its arguments around ours."""
-        compiled = self.jit[programs,](*args, **self.constants)
+        compiled = self.launch_by_triton(programs, *args)
         back = [self.constants[name] for name in self.jit.arg_names[len(args) :]]
         return *_entry(compiled), back
+
+    def launch_by_triton(self, programs: int, *args: Any) -> Any:
+        with torch.cuda.device(args[0].get_device()):
+            return self.jit[programs,](*args, **self.constants)
+
+
+def _launcher(variants: Variants) -> Launcher:
+    """A function of exactly the kernel's arguments: on the host, a loop over them takes longer than what it does."""
+    tensors, addresses = ([f"{x}{i}" for i in range(variants.pointers)] for x in ("tensor", "address"))
+    numbers = [f"number{i}" for i in range(variants.numbers)]
+    arguments, values = ", ".join(tensors + numbers), ", ".join(addresses + numbers)
+    kinds = ", ".join([f"{x}.dtype" for x in tensors] + numbers)
+    source = f"""
+def launcher(variants, find):
+    def launch(programs, {arguments}):
+        if interpreting:
+            return variants.launch_by_triton(programs, {arguments})
+        device = tensor0.get_device()
+        if device != torch._C._cuda_getDevice():  # where all of this would launch otherwise
+            with torch.cuda.device(device):
+                return launch(programs, {arguments})
+        {"; ".join(f"{a} = {x}.data_ptr()" for a, x in zip(addresses, tensors, strict=True))}
+        aligned = None if ({" | ".join(addresses)}) % 16 == 0 else tuple(x % 16 == 0 for x in ({", ".join(addresses)},))
+        compiled = find(device, aligned, {kinds})
+        if compiled:
+            run, front, back = compiled
+            run(programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), *front, {values}, *back)
+        else:
+            compiled[:] = variants.compile(programs, {arguments})
+    return launch
+"""
+    namespace: dict[str, Any] = {}
+    exec(source, globals(), namespace)
+    return namespace["launcher"](variants, variants.find)
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -171,10 +195,6 @@ def _entry(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
         scratch = None, None
         return run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, *scratch, metadata, *hooks)
     return run, (function, metadata, *hooks)
-
-
-_address_of = Tensor.data_ptr
-_dtype_of = operator.attrgetter("dtype")
 
 
 def _kinds_of(*numbers: float | None) -> list[int | None]:
@@ -203,12 +223,27 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def rows_of(x: Tensor) -> tuple[Tensor, int]:
-    """x [..., N] with unit stride along N, and the stride between its rows; x itself where it is contiguous."""
+def rows_of(x: Tensor, columns: int) -> tuple[Tensor, int]:
+    """x [..., columns] with unit stride along them, and the stride between rows; x itself where it is contiguous."""
     if x.is_contiguous():
-        return x, x.shape[-1]
+        return x, columns
     x = as_rows(x)
     return x, x.stride(0)
+
+
+def empty(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """`like.new_empty(shape, dtype=dtype)` for launchers, whose tensors are real; on the current GPU by what the code
+    of torch.compile allocates with, which takes half as long because it does not go through the dispatcher."""
+    device = like.get_device()
+    # Deterministic algorithms ask for memory that has been filled.
+    if device < 0 or device != torch._C._cuda_getDevice() or torch._C._get_deterministic_algorithms():
+        return like.new_empty(shape, dtype=dtype)
+    return torch._C._dynamo.guards._empty_strided_cuda(shape, contiguous_strides(*shape), dtype)  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(1024)
+def contiguous_strides(*shape: int) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @functools.cache

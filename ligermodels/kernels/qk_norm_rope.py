@@ -271,7 +271,7 @@ def _launch_forward(
 ) -> Tensor:  # fmt: skip
     qk = _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     batch, length, _, head_size = qk.shape
-    tokens, (qkv, stride) = batch * length, rows_of(qkv)
+    tokens, (qkv, stride) = batch * length, rows_of(qkv, qkv.shape[-1])
     whole_row = q_weight.shape[0] > head_size
     tile_pairs, warps = FORWARD_TILE[whole_row]
     layout = layout_of(num_heads, num_kv_heads, head_size, whole_row, tile_pairs)
@@ -292,7 +292,7 @@ def _launch_backward(
     batch, length, num_heads, head_size = dq.shape
     dqkv, tokens = torch.empty_like(qkv, memory_format=torch.contiguous_format), batch * length
     (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
-    qkv, stride = rows_of(qkv)
+    qkv, stride = rows_of(qkv, qkv.shape[-1])
     whole_row = q_weight.shape[0] > head_size
     tile_pairs, warps = backward_tile(num_heads * head_size, qkv.itemsize, whole_row)
     layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)

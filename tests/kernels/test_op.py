@@ -4,7 +4,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from ligermodels.kernels.op import Node, _kinds_of, kernel, traced
+from ligermodels.kernels import op
+from ligermodels.kernels.op import Node, Variants, _kinds_of, contiguous_strides, empty, kernel, traced
 from tests.conftest import DEVICE
 
 
@@ -63,11 +64,57 @@ def test_numbers_that_triton_compiles_for_are_told_apart():
     kinds = _kinds_of(0, 1, 2, 16, -2, 2**31, 0.5)
     assert len(set(kinds)) == len(kinds)
     assert _kinds_of(2, 16, 0.5) == _kinds_of(17, 48, 1e9)
-    launcher, dtypes = double.bind(TILE=16, OFFSET=0), (torch.float32, torch.float32)
-    find = functools.partial(launcher.find, 0, None, *dtypes)
+    variants = Variants(double.jit, {"TILE": 16, "OFFSET": 0})
+    find = functools.partial(variants.find, 0, None, torch.float32, torch.float32)
     assert find(2, 0.5) is find(17, 1e9)
     # Equal numbers, and not the same to a compiler.
     assert find(16, 1) is not find(16, 1.0)
+
+
+def test_a_launcher_passes_addresses_and_numbers_and_compiles_once_for_each_kind(monkeypatch):
+    compiled, launched = [], []
+
+    def compile_(variants, programs, *args):
+        compiled.append((programs, *args))
+        return lambda *args: launched.append(args), ("front",), ["back"]
+
+    monkeypatch.setattr(op, "interpreting", False)
+    monkeypatch.setattr(op.Variants, "compile", compile_)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    launch = kernel()(double.jit.fn).bind(TILE=16, OFFSET=0)
+    x, y = torch.empty(2, 64)
+    arguments = [(2, x, y, 18, 0.5), (3, y, x, 33, 2.0), (1, x[1:], y, 18, 0.5), (1, y[5:], x, 18, 0.5)]
+    for args in arguments:
+        launch(*args)
+    assert [args[0] for args in compiled] == [2, 1]  # programs: for the first launch, and for the first misaligned one
+    assert launched == [
+        (programs, 1, 1, "stream", "front", a.data_ptr(), b.data_ptr(), *numbers, "back")
+        for programs, a, b, *numbers in arguments[1::2]
+    ]
+    with pytest.raises(TypeError):
+        launch(2, x, y, 18)
+
+
+SHAPES = [(), (5,), (0,), (3, 5), (0, 5), (3, 0, 5), (2, 3, 5), (2, 1, 3, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_strides_are_those_of_contiguous_memory(shape):
+    assert contiguous_strides(*shape) == torch.empty(shape).stride()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_memory_is_new_and_contiguous(shape):
+    x = torch.ones(2, device=DEVICE, dtype=torch.float16)
+    y = empty(x, torch.float32, *shape)
+    expected = x.new_empty(shape, dtype=torch.float32)
+    assert (y.shape, y.stride(), y.dtype, y.device) == (shape, expected.stride(), torch.float32, x.device)
+    assert not y.requires_grad and y.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+
+
+def test_memory_is_filled_where_algorithms_are_deterministic(poisoned):
+    assert empty(torch.ones(2, device=DEVICE), torch.float32, 3, 5).isnan().all()
 
 
 class Subclass(torch.Tensor):
