@@ -1,7 +1,8 @@
 """How an op is registered and dispatched. Knows torch and triton; must not know any particular op.
 
 Three paths, chosen per call:
-- CPU tensors: the public function runs its `<op>_reference` in plain PyTorch (`runs_kernels` says no).
+- CPU tensors, and transforms of torch.func: the public function runs its `<op>_reference` in plain PyTorch
+  (`runs_kernels` says no).
 - CUDA or ROCm tensors, or any tensor under `TRITON_INTERPRET=1`: the Triton kernels, inside an `autograd.Function`. The
   launcher is called directly, because the dispatcher costs several microseconds a call.
 - While something traces (torch.compile, fake tensors, selective checkpointing, FLOP counters): the same launcher
@@ -30,8 +31,11 @@ interpreting = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference."""
-    return interpreting or not x.is_cpu
+    """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference.
+
+    They do not under transforms of torch.func, which can take only the reference apart.
+    """
+    return (interpreting or not x.is_cpu) and not _are_functorch_transforms_active()
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:
@@ -93,15 +97,11 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
 class Node(torch.autograd.Function):
     """An autograd.Function whose `apply` costs microseconds less.
 
-    Function's own `apply` also serves nodes with a setup_context, which ours have not, and asks each argument whether
-    it is a wrapper that outlived a transform of torch.func.
+    Function's own also serves nodes with a setup_context, which ours have not, and transforms of torch.func, under
+    which `runs_kernels` says no.
     """
 
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        if _are_functorch_transforms_active():
-            return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+    apply = torch._C._FunctionBase.__dict__["apply"]
 
 
 class Kernel:

@@ -136,6 +136,15 @@ def test_two_runs_are_bit_identical(op, poisoned):
     assert equal(case.step(case.ours, upstream), case.step(case.ours, upstream))
 
 
+@over(lambda op: is_ours(op) and has_gradients(op))
+def test_torch_func_transforms_the_reference(op):
+    case = op.case()
+    upstream = case.upstream()
+    outputs, pullback = torch.func.vjp(lambda *leaves: as_list(case.ours(*leaves, *case.constants)), *case.leaves)
+    gradients = [x for x, leaf in zip(pullback(upstream), case.leaves, strict=True) if leaf.requires_grad]
+    torch.testing.assert_close([*outputs, *gradients], case.step(case.reference, upstream))
+
+
 def misaligned(x):
     return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
 
