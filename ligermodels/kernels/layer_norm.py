@@ -19,11 +19,13 @@ from ligermodels.kernels.early import await_previous
 from ligermodels.kernels.op import Launcher, Node, cdiv, empty, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import (
+    FEW_ROWS,
     backward_tile,
     forward_tile,
     programs_over_columns,
     sum_both,
     sum_columns,
+    widened,
     widened_again,
     zero_beyond,
 )
@@ -61,31 +63,33 @@ def _forward_kernel(
     tl.store(stats_ptr + rows + row, rstd, row < rows)
 
 
-@kernel(do_not_specialize=["rows", "row_programs"])
+@kernel(do_not_specialize=["rows"])
 def _backward_kernel(
     dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, dbias_ptr,
-    dy_stride, x_stride, rows, row_programs,
-    WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
+    dy_stride, x_stride, rows, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, FEW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers.
 
-    From the last tile to the first: what was written or read last before may still be in the cache. Programs beyond the
-    first row_programs, where there are such, sum dw and db over columns instead.
+    From the last tile to the first: what was written or read last before may still be in the cache. Of FEW rows each
+    program takes one; those beyond sum dw and db over columns instead.
     """
     await_previous(EARLY)
-    if tl.program_id(0) >= row_programs:
-        sum_columns(
-            dy_ptr, x_ptr, stats_ptr, stats_ptr + rows, dweight_ptr, dbias_ptr, dy_stride, x_stride, rows,
-            tl.program_id(0) - row_programs, True, WEIGHT_GRAD, BIAS_GRAD, COLUMNS,
-        )  # fmt: skip
-        return
+    programs = tl.num_programs(0)
+    if FEW:
+        programs = rows
+        if tl.program_id(0) >= rows:
+            sum_columns(
+                dy_ptr, x_ptr, stats_ptr, stats_ptr + rows, dweight_ptr, dbias_ptr, dy_stride, x_stride, rows,
+                tl.program_id(0) - rows, True, WEIGHT_GRAD, BIAS_GRAD, COLUMNS,
+            )  # fmt: skip
+            return
     tiles = tl.cdiv(rows, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
     dbias = tl.zeros([ROWS, WIDTH], tl.float32)
-    for i in tl.range(tl.program_id(0), tiles, row_programs, num_stages=STAGES):
+    for i in tl.range(tl.program_id(0), tiles, programs, num_stages=STAGES):
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + (tiles - 1 - i) * ROWS
         mask = in_row if ROWS == 1 else (row < rows) & in_row
         stored_dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0)
@@ -93,26 +97,26 @@ def _backward_kernel(
         stored_weight = tl.load(weight_ptr + column, in_row, other=0.0)
         mean = tl.load(stats_ptr + row, row < rows, other=0.0)
         rstd = tl.load(stats_ptr + rows + row, row < rows, other=0.0)
-        normed = zero_beyond((stored_x - mean) * rstd, in_row)
-        g = zero_beyond(stored_dy.to(tl.float32), in_row) * zero_beyond(stored_weight.to(tl.float32), in_row)
-        g_mean, gn_mean = sum_both(g, g * normed)
-        if STAGES == 1:  # prefetching nothing takes more registers: not even the weight is kept
-            stored_weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last")
-        dy = zero_beyond(widened_again(stored_dy), in_row)
-        normed = zero_beyond((widened_again(stored_x) - mean) * rstd, in_row)
+        dy, normed = zero_beyond(widened(stored_dy), in_row), zero_beyond((widened(stored_x) - mean) * rstd, in_row)
         if WEIGHT_GRAD:
             dweight += dy * normed
         if BIAS_GRAD:
             dbias += dy
+        g = dy * zero_beyond(widened(stored_weight), in_row)
+        g_mean, gn_mean = sum_both(g, g * normed)
+        if STAGES == 1:  # prefetching nothing takes more registers: not even the weight is kept
+            stored_weight = tl.load(weight_ptr + column, in_row, other=0.0, eviction_policy="evict_last")
+        dy = zero_beyond(widened_again(stored_dy), in_row)
         g = dy * zero_beyond(widened_again(stored_weight), in_row)
-        dx = rstd * (g - g_mean / COLUMNS - normed * (gn_mean / COLUMNS))
+        centred = zero_beyond(widened_again(stored_x) - mean, in_row)
+        dx = rstd * (g - g_mean / COLUMNS - centred * (rstd * gn_mean / COLUMNS))
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
-    partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))
-    in_partials = in_row & (tl.num_programs(0) == row_programs)
-    if WEIGHT_GRAD:
-        tl.store(partials_ptr + column, tl.sum(dweight, 0)[None, :], in_partials)
-    if BIAS_GRAD:
-        tl.store(partials_ptr + COLUMNS * WEIGHT_GRAD + column, tl.sum(dbias, 0)[None, :], in_partials)
+    if not FEW:
+        partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))
+        if WEIGHT_GRAD:
+            tl.store(partials_ptr + column, tl.sum(dweight, 0)[None, :], in_row)
+        if BIAS_GRAD:
+            tl.store(partials_ptr + COLUMNS * WEIGHT_GRAD + column, tl.sum(dbias, 0)[None, :], in_row)
 
 
 @functools.cache
@@ -138,11 +142,12 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
 
 @functools.cache
 def _backward(
-    columns: int, itemsize: int, device: torch.device, weight_grad: bool, bias_grad: bool
-) -> tuple[Launcher, int, int]:
-    """What launches backward, how many rows a tile has, and how many programs there are at most."""
-    tile, programs = backward_tile(columns, 3, itemsize, device)
-    return _backward_kernel.bind(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile), tile["ROWS"], programs
+    columns: int, itemsize: int, few: bool, device: torch.device, weight_grad: bool, bias_grad: bool
+) -> tuple[Launcher, int, int, int]:
+    """What launches backward, how many rows a tile has, how many programs take rows at most, and how many columns."""
+    tile, most = backward_tile(columns, 3, itemsize, few, device)
+    launch = _backward_kernel.bind(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile)
+    return launch, tile["ROWS"], most, programs_over_columns(columns) * (few and (weight_grad or bias_grad))
 
 
 def _launch_backward(
@@ -152,17 +157,17 @@ def _launch_backward(
     dweight = empty(weight, weight.dtype, *weight.shape) if weight_grad else None
     dbias = empty(weight, weight.dtype, *weight.shape) if bias_grad else None
     columns, rows = x.shape[-1], stats.shape[1]
-    launch, tile_rows, most = _backward(columns, x.itemsize, x.device, weight_grad, bias_grad)
-    programs, over_columns = min(cdiv(rows, tile_rows), most), programs_over_columns(rows, columns)
+    few = 0 < rows <= FEW_ROWS
+    launch, tile_rows, most, over_columns = _backward(columns, x.itemsize, few, x.device, weight_grad, bias_grad)
+    programs = min(cdiv(rows, tile_rows), most)
     (dy, dy_stride), (x, x_stride) = rows_of(dy, columns), rows_of(x, columns)
-    gradients = [gradient for gradient in (dweight, dbias) if gradient is not None]
-    over_columns, summed = (over_columns, []) if over_columns and gradients else (0, gradients)
+    summed = [] if few else [gradient for gradient in (dweight, dbias) if gradient is not None]
     partials = empty(stats, torch.float32, programs, len(summed) * columns) if summed else stats
     if rows:
         launch(
             programs + over_columns, dy, x, stats, weight.contiguous(), dx, partials,
             stats if dweight is None else dweight, stats if dbias is None else dbias,
-            dy_stride, x_stride, rows, programs,
+            dy_stride, x_stride, rows,
         )  # fmt: skip
     if summed:
         sum_partials(partials, *summed)

@@ -19,10 +19,12 @@ from ligermodels.kernels.early import await_previous, early
 from ligermodels.kernels.op import Launcher, Node, cdiv, empty, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import (
+    FEW_ROWS,
     backward_tile,
     forward_tile,
     programs_over_columns,
     sum_columns,
+    widened,
     widened_again,
     zero_beyond,
 )
@@ -90,52 +92,54 @@ def _forward_by_chunks_kernel(
         tl.store(y_ptr + row * COLUMNS + first + column, y.to(y_ptr.dtype.element_ty))
 
 
-@kernel(do_not_specialize=["rows", "row_programs"])
+@kernel(do_not_specialize=["rows"])
 def _backward_kernel(
     dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, y_ptr,
-    dy_stride, dhidden_stride, hidden_stride, rows, row_programs, offset,
-    ADD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr,
+    dy_stride, dhidden_stride, hidden_stride, rows, offset,
+    ADD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr, FEW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw in registers.
 
-    From the last tile to the first: what was written or read last before may still be in the cache. Programs beyond the
-    first row_programs, where there are such, sum dw over columns instead.
+    From the last tile to the first: what was written or read last before may still be in the cache. Of FEW rows each
+    program takes one; those beyond sum dw over columns instead.
     """
     await_previous(EARLY)
-    if tl.program_id(0) >= row_programs:
-        sum_columns(
-            dy_ptr, hidden_ptr, rstd_ptr, rstd_ptr, dweight_ptr, dweight_ptr, dy_stride, hidden_stride, rows,
-            tl.program_id(0) - row_programs, False, WEIGHT_GRAD, False, COLUMNS,
-        )  # fmt: skip
-        return
+    programs = tl.num_programs(0)
+    if FEW:
+        programs = rows
+        if tl.program_id(0) >= rows:
+            sum_columns(
+                dy_ptr, hidden_ptr, rstd_ptr, rstd_ptr, dweight_ptr, dweight_ptr, dy_stride, hidden_stride, rows,
+                tl.program_id(0) - rows, False, WEIGHT_GRAD, False, COLUMNS,
+            )  # fmt: skip
+            return
     tiles = tl.cdiv(rows, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
-    for i in tl.range(tl.program_id(0), tiles, row_programs, num_stages=STAGES):
+    for i in tl.range(tl.program_id(0), tiles, programs, num_stages=STAGES):
         row = tl.arange(0, ROWS)[:, None].to(tl.int64) + (tiles - 1 - i) * ROWS
         mask = in_row if ROWS == 1 else (row < rows) & in_row
         stored_dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0)
         stored_hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask, other=0.0)
         stored_weight = tl.load(weight_ptr + column, in_row, other=0.0)
         rstd = tl.load(rstd_ptr + row, row < rows, other=0.0)
-        dy, normed = zero_beyond(stored_dy.to(tl.float32), in_row), zero_beyond(stored_hidden * rstd, in_row)
+        dy, normed = zero_beyond(widened(stored_dy), in_row), zero_beyond(widened(stored_hidden) * rstd, in_row)
         if WEIGHT_GRAD:
             dweight += dy * normed
-        weight = zero_beyond(stored_weight.to(tl.float32) + offset, in_row)
+        weight = zero_beyond(widened(stored_weight) + offset, in_row)
         mean = tl.sum(dy * weight * normed, 1, keep_dims=True) / COLUMNS
-        dy, normed = zero_beyond(widened_again(stored_dy), in_row), widened_again(stored_hidden) * rstd
-        normed, weight = zero_beyond(normed, in_row), zero_beyond(widened_again(stored_weight) + offset, in_row)
+        dy, hidden = zero_beyond(widened_again(stored_dy), in_row), zero_beyond(widened_again(stored_hidden), in_row)
+        weight = zero_beyond(widened_again(stored_weight) + offset, in_row)
         if EMIT:
-            tl.store(y_ptr + row * COLUMNS + column, (normed * weight).to(y_ptr.dtype.element_ty), mask)
-        dx = rstd * (dy * weight - normed * mean)
+            tl.store(y_ptr + row * COLUMNS + column, (hidden * rstd * weight).to(y_ptr.dtype.element_ty), mask)
+        dx = rstd * (dy * weight - hidden * (rstd * mean))
         if ADD:
             dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
-    if WEIGHT_GRAD:
-        in_partials = in_row & (tl.num_programs(0) == row_programs)
-        tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(dweight, 0)[None, :], in_partials)
+    if WEIGHT_GRAD and not FEW:
+        tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(dweight, 0)[None, :], in_row)
 
 
 @functools.cache
@@ -189,12 +193,12 @@ def _launch_add_rms_norm(
 
 @functools.cache
 def _backward(
-    columns: int, itemsize: int, device: torch.device, add: bool, weight_grad: bool, emit: bool
-) -> tuple[Launcher, int, int]:
-    """What launches backward, how many rows a tile has, and how many programs there are at most."""
-    tile, programs = backward_tile(columns, 3 + add, itemsize, device)
+    columns: int, itemsize: int, few: bool, device: torch.device, add: bool, weight_grad: bool, emit: bool
+) -> tuple[Launcher, int, int, int]:
+    """What launches backward, how many rows a tile has, how many programs take rows at most, and how many columns."""
+    tile, most = backward_tile(columns, 3 + add, itemsize, few, device)
     launch = _backward_kernel.bind(ADD=add, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile)
-    return launch, tile["ROWS"], programs
+    return launch, tile["ROWS"], most, programs_over_columns(columns) * (few and weight_grad)
 
 
 def _launch_backward(
@@ -205,17 +209,19 @@ def _launch_backward(
     y = empty(hidden, dy.dtype, *hidden.shape) if emit else None
     dweight = empty(weight, weight.dtype, *weight.shape) if weight_grad else None
     add, columns, rows = dhidden is not None, hidden.shape[-1], rstd.numel()
-    launch, tile_rows, most = _backward(columns, hidden.itemsize, hidden.device, add, weight_grad, emit)
-    programs, over_columns = min(cdiv(rows, tile_rows), most), programs_over_columns(rows, columns) * weight_grad
+    few = 0 < rows <= FEW_ROWS
+    kind = columns, hidden.itemsize, few, hidden.device, add, weight_grad, emit
+    launch, tile_rows, most, over_columns = _backward(*kind)
+    programs = min(cdiv(rows, tile_rows), most)
     (dy, dy_stride), (hidden, hidden_stride) = rows_of(dy, columns), rows_of(hidden, columns)
     dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden, columns)
-    summed = [] if dweight is None or over_columns else [dweight]
+    summed = [] if dweight is None or few else [dweight]
     partials = empty(rstd, torch.float32, programs, columns) if summed else rstd
     if rows:
         launch(
             programs + over_columns, dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials,
             rstd if dweight is None else dweight, dx if y is None else y,
-            dy_stride, dhidden_stride, hidden_stride, rows, programs, offset,
+            dy_stride, dhidden_stride, hidden_stride, rows, offset,
         )  # fmt: skip
     if summed:
         sum_partials(partials, *summed)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.early import await_previous, early
 from ligermodels.kernels.heads import (
     check_shapes,
     copy_heads,
@@ -28,7 +29,7 @@ from ligermodels.kernels.heads import (
 )
 from ligermodels.kernels.op import Launcher, Node, cdiv, empty, kernel, register, runs_kernels, traced, widen
 
-TILE_PAIRS = 512  # rotated by one program of four warps
+TILE_PAIRS = 1024  # rotated by one program of four warps
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -80,8 +81,10 @@ def _rotate_heads(
 def _forward_kernel(
     qkv_ptr, cos_ptr, sin_ptr, qkv_stride, angle_rows, HEADS: tl.constexpr,
     SIZE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program rotates TILE of one token's query and key heads."""
+    await_previous(EARLY)
     tiles: tl.constexpr = (HEADS + TILE - 1) // TILE
     token = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * TILE
@@ -109,9 +112,10 @@ def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dqkv_ptr,
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, angle_rows, length,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program gathers TILE heads of one token's dq, dk or dv and writes them packed, the first two rotated back."""
+    await_previous(EARLY)
     q_tiles: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     k_tiles: tl.constexpr = (K_HEADS + TILE - 1) // TILE
     tiles: tl.constexpr = q_tiles + 2 * k_tiles
@@ -147,12 +151,14 @@ def tile_of(rotated: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _forward(width: int, heads: int, rest: int, rotated: int, interleaved: bool) -> tuple[Launcher, int]:
+def _forward(
+    width: int, heads: int, rest: int, rotated: int, interleaved: bool, device: torch.device
+) -> tuple[Launcher, int]:
     """What launches forward on rows of `width`, `rest` heads of which pass, and how many programs a token takes."""
     tile, pairs = tile_of(rotated)
     size = width // (heads + rest)
     launch = _forward_kernel.bind(
-        HEADS=heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs
+        HEADS=heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs, **early(device)
     )
     return launch, cdiv(heads, tile)
 
@@ -165,7 +171,7 @@ def _launch_forward_(
         qkv = qkv.view(-1, width)  # never a copy: the rotation would be lost
         stride = qkv.stride(0)
     angle_rows, pairs = cos.shape
-    launch, programs = _forward(width, num_heads + num_kv_heads, num_kv_heads, 2 * pairs, interleaved)
+    launch, programs = _forward(width, num_heads + num_kv_heads, num_kv_heads, 2 * pairs, interleaved, qkv.device)
     if tokens := qkv.numel() // width:
         launch(tokens * programs, qkv, cos, sin, stride, angle_rows)
 
@@ -179,12 +185,15 @@ def _launch_forward(
 
 
 @functools.cache
-def _backward(heads: int, kv_heads: int, size: int, rotated: int, interleaved: bool) -> tuple[Launcher, int]:
+def _backward(
+    heads: int, kv_heads: int, size: int, rotated: int, interleaved: bool, device: torch.device
+) -> tuple[Launcher, int]:
     """What launches backward, and how many programs a token takes."""
     tile, pairs = tile_of(rotated)
     launch = _backward_kernel.bind(
-        Q_HEADS=heads, K_HEADS=kv_heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs
-    )
+        Q_HEADS=heads, K_HEADS=kv_heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs,
+        **early(device),
+    )  # fmt: skip
     return launch, cdiv(heads, tile) + 2 * cdiv(kv_heads, tile)
 
 
@@ -193,7 +202,7 @@ def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     kv_heads, (angle_rows, pairs) = dk.shape[2], cos.shape
     dqkv = empty(dq, dq.dtype, batch, length, (heads + 2 * kv_heads) * size)
     (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
-    launch, programs = _backward(heads, kv_heads, size, 2 * pairs, interleaved)
+    launch, programs = _backward(heads, kv_heads, size, 2 * pairs, interleaved, dq.device)
     if tokens := batch * length:
         launch(tokens * programs, dq, dk, dv, cos, sin, dqkv, *dq_strides, *dk_strides, *dv_strides, angle_rows, length)
     return dqkv

@@ -13,21 +13,23 @@ from ligermodels.kernels.early import early
 from ligermodels.kernels.op import cdiv, multiprocessors, shared_memory
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 MAX_COLUMNS = 65536
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096  # elements, at least: short rows share a program
 BACKWARD_ELEMENTS = 24  # a thread, at most: it holds the weights' gradients and two values more of each
+MOST_WARPS = 16  # of a program
 PROGRAMS = {4: 3, 8: 2, 16: 1}  # of backward, a multiprocessor, by their warps: one works while another waits for a sum
-REGISTERS = 65536  # of a multiprocessor, for all of these
+REGISTERS, MOST_REGISTERS = 65536, 255  # of a multiprocessor, for all of these; of a thread
 # Few enough rows are read twice, by rows for dx and by columns for the weights' gradients: two kernels would take the
 # host longer to launch.
 FEW_ROWS = 128
-TILE_ROWS, TILE_COLUMNS = tl.constexpr(32), tl.constexpr(64)
+TILE_ROWS, TILE_COLUMNS = tl.constexpr(64), tl.constexpr(32)
 RESERVED_BYTES = 8192  # of shared memory a program, for sums across warps and what the driver takes
 
 
-def programs_over_columns(rows: int, columns: int) -> int:
-    """How many programs of backward sum the weights' gradients of few rows; of more, those that take rows do: 0."""
-    return cdiv(columns, TILE_COLUMNS.value) if 0 < rows <= FEW_ROWS else 0
+def programs_over_columns(columns: int) -> int:
+    """How many programs of backward sum the weights' gradients of few rows."""
+    return cdiv(columns, TILE_COLUMNS.value)
 
 
 @triton.jit
@@ -37,14 +39,30 @@ def zero_beyond(x, in_row):
 
 
 @triton.jit
+def _halves(x, INSTRUCTIONS: tl.constexpr):
+    """The two bf16 of a register, each as the upper half of a register of its own: that is the same value in fp32."""
+    wide = tl.inline_asm_elementwise(INSTRUCTIONS, "=r,=r,r", [x], tl.int32, is_pure=True, pack=2)
+    return wide.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widened(x):
+    """x in fp32, as x.to(tl.float32) is; a pair of bf16 takes two instructions, of the compiler's three."""
+    if PTX and x.dtype == tl.bfloat16:
+        return _halves(x, "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def widened_again(x):
-    """x in fp32, as x.to(tl.float32) is, by another instruction for bf16.
+    """The same by other instructions.
 
     What was widened before a sum over the row is widened again after it, and the compiler, which would keep the first
     result in registers, keeps x: half of them.
     """
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    if PTX and x.dtype == tl.bfloat16:
+        return _halves(x, "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;")
     else:
         return x.to(tl.float32)
 
@@ -98,7 +116,7 @@ def tile_of(columns: int, elements: int, least: int, device: torch.device) -> di
         raise ValueError(f"norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
     width = triton.next_power_of_2(columns)
     rows = max(1, least // width)
-    warps = min(16, max(4, triton.next_power_of_2(triton.cdiv(rows * columns, 32 * elements))))
+    warps = min(MOST_WARPS, max(4, triton.next_power_of_2(triton.cdiv(rows * columns, 32 * elements))))
     return {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "num_warps": warps} | early(device)
 
 
@@ -109,16 +127,24 @@ def forward_tile(columns: int, elements: int, device: torch.device) -> dict[str,
 
 
 @functools.cache
-def backward_tile(columns: int, streams: int, itemsize: int, device: torch.device) -> tuple[dict[str, int], int]:
-    """What a persistent kernel that reads `streams` tensors row by row is built with, and how many programs of it.
+def backward_tile(
+    columns: int, streams: int, itemsize: int, few: bool, device: torch.device
+) -> tuple[dict[str, int], int]:
+    """What a kernel that reads `streams` tensors row by row is built with, and how many programs take rows, at most.
 
-    STAGES - 1 tiles are on their way through shared memory while one is worked on.
+    Of few rows each program takes one. Of more it is persistent: STAGES - 1 tiles are on their way through shared
+    memory while one is worked on.
     """
-    tile = tile_of(columns, BACKWARD_ELEMENTS, BACKWARD_TILE, device)
+    tile = tile_of(columns, BACKWARD_ELEMENTS, 1 if few else BACKWARD_TILE, device) | {"FEW": few}
+    if few:
+        return tile | {"STAGES": 1}, FEW_ROWS
     programs = PROGRAMS[tile["num_warps"]]
+    if columns > MOST_WARPS * 32 * BACKWARD_ELEMENTS:  # too many for a thread: half the threads, of twice the registers
+        tile["num_warps"] //= 2
     if triton.knobs.runtime.interpret:
         return tile | {"STAGES": 1}, programs * multiprocessors(device)
     room = shared_memory(device) // programs - RESERVED_BYTES
     ahead = min(2, room // (streams * tile["ROWS"] * tile["WIDTH"] * itemsize))
-    registers = {} if torch.version.hip else {"maxnreg": REGISTERS // (32 * tile["num_warps"] * programs) // 8 * 8}
-    return tile | registers | {"STAGES": 1 + ahead}, programs * multiprocessors(device)
+    registers = min(MOST_REGISTERS, REGISTERS // (32 * tile["num_warps"] * programs) // 8 * 8)
+    limit = {} if torch.version.hip else {"maxnreg": registers}
+    return tile | limit | {"STAGES": 1 + ahead}, programs * multiprocessors(device)

@@ -17,11 +17,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from ligermodels.kernels import op
+from ligermodels.kernels.rows import FEW_ROWS
 from tests.kernels import ops
 from tests.kernels.kernels_of import compiled_kernels, kernels
 
-TOKENS = 32  # few, because matrix products are computed
-EXPERT_TOKENS = 512  # enough for the largest tiles of the grouped products
+TOKENS = (32,)  # few, because matrix products are computed
+# Of experts enough for the largest tiles of the grouped products; of few rows and of many the norms' kernels differ.
+TOKENS_OF = {"experts": (512,)} | dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), (32, 2 * FEW_ROWS))
 
 
 def be(capability: int, limit: int) -> None:
@@ -54,8 +56,7 @@ def resources(kernel) -> tuple[int, int]:
 if __name__ == "__main__":
     be(*map(int, sys.argv[1:]))
     for name, entry in ops.OPS.items():
-        if entry.real:
-            tokens = EXPERT_TOKENS if name == "experts" else TOKENS
+        for tokens in TOKENS_OF.get(name, TOKENS) if entry.real else ():
             case = entry.draw(1, tokens, *entry.real[-1]).to(torch.bfloat16)
             case.step(case.ours, case.upstream())
     for name, kernel in compiled_kernels():

@@ -15,12 +15,8 @@ from tests.kernels.ops import OPS, over
 ROOT = Path(__file__).parents[2]
 KB = 1024
 SANITIZER = shutil.which("compute-sanitizer")
-STACK = 16  # bytes a thread, at most: one kernel's of capability 90, layer norm's of 16384 columns, and two of 86
-# Words a thread, at most, of what spills with Triton 3.6: layer norm's backward of 16384 columns, whose weight and bias
-# gradients take half of the registers. No other kernel may.
-SPILLED = {
-    "ligermodels.kernels.layer_norm._backward_kernel": 2,
-}
+STACK = 16  # bytes a thread, at most: of one kernel of capability 90 with Triton 3.7, the backward of add_rms_norm at
+# 16384 columns, and of two of 86. With Triton 3.6 none of 90 has any, and on a GPU no kernel may spill.
 
 
 def run_module(name, *args, prefix=(), **environment):
@@ -62,12 +58,13 @@ def test_no_kernel_is_compiled_for_another_batch_or_length(op):
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 def test_no_kernel_spills_at_the_sizes_of_models():
-    for op in OPS.values():
+    for name, op in OPS.items():
         for size in op.real:
-            step(op, 1, 64, size)
+            for length in (64, 512) if name.endswith("norm") else (64,):  # few rows and many: other kernels
+                step(op, 1, length, size)
     compiled = compiled_kernels()
     assert len(compiled) > len(OPS)
-    spilled = [f"{name} {kernel.n_spills}" for name, kernel in compiled if kernel.n_spills > SPILLED.get(name, 0)]
+    spilled = [f"{name} {kernel.n_spills}" for name, kernel in compiled if kernel.n_spills]
     assert not spilled, "\n".join(spilled)
 
 

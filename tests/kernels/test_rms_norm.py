@@ -3,11 +3,12 @@ from itertools import cycle
 import pytest
 import torch
 
+from ligermodels.kernels import rms_norm as module
 from ligermodels.kernels.rms_norm import READ_TWICE, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
-SHAPES = [(7, 5), (3, 5, 96), (2, 3, 1000), (300, 33), (197, 257), (18, 4100)]  # the last two by several programs
+SHAPES = [(7, 5), (2, 3, 1000), (3, 33, 96), (18, 4100), (300, 33), (197, 257)]  # the last two by several programs
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
@@ -27,6 +28,12 @@ def test_rms_norm_is_within_the_error_budget(shape, offset, dtype):
 def test_add_rms_norm_is_within_the_error_budget(shape, offset, dtype):
     inputs = draw(*shape), draw(*shape), draw(shape[-1])
     check(lambda *a: add_rms_norm(*a, 1e-6, offset), lambda *a: add_rms_norm_reference(*a, 1e-6, offset), inputs, dtype)
+
+
+def test_wide_rows_of_more_than_few(monkeypatch):
+    monkeypatch.setattr(module, "FEW_ROWS", 2)
+    inputs = draw(7, 2050), draw(7, 2050), draw(2050)
+    check(lambda *a: add_rms_norm(*a, 1e-6), lambda *a: add_rms_norm_reference(*a, 1e-6), inputs, DTYPES[-1])
 
 
 def test_one_gradient_for_both_outputs_counts_twice():
