@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import Launcher, Node, cdiv, empty, kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 
 MAX_TILE = 1024  # columns of one program of four warps
 
@@ -122,7 +122,7 @@ def _forward(width: int, activation: str) -> tuple[Launcher, int, int]:
 def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
     *batch, width = gate_up.shape
     launch, columns, tiles = _forward(width, activation)
-    y = empty(gate_up, gate_up.dtype, *batch, columns)
+    y = gate_up.new_empty(*batch, columns)
     if size := y.numel():
         gate_up, stride = rows_of(gate_up, width)
         launch(size // columns * tiles, gate_up, y, stride)
@@ -137,8 +137,8 @@ def _backward(columns: int, activation: str, emit: bool) -> tuple[Launcher, int]
 
 
 def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -> tuple[Tensor, Tensor | None]:
-    dgate_up = empty(gate_up, gate_up.dtype, *gate_up.shape)
-    y = empty(gate_up, gate_up.dtype, *dy.shape) if emit else None
+    dgate_up = gate_up.new_empty(*gate_up.shape)
+    y = gate_up.new_empty(*dy.shape) if emit else None
     if size := dy.numel():
         columns = dy.shape[-1]
         launch, tiles = _backward(columns, activation, emit)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.early import await_previous
-from ligermodels.kernels.op import Launcher, Node, cdiv, empty, kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import (
     FEW_ROWS,
@@ -127,12 +127,12 @@ def _forward(columns: int, bias: bool, device: torch.device) -> tuple[Launcher, 
 
 
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    y = empty(x, x.dtype, *x.shape)
+    y = x.new_empty(*x.shape)
     columns = x.shape[-1]
     launch, tile_rows = _forward(columns, bias is not None, x.device)
     x, x_stride = rows_of(x, columns)
     rows = x.numel() // columns
-    stats = empty(x, torch.float32, 2, rows)
+    stats = x.new_empty(2, rows, dtype=torch.float32)
     if rows:
         bias = weight if bias is None else bias
         programs = cdiv(rows, tile_rows)
@@ -153,16 +153,16 @@ def _backward(
 def _launch_backward(
     dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor, weight_grad: bool, bias_grad: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dx = empty(x, x.dtype, *x.shape)
-    dweight = empty(weight, weight.dtype, *weight.shape) if weight_grad else None
-    dbias = empty(weight, weight.dtype, *weight.shape) if bias_grad else None
+    dx = x.new_empty(*x.shape)
+    dweight = weight.new_empty(*weight.shape) if weight_grad else None
+    dbias = weight.new_empty(*weight.shape) if bias_grad else None
     columns, rows = x.shape[-1], stats.shape[1]
     few = 0 < rows <= FEW_ROWS
     launch, tile_rows, most, over_columns = _backward(columns, x.itemsize, few, x.device, weight_grad, bias_grad)
     programs = min(cdiv(rows, tile_rows), most)
     (dy, dy_stride), (x, x_stride) = rows_of(dy, columns), rows_of(x, columns)
     summed = [] if few else [gradient for gradient in (dweight, dbias) if gradient is not None]
-    partials = empty(stats, torch.float32, programs, len(summed) * columns) if summed else stats
+    partials = stats.new_empty(programs, len(summed) * columns) if summed else stats
     if rows:
         launch(
             programs + over_columns, dy, x, stats, weight.contiguous(), dx, partials,

@@ -11,7 +11,6 @@ Three paths, chosen per call:
 """
 
 import functools
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -229,21 +228,6 @@ def rows_of(x: Tensor, columns: int) -> tuple[Tensor, int]:
         return x, columns
     x = as_rows(x)
     return x, x.stride(0)
-
-
-def empty(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
-    """`like.new_empty(shape, dtype=dtype)` for launchers, whose tensors are real; on the current GPU by what the code
-    of torch.compile allocates with, which takes half as long because it does not go through the dispatcher."""
-    device = like.get_device()
-    # Deterministic algorithms ask for memory that has been filled.
-    if device < 0 or device != torch._C._cuda_getDevice() or torch._C._get_deterministic_algorithms():
-        return like.new_empty(shape, dtype=dtype)
-    return torch._C._dynamo.guards._empty_strided_cuda(shape, contiguous_strides(*shape), dtype)  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(1024)
-def contiguous_strides(*shape: int) -> tuple[int, ...]:
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.early import await_previous, early
-from ligermodels.kernels.op import Launcher, Node, cdiv, empty, kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import (
     FEW_ROWS,
@@ -155,13 +155,13 @@ def _launch_forward(
     """y in `dtype`, or in that of the sum."""
     add, columns = residual is not None, x.shape[-1]
     wide = x.dtype if residual is None else sum_dtype(x, residual)
-    y = empty(x, dtype or wide, *x.shape)
-    hidden = y if residual is None else empty(x, wide, *x.shape)
+    y = x.new_empty(*x.shape, dtype=dtype or wide)
+    hidden = y if residual is None else x.new_empty(*x.shape, dtype=wide)
     launch, tile_rows = _forward(columns, add, x.device)
     x, x_stride = rows_of(x, columns)
     residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual, columns)
     rows = x.numel() // columns
-    rstd = empty(x, torch.float32, rows)
+    rstd = x.new_empty(rows, dtype=torch.float32)
     if rows and not add and columns in READ_TWICE:
         constants = {"COLUMNS": columns, "CHUNK": CHUNK, "num_warps": 16, **early(x.device)}
         _forward_by_chunks_kernel.bind(**constants)(rows, x, weight.contiguous(), y, rstd, x_stride, eps, offset)
@@ -205,9 +205,9 @@ def _launch_backward(
     dy: Tensor, dhidden: Tensor | None, hidden: Tensor, rstd: Tensor, weight: Tensor, offset: float,
     weight_grad: bool, emit: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    dx = empty(hidden, hidden.dtype, *hidden.shape)
-    y = empty(hidden, dy.dtype, *hidden.shape) if emit else None
-    dweight = empty(weight, weight.dtype, *weight.shape) if weight_grad else None
+    dx = hidden.new_empty(*hidden.shape)
+    y = hidden.new_empty(*hidden.shape, dtype=dy.dtype) if emit else None
+    dweight = weight.new_empty(*weight.shape) if weight_grad else None
     add, columns, rows = dhidden is not None, hidden.shape[-1], rstd.numel()
     few = 0 < rows <= FEW_ROWS
     kind = columns, hidden.itemsize, few, hidden.device, add, weight_grad, emit
@@ -216,7 +216,7 @@ def _launch_backward(
     (dy, dy_stride), (hidden, hidden_stride) = rows_of(dy, columns), rows_of(hidden, columns)
     dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden, columns)
     summed = [] if dweight is None or few else [dweight]
-    partials = empty(rstd, torch.float32, programs, columns) if summed else rstd
+    partials = rstd.new_empty(programs, columns) if summed else rstd
     if rows:
         launch(
             programs + over_columns, dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials,

@@ -27,7 +27,7 @@ from ligermodels.kernels.heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import Launcher, Node, cdiv, empty, kernel, register, runs_kernels, traced, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, runs_kernels, traced, widen
 
 TILE_PAIRS = 1024  # rotated by one program of four warps
 
@@ -200,7 +200,7 @@ def _backward(
 def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     batch, length, heads, size = dq.shape
     kv_heads, (angle_rows, pairs) = dk.shape[2], cos.shape
-    dqkv = empty(dq, dq.dtype, batch, length, (heads + 2 * kv_heads) * size)
+    dqkv = dq.new_empty(batch, length, (heads + 2 * kv_heads) * size)
     (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
     launch, programs = _backward(heads, kv_heads, size, 2 * pairs, interleaved, dq.device)
     if tokens := batch * length:

@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 from ligermodels.kernels import op
-from ligermodels.kernels.op import Node, Variants, _kinds_of, contiguous_strides, empty, kernel, traced
+from ligermodels.kernels.op import Node, Variants, _kinds_of, kernel, traced
 from tests.conftest import DEVICE
 
 
@@ -94,27 +94,6 @@ def test_a_launcher_passes_addresses_and_numbers_and_compiles_once_for_each_kind
     ]
     with pytest.raises(TypeError):
         launch(2, x, y, 18)
-
-
-SHAPES = [(), (5,), (0,), (3, 5), (0, 5), (3, 0, 5), (2, 3, 5), (2, 1, 3, 5)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_strides_are_those_of_contiguous_memory(shape):
-    assert contiguous_strides(*shape) == torch.empty(shape).stride()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_memory_is_new_and_contiguous(shape):
-    x = torch.ones(2, device=DEVICE, dtype=torch.float16)
-    y = empty(x, torch.float32, *shape)
-    expected = x.new_empty(shape, dtype=torch.float32)
-    assert (y.shape, y.stride(), y.dtype, y.device) == (shape, expected.stride(), torch.float32, x.device)
-    assert not y.requires_grad and y.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
-
-
-def test_memory_is_filled_where_algorithms_are_deterministic(poisoned):
-    assert empty(torch.ones(2, device=DEVICE), torch.float32, 3, 5).isnan().all()
 
 
 class Subclass(torch.Tensor):
