@@ -1,8 +1,10 @@
 """Launching a kernel before the one ahead of it is done, which hides what a launch costs (NVIDIA, Hopper and later).
 
-CUDA calls it programmatic dependent launch: once all programs of a kernel have begun, those of the next one may take
-the places that fall free. They wait, before they touch memory, for everything ahead of them to be complete and visible:
-order and results are those of a plain launch, in a CUDA graph as well. Must not know any particular op.
+CUDA calls it programmatic dependent launch: once all programs of a kernel have said so or ended, those of the next one
+may take the places that fall free. They wait, before they touch memory, for everything ahead of them to be complete and
+visible: order and results are those of a plain launch, in a CUDA graph as well. Must not know any particular op.
+To wait costs nothing; to say so takes 0.24 ns a program on an H200, 20 us of 80,000: kernels of many small programs do
+not.
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
 
@@ -29,4 +31,10 @@ def await_previous(EARLY: tl.constexpr):
     """To be called before any load or store: an early program may read what is being written, or write what is read."""
     if EARLY:
         gdc_wait()
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """The kernel behind may begin as soon as all programs have come here or ended."""
+    if EARLY:
         gdc_launch_dependents()

@@ -13,11 +13,13 @@ Maths: Shazeer 2020, https://arxiv.org/abs/2002.05202; Hendrycks & Gimpel 2016, 
 import functools
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.early import await_previous, early
 from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 
 MAX_TILE = 1024  # columns of one program of four warps
@@ -89,9 +91,10 @@ def _forward_kernel(
 @kernel()
 def _backward_kernel(
     dy_ptr, gate_up_ptr, dgate_up_ptr, y_ptr, dy_stride, gate_up_stride,
-    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,
+    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program computes TILE columns of one row's dgate and dup, and of y again where it is asked to."""
+    await_previous(EARLY)
     row, column, mask = _place(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
     dgate_ptr = dgate_up_ptr + row * (2 * COLUMNS) + column
@@ -130,10 +133,11 @@ def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @functools.cache
-def _backward(columns: int, activation: str, emit: bool) -> tuple[Launcher, int]:
+def _backward(columns: int, activation: str, emit: bool, device: torch.device) -> tuple[Launcher, int]:
     """What launches backward, and how many tiles cover a row."""
     tiles, tile = tiles_of(columns)
-    return _backward_kernel.bind(COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile), tiles
+    launch = _backward_kernel.bind(COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile, **early(device))
+    return launch, tiles
 
 
 def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -> tuple[Tensor, Tensor | None]:
@@ -141,7 +145,7 @@ def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -
     y = gate_up.new_empty(*dy.shape) if emit else None
     if size := dy.numel():
         columns = dy.shape[-1]
-        launch, tiles = _backward(columns, activation, emit)
+        launch, tiles = _backward(columns, activation, emit, dy.device)
         (dy, dy_stride), (gate_up, stride) = rows_of(dy, columns), rows_of(gate_up, 2 * columns)
         launch(size // columns * tiles, dy, gate_up, dgate_up, dgate_up if y is None else y, dy_stride, stride)
     return dgate_up, y

@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.early import await_previous
+from ligermodels.kernels.early import await_previous, let_next_begin
 from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import (
@@ -47,6 +47,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """One program norms ROWS whole rows."""
     await_previous(EARLY)
+    let_next_begin(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
@@ -75,6 +76,7 @@ def _backward_kernel(
     program takes one; those beyond sum dw and db over columns instead.
     """
     await_previous(EARLY)
+    let_next_begin(EARLY)
     programs = tl.num_programs(0)
     if FEW:
         programs = rows

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.early import await_previous, early
+from ligermodels.kernels.early import await_previous, early, let_next_begin
 from ligermodels.kernels.op import Launcher, cdiv, kernel
 
 # Rows, columns and warps of one program: narrow, so that most multiprocessors have a share, and tall where the columns
@@ -26,6 +26,7 @@ def _sum_kernel(
 ):  # fmt: skip
     """One program sums COLUMNS columns; those from first_columns on belong to the last gradient."""
     await_previous(EARLY)
+    let_next_begin(EARLY)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, rows, ROWS):

@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.early import await_previous, early
+from ligermodels.kernels.early import await_previous, early, let_next_begin
 from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
 from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import (
@@ -54,6 +54,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """One program norms ROWS whole rows."""
     await_previous(EARLY)
+    let_next_begin(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
     mask = (row < rows) & (column < COLUMNS)
@@ -77,6 +78,7 @@ def _forward_by_chunks_kernel(
 ):  # fmt: skip
     """One program norms one row, of which it holds a chunk: so few registers that twice the programs are at work."""
     await_previous(EARLY)
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, CHUNK)
     squares = tl.zeros([CHUNK], tl.float32)
@@ -105,6 +107,7 @@ def _backward_kernel(
     program takes one; those beyond sum dw over columns instead.
     """
     await_previous(EARLY)
+    let_next_begin(EARLY)
     programs = tl.num_programs(0)
     if FEW:
         programs = rows

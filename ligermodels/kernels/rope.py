@@ -29,7 +29,7 @@ from ligermodels.kernels.heads import (
 )
 from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, runs_kernels, traced, widen
 
-TILE_PAIRS = 1024  # rotated by one program of four warps
+FORWARD_PAIRS, BACKWARD_PAIRS = 512, 1024  # rotated by one program of four warps
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -81,10 +81,8 @@ def _rotate_heads(
 def _forward_kernel(
     qkv_ptr, cos_ptr, sin_ptr, qkv_stride, angle_rows, HEADS: tl.constexpr,
     SIZE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program rotates TILE of one token's query and key heads."""
-    await_previous(EARLY)
     tiles: tl.constexpr = (HEADS + TILE - 1) // TILE
     token = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * TILE
@@ -144,21 +142,19 @@ def _backward_kernel(
 
 
 @functools.cache
-def tile_of(rotated: int) -> tuple[int, int]:
-    """(heads, pairs) of one program's tile."""
+def tile_of(rotated: int, most: int) -> tuple[int, int]:
+    """(heads, pairs) of one program's tile, which has at most so many pairs unless a head has more."""
     pairs = triton.next_power_of_2(rotated // 2)
-    return max(1, TILE_PAIRS // pairs), pairs
+    return max(1, most // pairs), pairs
 
 
 @functools.cache
-def _forward(
-    width: int, heads: int, rest: int, rotated: int, interleaved: bool, device: torch.device
-) -> tuple[Launcher, int]:
+def _forward(width: int, heads: int, rest: int, rotated: int, interleaved: bool) -> tuple[Launcher, int]:
     """What launches forward on rows of `width`, `rest` heads of which pass, and how many programs a token takes."""
-    tile, pairs = tile_of(rotated)
+    tile, pairs = tile_of(rotated, FORWARD_PAIRS)
     size = width // (heads + rest)
     launch = _forward_kernel.bind(
-        HEADS=heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs, **early(device)
+        HEADS=heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs
     )
     return launch, cdiv(heads, tile)
 
@@ -171,7 +167,7 @@ def _launch_forward_(
         qkv = qkv.view(-1, width)  # never a copy: the rotation would be lost
         stride = qkv.stride(0)
     angle_rows, pairs = cos.shape
-    launch, programs = _forward(width, num_heads + num_kv_heads, num_kv_heads, 2 * pairs, interleaved, qkv.device)
+    launch, programs = _forward(width, num_heads + num_kv_heads, num_kv_heads, 2 * pairs, interleaved)
     if tokens := qkv.numel() // width:
         launch(tokens * programs, qkv, cos, sin, stride, angle_rows)
 
@@ -189,7 +185,7 @@ def _backward(
     heads: int, kv_heads: int, size: int, rotated: int, interleaved: bool, device: torch.device
 ) -> tuple[Launcher, int]:
     """What launches backward, and how many programs a token takes."""
-    tile, pairs = tile_of(rotated)
+    tile, pairs = tile_of(rotated, BACKWARD_PAIRS)
     launch = _backward_kernel.bind(
         Q_HEADS=heads, K_HEADS=kv_heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs,
         **early(device),
