@@ -110,7 +110,7 @@ def flags() -> Flags:
         nargs="+",
         metavar="NAME",
         default=["all-linear"],
-        help="projections, as q_proj v_proj, or experts",
+        help="projections, as q_proj v_proj or q_proj,v_proj, or experts",
     )
     add("--lora-export", **choice("merged", "adapter"), default="merged", help="a whole model, or PEFT's format")
 
@@ -172,6 +172,7 @@ def parsed(parser: Flags, argv: Sequence[str]) -> argparse.Namespace:
     family, colon, size = (args.model or "").partition(":")
     if colon and family in list_architectures():
         args.model, args.size = family, size
+    args.lora_targets = " ".join(args.lora_targets).replace(",", " ").split() or args.lora_targets
     return args
 
 

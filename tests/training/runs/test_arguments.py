@@ -60,6 +60,14 @@ def test_a_family_may_name_its_size_as_info_takes_it():
     assert parse_arguments(["--model", "C:folder"]).model == "C:folder"
 
 
+@pytest.mark.parametrize("given", [["q_proj,v_proj"], ["q_proj", "v_proj"], ["q_proj,", "v_proj"]])
+def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path):
+    assert parse("--lora-rank", "8", "--lora-targets", *given).lora_targets == ["q_proj", "v_proj"]
+    (tmp_path / "my.toml").write_text(f"lora_targets = {given}")
+    args = parse("--lora-rank", "8", "--config", str(tmp_path / "my.toml"))
+    assert args.lora_targets == ["q_proj", "v_proj"]
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
