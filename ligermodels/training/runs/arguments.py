@@ -22,6 +22,7 @@ from ligermodels.flags import (
     whole,
 )
 from ligermodels.hub import list_architectures
+from ligermodels.training.data.sources import EMBEDDED, parse_spec
 from ligermodels.training.reporting.loggers import require
 from ligermodels.training.runs.settings import SETTINGS_FILE, read_flags
 
@@ -193,8 +194,8 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise InputError(f"--revision {args.revision} goes with a Hub id; {args.model} is a family, with new weights")
     if args.profile and args.profile > args.steps:
         raise InputError(f"--profile {args.profile}: the run has {args.steps} steps; name one of them")
-    if args.validation_data and args.validation_fraction != flags().get_default("validation_fraction"):
-        raise InputError("--validation-fraction is a part of --data, and --validation-data is given: leave one out")
+    if args.validation_fraction != flags().get_default("validation_fraction"):
+        refuse_idle_fraction(args)
     if args.optimizer == "adamw8bit" and args.states:
         raise InputError(f"--states {args.states}: --optimizer adamw8bit keeps its states in 8 bits: leave one out")
     if args.float8 and not args.compile:
@@ -208,3 +209,13 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
     ]
     if idle:
         raise InputError(f"{idle[0]} goes with --lora-rank, which is missing")
+
+
+def refuse_idle_fraction(args: argparse.Namespace) -> None:
+    if args.validation_data:
+        raise InputError("--validation-fraction is a part of --data, and --validation-data is given: leave one out")
+    if all(parse_spec(text).name in EMBEDDED for text in args.data or []):
+        raise InputError(
+            f"--validation-fraction is a part of files in --data; {', '.join(EMBEDDED)} are validated on data of their "
+            "own: leave it out"
+        )
