@@ -38,7 +38,7 @@ from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.profile import StepProfiler
-from ligermodels.training.runs.arguments import parse_arguments
+from ligermodels.training.runs.arguments import parse_arguments, title
 from ligermodels.training.runs.folder import default_folder, locked, new_folder
 from ligermodels.training.runs.plan import memory_needs, plan
 from ligermodels.training.runs.rescue import rescued
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         return print(run.text()) if world.is_first else None
 
     with ExitStack() as held:
-        output = args.output if args.resume else new_folder(args.output, default_folder(args.model))
+        output = args.output if args.resume else new_folder(args.output, default_folder(title(args)))
         held.enter_context(locked(output))
         held.enter_context(explained(args, needs, run.micro_batch_size, recomputed, run.blocks))
         stop = held.enter_context(signals())

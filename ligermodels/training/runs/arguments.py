@@ -177,6 +177,11 @@ def parsed(parser: Flags, argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def title(args: argparse.Namespace) -> str:
+    """The model as --model takes it, a family with its size where that is not the default."""
+    return args.model if args.size == DEFAULT_SIZE else f"{args.model}:{args.size}"
+
+
 def option_names(parser: Flags) -> list[str]:
     return [name for action in parser._actions for name in action.option_strings]
 

@@ -26,6 +26,7 @@ from ligermodels.memory import (
 from ligermodels.training.data.batches import rows_a_rank
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
+from ligermodels.training.runs.arguments import title
 from ligermodels.training.scaling.parallel import World, shards_of
 from ligermodels.units import memory_size
 
@@ -77,7 +78,7 @@ class Plan:
         """The whole run in one."""
         trained = "" if self.trained == self.parameters.total else f", {self.trained:,} of them trained"
         return (
-            f"{self.args.model}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
+            f"{title(self.args)}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
             f"{self.steps}; {self.step}"
         )
 
@@ -98,7 +99,7 @@ class Plan:
         )
 
     def text(self) -> str:
-        return "\n".join([self.args.model, *(f"  {label:13} {value}" for label, value in self.table())])
+        return "\n".join([title(self.args), *(f"  {label:13} {value}" for label, value in self.table())])
 
     def table(self) -> Iterator[tuple[str, str]]:
         count = self.parameters

@@ -8,7 +8,8 @@ import ligermodels
 from ligermodels.memory import training_memory
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs import plan as module
-from ligermodels.training.runs.arguments import parse_arguments
+from ligermodels.training.runs.arguments import parse_arguments, title
+from ligermodels.training.runs.folder import default_folder
 from ligermodels.training.runs.plan import plan
 from ligermodels.training.scaling.parallel import World
 from ligermodels.units import memory_size
@@ -44,6 +45,16 @@ def test_the_first_line_says_the_whole_run():
         "6,144 tokens a step = 3 batches of 2 x 256 on 4 x cpu"
     )
     assert shared.tokens_per_step == 24 * 256
+
+
+@pytest.mark.parametrize(
+    "model, titled, folder",
+    [("llama:8b", "llama:8b", "llama-8b"), ("llama:tiny", "llama", "llama"), ("runs/x/model", "runs/x/model", "x")],
+)
+def test_a_run_is_called_by_its_model_and_another_size_than_the_default(model, titled, folder):
+    _, whole = planned("--steps", "500", "--model", model)
+    assert whole.line.startswith(f"{titled}: ") and whole.text().startswith(f"{titled}\n")
+    assert str(default_folder(title(whole.args))) == f"runs/{folder}"
 
 
 def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memory():
