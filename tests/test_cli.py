@@ -135,6 +135,8 @@ def test_info_of_a_preset_and_of_files(folder, capsys):
 
 def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder, adapted, tmp_path, capsys):
     model, adapter = adapted
+    assert main(["export", str(folder), str(tmp_path / "same")]) == 0
+    assert capsys.readouterr().out.endswith(" of weights in 1 file\n")
     sizes = ["--dtype", "float16", "--max-shard-size", "100KB"]
     assert main(["export", str(folder), str(tmp_path / "out"), *sizes, "--adapter", str(adapter)]) == 0
     files = list((tmp_path / "out").glob("model-*.safetensors"))

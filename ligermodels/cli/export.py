@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ligermodels import hub
 from ligermodels.cli.parsing import Commands, add_adapter, add_command, add_dtype, add_revision, load
-from ligermodels.units import byte_size
+from ligermodels.units import byte_size, counted
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, size_in_bytes
 from ligermodels.weights.writing import refuse_in_use
 
@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> None:
     size_in_bytes(args.max_shard_size)
     model = load(args.source, args, revision=args.revision)
     hub.export(model, args.output, dtype=args.dtype, max_shard_size=args.max_shard_size)
-    files = sorted(args.output.glob("*.safetensors"))
-    print(f"{args.output}: {byte_size(sum(file.stat().st_size for file in files))} of weights in {len(files)} files")
+    sizes = [file.stat().st_size for file in args.output.glob("*.safetensors")]
+    print(f"{args.output}: {byte_size(sum(sizes))} of weights in {counted(len(sizes), 'file')}")

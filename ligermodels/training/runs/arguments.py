@@ -25,6 +25,7 @@ from ligermodels.hub import list_architectures
 from ligermodels.training.data.sources import EMBEDDED, parse_spec
 from ligermodels.training.reporting.loggers import require
 from ligermodels.training.runs.settings import SETTINGS_FILE, read_flags
+from ligermodels.units import counted
 
 DEFAULT_SIZE = "tiny"
 EXAMPLES = """\
@@ -198,7 +199,7 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
     if args.revision and is_family:
         raise InputError(f"--revision {args.revision} goes with a Hub id; {args.model} is a family, with new weights")
     if args.profile and args.profile > args.steps:
-        raise InputError(f"--profile {args.profile}: the run has {args.steps} steps; name one of them")
+        raise InputError(f"--profile {args.profile}: the run has {counted(args.steps, 'step')}; name one of them")
     if args.validation_fraction != flags().get_default("validation_fraction"):
         refuse_idle_fraction(args)
     if args.optimizer == "adamw8bit" and args.states:

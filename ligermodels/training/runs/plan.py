@@ -28,7 +28,7 @@ from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.arguments import title
 from ligermodels.training.scaling.parallel import World, shards_of
-from ligermodels.units import memory_size
+from ligermodels.units import counted, memory_size
 
 MANY_EPOCHS = 10
 
@@ -84,11 +84,11 @@ class Plan:
 
     @property
     def training_data(self) -> str:
-        return f"{self.description}: {self.rows:,} rows"
+        return f"{self.description}: {counted(self.rows, 'row')}"
 
     @property
     def steps(self) -> str:
-        return f"{self.args.steps:,} steps = {' + '.join(map(as_text, self.epochs))} epochs"
+        return f"{counted(self.args.steps, 'step')} = {' + '.join(map(as_text, self.epochs))} epochs"
 
     @property
     def step(self) -> str:
@@ -108,7 +108,7 @@ class Plan:
         yield "trained", f"{self.trained:,}, {self.trained / count.total:.2%}"
         yield "data", self.training_data
         if self.validation_rows is not None:
-            yield "validation", f"{self.validation_rows:,} rows, every {self.args.eval_every:,} steps"
+            yield "validation", f"{counted(self.validation_rows, 'row')}, every {counted(self.args.eval_every, 'step')}"
         yield "a step", self.step
         tokens = self.args.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
@@ -143,7 +143,7 @@ class Plan:
             rows = "every row is" if len(self.passes) == 1 else "rows of one source are"
             yield f"{as_text(most)} epochs: {rows} seen as often; watch the validation loss"
         if args.warmup >= args.steps:
-            yield f"--warmup {args.warmup} takes all of the {args.steps} steps"
+            yield f"--warmup {args.warmup} takes all of --steps {args.steps}"
         if args.sequence_length > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"--sequence-length {args.sequence_length} is more than {made_for}"

@@ -45,6 +45,8 @@ def test_the_first_line_says_the_whole_run():
         "6,144 tokens a step = 3 batches of 2 x 256 on 4 x cpu"
     )
     assert shared.tokens_per_step == 24 * 256
+    _, smallest = planned("--steps", "1", "--eval-every", "1", rows=1, validation_rows=1)
+    assert "my.jsonl: 1 row; 1 step = 4.0 epochs; " in smallest.line and "1 row, every 1 step\n" in smallest.text()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
     [
         (["--steps", "31"], 1001, "0.12 epochs: --steps 31 leaves out rows; all are seen once with --steps 251"),
         (["--steps", "5000"], 1000, "20 epochs: every row is seen as often; watch the validation loss"),
-        (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of the 300 steps"),
+        (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of --steps 300"),
         (
             ["--sequence-length", "513", "--steps", "250"],
             1000,
