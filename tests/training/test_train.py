@@ -201,7 +201,7 @@ REFUSED = {
     "no data": (["--model", "llama", "--data", "none.jsonl"], "none.jsonl"),
     "bad data": (["--model", "llama", "--data", "bad.jsonl"], "bad.jsonl:2:"),
     "little data": ([*LLAMA, "--sequence-length", "100000"], "less than one row"),
-    "copies of too few ranks": ([*LLAMA, "--replicas", "2"], "--replicas 2 does not divide the 1 ranks"),
+    "copies of too few ranks": ([*LLAMA, "--replicas", "2"], "torchrun --nproc-per-node 2"),
     "broken weights": (["--model", "broken", "--data", "own.txt", *SMALL], "broken/model.safetensors"),
     "a folder that cannot be": ([*LLAMA, "--output", "own.txt/x"], "own.txt/x: not written: Not a directory"),
     "an adapter alone": (
