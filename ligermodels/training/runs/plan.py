@@ -8,7 +8,7 @@ import functools
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -115,9 +115,9 @@ class Plan:
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
         recomputed = f", {self.recomputed} of {self.blocks} blocks recomputed" if self.recomputed else ""
         yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{recomputed}"
-        for part in fields(self.memory):
-            if size := getattr(self.memory, part.name):
-                yield f"  {part.name}", f"{memory_size(size):>10}"
+        for part, size in self.memory.parts.items():
+            if size:
+                yield f"  {part}", f"{memory_size(size):>10}"
         total = device_memory(self.world.device)
         yield "  peak", f"{memory_size(self.memory.peak):>10}" + (f" of {memory_size(total)}" if total else "")
         for warning in self.warnings:

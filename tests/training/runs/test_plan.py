@@ -72,7 +72,7 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
     assert table["compute"] == f"{flops:.3g} FLOPs a token, {flops * 512_000:.3g} in all"
     assert table["memory"] == "of a CPU process, not all at the same time, 3 of 4 blocks recomputed"
     memory = training_memory(model, 4, 256, torch.float32)
-    for part, size in vars(memory).items():
+    for part, size in memory.parts.items():
         assert table.get(part) == (memory_size(size) if size else None)
     assert table["peak"] == memory_size(memory.peak)
     assert "warning" not in table
