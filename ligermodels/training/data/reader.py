@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ligermodels import tokenizer as tokenizer_package
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.files import TOKENIZER, VOCABULARY
+from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.cache import cached
 from ligermodels.training.data.chat import documents
 from ligermodels.training.data.corpus import vocabulary_texts
@@ -112,7 +112,7 @@ class Reader:
     def tokenizer(self) -> tuple[Tokenizer, int]:
         """And the end-of-text token."""
         named = [name for name in self.names if name not in (*EMBEDDED, RANDOM)]
-        if self.folder and (named or any((self.folder / file).exists() for file in (TOKENIZER, VOCABULARY))):
+        if self.folder and (named or has_tokenizer(self.folder)):
             self.used, end = load_tokenizer(self.folder)
             return self.used, end
         self.used = self.trained = self.new_tokenizer(named)
