@@ -12,8 +12,6 @@ changes what is learned, nor in which order.
 
 import argparse
 import math
-import os
-import shlex
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,7 +36,8 @@ from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.profile import StepProfiler
-from ligermodels.training.runs.arguments import parse_arguments
+from ligermodels.training.runs.advice import advice, resume_command
+from ligermodels.training.runs.arguments import parse_arguments, title
 from ligermodels.training.runs.folder import default_folder, locked, new_folder
 from ligermodels.training.runs.plan import memory_needs, plan
 from ligermodels.training.runs.rescue import rescued
@@ -83,7 +82,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         return print(run.text()) if world.is_first else None
 
     with ExitStack() as held:
-        output = args.output if args.resume else new_folder(args.output, default_folder(args.model))
+        output = args.output if args.resume else new_folder(args.output, default_folder(title(args)))
         held.enter_context(locked(output))
         held.enter_context(explained(args, needs, run.micro_batch_size, recomputed, run.blocks))
         stop = held.enter_context(signals())
@@ -183,7 +182,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
         checkpoints.wait()
         metrics.finish()
-        resume = f"{launcher(world)} --resume {shlex.quote(str(output))}"
+        resume = resume_command(output, world)
         if stopped:
             metrics.say(f"Stopped after step {progress.step}. To go on:")
             metrics.say(f"  {resume}")
@@ -212,17 +211,16 @@ def export(
 ) -> None:  # fmt: skip
     """Writes the model, or what LoRA added to it, and says how to go on."""
     if args.lora_rank and args.lora_export == "adapter":
-        ligermodels.export_adapter(model, output / ADAPTER)
-        return metrics.say(f"Saved {output / ADAPTER}, in PEFT's format")
-    folder = output / MODEL
-    ligermodels.export(model, folder, dtype=dtype)
-    if data.new_tokenizer:
-        agree(failure(save_tokenizer, data.new_tokenizer, folder) if world.is_first else None, world.size > 1)
-    metrics.say(f"Saved {folder}. To generate from it, and to train the same on two devices:")
-    chats = data.validation.of_chats and data.tokenizer is not None and data.tokenizer.templates
-    prompt = '--chat --prompt "Hello!"' if chats else '--prompt "Once upon a time"'
-    metrics.say(f"  ligermodels generate {shlex.quote(str(folder))} {prompt}")
-    metrics.say(f"  torchrun --nproc-per-node 2 train.py --config {shlex.quote(str(output / SETTINGS_FILE))}")
+        saved = output / ADAPTER
+        ligermodels.export_adapter(model, saved)
+    else:
+        saved = output / MODEL
+        ligermodels.export(model, saved, dtype=dtype)
+        if data.new_tokenizer:
+            agree(failure(save_tokenizer, data.new_tokenizer, saved) if world.is_first else None, world.size > 1)
+    chats = data.validation.of_chats and data.tokenizer is not None and bool(data.tokenizer.templates)
+    for line in advice(args, world, saved, model.source, chats=chats):
+        metrics.say(line)
 
 
 def refuse_unless_skipped(args: argparse.Namespace, step: int, loss: float, norm: float, output: Path) -> None:
@@ -231,12 +229,6 @@ def refuse_unless_skipped(args: argparse.Namespace, step: int, loss: float, norm
             f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update; {output / METRICS_FILE} names "
             "the step's documents; lower --learning-rate, or go on without such steps by --on-nan skip"
         )
-
-
-def launcher(world: parallel.World) -> str:
-    """What this run was started with."""
-    ranks = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}" if world.size > 1 else "python"
-    return f"{ranks} {shlex.quote(sys.argv[0])}"
 
 
 if __name__ == "__main__":

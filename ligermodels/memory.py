@@ -40,7 +40,8 @@ class TrainingMemory:
     states: the optimizer's. activations: kept by all blocks for backward.
     loss: on top of them where backward begins: both gradients of the head in fp32 and a chunk of logits or, if that is
     more, the last block computed again. block: on top of all gradients where backward ends: the largest block, while it
-    is computed again or goes backward. Where weights are sharded, these two hold what is gathered by then as well.
+    is computed again or goes backward. gathered_at_loss, gathered_at_block: beside each of the two what sharding takes
+    besides the shards.
     """
 
     weights: int
@@ -49,13 +50,32 @@ class TrainingMemory:
     activations: int
     loss: int
     block: int
+    gathered_at_loss: int = 0
+    gathered_at_block: int = 0
+
+    @property
+    def at_loss(self) -> int:
+        """On top of weights and states where backward begins."""
+        return self.activations + self.loss + self.gathered_at_loss
+
+    @property
+    def at_block(self) -> int:
+        """The same where it ends."""
+        return self.gradients + self.block + self.gathered_at_block
 
     @property
     def peak(self) -> int:
         """At the loss all activations are there and no gradient of a block yet; at the end it is the other way. Between
         them it is never more: each block frees what it kept and leaves gradients, and those computed again come last.
         """
-        return self.weights + self.states + max(self.activations + self.loss, self.gradients + self.block)
+        return self.weights + self.states + max(self.at_loss, self.at_block)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """By name, in the order in which they are told; `gathered` is what is gathered at the peak."""
+        gathered = self.gathered_at_loss if self.at_loss >= self.at_block else self.gathered_at_block
+        names = ("weights", "gradients", "states", "activations", "loss", "block")
+        return {name: getattr(self, name) for name in names} | {"gathered": gathered}
 
 
 @dataclass(frozen=True)
@@ -111,14 +131,16 @@ def training_memory(
     if recomputed == len(blocks):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
         loss = max(loss, head_gradient + last - kept[-1])
-    by_loss, by_block = gathered_bytes(model, size, shards, trained, keep_gathered)
+    gathered_at_loss, gathered_at_block = gathered_bytes(model, size, shards, trained, keep_gathered)
     return TrainingMemory(
         weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
         gradients=sum(shard_bytes(parameter, shards) for parameter in trained),
         states=adamw_states(trained, shards) if states is None else states // shards,
         activations=sum(kept) + hidden + tokens * FP32,  # and the final norm's
-        loss=loss + by_loss,
-        block=largest + by_block,
+        loss=loss,
+        block=largest,
+        gathered_at_loss=gathered_at_loss,
+        gathered_at_block=gathered_at_block,
     )
 
 

@@ -1,6 +1,11 @@
 """Numbers as people read them."""
 
 
+def counted(count: int, noun: str) -> str:
+    """1 -> "1 row"; 1536 -> "1,536 rows": of a noun that takes an s."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def byte_size(count: int) -> str:
     """1536 -> "1.5 KB": in powers of 1000, as files are sold."""
     return scaled(count, 1000, ("B", "KB", "MB", "GB", "TB"))

@@ -1,4 +1,5 @@
 import os
+import shutil
 import sys
 
 import pytest
@@ -39,6 +40,30 @@ def test_generate_prints_the_prompt_and_what_follows(folder, capsys):
     assert main(["generate", str(folder), "--prompt", "w5 w6 w7", "--max-new-tokens", "6", "--device", "cpu"]) == 0
     words = capsys.readouterr().out
     assert words == " ".join(["w5 w6 w7", *(f"w{i}" for i in ids if i != 2)]) + "\n"
+
+
+@pytest.fixture
+def adapted(folder, tmp_path):
+    """The model with LoRA that changes what it says, and the folder of that LoRA."""
+    model = ligermodels.load(folder)
+    ligermodels.add_lora(model, rank=2, dropout=0.9)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter)
+    ligermodels.export_adapter(model, tmp_path / "adapter")
+    return model, tmp_path / "adapter"
+
+
+def test_generate_with_an_adapter_says_what_the_merged_model_says(folder, adapted, tmp_path, capsys):
+    """Its dropout is for training."""
+    model, adapter = adapted
+    ligermodels.export(model, tmp_path / "merged")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "merged")
+    said = []
+    for flags in ([str(tmp_path / "merged")], [str(folder), "--adapter", str(adapter)], [str(folder)]):
+        assert main(["generate", *flags, "--prompt", "w5 w6 w7", "--max-new-tokens", "8", "--device", "cpu"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
 
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role | replace('user', 'w11') | replace('assistant', 'w12') }} "
@@ -108,15 +133,12 @@ def test_info_of_a_preset_and_of_files(folder, capsys):
     assert "qwen2:7b" in refusal(["info", "qwen2"], capsys)
 
 
-def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder, tmp_path, capsys):
-    model = ligermodels.load(folder)
-    ligermodels.add_lora(model, rank=2)
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_B"):
-            torch.nn.init.normal_(parameter)
-    ligermodels.export_adapter(model, tmp_path / "adapter")
+def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder, adapted, tmp_path, capsys):
+    model, adapter = adapted
+    assert main(["export", str(folder), str(tmp_path / "same")]) == 0
+    assert capsys.readouterr().out.endswith(" of weights in 1 file\n")
     sizes = ["--dtype", "float16", "--max-shard-size", "100KB"]
-    assert main(["export", str(folder), str(tmp_path / "out"), *sizes, "--adapter", str(tmp_path / "adapter")]) == 0
+    assert main(["export", str(folder), str(tmp_path / "out"), *sizes, "--adapter", str(adapter)]) == 0
     files = list((tmp_path / "out").glob("model-*.safetensors"))
     assert len(files) > 1 and f"in {len(files)} files" in capsys.readouterr().out
     ligermodels.export(model, tmp_path / "merged", dtype=torch.float16)

@@ -72,6 +72,19 @@ def test_the_share_of_a_rank_is_what_fsdp_gives_the_first_one(shards):
     assert needs.states == 2 * share + 4 * len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("rows, moment", [(256, ("activations", "loss")), (4, ("gradients", "block"))])
+def test_the_parts_of_the_peak_of_a_rank_are_those_of_one_gpu_and_what_is_gathered(rows, moment):
+    """Here 2 ranks share fp32 weights: a block is gathered in bf16, and its gradients are reduced in fp32."""
+    model = ligermodels.create(BASE | {"num_hidden_layers": 2}, device="meta")
+    alone, shared = (training_memory(model, rows, 64, torch.bfloat16, shards=n) for n in (1, 2))
+    block, head = (sum(p.numel() for p in part.parameters()) for part in (model.model.layers[0], model.lm_head))
+    gathered = {"loss": 2 * 2 * head + 2 * block, "block": 2 * 2 * block + (2 + 4) * block}
+    assert (shared.loss, shared.block, shared.activations) == (alone.loss, alone.block, alone.activations)
+    assert shared.parts["gathered"] == gathered[moment[1]]
+    assert sum(shared.parts[name] for name in ("weights", "states", *moment, "gathered")) == shared.peak
+    assert set(alone.parts) == set(shared.parts)
+
+
 def test_states_of_any_optimizer_count_on_the_meta_device_too():
     model = ligermodels.create(BASE, dtype=torch.bfloat16, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)

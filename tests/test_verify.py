@@ -10,6 +10,7 @@ from ligermodels.cli import main
 from ligermodels.layers.kv_cache import LayerCache
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.verify import parity, reference, round_trip
+from ligermodels.verify.certificate import file_name
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import CASES
 from tests.oracle import save_reference
@@ -36,7 +37,7 @@ def folder(tmp_path_factory):
 def verified(folder, tmp_path, capsys):
     """The exit status, the outcome of each check by name, the certificate, and what was printed."""
     status = main(["verify", str(folder), "--output", str(tmp_path), "--device", "cpu", "--tokens", "6"])
-    certificate = json.loads((tmp_path / "model.json").read_text())
+    certificate = json.loads((tmp_path / f"{file_name(str(folder))}.json").read_text())
     outcomes = {check["name"]: check["outcome"] for check in certificate["checks"]}
     return status, outcomes, certificate, capsys.readouterr().out
 
@@ -52,8 +53,20 @@ def test_a_sound_checkpoint_passes_and_the_certificate_says_what_was_compared(fo
     assert measured["greedy tokens"]["ours"] == measured["greedy tokens"]["reference"] != []
     assert measured["tensors after a round trip"] == {"before": tensor_hashes(folder), "after": "the same"}
     assert certificate["torch"] == torch.__version__ and certificate["transformers"] == reference.version()
-    page = (tmp_path / "model.html").read_text()
+    page = (tmp_path / f"{file_name(str(folder))}.html").read_text()
     assert page.count('class="passed"') == 1 + len(outcomes) and "http" not in page and "fp32 gradients" in page
+
+
+def test_the_certificates_of_two_runs_and_of_the_hub_have_names_of_their_own(tmp_path, monkeypatch):
+    for run in ("runs/qwen2", "runs/qwen2-2", "elsewhere"):
+        (tmp_path / run / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert file_name("runs/qwen2/model") == file_name(f"{tmp_path}/runs/qwen2/model/") == "runs--qwen2--model"
+    assert file_name("runs/qwen2-2/model") == "runs--qwen2-2--model"
+    assert file_name("Qwen/Qwen3-0.6B") == "Qwen--Qwen3-0.6B"
+    monkeypatch.chdir(tmp_path / "runs/qwen2/model")
+    assert file_name("../../../elsewhere/model") == "--".join([*tmp_path.parts[1:], "elsewhere", "model"])
+    assert file_name(".") == "--".join([*tmp_path.parts[1:], "runs", "qwen2", "model"])
 
 
 def test_each_check_notices_its_own_fault(folder, tmp_path, capsys, monkeypatch):
@@ -90,7 +103,7 @@ def test_each_check_notices_its_own_fault(folder, tmp_path, capsys, monkeypatch)
     assert sound == {"fp32 logits", "fp32 loss", "tensors after a round trip"}
     (line,) = (line for line in out.splitlines() if line.startswith("failed   fp32 gradients"))
     assert "1 of 26 beyond" in line and "model.layers.1.mlp.down_proj.weight" in line
-    assert 'class="failed"' in (tmp_path / "model.html").read_text()
+    assert 'class="failed"' in (tmp_path / f"{file_name(str(folder))}.html").read_text()
 
 
 def test_a_weight_that_is_another_on_one_side_is_noticed(folder, tmp_path, capsys, monkeypatch):

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from ligermodels import hub
-from ligermodels.cli.parsing import Commands, add_command, add_dtype, add_revision
-from ligermodels.units import byte_size
+from ligermodels.cli.parsing import Commands, add_adapter, add_command, add_dtype, add_revision, load
+from ligermodels.units import byte_size, counted
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, size_in_bytes
 from ligermodels.weights.writing import refuse_in_use
 
@@ -19,16 +19,14 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("output", type=Path, help="a folder that is empty or does not exist yet")
     add_dtype(parser, "of the weights as written (default: as they are stored)")
     parser.add_argument("--max-shard-size", default=MAX_SHARD_SIZE, help="bytes a file, as in 500MB or 2GiB")
-    parser.add_argument("--adapter", help="LoRA in PEFT's format, a folder or a Hub id, to be merged into the weights")
+    add_adapter(parser, "to be merged into the weights")
     add_revision(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     refuse_in_use(args.output.absolute())  # sooner than after reading the weights
     size_in_bytes(args.max_shard_size)
-    model = hub.load(args.source, revision=args.revision)
-    if args.adapter:
-        hub.load_adapter(model, args.adapter)
+    model = load(args.source, args, revision=args.revision)
     hub.export(model, args.output, dtype=args.dtype, max_shard_size=args.max_shard_size)
-    files = sorted(args.output.glob("*.safetensors"))
-    print(f"{args.output}: {byte_size(sum(file.stat().st_size for file in files))} of weights in {len(files)} files")
+    sizes = [file.stat().st_size for file in args.output.glob("*.safetensors")]
+    print(f"{args.output}: {byte_size(sum(sizes))} of weights in {counted(len(sizes), 'file')}")

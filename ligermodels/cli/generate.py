@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from ligermodels import hub
-from ligermodels.cli.parsing import Commands, add_command, add_device, add_dtype, add_revision
+from ligermodels.cli.parsing import Commands, add_adapter, add_command, add_device, add_dtype, add_revision, load
 from ligermodels.errors import InputError
 from ligermodels.flags import not_negative, number, positive
 from ligermodels.generate import model_stop_tokens, stream
@@ -22,6 +22,7 @@ def add_to(commands: Commands) -> None:
         'Qwen/Qwen3-8B --chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.95',
     )  # fmt: skip
     parser.add_argument("model", help="a folder or a Hub id")
+    add_adapter(parser, "to generate with")
     parser.add_argument("--prompt", help="a text to continue; with --chat, what the user says")
     parser.add_argument("--chat", action="store_true", help="by the model's chat template; without --prompt, in turns")
     parser.add_argument("--system", help="with --chat, the message before the user's")
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = hub.load_tokenizer(folder)
     if args.chat:  # what the template refuses, it refuses now
         tokenizer.render_chat_template(opening(args, "…"), add_generation_prompt=True)
-    model = hub.load(folder, dtype=args.dtype, device=args.device)
+    model = load(folder, args, dtype=args.dtype, device=args.device)
     if args.chat:
         converse(model, tokenizer, args)
     else:

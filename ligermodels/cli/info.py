@@ -9,7 +9,7 @@ from ligermodels.flags import positive
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.layers.shared_configs import MoEConfig
 from ligermodels.memory import count_parameters, inference_memory, training_memory
-from ligermodels.units import byte_size, memory_size
+from ligermodels.units import byte_size, counted, memory_size
 
 
 def add_to(commands: Commands) -> None:
@@ -35,9 +35,10 @@ def run(args: argparse.Namespace) -> None:
 
 def facts(described: Description) -> Iterator[tuple[str, str]]:
     config, count, files = described.model.config, count_parameters(described.model), described.files
-    heads = f"{config.num_attention_heads} heads on {config.num_key_value_heads} of keys and values"
+    heads = f"{counted(config.num_attention_heads, 'head')} on {config.num_key_value_heads} of keys and values"
     yield "family", config.raw["model_type"]
-    yield "shape", f"{config.num_hidden_layers} layers, width {config.hidden_size:,}, {heads} of {config.head_dim}"
+    layers = counted(config.num_hidden_layers, "layer")
+    yield "shape", f"{layers}, width {config.hidden_size:,}, {heads} of {config.head_dim}"
     active = f", {count.active:,} active" if isinstance(config, MoEConfig) else ""
     yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
     yield "vocabulary", f"{config.vocab_size:,}; positions {config.max_position_embeddings:,}"

@@ -1,12 +1,15 @@
-"""What the commands' arguments share: an example in the help, and options of the same meaning."""
+"""What the commands' arguments share: an example in the help, options of the same meaning, the model they name."""
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ligermodels import hub
 from ligermodels.flags import Parser
+from ligermodels.layers.decoder import CausalLM
 
 DTYPES = ("float32", "bfloat16", "float16")
 Commands = Any  # what add_subparsers returns, which argparse keeps to itself
@@ -30,6 +33,18 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_revision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+
+
+def add_adapter(parser: argparse.ArgumentParser, use: str) -> None:
+    parser.add_argument("--adapter", help=f"LoRA in PEFT's format, a folder or a Hub id, {use}")
+
+
+def load(model: str | Path, args: argparse.Namespace, **options: Any) -> CausalLM:
+    """The model of a folder or a Hub id, with the adapter that --adapter names. Raises InputError."""
+    loaded = hub.load(model, **options)
+    if args.adapter:
+        hub.load_adapter(loaded, args.adapter)
+    return loaded
 
 
 def add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:

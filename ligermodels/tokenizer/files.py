@@ -73,6 +73,11 @@ class Fields:
         return CheckpointError(f"{self.file}: field {field} is {value!r:.80}; {rule}")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds what `read_tokenizer` reads, sound or not."""
+    return any((folder / file).exists() for file in (TOKENIZER, VOCABULARY))
+
+
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Raises CheckpointError naming the file and the field."""
     config = Fields.read(folder, CONFIG)

@@ -64,12 +64,21 @@ def write(output: Path, model: str, folder: Path, device: str, date: str, checks
         **{name: version(name) for name in ("torch", "triton", "tokenizers")},
         "python": platform.python_version(),
     }
-    name = folder.resolve().name if Path(model).is_dir() else model.replace("/", "--")
+    name = file_name(model)
     output.mkdir(parents=True, exist_ok=True)
     certificate = Certificate(model, facts, checks, output / f"{name}.json", output / f"{name}.html")
     certificate.json.write_text(json.dumps(as_json(certificate), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     certificate.page.write_text(as_page(certificate), encoding="utf-8")
     return certificate
+
+
+def file_name(model: str) -> str:
+    """Of a certificate: a Hub id or a folder's path, from the working directory if it lies there, as org--name."""
+    path = Path(model)
+    if path.is_dir():
+        path, here = path.resolve(), Path.cwd()
+        path = path.relative_to(here if path != here and path.is_relative_to(here) else path.anchor)
+    return "--".join(path.parts)
 
 
 def as_json(certificate: Certificate) -> dict[str, Any]:

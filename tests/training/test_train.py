@@ -39,7 +39,7 @@ def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base
     assert losses(folder)[-1] < losses(folder)[0] == pytest.approx(math.log(1024), rel=0.05)
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert done.last_lines == [
-        "Saved base/model. To generate from it, and to train the same on two devices:",
+        "Saved base/model. To generate with it, and to train the same on two devices:",
         '  ligermodels generate base/model --prompt "Once upon a time"',
         "  torchrun --nproc-per-node 2 train.py --config base/train.toml",
     ]
@@ -151,7 +151,8 @@ def test_an_adapter_and_the_merged_model_are_the_same(model, targets, base, expe
     name = model.replace("/", "-")
     adapter, merged = (launcher.folder / f"{name}-{kind}" for kind in ("adapter", "merged"))
     done = launcher.well(*lora, "--output", adapter, "--lora-export", "adapter")
-    assert f"Saved {shlex.quote(str(adapter / 'adapter'))}" in done.stdout
+    assert f"Saved {adapter / 'adapter'}, in PEFT's format. To generate with it, and to train the" in done.stdout
+    assert f"  ligermodels generate {model} --adapter {shlex.quote(str(adapter / 'adapter'))} --prompt" in done.stdout
     launcher.well(*lora, "--output", merged, ranks=2)
     torch.testing.assert_close(losses(merged), losses(adapter), rtol=2e-6, atol=0)
     before, after = (record["validation_loss"] for record in records(adapter) if "validation_loss" in record)
@@ -201,7 +202,7 @@ REFUSED = {
     "no data": (["--model", "llama", "--data", "none.jsonl"], "none.jsonl"),
     "bad data": (["--model", "llama", "--data", "bad.jsonl"], "bad.jsonl:2:"),
     "little data": ([*LLAMA, "--sequence-length", "100000"], "less than one row"),
-    "copies of too few ranks": ([*LLAMA, "--replicas", "2"], "--replicas 2 does not divide the 1 ranks"),
+    "copies of too few ranks": ([*LLAMA, "--replicas", "2"], "torchrun --nproc-per-node 2"),
     "broken weights": (["--model", "broken", "--data", "own.txt", *SMALL], "broken/model.safetensors"),
     "a folder that cannot be": ([*LLAMA, "--output", "own.txt/x"], "own.txt/x: not written: Not a directory"),
     "an adapter alone": (

@@ -5,8 +5,8 @@
                             manifest.json               size and SHA-256 of each file
 
 Ranks that share a folder each write their part. On the same number of ranks a run goes on to the bit; on another,
-weights, optimizer and data order are exact. Knows what is to be kept and when; training_state.py knows how to get it,
-checkpoint_files.py how it lies on disk.
+weights, optimizer and data order are exact. Knows what is to be kept and when; state.py knows how to get it, files.py
+how it lies on disk.
 """
 
 import dataclasses

@@ -18,6 +18,7 @@ from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import JoinedRows, Piece
 from ligermodels.training.scaling.parallel import World
+from ligermodels.units import counted
 
 PROMPT = 16  # tokens
 
@@ -78,7 +79,9 @@ def rows_a_rank(batch_size: int, micro_batch_size: int | None, world: World) -> 
     accumulate, rest = divmod(batch_size, world.size * micro)
     if rest or not accumulate:
         given = "" if micro_batch_size is None else f" x --micro-batch-size {micro}"
-        raise InputError(f"--batch-size {batch_size} is no multiple of {world.size} ranks{given}: change one of them")
+        raise InputError(
+            f"--batch-size {batch_size} is no multiple of {counted(world.size, 'rank')}{given}: change one of them"
+        )
     return accumulate, micro
 
 

@@ -19,6 +19,7 @@ from ligermodels.training.data.reader import Reader, Source
 from ligermodels.training.data.sources import Spec, parse_spec
 from ligermodels.training.data.split import Selection, without
 from ligermodels.training.scaling.parallel import World
+from ligermodels.units import counted
 
 TITLES = {"stories": "the embedded stories", "chats": "the embedded chats", RANDOM: "random tokens"}
 
@@ -102,8 +103,8 @@ def floor_of(sources: Sequence[Source], validation: Sequence[Selection]) -> floa
 
 def description(specs: Sequence[Spec], skipped: int, left_out: int) -> str:
     names = (TITLES.get(spec.name, spec.name) + ("" if spec.weight is None else f"={spec.weight:g}") for spec in specs)
-    notes = [f"{skipped:,} bad lines skipped"] * bool(skipped)
-    notes += [f"{left_out:,} documents left out that are also for validation"] * bool(left_out)
+    notes = [f"{counted(skipped, 'bad line')} skipped"] * bool(skipped)
+    notes += [f"{counted(left_out, 'document')} left out: also for validation"] * bool(left_out)
     return " + ".join(names) + (f" ({', '.join(notes)})" if notes else "")
 
 
@@ -115,11 +116,11 @@ def refuse_too_little(args: argparse.Namespace, specs: Sequence[Spec], training:
             raise InputError(f"--data {spec.name}: has no document of two tokens that is not for validation")
     if training.packing and training.tokens < args.sequence_length:
         raise InputError(
-            f"--data {names}: {training.tokens} tokens for training are less than one row; lower --sequence-length "
-            f"{args.sequence_length}, or give more data"
+            f"--data {names}: {counted(training.tokens, 'token')} for training, less than one row; lower "
+            f"--sequence-length {args.sequence_length}, or give more data"
         )
     if len(training) < args.batch_size:
         raise InputError(
-            f"--data {names}: fills {len(training)} rows of {args.sequence_length} tokens for training; a step takes "
-            f"{args.batch_size}; lower --batch-size or --sequence-length, or give more data"
+            f"--data {names}: fills {counted(len(training), 'row')} of {args.sequence_length} tokens for training; a "
+            f"step takes {args.batch_size}; lower --batch-size or --sequence-length, or give more data"
         )

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ligermodels import tokenizer as tokenizer_package
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.files import TOKENIZER, VOCABULARY
+from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.cache import cached
 from ligermodels.training.data.chat import documents
 from ligermodels.training.data.corpus import vocabulary_texts
@@ -29,6 +29,7 @@ from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
 from ligermodels.training.data.token_files import end_of_text, open_indexed, open_tokens, write_index
 from ligermodels.training.data.tokens import END_OF_TEXT_ID, load_tokenizer, save_tokenizer, train_tokenizer
+from ligermodels.units import counted
 
 NEW_TOKENIZER_CHARACTERS = 10**8  # of text that a new tokenizer is trained on, the first of the data
 
@@ -111,7 +112,7 @@ class Reader:
     def tokenizer(self) -> tuple[Tokenizer, int]:
         """And the end-of-text token."""
         named = [name for name in self.names if name not in (*EMBEDDED, RANDOM)]
-        if self.folder and (named or any((self.folder / file).exists() for file in (TOKENIZER, VOCABULARY))):
+        if self.folder and (named or has_tokenizer(self.folder)):
             self.used, end = load_tokenizer(self.folder)
             return self.used, end
         self.used = self.trained = self.new_tokenizer(named)
@@ -144,7 +145,9 @@ class Reader:
     def refuse_too_many_bad_lines(self) -> None:
         """Each source by itself stops at the first line too many; together they may have more."""
         if self.skipped > self.args.allow_bad_lines:
-            raise InputError(f"--data: {self.skipped} bad lines; --allow-bad-lines {self.args.allow_bad_lines}")
+            raise InputError(
+                f"--data: {counted(self.skipped, 'bad line')}; --allow-bad-lines {self.args.allow_bad_lines}"
+            )
 
 
 def files_read(name: str) -> list[Path]:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ligermodels.errors import InputError
 from ligermodels.training.reporting.loggers import Logger
-from ligermodels.units import duration
+from ligermodels.units import counted, duration
 
 METRICS_FILE = "metrics.jsonl"
 WARMUP_STEPS = 2  # of a process: they compile and allocate, and are not timed
@@ -168,7 +168,7 @@ class Metrics:
             self.say(self.summary())
 
     def summary(self) -> str:
-        left_out = [f"{self.skipped} updates skipped"] if self.skipped else []
+        left_out = [f"{counted(self.skipped, 'update')} skipped"] if self.skipped else []
         speed = [] if self.speeds else ["too few steps to tell tokens/s"]
         return ", ".join([*speed, *self.costs(), *left_out])
 

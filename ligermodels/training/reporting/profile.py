@@ -10,6 +10,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from ligermodels.units import counted
+
 STEPS = 3
 KERNELS = 10
 LONGEST_NAME = 72  # characters of a kernel's name
@@ -61,7 +63,7 @@ class StepProfiler:
             torch.cuda.synchronize(self.device)
         traced.stop()
         traced.export_chrome_trace(str(self.file))
-        self.say(f"{self.file}: {self.steps} steps from step {self.first} on; open it at ui.perfetto.dev")
+        self.say(f"{self.file}: {counted(self.steps, 'step')} from step {self.first} on; open it at ui.perfetto.dev")
         for line in report(traced.events(), self.device, self.steps):
             self.say(line)
 

@@ -22,8 +22,10 @@ from ligermodels.flags import (
     whole,
 )
 from ligermodels.hub import list_architectures
+from ligermodels.training.data.sources import EMBEDDED, parse_spec
 from ligermodels.training.reporting.loggers import require
 from ligermodels.training.runs.settings import SETTINGS_FILE, read_flags
+from ligermodels.units import counted
 
 DEFAULT_SIZE = "tiny"
 EXAMPLES = """\
@@ -110,7 +112,7 @@ def flags() -> Flags:
         nargs="+",
         metavar="NAME",
         default=["all-linear"],
-        help="projections, as q_proj v_proj, or experts",
+        help="projections, as q_proj v_proj or q_proj,v_proj, or experts",
     )
     add("--lora-export", **choice("merged", "adapter"), default="merged", help="a whole model, or PEFT's format")
 
@@ -172,7 +174,13 @@ def parsed(parser: Flags, argv: Sequence[str]) -> argparse.Namespace:
     family, colon, size = (args.model or "").partition(":")
     if colon and family in list_architectures():
         args.model, args.size = family, size
+    args.lora_targets = " ".join(args.lora_targets).replace(",", " ").split() or args.lora_targets
     return args
+
+
+def title(args: argparse.Namespace) -> str:
+    """The model as --model takes it, a family with its size where that is not the default."""
+    return args.model if args.size == DEFAULT_SIZE else f"{args.model}:{args.size}"
 
 
 def option_names(parser: Flags) -> list[str]:
@@ -191,9 +199,9 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
     if args.revision and is_family:
         raise InputError(f"--revision {args.revision} goes with a Hub id; {args.model} is a family, with new weights")
     if args.profile and args.profile > args.steps:
-        raise InputError(f"--profile {args.profile}: the run has {args.steps} steps; name one of them")
-    if args.validation_data and args.validation_fraction != flags().get_default("validation_fraction"):
-        raise InputError("--validation-fraction is a part of --data, and --validation-data is given: leave one out")
+        raise InputError(f"--profile {args.profile}: the run has {counted(args.steps, 'step')}; name one of them")
+    if args.validation_fraction != flags().get_default("validation_fraction"):
+        refuse_idle_fraction(args)
     if args.optimizer == "adamw8bit" and args.states:
         raise InputError(f"--states {args.states}: --optimizer adamw8bit keeps its states in 8 bits: leave one out")
     if args.float8 and not args.compile:
@@ -207,3 +215,13 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
     ]
     if idle:
         raise InputError(f"{idle[0]} goes with --lora-rank, which is missing")
+
+
+def refuse_idle_fraction(args: argparse.Namespace) -> None:
+    if args.validation_data:
+        raise InputError("--validation-fraction is a part of --data, and --validation-data is given: leave one out")
+    if all(parse_spec(text).name in EMBEDDED for text in args.data or []):
+        raise InputError(
+            f"--validation-fraction is a part of files in --data; {', '.join(EMBEDDED)} are validated on data of their "
+            "own: leave it out"
+        )

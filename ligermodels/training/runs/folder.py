@@ -66,8 +66,8 @@ def acquire(folder: Path) -> TextIO:
 
 
 def default_folder(model: str) -> Path:
-    """Where a run of --model goes: runs/ and the model's name, that of its run where it is one's export."""
-    path = Path(os.path.abspath(model))
+    """Where a run of a model goes: runs/ and its name, as llama-8b, that of its run where it is one's export."""
+    path = Path(os.path.abspath(model.replace(":", "-")))
     return Path("runs") / (path.parent.name if path.name == "model" else path.name)
 
 

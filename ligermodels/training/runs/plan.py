@@ -8,7 +8,7 @@ import functools
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,8 +26,9 @@ from ligermodels.memory import (
 from ligermodels.training.data.batches import rows_a_rank
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
+from ligermodels.training.runs.arguments import title
 from ligermodels.training.scaling.parallel import World, shards_of
-from ligermodels.units import memory_size
+from ligermodels.units import counted, memory_size
 
 MANY_EPOCHS = 10
 
@@ -77,17 +78,17 @@ class Plan:
         """The whole run in one."""
         trained = "" if self.trained == self.parameters.total else f", {self.trained:,} of them trained"
         return (
-            f"{self.args.model}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
+            f"{title(self.args)}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
             f"{self.steps}; {self.step}"
         )
 
     @property
     def training_data(self) -> str:
-        return f"{self.description}: {self.rows:,} rows"
+        return f"{self.description}: {counted(self.rows, 'row')}"
 
     @property
     def steps(self) -> str:
-        return f"{self.args.steps:,} steps = {' + '.join(map(as_text, self.epochs))} epochs"
+        return f"{counted(self.args.steps, 'step')} = {' + '.join(map(as_text, self.epochs))} epochs"
 
     @property
     def step(self) -> str:
@@ -98,7 +99,7 @@ class Plan:
         )
 
     def text(self) -> str:
-        return "\n".join([self.args.model, *(f"  {label:13} {value}" for label, value in self.table())])
+        return "\n".join([title(self.args), *(f"  {label:13} {value}" for label, value in self.table())])
 
     def table(self) -> Iterator[tuple[str, str]]:
         count = self.parameters
@@ -107,16 +108,16 @@ class Plan:
         yield "trained", f"{self.trained:,}, {self.trained / count.total:.2%}"
         yield "data", self.training_data
         if self.validation_rows is not None:
-            yield "validation", f"{self.validation_rows:,} rows, every {self.args.eval_every:,} steps"
+            yield "validation", f"{counted(self.validation_rows, 'row')}, every {counted(self.args.eval_every, 'step')}"
         yield "a step", self.step
         tokens = self.args.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
         recomputed = f", {self.recomputed} of {self.blocks} blocks recomputed" if self.recomputed else ""
         yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{recomputed}"
-        for part in fields(self.memory):
-            if size := getattr(self.memory, part.name):
-                yield f"  {part.name}", f"{memory_size(size):>10}"
+        for part, size in self.memory.parts.items():
+            if size:
+                yield f"  {part}", f"{memory_size(size):>10}"
         total = device_memory(self.world.device)
         yield "  peak", f"{memory_size(self.memory.peak):>10}" + (f" of {memory_size(total)}" if total else "")
         for warning in self.warnings:
@@ -142,7 +143,7 @@ class Plan:
             rows = "every row is" if len(self.passes) == 1 else "rows of one source are"
             yield f"{as_text(most)} epochs: {rows} seen as often; watch the validation loss"
         if args.warmup >= args.steps:
-            yield f"--warmup {args.warmup} takes all of the {args.steps} steps"
+            yield f"--warmup {args.warmup} takes all of --steps {args.steps}"
         if args.sequence_length > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"--sequence-length {args.sequence_length} is more than {made_for}"

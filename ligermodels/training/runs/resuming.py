@@ -8,6 +8,7 @@ from typing import Any
 from ligermodels.errors import InputError
 from ligermodels.training.checkpoints.files import committed_steps, step_of
 from ligermodels.training.runs.settings import SETTINGS_FILE, differences, read_settings
+from ligermodels.units import counted
 
 CHECKPOINTS, MODEL, ADAPTER = "checkpoints", "model", "adapter"  # in a run's folder
 
@@ -28,8 +29,8 @@ def refuse_resuming(args: argparse.Namespace) -> None:
     steps = last_step(args.resume)
     if steps >= args.steps and args.no_export:
         raise InputError(
-            f"--resume {args.resume}: all {steps} steps are taken; give more --steps with --allow-changes, or "
-            "--no-export off"
+            f"--resume {args.resume}: it has taken {counted(steps, 'step')} already; give more --steps with "
+            "--allow-changes, or --no-export off"
         )
 
 

@@ -32,7 +32,7 @@ def explain_out_of_memory(
     micro_batch_size: rows a rank computes at a time. recomputed: how many of the model's `blocks` are computed again.
     """
     needed = needs(recomputed=recomputed)
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in vars(needed).items())
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in needed.parts.items() if size)
     return (
         f"out of GPU memory with --micro-batch-size {micro_batch_size} --sequence-length {args.sequence_length}, "
         f"{recomputed} of {blocks} blocks recomputed: a step needs about {gib(needed.peak)} ({parts}), "

@@ -153,7 +153,10 @@ def mesh_of(world: World, replicas: int) -> DeviceMesh:
 def shards_of(world: World, replicas: int) -> int:
     """How many ranks share a copy of the model."""
     if world.size % replicas:
-        raise InputError(f"--replicas {replicas} does not divide the {world.size} ranks")
+        raise InputError(
+            f"--replicas {replicas} does not divide the number of ranks, {world.size}: lower it, or start {replicas} "
+            f"or a multiple of them, as by torchrun --nproc-per-node {replicas}"
+        )
     return world.size // replicas
 
 

@@ -31,7 +31,7 @@ from tests.training.checkpoints.checkpointing import (
 )
 from tests.training.scaling.test_parallel import torchrun
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # checkpoints.py does; pytest forgets
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # saving.py does; pytest forgets
 
 
 RUNS = {

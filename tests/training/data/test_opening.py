@@ -178,7 +178,7 @@ def test_validation_data_of_its_own_is_left_out_of_training(texts, folder, tmp_p
     training, validation = split_of(data)
     assert validation == {f"{other}:{n}" for n in range(1, 11)}
     assert training == {f"{path}:{n}" for n in range(1, 301) if not 41 <= n <= 50}
-    assert "(10 documents left out that are also for validation)" in data.description
+    assert "(10 documents left out: also for validation)" in data.description
 
 
 def test_token_files_are_documents_between_end_of_text(tmp_path, folder, monkeypatch):
@@ -238,7 +238,7 @@ def test_an_array_that_is_no_row_of_token_ids_is_refused(array, tmp_path, folder
 @pytest.mark.parametrize(
     "settings, complaint",
     [
-        ({"sequence_length": 20_000}, r"d\.jsonl: \d+ tokens for training are less than one row; lower --sequence-l"),
+        ({"sequence_length": 20_000}, r"d\.jsonl: [\d,]+ tokens for training, less than one row; lower --sequence-l"),
         ({"batch_size": 5000}, r"d\.jsonl: fills \d+ rows of 64 tokens .* a step takes 5000; lower --batch-size"),
         ({"batch_size": 3, "micro_batch_size": 2}, "--batch-size 3 is no multiple"),
         ({"vocab_size": 200}, r"d\.jsonl:1: token \d+ has the id 2\d\d, outside the model's vocabulary of 200"),
@@ -266,6 +266,7 @@ def test_bad_lines_are_counted_over_all_sources_and_also_when_they_come_from_the
         assert "(2 bad lines skipped)" in opened(*paths, folder=folder, allow_bad_lines=2).description
         with pytest.raises(InputError, match="2 bad lines; --allow-bad-lines 1"):
             opened(*paths, folder=folder, allow_bad_lines=1)
+    assert "(1 bad line skipped)" in opened(paths[0], folder=folder, allow_bad_lines=1).description
 
 
 def test_what_is_tokenised_once_is_taken_from_the_cache_until_anything_changes(

@@ -66,7 +66,7 @@ def test_a_number_that_is_not_finite_is_null_and_a_step_without_update_says_so(t
         metrics.step(1, loss=math.nan, grad_norm=math.inf, learning_rate=0.1, skipped=True)
         metrics.validation(1, loss=1000.0)
         metrics.validation(1, loss=math.nan)
-        assert metrics.summary().endswith("1 updates skipped")
+        assert metrics.summary().endswith("1 update skipped")
     assert "perplexity nan" in capsys.readouterr().out
     step, validation, _ = records(tmp_path)
     assert step == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": 0.1, "skipped": True}

@@ -60,6 +60,14 @@ def test_a_family_may_name_its_size_as_info_takes_it():
     assert parse_arguments(["--model", "C:folder"]).model == "C:folder"
 
 
+@pytest.mark.parametrize("given", [["q_proj,v_proj"], ["q_proj", "v_proj"], ["q_proj,", "v_proj"]])
+def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path):
+    assert parse("--lora-rank", "8", "--lora-targets", *given).lora_targets == ["q_proj", "v_proj"]
+    (tmp_path / "my.toml").write_text(f"lora_targets = {given}")
+    args = parse("--lora-rank", "8", "--config", str(tmp_path / "my.toml"))
+    assert args.lora_targets == ["q_proj", "v_proj"]
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
@@ -92,6 +100,11 @@ def test_a_family_may_name_its_size_as_info_takes_it():
             ["--model", "qwen2", "--validation-data", "v.txt", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of --data", "leave one out"],
         ),
+        (["--model", "qwen2", "--validation-fraction", "0.1"], ["random are validated on data of their own"]),
+        (
+            ["--model", "qwen2", "--data", "stories=0.5", "chats=0.5", "--validation-fraction", "0.1"],
+            ["--validation-fraction is a part of files in --data", "leave it out"],
+        ),
         (["--model", "qwen2", "--optimizer", "adamw8bit", "--states", "bfloat16"], ["--states bfloat16", "8 bits"]),
         (["--model", "some/model", "--size", "8b"], ["--size 8b goes with a family, which some/model is not"]),
         (["--model", "qwen2", "--revision", "main"], ["--revision main goes with a Hub id"]),
@@ -117,6 +130,11 @@ def test_a_package_that_is_missing_is_named_with_how_to_install_it(monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match="pip install nobody_has_this"):
         arguments.require(["nobody_has_this"])
+
+
+def test_a_fraction_of_files_is_taken_beside_data_with_validation_of_its_own():
+    args = parse("--data", "stories=0.5", "my.jsonl=0.5", "--validation-fraction", "0.1")
+    assert args.validation_fraction == 0.1
 
 
 def test_a_file_holds_any_flags_and_the_command_line_comes_first(tmp_path):

@@ -8,7 +8,8 @@ import ligermodels
 from ligermodels.memory import training_memory
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs import plan as module
-from ligermodels.training.runs.arguments import parse_arguments
+from ligermodels.training.runs.arguments import parse_arguments, title
+from ligermodels.training.runs.folder import default_folder
 from ligermodels.training.runs.plan import plan
 from ligermodels.training.scaling.parallel import World
 from ligermodels.units import memory_size
@@ -44,6 +45,18 @@ def test_the_first_line_says_the_whole_run():
         "6,144 tokens a step = 3 batches of 2 x 256 on 4 x cpu"
     )
     assert shared.tokens_per_step == 24 * 256
+    _, smallest = planned("--steps", "1", "--eval-every", "1", rows=1, validation_rows=1)
+    assert "my.jsonl: 1 row; 1 step = 4.0 epochs; " in smallest.line and "1 row, every 1 step\n" in smallest.text()
+
+
+@pytest.mark.parametrize(
+    "model, titled, folder",
+    [("llama:8b", "llama:8b", "llama-8b"), ("llama:tiny", "llama", "llama"), ("runs/x/model", "runs/x/model", "x")],
+)
+def test_a_run_is_called_by_its_model_and_another_size_than_the_default(model, titled, folder):
+    _, whole = planned("--steps", "500", "--model", model)
+    assert whole.line.startswith(f"{titled}: ") and whole.text().startswith(f"{titled}\n")
+    assert str(default_folder(title(whole.args))) == f"runs/{folder}"
 
 
 def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memory():
@@ -59,7 +72,7 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
     assert table["compute"] == f"{flops:.3g} FLOPs a token, {flops * 512_000:.3g} in all"
     assert table["memory"] == "of a CPU process, not all at the same time, 3 of 4 blocks recomputed"
     memory = training_memory(model, 4, 256, torch.float32)
-    for part, size in vars(memory).items():
+    for part, size in memory.parts.items():
         assert table.get(part) == (memory_size(size) if size else None)
     assert table["peak"] == memory_size(memory.peak)
     assert "warning" not in table
@@ -70,7 +83,7 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
     [
         (["--steps", "31"], 1001, "0.12 epochs: --steps 31 leaves out rows; all are seen once with --steps 251"),
         (["--steps", "5000"], 1000, "20 epochs: every row is seen as often; watch the validation loss"),
-        (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of the 300 steps"),
+        (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of --steps 300"),
         (
             ["--sequence-length", "513", "--steps", "250"],
             1000,

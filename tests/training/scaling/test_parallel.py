@@ -175,6 +175,16 @@ def test_weights_tied_across_blocks_are_refused_and_within_the_root_allowed():
         parallel.refuse_ties_between_units(model)
 
 
+def test_ranks_that_copies_cannot_share_are_refused_with_how_to_start_more():
+    assert parallel.shards_of(World(CPU, 0, 6), 3) == 2
+    with pytest.raises(InputError) as error:
+        parallel.shards_of(World(CPU), 2)
+    assert str(error.value) == (
+        "--replicas 2 does not divide the number of ranks, 1: lower it, or start 2 or a multiple of them, as by "
+        "torchrun --nproc-per-node 2"
+    )
+
+
 def test_without_torchrun_there_is_nothing_to_sum_or_shard():
     model, x = Blocks(), torch.tensor(3.0)
     parallel.shard(model, World(CPU), torch.float32)

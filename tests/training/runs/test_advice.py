@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from ligermodels.training.runs import advice as module
+from ligermodels.training.runs.advice import advice
+from ligermodels.training.runs.arguments import parse_arguments
+from ligermodels.training.scaling.parallel import World
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GENERATE = '  ligermodels generate run/model --prompt "Once upon a time"'
+TORCHRUN = "  torchrun --nproc-per-node 2 train.py --config run/train.toml"
+TO_TRAIN = "To train the same on two devices:"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The folder of a base with a tokenizer, and that of a run."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("base", "run/model", "run/adapter"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "base/tokenizer.json").touch()
+    return tmp_path
+
+
+def advised(here, *argv, saved="model", world=None, chats=False):
+    args = parse_arguments(["--model", "base", *argv])
+    folder = (here / "run" / saved).relative_to(here)
+    return advice(args, world or World(CPU), folder, here / "base", chats=chats)
+
+
+def test_without_a_tokenizer_nothing_is_generated(here):
+    assert advised(here) == [f"Saved run/model. {TO_TRAIN}", TORCHRUN]
+    assert advised(here, world=World(CPU, 0, 2)) == ["Saved run/model"]
+    (here / "run/model/vocab.json").touch()
+    both = "Saved run/model. To generate with it, and to train the same on two devices:"
+    assert advised(here) == [both, GENERATE, TORCHRUN]
+
+
+@pytest.mark.parametrize(
+    "argv, world, devices, can",
+    [
+        (["--batch-size", "3"], World(CPU), 0, False),
+        (["--batch-size", "4", "--micro-batch-size", "4"], World(CPU), 0, False),
+        (["--batch-size", "4", "--micro-batch-size", "2"], World(CPU), 0, True),
+        ([], World(CPU, 0, 2), 0, False),
+        ([], World(GPU), 1, False),
+        ([], World(GPU), 2, True),
+    ],
+)
+def test_two_devices_are_advised_where_one_ran_and_two_can(argv, world, devices, can, here, monkeypatch):
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: devices)
+    (here / "run/model/tokenizer.json").touch()
+    lines = advised(here, *argv, world=world)
+    assert lines[0].startswith("Saved run/model. To generate with it") and lines[1] == GENERATE
+    assert (TORCHRUN in lines) == ("two devices" in lines[0]) == can
+
+
+def test_an_adapter_is_used_over_the_model_that_it_was_trained_on(here):
+    lora = ["--lora-rank", "4", "--revision", "v 1", "--batch-size", "1"]
+    assert advised(here, *lora, saved="adapter", chats=True) == [
+        "Saved run/adapter, in PEFT's format. To generate with it:",
+        "  ligermodels generate base --revision 'v 1' --adapter run/adapter --chat --prompt \"Hello!\"",
+    ]
