@@ -77,15 +77,14 @@ def _backward_kernel(
     """
     await_previous(EARLY)
     let_next_begin(EARLY)
-    programs = tl.num_programs(0)
-    if FEW:
-        programs = rows
+    if FEW:  # noqa: SIM102  a constant: of other kernels the branch is no part
         if tl.program_id(0) >= rows:
             sum_columns(
                 dy_ptr, x_ptr, stats_ptr, stats_ptr + rows, dweight_ptr, dbias_ptr, dy_stride, x_stride, rows,
                 tl.program_id(0) - rows, True, WEIGHT_GRAD, BIAS_GRAD, COLUMNS,
             )  # fmt: skip
             return
+    programs = rows if FEW else tl.num_programs(0)
     tiles = tl.cdiv(rows, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS

@@ -108,15 +108,14 @@ def _backward_kernel(
     """
     await_previous(EARLY)
     let_next_begin(EARLY)
-    programs = tl.num_programs(0)
-    if FEW:
-        programs = rows
+    if FEW:  # noqa: SIM102  a constant: of other kernels the branch is no part
         if tl.program_id(0) >= rows:
             sum_columns(
                 dy_ptr, hidden_ptr, rstd_ptr, rstd_ptr, dweight_ptr, dweight_ptr, dy_stride, hidden_stride, rows,
                 tl.program_id(0) - rows, False, WEIGHT_GRAD, False, COLUMNS,
             )  # fmt: skip
             return
+    programs = rows if FEW else tl.num_programs(0)
     tiles = tl.cdiv(rows, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
