@@ -14,6 +14,14 @@ from ligermodels.training.runs.stopping import signals
 NOTED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
+@pytest.fixture(autouse=True)
+def not_under_nohup():
+    """Whatever the tests are run under."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", NOTED)
 def test_a_signal_is_noted_and_the_handlers_come_back(number, capfd):
     before = [signal.getsignal(n) for n in NOTED]
@@ -26,20 +34,18 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number, capfd):
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with signals() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert not stop.requested
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with signals() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert not stop.requested
 
 
 def test_a_run_whose_terminal_is_closed_can_still_print():
     child, terminal = pty.fork()
     if child == 0:
         try:
+            signal.alarm(30)  # a signal that is not noted ends it
             with signals() as stop:
                 os.write(1, b".")
                 while not stop.requested:
