@@ -20,7 +20,7 @@ CHUNK_CHARACTERS = 2**16
 DECODER = json.JSONDecoder()
 SPACE = re.compile(r"[ \t\n\r]*")
 SURROGATE_ESCAPE, SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
-FORMS = "must be an object a line, or one array of objects"
+LAYOUTS = "must be an object a line, or one array of objects"
 
 
 def json_file(file: Path, bad: BadLines) -> Iterator[Record]:
@@ -44,7 +44,7 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
         while line := stream.readline(MAX_BYTES + 1):
             number += 1
             if len(line) > MAX_BYTES:
-                raise InputError(f"{file}:{number}: has more than {MAX_BYTES:,} bytes; {FORMS}")
+                raise InputError(f"{file}:{number}: has more than {MAX_BYTES:,} bytes; {LAYOUTS}")
             line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
             if line:
                 yield number, line
@@ -57,7 +57,7 @@ def parse_line(line: bytes, place: str) -> Record:
     except UnicodeDecodeError as error:
         raise InputError(not_utf8(place, line, error)) from None
     except json.JSONDecodeError as error:
-        raise InputError(f"{place}:{error.colno}: not JSON: {error.msg}; {FORMS}") from None
+        raise InputError(f"{place}:{error.colno}: not JSON: {error.msg}; {LAYOUTS}") from None
     except (ValueError, RecursionError) as error:
         raise not_read(place, error) from None
     return checked(value, text, place)
@@ -80,7 +80,7 @@ def json_array(file: Path, bad: BadLines) -> Iterator[Record]:
             found = f"followed by {following!r}, not by , or ]" if following else "the last, but no ] follows; cut off"
             raise InputError(f"{file}: element {number} is {found}")
         if text.peek():
-            raise InputError(f"{file}: goes on with {text.peek()!r} behind the array; {FORMS}")
+            raise InputError(f"{file}: goes on with {text.peek()!r} behind the array; {LAYOUTS}")
 
 
 class Ahead:

@@ -76,12 +76,12 @@ def report(events: Iterable[Any], device: torch.device, steps: int) -> Iterator[
     calls: Counter[str] = Counter()
     times: Counter[str] = Counter()
     on_gpu = device.type == "cuda"
-    counted = [event for event in events if not on_gpu or is_kernel(event)]
-    for event in counted:
+    timed = [event for event in events if not on_gpu or is_kernel(event)]
+    for event in timed:
         calls[event.name] += 1
         times[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
     if on_gpu:
-        busy = busy_share([(event.time_range.start, event.time_range.end) for event in counted])
+        busy = busy_share([(event.time_range.start, event.time_range.end) for event in timed])
         yield f"the GPU was busy for {busy:.1%} of that time"
     yield f"{'ms a step':>10}{'share':>8}{'calls':>8}"
     for name, time in times.most_common(KERNELS):
