@@ -1,4 +1,4 @@
-"""SwiGLU and GeGLU (tanh): [rows, columns], and SwiGLU's backward that also makes the product again.
+"""SwiGLU and GeGLU (tanh): [rows, columns], and their backward that also makes the product again.
 
 ligermodels reads one packed gate_up; the others are given gate and up apart, as unpacked projections leave them.
 """
@@ -75,23 +75,34 @@ def backward_inputs(rows, columns):
     return [draw(rows, columns).detach() for _ in range(3)]
 
 
-def backward_with_product(dy, gate, up):
-    """The gradients of gate and up, and the product, by the formula."""
-    wide_dy, wide_gate, wide_up = (x.float() for x in (dy, gate, up))
-    sigmoid = wide_gate.sigmoid()
-    activated = wide_gate * sigmoid
-    dgate = wide_dy * wide_up * (sigmoid + activated * (1 - sigmoid))
-    return [x.to(dy.dtype) for x in (dgate, wide_dy * activated, activated * wide_up)]
+def backward_op(name, activation):
+    """The gradients of gate and up, and the product, from its upstream gradient."""
+
+    def reference(dy, gate, up):
+        pair = [x.detach().requires_grad_() for x in (gate, up)]
+        product = gated_activation_reference(*packed(*pair), activation)
+        return [*torch.autograd.grad(product, pair, dy), product.detach()]
+
+    def ours(*shape):
+        from ligermodels.kernels.gated_activation import gated_activation_backward
+
+        def backward(dy, gate_up):
+            dgate_up, product = gated_activation_backward(dy, gate_up, activation, True)
+            return *dgate_up.chunk(2, -1), product
+
+        return backward
+
+    op = Op(name, SHAPES, backward_inputs, reference, work=lambda rows, columns: {"forward": 6 * 2 * rows * columns})
+    op.provider("ligermodels", layout=lambda dy, *pair: (dy, *packed(*pair)))(ours)
+    return op
 
 
-swiglu_backward = Op(
-    "swiglu_backward", SHAPES, backward_inputs, backward_with_product,
-    work=lambda rows, columns: {"forward": 6 * 2 * rows * columns},
-)  # fmt: skip
+swiglu_backward = backward_op("swiglu_backward", "silu")
+geglu_backward = backward_op("geglu_backward", "gelu_tanh")
 
 
 @swiglu_backward.provider("pytorch")
-def pytorch_backward(*shape):
+def pytorch_swiglu_backward(*shape):
     def backward(dy, gate, up):
         activated = F.silu(gate)
         return torch.ops.aten.silu_backward(dy * up, gate), dy * activated, activated * up
@@ -99,16 +110,14 @@ def pytorch_backward(*shape):
     return backward
 
 
-@swiglu_backward.provider("ligermodels", layout=lambda dy, *pair: (dy, *packed(*pair)))
-def our_backward(*shape):
-    from ligermodels.kernels.gated_activation import gated_activation_backward
-
-    def backward(dy, gate_up):
-        dgate_up, product = gated_activation_backward(dy, gate_up, "silu", True)
-        return *dgate_up.chunk(2, -1), product
+@geglu_backward.provider("pytorch")
+def pytorch_geglu_backward(*shape):
+    def backward(dy, gate, up):
+        activated = F.gelu(gate, approximate="tanh")
+        return torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh"), dy * activated, activated * up
 
     return backward
 
 
-for op in (swiglu, geglu, swiglu_backward):
+for op in (swiglu, geglu, swiglu_backward, geglu_backward):
     op.compiled(MAIN)
