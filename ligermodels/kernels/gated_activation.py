@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.early import await_previous, early
-from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, last_use, register, rows_of, runs_kernels, widen
 
 MAX_TILE = 1024  # columns of one program of four warps
 
@@ -140,8 +140,11 @@ def _backward(columns: int, activation: str, emit: bool, device: torch.device) -
     return launch, tiles
 
 
-def _launch_backward(dy: Tensor, gate_up: Tensor, activation: str, emit: bool) -> tuple[Tensor, Tensor | None]:
-    dgate_up = gate_up.new_empty(*gate_up.shape)
+def _launch_backward(
+    dy: Tensor, gate_up: Tensor, activation: str, emit: bool, dgate_up: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """dgate_up: where its gradient goes, which may be gate_up's own memory; None for new memory."""
+    dgate_up = gate_up.new_empty(*gate_up.shape) if dgate_up is None else dgate_up
     y = gate_up.new_empty(*dy.shape) if emit else None
     if size := dy.numel():
         columns = dy.shape[-1]
@@ -169,17 +172,28 @@ gated_activation_backward = register(
 )
 
 
+def backward_of_saved(
+    dy: Tensor, gate_up: Tensor, activation: str, emit: bool, inplace: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As gated_activation_backward, of a node's own gate_up; inplace: into its memory, where this is its last use."""
+    if not (inplace and gate_up.is_contiguous() and last_use(gate_up, dy)):
+        return gated_activation_backward(dy, gate_up, activation, emit)
+    gradients = _launch_backward(dy, gate_up, activation, emit, gate_up.detach())
+    torch.autograd.graph.increment_version(gate_up)  # so that autograd objects if another node saved it
+    return gradients
+
+
 class _GatedActivation(Node):
     @staticmethod
-    def forward(ctx, gate_up, activation):
+    def forward(ctx, gate_up, activation, inplace):
         ctx.save_for_backward(gate_up)
-        ctx.activation = activation
+        ctx.options = activation, False, inplace
         return gated_activation_forward(gate_up, activation)
 
     @staticmethod
     def backward(ctx, dy):
-        dgate_up, _ = gated_activation_backward(dy, *ctx.saved_tensors, ctx.activation, False)
-        return dgate_up, None
+        dgate_up, _ = backward_of_saved(dy, *ctx.saved_tensors, *ctx.options)
+        return dgate_up, None, None
 
 
 def check_gated(gate_up: Tensor, activation: str) -> None:
@@ -189,16 +203,17 @@ def check_gated(gate_up: Tensor, activation: str) -> None:
         raise ValueError(f"gated activation: gate_up is {gate_up.shape[-1]} wide; gate and up need an even width")
 
 
-def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: str, *, inplace: bool = False) -> Tensor:
     """activation(gate) * up, where gate is the first half of the columns of gate_up and up the second.
 
     gate_up [..., 2 I] float, activation "silu", "gelu_tanh" or "gelu" -> [..., I] in gate_up's dtype.
-    Raises ValueError for any other activation and for an odd width.
+    inplace: backward writes gate_up's gradient over it (its values are lost), unless the graph is kept for another
+    backward or something traces. Raises ValueError for any other activation and for an odd width.
     """
     check_gated(gate_up, activation)
     if not runs_kernels(gate_up):
         return gated_activation_reference(gate_up, activation)
-    return _GatedActivation.apply(gate_up, activation)
+    return _GatedActivation.apply(gate_up, activation, inplace)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

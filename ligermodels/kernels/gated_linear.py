@@ -9,8 +9,8 @@ gate_up [..., 2 I], W [N, I], b [N] -> y [..., N], all in one float dtype.
 from torch import Tensor
 
 from ligermodels.kernels.gated_activation import (
+    backward_of_saved,
     check_gated,
-    gated_activation_backward,
     gated_activation_forward,
     gated_activation_reference,
 )
@@ -36,12 +36,12 @@ def gated_linear_reference(
 
 class _GatedLinear(Node):
     @staticmethod
-    def forward(ctx, gate_up, weight, bias, a, b, columns, scale, activation):
+    def forward(ctx, gate_up, weight, bias, a, b, columns, scale, activation, inplace):
         product = gated_activation_forward(gate_up, activation)
         y, low = linear_forward(product, weight, bias, a, b, columns, scale)
         ctx.save_for_backward(gate_up, weight, a, b, low)
         ctx.update = columns, scale
-        ctx.activation = activation
+        ctx.activation, ctx.inplace = activation, inplace
         return y
 
     @staticmethod
@@ -54,7 +54,7 @@ class _GatedLinear(Node):
             dlow = low_gradient(dy, a, b, *ctx.update)
         if needs_gate_up:
             dproduct = input_gradient(dy, weight, dlow, a)
-            dgate_up, product = gated_activation_backward(dproduct, gate_up, ctx.activation, reads_product)
+            dgate_up, product = backward_of_saved(dproduct, gate_up, ctx.activation, reads_product, ctx.inplace)
         elif reads_product:
             product = gated_activation_forward(gate_up, ctx.activation)
         return (
@@ -66,20 +66,27 @@ class _GatedLinear(Node):
             None,
             None,
             None,
+            None,
         )
 
 
 def gated_linear(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None, activation: str, low_rank: LowRank | None = None
+    gate_up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    low_rank: LowRank | None = None,
+    *,
+    inplace: bool = False,
 ) -> Tensor:
     """linear(activation(gate) * up, weight, bias), where gate and up are the halves of gate_up.
 
     gate_up [..., 2 I] float, weight [N, I], bias [N] or None, activation "silu", "gelu_tanh" or "gelu", low_rank: the
-    linear's update -> [..., N]. Frozen arguments cost no gradient. Raises ValueError for any other activation and for
-    an odd width.
+    linear's update -> [..., N]. inplace: as in `gated_activation`. Frozen arguments cost no gradient. Raises ValueError
+    for any other activation and for an odd width.
     """
     check_gated(gate_up, activation)
     gate_up, weight, bias, low_rank = autocast(gate_up, weight, bias, low_rank)
     if not runs_kernels(gate_up):
         return gated_linear_reference(gate_up, weight, bias, activation, low_rank)
-    return _GatedLinear.apply(gate_up, weight, bias, *(low_rank or NO_UPDATE), activation)
+    return _GatedLinear.apply(gate_up, weight, bias, *(low_rank or NO_UPDATE), activation, inplace)

@@ -66,9 +66,12 @@ def norm_then_linear(
 
 
 def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:
-    """gate_up [B, T, 2 I] -> projection(activation(gate) * up) [B, T, H]; fused: as one node where that is possible."""
+    """gate_up [B, T, 2 I] -> projection(activation(gate) * up) [B, T, H]; fused: as one node where that is possible.
+
+    gate_up must be nobody else's: backward writes its gradient over it.
+    """
     weights = weights_of(projection, gate_up.dtype) if fused else None
     if weights is None:
-        return projection(gated_activation(gate_up, activation))
+        return projection(gated_activation(gate_up, activation, inplace=True))
     weight, bias, low_rank = weights
-    return gated_linear(gate_up, weight, bias, activation, low_rank)
+    return gated_linear(gate_up, weight, bias, activation, low_rank, inplace=True)

@@ -137,6 +137,14 @@ def gated_case(batch, length, inner, activation="silu") -> Case:
     return Case(ours, reference, [normal(batch, length, 2 * inner)], [])
 
 
+def gated_in_place_case(batch, length, inner, activation) -> Case:
+    def ours(gate_up):
+        consumed = gate_up.clone(memory_format=torch.contiguous_format)
+        return gated_activation(consumed, activation, inplace=True)
+
+    return replace(gated_case(batch, length, inner, activation), ours=ours)
+
+
 def gated_linear_case(batch, length, inner, width) -> Case:
     ours, reference = (partial(f, activation="silu") for f in (gated_linear, gated_linear_reference))
     weights = normal(width, inner, scale=0.1), normal(width)
@@ -236,7 +244,9 @@ OPS = {
         draw=gated_case, small=(33,), real=((1024,), (2880,), (8192,), (14336,), (28672,)), huge=(2**16 + 1, 2**14)
     ),
     "geglu": Op(draw=partial(gated_case, activation="gelu"), small=(33,), real=((8192,), (14336,))),
-    "geglu by tanh": Op(draw=partial(gated_case, activation="gelu_tanh"), small=(33,), real=((8192,), (14336,))),
+    "geglu by tanh, in place": Op(
+        draw=partial(gated_in_place_case, activation="gelu_tanh"), small=(33,), real=((8192,), (14336,))
+    ),
     "gated_linear": Op(
         draw=gated_linear_case, small=(33, 7), real=((14336, 64),), huge=(2**16 + 1, 2**14, 16), products=(1, 1, 0)
     ),

@@ -1,9 +1,11 @@
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference, geglu, swiglu
+from ligermodels.kernels.gated_linear import gated_linear
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
@@ -58,6 +60,32 @@ def test_backward_emits_the_product_of_forward_bit_for_bit(activation):
     assert torch.equal(y, gated_activation(gate_up, activation))
     assert torch.equal(dgate_up, plain)
     assert nothing.numel() == 0
+
+
+def gated_then_linear(gate_up, inplace):
+    return gated_linear(gate_up, torch.eye(gate_up.shape[-1] // 2, device=DEVICE), None, "silu", inplace=inplace)
+
+
+@pytest.mark.parametrize("function", [partial(gated_activation, activation="silu"), gated_then_linear])
+def test_in_place_the_gradient_takes_the_memory_of_gate_up_once_the_graph_is_not_kept(function):
+    leaf = draw(3, 2200, dtype=torch.float32).requires_grad_()
+    (expected,) = torch.autograd.grad(function(leaf * 1, inplace=False).sum(), leaf)
+    gate_up, addresses = leaf * 1, []
+    gate_up.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    loss = function(gate_up, inplace=True).sum()
+    for kept in (True, True, False):
+        (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=kept)
+        assert torch.equal(gradient, expected)
+        assert torch.equal(gate_up, leaf) == kept
+    assert [address == gate_up.data_ptr() for address in addresses] == [False, False, True]
+
+
+def test_autograd_objects_if_another_node_saved_what_is_written_over():
+    leaf = draw(2, 8, dtype=torch.float32).requires_grad_()
+    gate_up = torch.exp(leaf)  # keeps its output for its own backward
+    loss = gated_activation(gate_up, "silu", inplace=True).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_unknown_activations_and_odd_widths_are_refused():
