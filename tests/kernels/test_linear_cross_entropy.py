@@ -55,6 +55,13 @@ def short_of_memory(monkeypatch):
     monkeypatch.setattr(module, "ALIGNMENT", 8)
 
 
+def count_calls(monkeypatch, name):
+    """A list that gets an entry at each call of the module's function."""
+    calls, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1])
+    return calls
+
+
 def check_options(inputs, dtype, **options):
     check_loss(linear_cross_entropy, linear_cross_entropy_reference, inputs, dtype, **options)
 
@@ -95,12 +102,15 @@ def test_lean_with_room_for_all_of_it():
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_lean_buffers_change_only_the_order_of_fp32_sums(monkeypatch, reduction):
-    *inputs, targets = leaves(50, 17, 33)
-    results = []
+    *inputs, targets = leaves(20, 40, 200)
+    results, chunks = [], []
     for size in (1, 2**20):
+        sweeps = count_calls(monkeypatch, "sweep")
         monkeypatch.setattr(module, "LEAN_BYTES", size)
         loss = linear_cross_entropy(*inputs, targets, reduction=reduction, lean=True, **TOGETHER)
         results.append([loss.detach(), *torch.autograd.grad(loss.sum(), inputs)])
+        chunks.append(len(sweeps))
+    assert chunks[0] > chunks[1] + 5
     for little, much in zip(*results, strict=True):
         assert relative_error(little, much.double()) <= 1e-6
 
