@@ -22,6 +22,8 @@ SMALL = {
     "swiglu_backward": (8, 16),
     "cross_entropy": (8, 64),
     "linear_cross_entropy": (8, 16, 64),
+    "norm_linear": (8, 16, 24),
+    "gated_linear": (8, 16, 24),
     "experts": (8, 16, 8, 4, 2),
     "adamw": (8, 16),
 }
