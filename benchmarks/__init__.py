@@ -2,7 +2,7 @@
 
     ligermodels bench                                  all ops, all providers; the same as python -m benchmarks
     ligermodels bench rms_norm rope --provider liger ligermodels
-    python -m benchmarks.plot                          draws what results/ holds (needs matplotlib)
+    python -m benchmarks.plot                          draws what results/ holds
     python -m benchmarks.train_step --model llama-3-8b
 
 An op is one short script: what it is called with, what is right, the fewest bytes or operations, and its providers,

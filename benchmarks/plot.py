@@ -1,6 +1,6 @@
 """Draws speed and memory against size, one PNG an op and one line a provider, from each op's newest results.
 
-python -m benchmarks.plot [--results FOLDER] [--output FOLDER]        needs matplotlib: pip install "ligermodels[bench]"
+python -m benchmarks.plot [--results FOLDER] [--output FOLDER]
 """
 
 import argparse

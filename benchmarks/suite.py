@@ -22,7 +22,7 @@ from ligermodels.errors import InputError
 
 SCRIPTS = (
     "rms_norm", "layer_norm", "rope", "qk_norm_rope", "gated_activation", "cross_entropy", "linear_cross_entropy",
-    "experts", "adamw",
+    "fused_linear", "experts", "adamw",
 )  # fmt: skip
 PER_MS = {timing.COPY: 1e6, timing.MATMUL: 1e9}  # bytes in a GB/s, operations in a TFLOP/s, of a millisecond
 

@@ -196,6 +196,9 @@ def ceilings() -> dict[str, float]:
 
 
 def sets_beyond_cache(bytes_of_one: int) -> int:
-    """How many sets of inputs to rotate, so that none is found in the L2 cache when its turn comes again."""
+    """How many sets of inputs to rotate, so that none is found in the L2 cache when its turn comes again.
+
+    No more than there are calls: at shapes that the host bounds, all sets may fit the cache.
+    """
     cache = torch.cuda.get_device_properties().L2_cache_size
     return min(MOST_CALLS, 1 + 2 * cache // max(bytes_of_one, 1))

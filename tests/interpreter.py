@@ -1,10 +1,12 @@
 """Triton's interpreter, faster: the same operations on the same numbers, without what it does anew for each of them.
 
-Triton 3.7 patches `triton.language` at every call of a device function, builds a table of dtypes for every tensor, and
-reduces by a function that is not one of its own element after element. Together these were most of the kernels' time.
+Triton 3.7 patches `triton.language` at every call of a device function, builds a table of dtypes for every tensor,
+computes for every sum, difference and product of integers an assertion that it then does not make, and reduces by a
+function that is not one of its own element after element. Together these were most of the kernels' time.
 Knows Triton's private names, of the version that constraints.txt pins; knows no op.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import triton.language as tl
@@ -15,6 +17,8 @@ def hasten() -> None:
     """For the rest of the process, which can then compile no Triton kernel."""
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda function: SimpleNamespace(restore=lambda: None)
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = remember_by_name(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = reduce_by_slices
 

@@ -1,8 +1,13 @@
 """The benchmark suite without a GPU: what it compares, computes, lists and refuses; times are given."""
 
 import importlib
+import os
+import sys
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 import torch
 
@@ -23,6 +28,8 @@ SMALL = {
     "geglu_backward": (8, 16),
     "cross_entropy": (8, 64),
     "linear_cross_entropy": (8, 16, 64),
+    "norm_linear": (8, 16, 24),
+    "gated_linear": (8, 16, 24),
     "experts": (8, 16, 8, 4, 2),
     "adamw": (8, 16),
 }
@@ -258,6 +265,19 @@ def test_the_report_of_a_run_comes_back_and_the_newest_counts(op, tmp_path, caps
     assert results.latest(tmp_path) == {"double": report | {"date": "2026-01-02T03:05:00", "rows": []}}
 
 
+def test_a_report_names_the_gpu_its_driver_and_what_is_installed(monkeypatch, tmp_path):
+    said = tmp_path / "nvidia-smi"
+    said.write_text("#!/bin/sh\necho 580.1\n")
+    said.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(results, "PACKAGES", ("torch", "nowhere-to-be-found"))
+    environment = results.environment()
+    assert datetime.fromisoformat(environment.pop("date")).date()
+    versions = {"torch": version("torch"), "nowhere-to-be-found": "not installed"}
+    assert environment == {"gpu": "a GPU", "driver": "580.1", "versions": versions}
+
+
 def test_only_the_named_provider_runs(op, tmp_path, capsys):
     op.provider("other")(lambda *shape: lambda x: 2 * x)
     assert cli.main(["bench", "--provider", "other", "--output", str(tmp_path)]) == 0
@@ -282,6 +302,20 @@ def test_what_is_drawn_is_the_last_pass_from_the_smallest_shape_to_the_largest()
     assert speed == {"ours": {"16384x512": 50.0, "16384x4096": 80.0}, "theirs": {"16384x512": 40.0}}
     assert list(speed["ours"]) == ["16384x512", "16384x4096"]
     assert memory == {"ours": {"16384x512": 48.0, "16384x4096": 384.0}, "theirs": {"16384x512": 96.0}}
+
+
+def test_plots_are_drawn_of_the_newest_report_of_each_op(op, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plot, "draw", lambda report, path, draw=plot.draw: (drawn.append(report), draw(report, path)))
+    report = suite.run_op(op, op.providers)
+    for date, rows in (("2026-01-02T03:04:05", []), ("2026-01-03T00:00:00", report["rows"])):
+        results.save(tmp_path, "double", report | {"date": date, "rows": rows})
+    monkeypatch.setattr(sys, "argv", ["plot", "--results", str(tmp_path), "--output", str(tmp_path / "plots")])
+    plot.main()
+    assert [report["date"] for report in drawn] == ["2026-01-03T00:00:00"]
+    (path,) = (tmp_path / "plots").iterdir()
+    height, width, _ = matplotlib.image.imread(path).shape
+    assert path.name == "double.png" and width > 2 * height > 600
 
 
 def refused(capsys, *arguments):

@@ -131,14 +131,15 @@ def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: st
 
 def _launch_product_backward(
     dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, emit: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, row, activation, emit)
     rows, columns = dproduct.shape
     tile, warps = tile_of(columns)
     if rows:
         dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
         launch = _product_backward_kernel.bind(ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=warps)
-        launch(rows, dproduct, gate_up, weight, row, dgate_up, dweight, product, columns)
+        emitted = dgate_up if product is None else product
+        launch(rows, dproduct, gate_up, weight, row, dgate_up, dweight, emitted, columns)
     return dgate_up, dweight, product
 
 
@@ -147,7 +148,7 @@ def _fake_product(gate_up, weight, row, activation):
 
 
 def _fake_product_backward(dproduct, gate_up, weight, row, activation, emit):
-    product = dproduct.new_empty(*dproduct.shape) if emit else dproduct.new_empty(0)
+    product = dproduct.new_empty(*dproduct.shape) if emit else None
     return gate_up.new_empty(*gate_up.shape), weight.new_empty(*weight.shape), product
 
 

@@ -28,6 +28,7 @@ BAND = 8  # tiles down before the next one across, so that both operands' tiles 
 # By element size: tile of (output rows, output columns, summed elements), warps, stages. The tiles of all stages stay
 # below 99 KB, the shared memory of the smallest Ampere chips.
 TILES = {2: (128, 128, 64, 8, 3), 4: (64, 64, 16, 4, 3)}
+FEW_ROWS = 16  # of a tile where groups have no more on average. Two heights, so that two variants serve all batches
 # By element size, tiles of summed elements in a strand. Where there are several, the sum starts anew with every strand
 # and joins the total at its end: in fp32 one chain would err 4 times as much, which a half precision's rounding hides.
 STRANDS = {2: 1, 4: 2}
@@ -135,7 +136,7 @@ def rows_by_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     rows = x.shape[0]
     y = x.new_empty(rows, columns)
     tallest, tile_columns, tile_depth, warps, stages = TILES[x.element_size()]
-    tile_rows = min(tallest, max(16, triton.next_power_of_2(rows // groups)))  # no taller than most groups need
+    tile_rows = tallest if rows > FEW_ROWS * groups else FEW_ROWS
     row_tiles = cdiv(rows, tile_rows) + groups  # at most: each group may leave one tile part empty
     launch = _rows_kernel.bind(
         GROUPS=triton.next_power_of_2(groups), BAND=BAND, ROWS=tile_rows, COLUMNS=tile_columns, DEPTH=tile_depth,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.op import Node, autocast, runs_kernels
+from ligermodels.kernels.op import Node, autocast, runs_kernels, traced
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -64,20 +64,24 @@ def linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, columns: Columns, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """y [..., N], and low [..., P r] where there is an update. For use where autograd does not record."""
+    y = F.linear(x, weight, bias)
     if a is None or b is None:
-        return F.linear(x, weight, bias), None
-    y = x.new_empty(*x.shape[:-1], weight.shape[0])
-    rows, out = x.flatten(0, -2), y.flatten(0, -2)
-    # The update changes memory that the product was written to, not what a product returned: selective checkpointing
-    # may keep the latter, and would add the update to it twice.
-    if bias is None:
-        torch.mm(rows, weight.t(), out=out)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=out)
-    low = torch.mm(rows, a.t()).unflatten(0, x.shape[:-1])
+        return y, None
+    low = F.linear(x, a)
+    if traced((x,)):  # and perhaps keeps what a product returned, as selective checkpointing does
+        return with_update(y, low, b, columns, scale), low
     for y_i, low_i, b_i in pieces(y, low, b, columns):
         y_i.addmm_(low_i, b_i.t(), alpha=scale)
     return y, low
+
+
+def with_update(y: Tensor, low: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:
+    """y with the update added, in new memory."""
+    rows, blocks, end = y.flatten(0, -2), [], 0
+    for (start, stop), (y_i, low_i, b_i) in zip(columns, pieces(y, low, b, columns), strict=True):
+        blocks += [rows[:, end:start], torch.addmm(y_i, low_i, b_i.t(), alpha=scale)]
+        end = stop
+    return torch.cat([*blocks, rows[:, end:]], 1).view(y.shape)
 
 
 def low_gradient(dy: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:

@@ -37,7 +37,7 @@ from ligermodels.kernels.cross_entropy import (
     reduce_losses,
     sweep,
 )
-from ligermodels.kernels.op import Node, autocast, register, runs_kernels
+from ligermodels.kernels.op import Node, autocast, cdiv, register, runs_kernels
 from ligermodels.kernels.scaled import multiply_, scaled, scaled_pair
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
@@ -60,12 +60,12 @@ def chunk_rows(rows: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
     beside = (BEYOND_BYTES - sums * (torch.float32.itemsize - dtype.itemsize)) // row
     limit = min(LOGITS_BYTES // row, beside if beside >= MANY_ROWS else MOST_ROWS)
     limit = min(max(limit, FEWEST_ROWS), MOST_ROWS) // ALIGNMENT * ALIGNMENT
-    chunks = max(1, -(-rows // limit))
-    return round_up(-(-rows // chunks))
+    chunks = max(1, cdiv(rows, limit))
+    return round_up(cdiv(rows, chunks))
 
 
 def round_up(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return cdiv(size, ALIGNMENT) * ALIGNMENT
 
 
 def aligned(size: int) -> int:

@@ -116,7 +116,7 @@ def tile_of(columns: int, elements: int, least: int, device: torch.device) -> di
         raise ValueError(f"norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
     width = triton.next_power_of_2(columns)
     rows = max(1, least // width)
-    warps = min(MOST_WARPS, max(4, triton.next_power_of_2(triton.cdiv(rows * columns, 32 * elements))))
+    warps = min(MOST_WARPS, max(4, triton.next_power_of_2(cdiv(rows * columns, 32 * elements))))
     return {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "num_warps": warps} | early(device)
 
 

@@ -18,7 +18,9 @@ from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_refer
 from ligermodels.kernels.experts import experts, experts_reference
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
+from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
+from ligermodels.kernels.linear import LowRank, low_rank_linear, low_rank_linear_reference
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.op import widen
@@ -32,6 +34,7 @@ EPS = 1e-6
 HIDDEN = 2048, 2880, 3584, 4096, 5120, 8192, 16384
 HEADS = (32, 8, 128), (8, 4, 256), (40, 8, 128), (64, 8, 128), (16, 16, 64)  # query heads, key and value heads, size
 VOCABULARIES = 32000, 128256, 151936, 262144
+RANK = 3  # of low-rank updates
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Op:
     small: tuple[int, ...]
     real: tuple[tuple[int, ...], ...] = ()
     huge: tuple[int, ...] | None = None  # length, then the size; None where the kernels are those of another entry
-    # FLOPs of backward with one leaf trained alone, over those of forward. Empty: no matrix product.
+    # FLOPs of backward over those of forward, with all leaves trained and with each alone. Empty: no matrix product, or
+    # some of them in place, which FLOP counters skip.
     products: tuple[float, ...] = ()
 
     def case(self, batch: int = 2, length: int = 4, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> Case:
@@ -101,10 +105,41 @@ def layer_norm_case(batch, length, hidden) -> Case:
     return Case(ours, reference, [normal(batch, length, hidden), normal(hidden), normal(hidden)], [])
 
 
+def layer_norm_without_bias_case(batch, length, hidden) -> Case:
+    ours, reference = (partial(f, bias=None, eps=EPS) for f in (layer_norm, layer_norm_reference))
+    return Case(ours, reference, [normal(batch, length, hidden), normal(hidden)], [])
+
+
 def norm_linear_case(batch, length, hidden, width) -> Case:
     ours, reference = (partial(f, eps=EPS) for f in (norm_linear, norm_linear_reference))
     stream = normal(batch, length, hidden), normal(batch, length, hidden)
     return Case(ours, reference, [*stream, normal(hidden), normal(width, hidden, scale=0.1), normal(width)], [])
+
+
+def update_of(inputs, width) -> list[Tensor]:
+    """A and B for the first half of a projection's columns and the last of them, as for queries and values."""
+    return [normal(2 * RANK, inputs, scale=0.2), normal(width // 2 + 1, RANK, scale=0.2)]
+
+
+def updated(function: Function, width: int, **settings) -> Function:
+    """Takes A and B last."""
+    columns = (0, width // 2), (width - 1, width)
+    return lambda *inputs: function(*inputs[:-2], low_rank=LowRank(*inputs[-2:], columns, 0.5), **settings)
+
+
+def low_rank_linear_case(batch, length, inputs, width) -> Case:
+    ours, reference = (updated(f, width) for f in (low_rank_linear, low_rank_linear_reference))
+    weights = normal(width, inputs, scale=0.1), normal(width)
+    return Case(ours, reference, [normal(batch, length, inputs), *weights, *update_of(inputs, width)], [])
+
+
+def updated_norm_linear_case(batch, length, hidden, width) -> Case:
+    def without_residual(function):
+        return lambda x, *weights: updated(function, width, eps=EPS)(x, None, *weights)
+
+    ours, reference = map(without_residual, (norm_linear, norm_linear_reference))
+    x, _, *weights = norm_linear_case(batch, length, hidden, width).leaves
+    return Case(ours, reference, [x, *weights, *update_of(hidden, width)], [])
 
 
 def angles(rows: int, rotated: int) -> list[Tensor]:
@@ -151,14 +186,30 @@ def gated_linear_case(batch, length, inner, width) -> Case:
     return Case(ours, reference, [normal(batch, length, 2 * inner), *weights], [])
 
 
-def experts_case(batch, length, hidden, inner, num_experts, k) -> Case:
-    def route(function, x, weight, gate_up, down, index):
-        y = function(x.flatten(0, 1), index.flatten(0, 1), widen(weight).flatten(0, 1), gate_up, down, "silu")
+def updated_gated_linear_case(batch, length, inner, width) -> Case:
+    def without_bias(function):
+        return lambda gate_up, weight, *update: updated(function, width, activation="silu")(
+            gate_up, weight, None, *update
+        )
+
+    ours, reference = map(without_bias, (gated_linear, gated_linear_reference))
+    gate_up, weight, _ = gated_linear_case(batch, length, inner, width).leaves
+    return Case(ours, reference, [gate_up, weight, *update_of(inner, width)], [])
+
+
+def experts_case(batch, length, hidden, inner, num_experts, k, updated=False) -> Case:
+    def route(function, x, weight, gate_up, down, *rest):
+        *factors, index = rest
+        updates = [GroupedLowRank(*pair, 0.5) for pair in zip(factors[::2], factors[1::2], strict=True)]
+        y = function(x.flatten(0, 1), index.flatten(0, 1), widen(weight).flatten(0, 1), gate_up, down, "silu", *updates)
         return y.view(x.shape)
 
     index = torch.rand(batch, length, num_experts, device=DEVICE).topk(k).indices
     gate_up, down = normal(num_experts, 2 * inner, hidden, scale=0.2), normal(num_experts, hidden, inner, scale=0.2)
     leaves = [normal(batch, length, hidden), normal(batch, length, k), gate_up, down]
+    if updated:
+        sides = (RANK, hidden), (2 * inner, RANK), (RANK, inner), (hidden, RANK)
+        leaves += [normal(num_experts, *side, scale=0.2) for side in sides]
     return Case(partial(route, experts), partial(route, experts_reference), leaves, [index])
 
 
@@ -227,10 +278,13 @@ OPS = {
     "layer_norm": Op(
         draw=layer_norm_case, small=(33,), real=tuple((h,) for h in HIDDEN), huge=(2**17 + 1, 2**14)
     ),
+    "layer_norm without bias": Op(draw=layer_norm_without_bias_case, small=(33,), real=((8192,),)),
     "norm_linear": Op(
         draw=norm_linear_case, small=(33, 7), real=tuple((h, 64) for h in HIDDEN), huge=(2**17 + 1, 2**14, 1024),
-        products=(1, 1, 1, 1, 0),
+        products=(2, 1, 1, 1, 1, 0),
     ),
+    "norm_linear with an update": Op(draw=updated_norm_linear_case, small=(33, 9)),
+    "low_rank_linear": Op(draw=low_rank_linear_case, small=(33, 9)),
     "rope": Op(draw=rope_case, small=(5, 3, 20), real=HEADS, huge=(2**17 + 1, 96, 16, 128)),
     "rope interleaved in part": Op(
         draw=partial(rope_case, interleaved=True), small=(5, 1, 12), real=((32, 2, 128),), huge=(2**17 + 1, 96, 16, 128)
@@ -248,12 +302,14 @@ OPS = {
         draw=partial(gated_in_place_case, activation="gelu_tanh"), small=(33,), real=((8192,), (14336,))
     ),
     "gated_linear": Op(
-        draw=gated_linear_case, small=(33, 7), real=((14336, 64),), huge=(2**16 + 1, 2**14, 16), products=(1, 1, 0)
+        draw=gated_linear_case, small=(33, 7), real=((14336, 64),), huge=(2**16 + 1, 2**14, 16), products=(2, 1, 1, 0)
     ),
+    "gated_linear with an update": Op(draw=updated_gated_linear_case, small=(33, 9)),
     "experts": Op(
         draw=experts_case, small=(20, 11, 5, 3), real=((2048, 768, 128, 8), (4096, 14336, 8, 2)),
-        huge=(2**18 + 1, 4096, 16, 4, 2), products=(1, 1 / 3, 1, 1 / 3),
+        huge=(2**18 + 1, 4096, 16, 4, 2), products=(2, 1, 1 / 3, 1, 1 / 3),
     ),
+    "experts with updates": Op(draw=partial(experts_case, updated=True), small=(20, 11, 3, 1)),
     "cross_entropy": Op(
         draw=partial(cross_entropy_case, reduction="none"), small=(257,), real=tuple((v,) for v in VOCABULARIES),
         huge=(2**13 + 1, 2**18),
@@ -268,21 +324,21 @@ OPS = {
         draw=partial(cross_entropy_in_place_case, **TOGETHER), small=(257,), real=((50257,),)
     ),
     "linear_cross_entropy": Op(
-        draw=linear_cross_entropy_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(1, 1)
+        draw=linear_cross_entropy_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(2, 1, 1)
     ),
     "linear_cross_entropy, options together": Op(
         draw=partial(linear_cross_entropy_case, **TOGETHER), small=(17, 33), real=((16, 128256), (16, 262144)),
-        products=(1, 1),
+        products=(2, 1, 1),
     ),
     "linear_cross_entropy by rows": Op(
         draw=partial(linear_cross_entropy_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)),
-        huge=(2**18 + 1, 2**13, 64), products=(2, 2),
+        huge=(2**18 + 1, 2**13, 64), products=(3, 2, 2),
     ),
     "lean linear_cross_entropy": Op(
-        draw=lean_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(1, 2)
+        draw=lean_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(3, 1, 2)
     ),
     "lean linear_cross_entropy by rows": Op(
-        draw=partial(lean_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)), products=(2, 2)
+        draw=partial(lean_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)), products=(4, 2, 2)
     ),
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention in a window": Op(draw=attention_case, small=(6, 3, 16, 1)),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ligermodels.kernels import grouped_linear
 from tests.kernels.kernels_of import compiled_kernels
 from tests.kernels.ops import OPS, over
 
@@ -45,6 +46,16 @@ def step(op, batch, length, size):
 @pytest.mark.gpu
 @over(lambda op: op.real)
 def test_no_kernel_is_compiled_for_another_batch_or_length(op):
+    check_variants(op)
+
+
+@pytest.mark.gpu
+def test_no_grouped_product_by_triton_is_compiled_for_another_batch_or_length(monkeypatch):
+    monkeypatch.setattr(grouped_linear, "GROUPED_MM_CAPABILITIES", ())
+    check_variants(OPS["experts"])
+
+
+def check_variants(op):
     step(op, 2, 48, op.real[0])
     step(op, 2, 480, op.real[0])  # of more than few rows, norms sum partial gradients by a kernel of its own
     known = {id(kernel) for _, kernel in compiled_kernels()}

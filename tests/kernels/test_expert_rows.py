@@ -41,14 +41,6 @@ def test_rows_are_spread_and_gathered(tokens, hidden, k, dtype):
     assert torch.equal(gather_sum(rows, row), expected)
 
 
-def test_opcheck():
-    ops, index = torch.ops.ligermodels, draw(3, 4, 2)
-    row, _ = sort_by_expert(index, 4)
-    torch.library.opcheck(ops.sort_by_expert.default, (index, 4))
-    torch.library.opcheck(ops.spread.default, (torch.randn(3, 8, device=DEVICE), row))
-    torch.library.opcheck(ops.gather_sum.default, (torch.randn(6, 8, device=DEVICE), row))
-
-
 @BEYOND_INT32
 @pytest.mark.gpu
 def test_rows_beyond_two_to_the_31_elements():

@@ -133,10 +133,17 @@ def test_operands_that_are_not_aligned_run_in_bfloat16():
 @BEYOND_INT32
 @pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31():
+    """Of rows by Triton, which takes what is not bf16: read, and written."""
     rows, depth = 2**17 + 100, 2**14
     x = torch.zeros(rows, depth, device=DEVICE, dtype=torch.float16)
     x[-1] = torch.randn(depth, device=DEVICE)
-    weight = torch.randn(2, 16, depth, device=DEVICE, dtype=torch.float16)
-    y = grouped_linear(x, weight, ends([rows - 70, 70]))
+    weight, offsets = torch.randn(2, 16, depth, device=DEVICE, dtype=torch.float16), ends([rows - 70, 70])
+    y = grouped_linear(x, weight, offsets)
     assert relative_error(y[-1], x[-1].double() @ weight[1].double().t()) < 1e-3
     assert not y[:-1].any()
+    dweight = grouped_weight_gradient(y, x, offsets)
+    assert relative_error(dweight[1], torch.outer(y[-1], x[-1]).double()) < 1e-3
+    assert not dweight[0].any()
+    dx = grouped_input_gradient(y, weight, offsets)
+    assert relative_error(dx[-1], y[-1].double() @ weight[1].double()) < 1e-3
+    assert not dx[:-1].any()

@@ -1,8 +1,5 @@
-from functools import partial
-
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ligermodels.kernels.linear import (
     LowRank,
@@ -93,46 +90,3 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(trained):
 def test_only_the_input_and_its_product_with_a_are_kept_for_backward():
     inputs = [x.requires_grad_() for x in draw_inputs()]
     assert saved_bytes(ours, *inputs) == 6 * (48 + 3 * 4) * 8
-
-
-@pytest.mark.usefixtures("kernels", "poisoned")
-def test_zero_rows():
-    x, *others = (x.requires_grad_() for x in draw_inputs())
-    y = ours(x[:0], *others)
-    y.sum().backward()
-    assert y.shape == (0, 3, 20)
-    assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in others)
-
-
-@pytest.mark.parametrize("saved", ["all", "none"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.usefixtures("kernels")
-def test_selective_checkpointing_that_keeps_products_gives_equal_gradients(bias, saved):
-    """The update is added in place: were it added to a product that is kept, backward would see it added twice."""
-    inputs = [x.requires_grad_() for x in draw_inputs()]
-    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-
-    def policy(context, op, *args, **kwargs):
-        keep = saved == "all" and op in products
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def loss(x, weight, bias_, *low_rank):
-        return ours(x, weight, bias_ if bias else None, *low_rank).sin().sum()
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    checkpointed = checkpoint(loss, *inputs, use_reentrant=False, context_fn=contexts)
-    expected, got = (torch.autograd.grad(y, inputs, materialize_grads=True) for y in (loss(*inputs), checkpointed))
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-
-
-@pytest.mark.usefixtures("kernels")
-def test_fullgraph_compile_gives_equal_gradients():
-    inputs = [x.requires_grad_() for x in draw_inputs(torch.float32)]
-
-    def loss(*inputs):
-        return ours(*inputs).sin().sum()
-
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    compiled = torch.compile(loss, fullgraph=True, backend=backend)
-    expected, got = (torch.autograd.grad(f(*inputs), inputs) for f in (loss, compiled))
-    torch.testing.assert_close(got, expected)

@@ -14,8 +14,8 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_reference,
     token_log_probs,
 )
-from ligermodels.kernels.scaled import scaled, scaled_pair
-from tests.conftest import DEVICE
+from ligermodels.kernels.scaled import multiply_, scaled, scaled_pair
+from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, relative_error
 from tests.kernels.test_cross_entropy import OPTIONS, TOGETHER, check_loss
 
@@ -53,6 +53,13 @@ def short_of_memory(monkeypatch):
     """Buffers of as little as one row of logits or 16 columns of them: several chunks of each."""
     monkeypatch.setattr(module, "LEAN_BYTES", 1)
     monkeypatch.setattr(module, "ALIGNMENT", 8)
+
+
+def count_calls(monkeypatch, name):
+    """A list that gets an entry at each call of the module's function."""
+    calls, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1])
+    return calls
 
 
 def check_options(inputs, dtype, **options):
@@ -95,12 +102,15 @@ def test_lean_with_room_for_all_of_it():
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_lean_buffers_change_only_the_order_of_fp32_sums(monkeypatch, reduction):
-    *inputs, targets = leaves(50, 17, 33)
-    results = []
+    *inputs, targets = leaves(20, 40, 200)
+    results, chunks = [], []
     for size in (1, 2**20):
+        sweeps = count_calls(monkeypatch, "sweep")
         monkeypatch.setattr(module, "LEAN_BYTES", size)
         loss = linear_cross_entropy(*inputs, targets, reduction=reduction, lean=True, **TOGETHER)
         results.append([loss.detach(), *torch.autograd.grad(loss.sum(), inputs)])
+        chunks.append(len(sweeps))
+    assert chunks[0] > chunks[1] + 5
     for little, much in zip(*results, strict=True):
         assert relative_error(little, much.double()) <= 1e-6
 
@@ -219,6 +229,23 @@ def test_a_pair_is_scaled_as_each_of_it_alone(rows):
     for got, x in zip(scaled_pair(*pair, *scale), pair, strict=True):
         assert torch.equal(got, scaled(x, *scale))
         assert torch.equal(got, (5.25 * x).half())
+
+
+@BEYOND_INT32
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [2**14, 2**14 + 1])  # all of it as one row, and row by row
+def test_scaling_beyond_two_to_the_31_elements(columns):
+    x = torch.zeros(2**17 + 1, columns, device=DEVICE, dtype=torch.bfloat16)
+    x[-1] = torch.randn(columns, device=DEVICE)
+    two, one = torch.tensor([2.0, 1.0], device=DEVICE)
+    for scale in (
+        lambda: scaled(x, two, None, 1.0, x.dtype),
+        lambda: scaled_pair(x, x[:1], two, one, 1.0, x.dtype)[0],
+        lambda: scaled_pair(x[:1], x, two, one, 1.0, x.dtype)[1],
+        lambda: multiply_(x.clone(), two),
+    ):
+        result = scale()
+        assert torch.equal(result[-1], 2 * x[-1]) and not result[:-1].any()
 
 
 def test_token_log_probs_are_log_softmax_at_the_targets(chunks_of_16):

@@ -98,22 +98,3 @@ def test_an_unused_output_counts_as_zero_gradient():
             for f in (norm_linear_reference, norm_linear)
         )
         torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("updated", [True, False])
-def test_fullgraph_compile_gives_equal_gradients(residual, updated):
-    inputs = draw_inputs(residual)
-    function = partial(norm_linear, eps=1e-6, offset=1.0)
-    if updated:
-        inputs, function = [*inputs, *draw_low_rank(48, dtype=torch.float32)], with_low_rank(norm_linear)
-    leaves = [x.requires_grad_() for x in inputs if x is not None]
-
-    def step(*inputs):
-        return loss(*function(*inputs))
-
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    expected, got = (torch.autograd.grad(f(*inputs), leaves) for f in (step, compiled))
-    for a, b in zip(expected, got, strict=True):
-        torch.testing.assert_close(a, b)

@@ -66,8 +66,9 @@ def test_lora_multiplies_by_each_weight_once_forward_and_once_backward():
     }
     weights = sum(2 * inputs * outputs for inputs, outputs, _ in shapes.values())
     narrow = sum(2 * inputs * pieces * RANK for inputs, _, pieces in shapes.values())
-    # The narrow products with A: low = x Aᵀ and dA. Those with B, and dx += dlow A, are in place.
-    expected = BATCH * LENGTH * (2 * weights + 2 * narrow)
+    wide = sum(2 * outputs * RANK for _, outputs, _ in shapes.values())
+    # Of the products with A low = x Aᵀ and dA, of those with B low Bᵀ; dx += dlow A, dlow and dB are in place.
+    expected = BATCH * LENGTH * (2 * weights + 2 * narrow + wide)
     assert products(2) - products(1) == expected
 
 

@@ -50,14 +50,14 @@ def workers(ranks, tmp_path, runs, interpret=False):
     return torch.load(tmp_path / "r.pt")
 
 
-def assert_same_run(got, expected, name=""):
+def assert_same_run(got, expected, name="", atol=1e-4):
     torch.testing.assert_close(got["losses"], expected["losses"], rtol=2e-6, atol=0, msg=lambda m: f"{name}: {m}")
     torch.testing.assert_close(got["norms"], expected["norms"], rtol=1e-5, atol=0, msg=lambda m: f"{name}: {m}")
     assert got["weights"].keys() == expected["weights"].keys()
     for parameter, weight in expected["weights"].items():
         # Adam's first steps divide each gradient by its own size: rounding counts where a gradient is all but zero.
         torch.testing.assert_close(
-            got["weights"][parameter], weight, rtol=1e-4, atol=1e-4, msg=lambda m, n=parameter: f"{name}, {n}: {m}"
+            got["weights"][parameter], weight, rtol=1e-4, atol=atol, msg=lambda m, n=parameter: f"{name}, {n}: {m}"
         )
 
 
@@ -106,11 +106,14 @@ def test_four_ranks_on_two_copies_train_as_one_process_does(tmp_path, on_cpu):
     assert_same_run(workers(4, tmp_path, [{"model": model, "batch_size": 1, "accumulate": 2, "replicas": 2}])[0], alone)
 
 
-def test_two_ranks_train_lora_through_fused_nodes_as_one_process_does_without_them(tmp_path, on_cpu):
-    settings = {"model": config("llama", tied=False), "steps": 2, "lora": "float32"}
-    alone = train(batch_size=4, **settings)
-    assert min(alone["norms"]) > 1e-3
-    assert_same_run(workers(2, tmp_path, [{"batch_size": 2} | settings], interpret=True)[0], alone)
+def test_two_ranks_train_through_fused_nodes_as_one_process_does_without_them(tmp_path, on_cpu):
+    model = {"model": config("llama", tied=False), "steps": 2}
+    runs = {"in full": model, "LoRA": model | {"lora": "float32"}}
+    sharded = workers(2, tmp_path, [{"batch_size": 2} | settings for settings in runs.values()], interpret=True)
+    for (name, settings), got in zip(runs.items(), sharded, strict=True):
+        alone = train(batch_size=4, **settings)
+        assert min(alone["norms"]) > 1e-3
+        assert_same_run(got, alone, name, atol=1e-3)  # a twentieth of what two steps move a weight
 
 
 @pytest.mark.parametrize("recomputed", [0, 1])
