@@ -5,6 +5,7 @@ content follows from. Nothing there is needed but to save time: all of it may be
 """
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ligermodels import tokenizer
 from ligermodels.errors import InputError
 from ligermodels.weights.writing import committed
 
@@ -27,7 +29,7 @@ def cached(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
 
     fill: writes into the path that it is given. An InputError of it is raised on every rank.
     """
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    name = hashlib.sha256(json.dumps(key | {"code": code()}, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_folder() / name
     error = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -41,6 +43,14 @@ def cached(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ligermodels" / "data"
+
+
+@functools.cache
+def code() -> str:
+    """Of the modules that make data: what another version of them left is not taken."""
+    folders = [Path(__file__).parent, Path(tokenizer.__file__).parent]
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:

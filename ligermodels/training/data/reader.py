@@ -14,7 +14,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ligermodels import tokenizer as tokenizer_package
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
@@ -106,7 +105,7 @@ class Reader:
 
     def key(self, files: Sequence[Path], **others: Any) -> dict[str, Any]:
         """What the content of a cached folder follows from."""
-        return {"files": [stamp(file) for file in files], "vocab_size": self.vocab_size, "code": code()} | others
+        return {"files": [stamp(file) for file in files], "vocab_size": self.vocab_size} | others
 
     @functools.cached_property
     def tokenizer(self) -> tuple[Tokenizer, int]:
@@ -163,11 +162,3 @@ def identity(tokenizer: Tokenizer) -> str:
     templates = sorted((name, template.source) for name, template in tokenizer.templates.items())
     whole = repr((tokenizer.tokenizer.to_str(), sorted(tokenizer.named.items()), templates))
     return hashlib.sha256(whole.encode()).hexdigest()
-
-
-@functools.cache
-def code() -> str:
-    """Of the modules that make documents: what another version of them cached is not taken."""
-    folders = [Path(__file__).parent, Path(tokenizer_package.__file__).parent]
-    files = sorted(file for folder in folders for file in folder.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -182,7 +182,7 @@ def test_validation_data_of_its_own_is_left_out_of_training(texts, folder, tmp_p
 
 
 def test_token_files_are_documents_between_end_of_text(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(token_files, "CHUNK", 500)
+    monkeypatch.setattr(token_files, "BLOCK", 500)
     draw = random.Random(0)
     documents = [[draw.randrange(8, 300) for _ in range(draw.randint(1, 90))] for _ in range(200)]
     ids = np.array([token for document in documents for token in [*document, 7]])
@@ -218,7 +218,7 @@ def test_token_files_are_documents_between_end_of_text(tmp_path, folder, monkeyp
 def test_a_token_file_that_cannot_be_used_is_named_with_field_and_offset(
     content, about, complaint, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(token_files, "CHUNK", 20_000)
+    monkeypatch.setattr(token_files, "BLOCK", 20_000)
     (tmp_path / "a.bin").write_bytes(content)
     if about is not None:
         (tmp_path / "a.json").write_text(about)

@@ -2,6 +2,7 @@ import itertools
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,15 +66,15 @@ def naive_best_fit(lengths, room):
 
 
 def test_best_fit_wastes_what_the_plain_algorithm_wastes_and_nothing_where_all_fits():
-    assert best_fit([6, 5, 4, 4, 3, 2], 8)[1] == 3
+    assert best_fit(np.array([6, 5, 4, 4, 3, 2]), 8)[1] == 3
     draw = random.Random(1)
     for _ in range(20):
         lengths = sorted((draw.randint(1, 40) for _ in range(200)), reverse=True)
-        row_of, count = best_fit(lengths, 40)
+        row_of, count = best_fit(np.array(lengths), 40)
         left = [40] * count
         for row, size in zip(row_of.tolist(), lengths, strict=True):
             left[row] -= size
-        assert sorted(left) == sorted(naive_best_fit(lengths, 40))
+        assert sorted(left) == sorted(naive_best_fit(np.array(lengths), 40))
 
 
 def test_tokens_are_counted_without_padding_and_one_of_context_for_each_cut():
