@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from ligermodels import tokenizer
 from ligermodels.errors import InputError
+from ligermodels.training.data.progress import say
 from ligermodels.weights.writing import committed
 
 LONGEST_WAIT = timedelta(days=2)  # for another rank to fill a folder
@@ -56,6 +58,8 @@ def code() -> str:
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     with alone(folder.with_suffix(".lock")):
         if not folder.exists():
+            for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # by a run that was killed
+                shutil.rmtree(left, ignore_errors=True)
             with committed(folder) as temporary:
                 fill(temporary)
 
@@ -69,7 +73,11 @@ def alone(file: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written to") from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"Waiting for another run, which makes what this one needs: {file.with_suffix('')}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -49,9 +49,8 @@ def open_data(args: argparse.Namespace, folder: Path | None, vocab_size: int, wo
     specs = [parse_spec(text) for text in args.data or [default_name(vocab_size)]]
     weights = weights_of(specs)
     reader = Reader([spec.name for spec in specs], folder, vocab_size, args)
-    fraction = None if args.validation_data else args.validation_fraction
-    sources = [reader.source(spec.name, fraction) for spec in specs]
-    validating = [reader.source(unweighted(text), None) for text in args.validation_data or []] or sources
+    sources = [reader.source(spec.name, split=not args.validation_data) for spec in specs]
+    validating = [reader.source(unweighted(text), split=False) for text in args.validation_data or []] or sources
     reader.refuse_too_many_bad_lines()
 
     held_out = [part for source in validating for part in source.validation]

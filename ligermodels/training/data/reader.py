@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
@@ -21,9 +19,10 @@ from ligermodels.training.data.cache import cached
 from ligermodels.training.data.chat import documents
 from ligermodels.training.data.corpus import vocabulary_texts
 from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Part, Question, random_data
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Record
 from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read
-from ligermodels.training.data.split import Selection, all_of, hold_out
+from ligermodels.training.data.split import Selection, all_of, hold_out, usual_fraction
 from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
 from ligermodels.training.data.token_files import end_of_text, open_indexed, open_tokens, write_index
@@ -55,8 +54,8 @@ class Reader:
         self.used: Tokenizer | None = None
         self.trained: Tokenizer | None = None
 
-    def source(self, name: str, fraction: float | None) -> Source:
-        """fraction: how much of it is for validation; None for all, where it also is for training."""
+    def source(self, name: str, *, split: bool) -> Source:
+        """split: whether a part of it is for validation alone; else all of it is for both."""
         if name in EMBEDDED:
             data = EMBEDDED[name]()
             seen, unseen = (all_of(self.embedded(part)) for part in (data.training, data.validation))
@@ -65,9 +64,10 @@ class Reader:
             seen, unseen, nats = random_data(self.vocab_size, self.args.sequence_length)
             return Source([seen], [unseen], nats, [])
         stores = self.stores(name)
-        if fraction is None:
+        if not split:
             whole = [all_of(store) for store in stores]
             return Source(whole, whole, None, [])
+        fraction = self.args.validation_fraction or usual_fraction(stores)
         training, validation = zip(*(hold_out(store, fraction) for store in stores), strict=True)
         return Source(list(training), list(validation), None, [])
 
@@ -75,19 +75,26 @@ class Reader:
         files = files_read(name)
         if files and all(file.suffix in TOKEN_SUFFIXES for file in files):
             return [self.token_file(file) for file in files]
-        return [self.tokenised(name, functools.partial(read, name), self.key(files))]
+        return [self.tokenised(name, functools.partial(read, name), self.key(files), size_of(files))]
 
     def embedded(self, part: Part) -> TokenStore:
-        return self.tokenised(f"the {part.kind}", lambda bad: part.records(), self.key([], embedded=part))
+        return self.tokenised(f"the {part.kind}", lambda *_: part.records(), self.key([], embedded=part), None)
 
-    def tokenised(self, title: str, records: Callable[[BadLines], Iterator[Record]], key: dict[str, Any]) -> TokenStore:
-        """key: what the records follow from."""
+    def tokenised(
+        self,
+        title: str,
+        records: Callable[[BadLines, Progress], Iterator[Record]],
+        key: dict[str, Any],
+        size: int | None,
+    ) -> TokenStore:
+        """key: what the records follow from. size: bytes to read."""
         tokenizer, end = self.tokenizer
 
         def fill(folder: Path) -> None:
             bad = BadLines(self.args.allow_bad_lines)
-            made = documents(records(bad), tokenizer, end, bad)
-            write(tqdm(made, f"Tokenising {title}", unit=" documents", delay=3, disable=None), self.vocab_size, folder)
+            with Progress(f"Tokenising {title}", size) as progress:
+                made = documents(records(bad, progress), tokenizer, end, bad)
+                write(progress.over(made), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad.skipped))
 
         folder = cached(key | {"tokenizer": identity(tokenizer), "end": end}, fill)
@@ -126,15 +133,17 @@ class Reader:
         size = self.vocab_size if names else min(self.vocab_size, EMBEDDED_VOCABULARY)
 
         def fill(folder: Path) -> None:
-            texts = self.texts_of(names) if names else vocabulary_texts()
-            save_tokenizer(train_tokenizer(texts, size), folder)
+            about = min(NEW_TOKENIZER_CHARACTERS, size_of(files)) if names else None
+            with Progress("Training a tokenizer", about) as progress:
+                texts = self.texts_of(names, progress) if names else vocabulary_texts()
+                save_tokenizer(train_tokenizer(progress.over(texts), size), folder)
 
         return Tokenizer.from_folder(cached(self.key(files, new="tokenizer"), fill))
 
-    def texts_of(self, names: Sequence[str]) -> Iterator[str]:
+    def texts_of(self, names: Sequence[str], progress: Progress) -> Iterator[str]:
         left = NEW_TOKENIZER_CHARACTERS
         bad = BadLines(self.args.allow_bad_lines)
-        for record in itertools.chain.from_iterable(read(name, bad) for name in names):
+        for record in itertools.chain.from_iterable(read(name, bad, progress) for name in names):
             for text in record.texts:
                 yield text
                 left -= len(text)
@@ -151,6 +160,10 @@ class Reader:
 
 def files_read(name: str) -> list[Path]:
     return hub_files(name) if name.startswith(HUB) else files_of(name)
+
+
+def size_of(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
 
 
 def stamp(file: Path) -> list[Any]:

@@ -6,12 +6,13 @@ comes in pieces, JSON (`json_files.py`) by lines or elements, tables (`tables.py
 
 import glob
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.json_files import json_file
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Conversation, Record, Text
 from ligermodels.training.data.streams import DECOMPRESS, opened_text
 from ligermodels.training.data.tables import HUB, hub_dataset, parquet
@@ -78,14 +79,12 @@ def hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def read(name: str, bad: BadLines) -> Iterator[Record]:
+def read(name: str, bad: BadLines, progress: Progress) -> Iterator[Record]:
     """The records of a file, folder, pattern, or hub:name[:configuration][:split]; an empty text is none.
 
     bad: counts what cannot be used. Raises InputError naming place and field, and where there is not one record.
     """
-    records = (
-        hub_dataset(name, bad) if name.startswith(HUB) else (r for file in files_of(name) for r in read_file(file, bad))
-    )
+    records = hub_dataset(name, bad, progress) if name.startswith(HUB) else read_files(files_of(name), bad, progress)
     empty = True
     for record in records:
         if isinstance(record, Conversation) or any(record.texts):
@@ -96,16 +95,18 @@ def read(name: str, bad: BadLines) -> Iterator[Record]:
         raise InputError(f"--data {name}: holds no text and no conversation{skipped}")
 
 
-def read_file(file: Path, bad: BadLines) -> Iterator[Record]:
-    if file.suffix in TOKEN_SUFFIXES:
-        raise InputError(f"{file}: holds tokens; text was expected")
-    return READERS[suffix_of(file)](file, bad)
+def read_files(files: Sequence[Path], bad: BadLines, progress: Progress) -> Iterator[Record]:
+    for file in files:
+        if file.suffix in TOKEN_SUFFIXES:
+            raise InputError(f"{file}: holds tokens; text was expected")
+        yield from READERS[suffix_of(file)](file, bad, progress)
+        progress.finish(file.stat().st_size)
 
 
-def text_file(file: Path, bad: BadLines) -> Iterator[Record]:
+def text_file(file: Path, bad: BadLines, progress: Progress) -> Iterator[Record]:
     """Pieces of the one document, cut where a line begins. No limit skips what is not UTF-8."""
     before, line = "", 1
-    with opened_text(file) as stream:
+    with opened_text(file, progress) as stream:
         text = stream.read(PIECE_CHARACTERS)
         while following := stream.read(PIECE_CHARACTERS):
             cut = last_seam(text)
@@ -125,7 +126,7 @@ def last_seam(text: str) -> int:
     return space if space > 0 else len(text)
 
 
-STREAMED: dict[str, Callable[[Path, BadLines], Iterator[Record]]] = {
+STREAMED: dict[str, Callable[[Path, BadLines, Progress], Iterator[Record]]] = {
     ".txt": text_file,
     ".jsonl": json_file,
     ".json": json_file,

@@ -11,6 +11,7 @@ import numpy as np
 
 from ligermodels.training.data.store import TokenStore, digests
 
+FRACTION, MOST_TOKENS = 0.01, 2**18
 MOST = 10  # times the fraction asked for: how much of the tokens whole documents may be
 
 
@@ -49,6 +50,11 @@ class Selection:
             return int(np.maximum(self.ends - self.begins - 1, 0).sum())
         spans = zip(self.begins.tolist(), self.ends.tolist(), strict=True)
         return sum(int(np.count_nonzero(self.store.supervised[begin + 1 : end])) for begin, end in spans)
+
+
+def usual_fraction(stores: Sequence[TokenStore]) -> float:
+    """What is for validation where nobody says how much: no more of large data than takes little time each time."""
+    return min(FRACTION, MOST_TOKENS / sum(len(store.tokens) for store in stores))
 
 
 def all_of(store: TokenStore) -> Selection:

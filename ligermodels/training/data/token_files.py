@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ligermodels.errors import InputError, first_line
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.store import TokenStore, digests, mapped, refuse_unknown
 
 INDEX = {"offsets": np.int64, "hashes": np.uint64}
@@ -25,11 +26,13 @@ def write_index(tokens: np.memmap, end: int, vocab_size: int, place: str, folder
 
     end: the end-of-text token. Raises InputError for a token outside the vocabulary, naming place and offset.
     """
-    with (folder / "offsets").open("wb") as offsets, (folder / "hashes").open("wb") as hashes:
+    progress = Progress(f"Reading {place}", tokens.nbytes)
+    with progress, (folder / "offsets").open("wb") as offsets, (folder / "hashes").open("wb") as hashes:
         offsets.write(np.int64(0).tobytes())
 
         def blocks() -> Iterator[tuple[np.ndarray, list[int]]]:
             for start, block, stops in blocks_of(tokens, end):
+                progress.show(start * tokens.itemsize)
                 refuse_unknown(block, vocab_size, place, start)
                 offsets.write((stops + start).tobytes())
                 yield block, stops.tolist()

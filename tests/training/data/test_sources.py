@@ -12,6 +12,7 @@ import pytest
 
 from ligermodels.errors import InputError
 from ligermodels.training.data import json_files, sources
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -25,7 +26,7 @@ def write(file, *lines):
 
 
 def read(name, allowed=0):
-    return list(sources.read(str(name), BadLines(allowed)))
+    return list(sources.read(str(name), BadLines(allowed), Progress("", None)))
 
 
 def messages(*given, **fields):
@@ -86,7 +87,10 @@ def test_an_empty_array_holds_nothing_and_an_element_that_is_no_record_is_a_bad_
         read(write(tmp_path / "a.json", b" [ ]\n"))
     name = write(tmp_path / "b.json", [{"text": "a"}, 51, {"text": "b \ud83d"}, {"text": "c"}])
     bad = BadLines(2)
-    assert list(sources.read(name, bad)) == [Text("a", f"{name}: element 1"), Text("c", f"{name}: element 4")]
+    assert list(sources.read(name, bad, Progress("", None))) == [
+        Text("a", f"{name}: element 1"),
+        Text("c", f"{name}: element 4"),
+    ]
     assert bad.skipped == 2
     with pytest.raises(InputError, match=r"b\.json: element 2: is a number; must be an object as"):
         read(name)
@@ -248,16 +252,16 @@ def test_a_bad_line_is_named_and_skipped_only_within_the_limit(tmp_path, line, c
     with pytest.raises(InputError, match=r"a\.jsonl:4:.*\(--allow-bad-lines 1, 1 before it were skipped\)$"):
         read(name, allowed=1)
     bad = BadLines(2)
-    assert list(sources.read(name, bad)) == [Text("a", f"{name}:1"), Text("b", f"{name}:3")]
+    assert list(sources.read(name, bad, Progress("", None))) == [Text("a", f"{name}:1"), Text("b", f"{name}:3")]
     assert bad.skipped == 2
 
 
 def test_the_limit_is_one_for_all_sources(tmp_path):
     names = [write(tmp_path / f"{letter}.jsonl", {"text": letter}, b"{") for letter in "ab"]
     bad = BadLines(1)
-    assert [record.text for record in sources.read(names[0], bad)] == ["a"]
+    assert [record.text for record in sources.read(names[0], bad, Progress("", None))] == ["a"]
     with pytest.raises(InputError, match=r"b\.jsonl:2:2: not JSON"):
-        list(sources.read(names[1], bad))
+        list(sources.read(names[1], bad, Progress("", None)))
 
 
 def test_what_is_not_utf8_in_a_text_file_has_its_line_and_column_in_any_piece(tmp_path, monkeypatch):
@@ -333,7 +337,7 @@ def test_large_files_are_not_held_in_memory(tmp_path, file):
     lines = b"[" + b",\n".join([line] * 1600) + b"]" if file == "a.json" else b"\n".join([line] * 1600)  # 16 MB
     name = write(tmp_path / file, COMPRESS[(tmp_path / file).suffix if file.count(".") > 1 else ""](lines))
     tracemalloc.start()
-    count = sum(len(record.text) for record in sources.read(name, BadLines(0)))
+    count = sum(len(record.text) for record in sources.read(name, BadLines(0), Progress("", None)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 1600 * len(line) + 1599 if file == "a.txt" else count == 16_000_000
