@@ -29,7 +29,8 @@ from ligermodels.training.data.token_files import end_of_text, open_indexed, ope
 from ligermodels.training.data.tokens import END_OF_TEXT_ID, load_tokenizer, save_tokenizer, train_tokenizer
 from ligermodels.units import counted
 
-NEW_TOKENIZER_CHARACTERS = 10**8  # of text that a new tokenizer is trained on, the first of the data
+# Of text that a new tokenizer is trained on, the first of the data: so many for each entry, and at most.
+CHARACTERS_AN_ENTRY, MOST_CHARACTERS = 10**4, 10**8
 
 
 @dataclass(frozen=True)
@@ -133,15 +134,20 @@ class Reader:
         size = self.vocab_size if names else min(self.vocab_size, EMBEDDED_VOCABULARY)
 
         def fill(folder: Path) -> None:
-            about = min(NEW_TOKENIZER_CHARACTERS, size_of(files)) if names else None
+            about = min(self.characters, size_of(files)) if names else None
             with Progress("Training a tokenizer", about) as progress:
                 texts = self.texts_of(names, progress) if names else vocabulary_texts()
                 save_tokenizer(train_tokenizer(progress.over(texts), size), folder)
 
         return Tokenizer.from_folder(cached(self.key(files, new="tokenizer"), fill))
 
+    @property
+    def characters(self) -> int:
+        """That a new tokenizer is trained on."""
+        return min(MOST_CHARACTERS, CHARACTERS_AN_ENTRY * self.vocab_size)
+
     def texts_of(self, names: Sequence[str], progress: Progress) -> Iterator[str]:
-        left = NEW_TOKENIZER_CHARACTERS
+        left = self.characters
         bad = BadLines(self.args.allow_bad_lines)
         for record in itertools.chain.from_iterable(read(name, bad, progress) for name in names):
             for text in record.texts:

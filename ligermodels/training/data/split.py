@@ -11,7 +11,7 @@ import numpy as np
 
 from ligermodels.training.data.store import TokenStore, digests
 
-FRACTION, MOST_TOKENS = 0.01, 2**18
+FRACTION, MOST_TOKENS = 0.01, 2**17
 MOST = 10  # times the fraction asked for: how much of the tokens whole documents may be
 
 

@@ -27,7 +27,7 @@ def parquet_batches(file: Path, progress: Progress) -> Iterator[list[dict[str, A
     try:
         with file.open("rb") as stream:
             refuse_text(file, stream.peek(64)[:64])
-        opened = reader.ParquetFile(file)
+        opened = reader.ParquetFile(file, pre_buffer=False)  # else all that was read is held to the end
         columns = columns_of(opened.schema_arrow.names, str(file))
         done, rows, size = 0, opened.metadata.num_rows, file.stat().st_size
         progress.follow(lambda: size * done // rows)

@@ -75,7 +75,7 @@ def flags() -> Flags:
     add("--data", **several, help="what to train on (default: the stories if the vocabulary is theirs, else random)")
     add("--validation-data", **several, help="what to validate on (default: a part of --data)")
     add("--validation-fraction", type=fraction, help="the part of --data that is kept for validation (default: 0.01, "
-        "of large data about 262,000 tokens)")  # fmt: skip
+        "of large data at most about 131,000 tokens)")  # fmt: skip
     add("--sequence-length", type=whole(2, "a whole number above 1"), default=256, help="tokens a row")
     add("--packing", **on_off, default=True, help="fill rows with several documents; none sees another")
     add("--allow-bad-lines", type=count, default=0, help="leave out up to this many lines that cannot be read")

@@ -312,3 +312,13 @@ def test_from_file_to_mask(tmp_path):
     assert (turns.place, text.place, turn.place) == (f"{file}:1", f"{file}:2", f"{file}:3")
     assert supervised_texts(tokenizer, turns)[:1] == supervised_texts(tokenizer, turn) == ["It's 21 degrees.<|im_end|>"]
     assert text.supervised is None
+
+
+def test_only_pieces_that_go_on_are_encoded_behind_what_is_before_them(tmp_path, monkeypatch):
+    tokenizer = tokenizer_of(tmp_path, "qwen 2")
+    asked = []
+    encode = tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: asked.append(list(texts)) or encode(texts))
+    texts = [Text("one", ""), Text("two\n", "", last=False), Text("three", "", "two\n"), Text("four", "")]
+    assert len(documents_of(tokenizer, *texts)) == 4
+    assert asked == [["two\n"], ["one", "two\n", "two\nthree", "four"]]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels.training.data import packing
 from ligermodels.training.data.batches import supervised
 from ligermodels.training.data.packing import best_fit
 from tests.training.data.documents import CPU, Document, distinct, rows, validation
@@ -124,3 +125,28 @@ def test_editing_one_document_leaves_the_losses_of_those_in_its_row_as_they_are(
         other = summed_losses(model, [silent, b, Document([1023 - i for i in c.ids])], 30, True, rows=1)
     assert len(rows([a, b, c], 30)) == 1
     assert torch.equal(before, after) and not torch.equal(before, other)
+
+
+def test_millions_of_pieces_take_as_many_steps_as_there_are_lengths(monkeypatch):
+    taken = []
+    take = packing.Free.take
+    monkeypatch.setattr(packing.Free, "take", lambda free, size: taken.append(size) or take(free, size))
+    lengths = np.sort(np.random.default_rng(0).integers(2, 257, 1_000_000))[::-1]
+    row_of, count = best_fit(lengths, 256)
+    assert np.bincount(row_of, lengths, count).max() <= 256 and count <= 1.002 * lengths.sum() / 256
+    assert len(taken) < 4 * 256
+
+
+def test_rows_are_planned_once_for_all_that_they_follow_from(monkeypatch):
+    documents = distinct(*LENGTHS)
+    first = rows(documents, 8).parts[0]
+    monkeypatch.setattr(packing, "cut", None)  # with which nothing can be planned
+    again = rows(documents, 8).parts[0]
+    assert again.fingerprint == first.fingerprint
+    assert all(isinstance(array, np.memmap) for array in (again.starts, again.lengths, again.ends))
+    assert [again.pieces(row)[0].start for row in range(len(again))] == [
+        first.pieces(row)[0].start for row in range(len(first))
+    ]
+    for others, length, packed in ((documents[1:], 8, True), (documents, 9, True), (documents, 8, False)):
+        with pytest.raises(TypeError):
+            rows(others, length, packed)
