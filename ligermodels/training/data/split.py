@@ -98,6 +98,12 @@ def renewed(whole: Selection, documents: slice, begin: int | None, end: int | No
 
 def without(training: Sequence[Selection], validation: Sequence[Selection]) -> list[Selection]:
     """The training documents that are not also for validation."""
-    held_out = np.concatenate([part.hashes for part in validation])
-    left_out = [np.isin(part.hashes, held_out) for part in training]
+    held_out = np.unique(np.concatenate([part.hashes for part in validation]))
+    left_out = [among(part.hashes, held_out) for part in training]
     return [part.where(~out) if out.any() else part for part, out in zip(training, left_out, strict=True)]
+
+
+def among(hashes: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Whether each is one of the known, which are few and ascending: np.isin would sort them all."""
+    place = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+    return known[place] == hashes
