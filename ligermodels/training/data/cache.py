@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ligermodels import tokenizer
-from ligermodels.errors import InputError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.data.progress import say
 from ligermodels.weights.writing import committed
 
@@ -31,16 +31,25 @@ def cached(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
 
     fill: writes into the path that it is given. An InputError of it is raised on every rank.
     """
-    name = hashlib.sha256(json.dumps(key | {"code": code()}, sort_keys=True).encode()).hexdigest()[:32]
-    folder = cache_folder() / name
+    return all_cached([(key, fill)])[0]
+
+
+def all_cached(wanted: Sequence[tuple[dict[str, Any], Callable[[Path], None]]]) -> list[Path]:
+    """The folders of several keys, as `cached`: the ranks wait for each other once, not for each folder."""
+    folders = [cache_folder() / name_of(key) for key, _ in wanted]
     error = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
-            fill_once(folder, fill)
+            for folder, (_, fill) in zip(folders, wanted, strict=True):
+                fill_once(folder, fill)
         except InputError as failed:
             error = failed
     agree(error)
-    return folder
+    return folders
+
+
+def name_of(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key | {"code": code()}, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:
@@ -60,8 +69,11 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
         if not folder.exists():
             for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
-            with committed(folder) as temporary:
-                fill(temporary)
+            try:
+                with committed(folder) as temporary:
+                    fill(temporary)
+            except CheckpointError as error:
+                raise InputError(f"{error}, by XDG_CACHE_HOME") from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ligermodels.training.data.cache import cached
+from ligermodels.training.data.cache import all_cached
 from ligermodels.training.data.split import Selection
 from ligermodels.training.data.store import TokenStore, mapped
 
@@ -78,12 +78,18 @@ class JoinedRows:
         return self.parts[part].pieces(row - self.ends[part] + len(self.parts[part]))
 
 
-def rows_of(documents: Selection, length: int, packing: bool) -> Rows:
+def rows_of(parts: Sequence[Selection], length: int, packing: bool) -> JoinedRows:
     """packing: several pieces share a row; else each has one of its own, in the documents' order. Every rank calls."""
-    key = {"rows": documents.fingerprint, "length": length, "packing": packing}
-    folder = cached(key, functools.partial(write_rows, documents, length, packing))
+    keys = [{"rows": part.fingerprint, "length": length, "packing": packing} for part in parts]
+    fills = [functools.partial(write_rows, part, length, packing) for part in parts]
+    folders = all_cached(list(zip(keys, fills, strict=True)))
+    return JoinedRows([open_rows(part.store, length, folder) for part, folder in zip(parts, folders, strict=True)])
+
+
+def open_rows(store: TokenStore, length: int, folder: Path) -> Rows:
+    """The rows that `write_rows` left there, mapped."""
     arrays = {name: mapped(folder / name, dtype) for name, dtype in ARRAYS.items()}
-    return Rows(documents.store, length, **arrays, fingerprint=(folder / "fingerprint").read_text())
+    return Rows(store, length, **arrays, fingerprint=(folder / "fingerprint").read_text())
 
 
 def write_rows(documents: Selection, length: int, packing: bool, folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
-from ligermodels.training.data.cache import cached
+from ligermodels.training.data.cache import all_cached, cached
 from ligermodels.training.data.chat import documents
 from ligermodels.training.data.corpus import vocabulary_texts
 from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Part, Question, random_data
@@ -75,7 +75,7 @@ class Reader:
     def stores(self, name: str) -> list[TokenStore]:
         files = files_read(name)
         if files and all(file.suffix in TOKEN_SUFFIXES for file in files):
-            return [self.token_file(file) for file in files]
+            return self.token_files(files)
         return [self.tokenised(name, functools.partial(read, name), self.key(files), size_of(files))]
 
     def embedded(self, part: Part) -> TokenStore:
@@ -102,14 +102,21 @@ class Reader:
         self.skipped += int((folder / "skipped").read_text())
         return open_store(folder)
 
-    def token_file(self, file: Path) -> TokenStore:
-        tokens, end = open_tokens(file), end_of_text(file)
-        if end is None:
-            if self.folder is None:
-                raise InputError(f"{file.with_suffix('.json')}: must give end_of_text: the model has no tokenizer yet")
-            end = self.tokenizer[1]
-        fill = functools.partial(write_index, tokens, end, self.vocab_size, str(file))
-        return open_indexed(tokens, str(file), cached(self.key([file], end=end), fill))
+    def token_files(self, files: Sequence[Path]) -> list[TokenStore]:
+        mapped, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
+        indices = [
+            (self.key([file], end=end), functools.partial(write_index, tokens, end, self.vocab_size, str(file)))
+            for file, tokens, end in zip(files, mapped, ends, strict=True)
+        ]
+        opened = zip(mapped, files, all_cached(indices), strict=True)
+        return [open_indexed(tokens, str(file), folder) for tokens, file, folder in opened]
+
+    def end_of_text(self, file: Path) -> int:
+        """Of a file of tokens."""
+        end = end_of_text(file)
+        if end is None and self.folder is None:
+            raise InputError(f"{file.with_suffix('.json')}: must give end_of_text: the model has no tokenizer yet")
+        return self.tokenizer[1] if end is None else end
 
     def key(self, files: Sequence[Path], **others: Any) -> dict[str, Any]:
         """What the content of a cached folder follows from."""

@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from ligermodels.errors import InputError
 from ligermodels.training.data import cache
-from ligermodels.training.data.cache import cache_folder, cached
+from ligermodels.training.data.cache import all_cached, cache_folder, cached
 
 
 def fill_and_note(folder):
@@ -92,3 +93,23 @@ def test_who_waits_for_another_run_says_so(cache_of_its_own, monkeypatch):
         monkeypatch.setattr(cache, "say", lambda line: said.append(line) or fcntl.flock(lock, fcntl.LOCK_UN))
         assert cached({}, fill_and_note) == folder
     assert said == [f"Waiting for another run, which makes what this one needs: {folder}"]
+
+
+def fail_for_want_of_room(folder):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_with_what_names_another(cache_of_its_own):
+    with pytest.raises(
+        InputError, match="No space left on device; make room there, or choose another folder, by XDG_CA"
+    ):
+        cached({}, fail_for_want_of_room)
+    assert [file.suffix for file in cache_folder().iterdir()] == [".lock"]
+
+
+def test_ranks_wait_once_for_any_number_of_folders(cache_of_its_own, monkeypatch):
+    waited = []
+    monkeypatch.setattr(cache, "agree", waited.append)
+    folders = all_cached([({"a": value}, fill_and_note) for value in (1, 2, 1)])
+    assert folders[0] == folders[2] != folders[1] and all((folder / "content").exists() for folder in folders)
+    assert waited == [None] and (cache_folder() / "notes").read_text() == "filled filled "

@@ -342,3 +342,19 @@ def test_a_document_of_many_blocks_is_indexed_in_little_memory_and_once(tmp_path
     first = opened(tmp_path / "a.bin", sequence_length=2048).training.fingerprint
     monkeypatch.setattr(token_files, "read_block", None)  # with which nothing is read but for batches
     assert opened(tmp_path / "a.bin", sequence_length=2048).training.fingerprint == first
+
+
+def test_a_new_tokenizer_is_trained_on_as_much_text_as_its_size_asks_for(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "CHARACTERS_AN_ENTRY", 20)
+    path, read = write(tmp_path / "d.jsonl", texts), []
+    train = reader.train_tokenizer
+    monkeypatch.setattr(
+        reader, "train_tokenizer", lambda given, size: train((read.append(text) or text for text in given), size)
+    )
+    opened(path, vocab_size=300)
+    longest = max(map(len, texts))
+    assert read == texts[: len(read)] and 6000 <= sum(map(len, read)) < 6000 + longest
+    monkeypatch.setattr(reader, "MOST_CHARACTERS", 2000)
+    read.clear()
+    opened(write(path, texts[1:]), vocab_size=300)
+    assert 2000 <= sum(map(len, read)) < 2000 + longest
