@@ -5,10 +5,12 @@ content follows from. Nothing there is needed but to save time: all of it may be
 """
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ligermodels.errors import InputError
+from ligermodels import tokenizer
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.training.data.progress import say
 from ligermodels.weights.writing import committed
 
 LONGEST_WAIT = timedelta(days=2)  # for another rank to fill a folder
@@ -27,27 +31,49 @@ def cached(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
 
     fill: writes into the path that it is given. An InputError of it is raised on every rank.
     """
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    folder = cache_folder() / name
+    return all_cached([(key, fill)])[0]
+
+
+def all_cached(wanted: Sequence[tuple[dict[str, Any], Callable[[Path], None]]]) -> list[Path]:
+    """The folders of several keys, as `cached`: the ranks wait for each other once, not for each folder."""
+    folders = [cache_folder() / name_of(key) for key, _ in wanted]
     error = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
-            fill_once(folder, fill)
+            for folder, (_, fill) in zip(folders, wanted, strict=True):
+                fill_once(folder, fill)
         except InputError as failed:
             error = failed
     agree(error)
-    return folder
+    return folders
+
+
+def name_of(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key | {"code": code()}, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ligermodels" / "data"
 
 
+@functools.cache
+def code() -> str:
+    """Of the modules that make data: what another version of them left is not taken."""
+    folders = [Path(__file__).parent, Path(tokenizer.__file__).parent]
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     with alone(folder.with_suffix(".lock")):
         if not folder.exists():
-            with committed(folder) as temporary:
-                fill(temporary)
+            for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # by a run that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            try:
+                with committed(folder) as temporary:
+                    fill(temporary)
+            except CheckpointError as error:
+                raise InputError(f"{error}, by XDG_CACHE_HOME") from error
 
 
 @contextmanager
@@ -59,7 +85,11 @@ def alone(file: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written to") from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"Waiting for another run, which makes what this one needs: {file.with_suffix('')}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

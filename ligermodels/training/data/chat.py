@@ -87,12 +87,11 @@ def text_documents(texts: Iterable[Text], tokenizer: Tokenizer, end: int) -> Ite
 
 def encode_pieces(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[int]]:
     """The ids of each; a piece is encoded behind the end of the one before, whose ids are then taken off."""
-    before = tokenizer.encode_batch([text.before for text in texts])
-    for text, known, ids in zip(texts, before, tokenizer.encode_batch([t.before + t.text for t in texts]), strict=True):
-        if not text.before:
-            yield ids
-        elif ids[: len(known)] == known:
-            yield ids[len(known) :]
+    before = iter(tokenizer.encode_batch([text.before for text in texts if text.before]))
+    for text, ids in zip(texts, tokenizer.encode_batch([t.before + t.text for t in texts]), strict=True):
+        known = next(before) if text.before else []
+        if ids[: len(known)] == known:
+            yield ids[len(known) :] if known else ids
         else:
             yield tokenizer.encode(text.text, add_special_tokens=False)
 

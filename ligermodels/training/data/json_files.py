@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ligermodels.errors import InputError, first_line
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Record, record_of
 from ligermodels.training.data.streams import not_utf8, opened, opened_text, refuse_no_data
 
@@ -23,23 +24,23 @@ SURROGATE_ESCAPE, SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud
 LAYOUTS = "must be an object a line, or one array of objects"
 
 
-def json_file(file: Path, bad: BadLines) -> Iterator[Record]:
-    with opened(file) as stream:
+def json_file(file: Path, bad: BadLines, progress: Progress) -> Iterator[Record]:
+    with opened(file, progress) as stream:
         refuse_no_data(file, stream)
         array = stream.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    return json_array(file, bad) if array else json_lines(file, bad)
+    return (json_array if array else json_lines)(file, bad, progress)
 
 
-def json_lines(file: Path, bad: BadLines) -> Iterator[Record]:
-    for number, line in numbered_lines(file):
+def json_lines(file: Path, bad: BadLines, progress: Progress) -> Iterator[Record]:
+    for number, line in numbered_lines(file, progress):
         record = bad.attempt(parse_line, line, f"{file}:{number}")
         if record is not None:
             yield record
 
 
-def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: Path, progress: Progress) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, from 1."""
-    with opened(file) as stream:
+    with opened(file, progress) as stream:
         number = 0
         while line := stream.readline(MAX_BYTES + 1):
             number += 1
@@ -63,8 +64,8 @@ def parse_line(line: bytes, place: str) -> Record:
     return checked(value, text, place)
 
 
-def json_array(file: Path, bad: BadLines) -> Iterator[Record]:
-    with opened_text(file) as stream:
+def json_array(file: Path, bad: BadLines, progress: Progress) -> Iterator[Record]:
+    with opened_text(file, progress) as stream:
         text = Ahead(stream)
         text.take()  # the [
         following = text.take() if text.peek() == "]" else ","

@@ -14,7 +14,7 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.batches import Training, Validation, rows_a_rank
 from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, RANDOM, Question
-from ligermodels.training.data.packing import JoinedRows, rows_of
+from ligermodels.training.data.packing import rows_of
 from ligermodels.training.data.reader import Reader, Source
 from ligermodels.training.data.sources import Spec, parse_spec
 from ligermodels.training.data.split import Selection, without
@@ -49,9 +49,8 @@ def open_data(args: argparse.Namespace, folder: Path | None, vocab_size: int, wo
     specs = [parse_spec(text) for text in args.data or [default_name(vocab_size)]]
     weights = weights_of(specs)
     reader = Reader([spec.name for spec in specs], folder, vocab_size, args)
-    fraction = None if args.validation_data else args.validation_fraction
-    sources = [reader.source(spec.name, fraction) for spec in specs]
-    validating = [reader.source(unweighted(text), None) for text in args.validation_data or []] or sources
+    sources = [reader.source(spec.name, split=not args.validation_data) for spec in specs]
+    validating = [reader.source(unweighted(text), split=False) for text in args.validation_data or []] or sources
     reader.refuse_too_many_bad_lines()
 
     held_out = [part for source in validating for part in source.validation]
@@ -60,9 +59,9 @@ def open_data(args: argparse.Namespace, folder: Path | None, vocab_size: int, wo
     packing = args.packing and any(spec.name != RANDOM for spec in specs)
     rows = functools.partial(rows_of, length=args.sequence_length, packing=packing)
     mixed = kept if weights else [list(itertools.chain(*kept))]
-    joined = [JoinedRows([rows(part) for part in parts]) for parts in mixed]
+    joined = [rows(parts) for parts in mixed]
     training = Training(joined, weights or [1.0], args.seed, packing)
-    validation = Validation(JoinedRows([rows(part) for part in held_out]), packing)
+    validation = Validation(rows(held_out), packing)
     refuse_too_little(args, specs, training, world)
     questions = [question for source in validating for question in source.questions]
     return Data(

@@ -12,26 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from ligermodels import tokenizer as tokenizer_package
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
-from ligermodels.training.data.cache import cached
+from ligermodels.training.data.cache import all_cached, cached
 from ligermodels.training.data.chat import documents
 from ligermodels.training.data.corpus import vocabulary_texts
 from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Part, Question, random_data
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Record
 from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read
-from ligermodels.training.data.split import Selection, all_of, hold_out
+from ligermodels.training.data.split import Selection, all_of, hold_out, usual_fraction
 from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
 from ligermodels.training.data.token_files import end_of_text, open_indexed, open_tokens, write_index
 from ligermodels.training.data.tokens import END_OF_TEXT_ID, load_tokenizer, save_tokenizer, train_tokenizer
 from ligermodels.units import counted
 
-NEW_TOKENIZER_CHARACTERS = 10**8  # of text that a new tokenizer is trained on, the first of the data
+# Of text that a new tokenizer is trained on, the first of the data: so many for each entry, and at most.
+CHARACTERS_AN_ENTRY, MOST_CHARACTERS = 10**4, 10**8
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class Reader:
         self.used: Tokenizer | None = None
         self.trained: Tokenizer | None = None
 
-    def source(self, name: str, fraction: float | None) -> Source:
-        """fraction: how much of it is for validation; None for all, where it also is for training."""
+    def source(self, name: str, *, split: bool) -> Source:
+        """split: whether a part of it is for validation alone; else all of it is for both."""
         if name in EMBEDDED:
             data = EMBEDDED[name]()
             seen, unseen = (all_of(self.embedded(part)) for part in (data.training, data.validation))
@@ -66,47 +65,62 @@ class Reader:
             seen, unseen, nats = random_data(self.vocab_size, self.args.sequence_length)
             return Source([seen], [unseen], nats, [])
         stores = self.stores(name)
-        if fraction is None:
+        if not split:
             whole = [all_of(store) for store in stores]
             return Source(whole, whole, None, [])
+        fraction = self.args.validation_fraction or usual_fraction(stores)
         training, validation = zip(*(hold_out(store, fraction) for store in stores), strict=True)
         return Source(list(training), list(validation), None, [])
 
     def stores(self, name: str) -> list[TokenStore]:
         files = files_read(name)
         if files and all(file.suffix in TOKEN_SUFFIXES for file in files):
-            return [self.token_file(file) for file in files]
-        return [self.tokenised(name, functools.partial(read, name), self.key(files))]
+            return self.token_files(files)
+        return [self.tokenised(name, functools.partial(read, name), self.key(files), size_of(files))]
 
     def embedded(self, part: Part) -> TokenStore:
-        return self.tokenised(f"the {part.kind}", lambda bad: part.records(), self.key([], embedded=part))
+        return self.tokenised(f"the {part.kind}", lambda *_: part.records(), self.key([], embedded=part), None)
 
-    def tokenised(self, title: str, records: Callable[[BadLines], Iterator[Record]], key: dict[str, Any]) -> TokenStore:
-        """key: what the records follow from."""
+    def tokenised(
+        self,
+        title: str,
+        records: Callable[[BadLines, Progress], Iterator[Record]],
+        key: dict[str, Any],
+        size: int | None,
+    ) -> TokenStore:
+        """key: what the records follow from. size: bytes to read."""
         tokenizer, end = self.tokenizer
 
         def fill(folder: Path) -> None:
             bad = BadLines(self.args.allow_bad_lines)
-            made = documents(records(bad), tokenizer, end, bad)
-            write(tqdm(made, f"Tokenising {title}", unit=" documents", delay=3, disable=None), self.vocab_size, folder)
+            with Progress(f"Tokenising {title}", size) as progress:
+                made = documents(records(bad, progress), tokenizer, end, bad)
+                write(progress.over(made), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad.skipped))
 
         folder = cached(key | {"tokenizer": identity(tokenizer), "end": end}, fill)
         self.skipped += int((folder / "skipped").read_text())
         return open_store(folder)
 
-    def token_file(self, file: Path) -> TokenStore:
-        tokens, end = open_tokens(file), end_of_text(file)
-        if end is None:
-            if self.folder is None:
-                raise InputError(f"{file.with_suffix('.json')}: must give end_of_text: the model has no tokenizer yet")
-            end = self.tokenizer[1]
-        fill = functools.partial(write_index, tokens, end, self.vocab_size, str(file))
-        return open_indexed(tokens, str(file), cached(self.key([file], end=end), fill))
+    def token_files(self, files: Sequence[Path]) -> list[TokenStore]:
+        mapped, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
+        indices = [
+            (self.key([file], end=end), functools.partial(write_index, tokens, end, self.vocab_size, str(file)))
+            for file, tokens, end in zip(files, mapped, ends, strict=True)
+        ]
+        opened = zip(mapped, files, all_cached(indices), strict=True)
+        return [open_indexed(tokens, str(file), folder) for tokens, file, folder in opened]
+
+    def end_of_text(self, file: Path) -> int:
+        """Of a file of tokens."""
+        end = end_of_text(file)
+        if end is None and self.folder is None:
+            raise InputError(f"{file.with_suffix('.json')}: must give end_of_text: the model has no tokenizer yet")
+        return self.tokenizer[1] if end is None else end
 
     def key(self, files: Sequence[Path], **others: Any) -> dict[str, Any]:
         """What the content of a cached folder follows from."""
-        return {"files": [stamp(file) for file in files], "vocab_size": self.vocab_size, "code": code()} | others
+        return {"files": [stamp(file) for file in files], "vocab_size": self.vocab_size} | others
 
     @functools.cached_property
     def tokenizer(self) -> tuple[Tokenizer, int]:
@@ -127,15 +141,22 @@ class Reader:
         size = self.vocab_size if names else min(self.vocab_size, EMBEDDED_VOCABULARY)
 
         def fill(folder: Path) -> None:
-            texts = self.texts_of(names) if names else vocabulary_texts()
-            save_tokenizer(train_tokenizer(texts, size), folder)
+            about = min(self.characters, size_of(files)) if names else None
+            with Progress("Training a tokenizer", about) as progress:
+                texts = self.texts_of(names, progress) if names else vocabulary_texts()
+                save_tokenizer(train_tokenizer(progress.over(texts), size), folder)
 
         return Tokenizer.from_folder(cached(self.key(files, new="tokenizer"), fill))
 
-    def texts_of(self, names: Sequence[str]) -> Iterator[str]:
-        left = NEW_TOKENIZER_CHARACTERS
+    @property
+    def characters(self) -> int:
+        """That a new tokenizer is trained on."""
+        return min(MOST_CHARACTERS, CHARACTERS_AN_ENTRY * self.vocab_size)
+
+    def texts_of(self, names: Sequence[str], progress: Progress) -> Iterator[str]:
+        left = self.characters
         bad = BadLines(self.args.allow_bad_lines)
-        for record in itertools.chain.from_iterable(read(name, bad) for name in names):
+        for record in itertools.chain.from_iterable(read(name, bad, progress) for name in names):
             for text in record.texts:
                 yield text
                 left -= len(text)
@@ -154,6 +175,10 @@ def files_read(name: str) -> list[Path]:
     return hub_files(name) if name.startswith(HUB) else files_of(name)
 
 
+def size_of(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
 def stamp(file: Path) -> list[Any]:
     status = file.stat()
     return [str(file.resolve()), status.st_size, status.st_mtime_ns]
@@ -163,11 +188,3 @@ def identity(tokenizer: Tokenizer) -> str:
     templates = sorted((name, template.source) for name, template in tokenizer.templates.items())
     whole = repr((tokenizer.tokenizer.to_str(), sorted(tokenizer.named.items()), templates))
     return hashlib.sha256(whole.encode()).hexdigest()
-
-
-@functools.cache
-def code() -> str:
-    """Of the modules that make documents: what another version of them cached is not taken."""
-    folders = [Path(__file__).parent, Path(tokenizer_package.__file__).parent]
-    files = sorted(file for folder in folders for file in folder.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -87,8 +87,9 @@ def record_of(value: Any, place: str) -> Record:
     try:
         if not isinstance(value, Mapping):
             raise InputError(f"is {kind(value)}; must be an object as {EXAMPLE}")
+        given = {field for field, content in value.items() if content is not None}
         for fields, make in FORMS.items():
-            if all(value.get(field) is not None for field in fields):
+            if given.issuperset(fields):
                 return make(value, place)
         if "text" in value:
             return Text(string(value["text"], "text"), place)

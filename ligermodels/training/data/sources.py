@@ -5,13 +5,15 @@ comes in pieces, JSON (`json_files.py`) by lines or elements, tables (`tables.py
 """
 
 import glob
+import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.json_files import json_file
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Conversation, Record, Text
 from ligermodels.training.data.streams import DECOMPRESS, opened_text
 from ligermodels.training.data.tables import HUB, hub_dataset, parquet
@@ -19,6 +21,7 @@ from ligermodels.training.data.tables import HUB, hub_dataset, parquet
 EMBEDDED = ("stories", "chats", "random")
 TOKEN_SUFFIXES = (".bin", ".npy")
 PIECE_CHARACTERS = 2**18
+LONG_CHARACTERS = 2**22  # of a text that comes in pieces
 CONTEXT_CHARACTERS = 64  # of the text before a piece: more than a token or two
 
 
@@ -78,41 +81,56 @@ def hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def read(name: str, bad: BadLines) -> Iterator[Record]:
+def read(name: str, bad: BadLines, progress: Progress) -> Iterator[Record]:
     """The records of a file, folder, pattern, or hub:name[:configuration][:split]; an empty text is none.
 
     bad: counts what cannot be used. Raises InputError naming place and field, and where there is not one record.
     """
-    records = (
-        hub_dataset(name, bad) if name.startswith(HUB) else (r for file in files_of(name) for r in read_file(file, bad))
-    )
+    records = hub_dataset(name, bad, progress) if name.startswith(HUB) else read_files(files_of(name), bad, progress)
     empty = True
     for record in records:
         if isinstance(record, Conversation) or any(record.texts):
             empty = False
-            yield record
+            yield from in_pieces(record) if isinstance(record, Text) else [record]
     if empty:
         skipped = f"; bad lines skipped: {bad.skipped}" if bad.skipped else ""
         raise InputError(f"--data {name}: holds no text and no conversation{skipped}")
 
 
-def read_file(file: Path, bad: BadLines) -> Iterator[Record]:
-    if file.suffix in TOKEN_SUFFIXES:
-        raise InputError(f"{file}: holds tokens; text was expected")
-    return READERS[suffix_of(file)](file, bad)
+def in_pieces(text: Text) -> Iterator[Text]:
+    """Itself, unless it is very long: to tokenise takes a hundred times the memory of the text."""
+    if len(text.text) <= LONG_CHARACTERS:
+        yield text
+    else:
+        yield from (piece._replace(place=text.place) for piece in pieces(io.StringIO(text.text)))
 
 
-def text_file(file: Path, bad: BadLines) -> Iterator[Record]:
+def read_files(files: Sequence[Path], bad: BadLines, progress: Progress) -> Iterator[Record]:
+    for file in files:
+        if file.suffix in TOKEN_SUFFIXES:
+            raise InputError(f"{file}: holds tokens; text was expected")
+        yield from READERS[suffix_of(file)](file, bad, progress)
+        progress.finish(file.stat().st_size)
+
+
+def text_file(file: Path, bad: BadLines, progress: Progress) -> Iterator[Record]:
     """Pieces of the one document, cut where a line begins. No limit skips what is not UTF-8."""
-    before, line = "", 1
-    with opened_text(file) as stream:
-        text = stream.read(PIECE_CHARACTERS)
-        while following := stream.read(PIECE_CHARACTERS):
-            cut = last_seam(text)
-            yield Text(text[:cut], f"{file}:{line}", before, last=False)
-            before, line = (before + text[:cut])[-CONTEXT_CHARACTERS:], line + text.count("\n", 0, cut)
-            text = text[cut:] + following
-        yield Text(text, f"{file}:{line}", before)
+    line = 1
+    with opened_text(file, progress) as stream:
+        for piece in pieces(stream):
+            yield piece._replace(place=f"{file}:{line}")
+            line += piece.text.count("\n")
+
+
+def pieces(stream: TextIO) -> Iterator[Text]:
+    """Of one document, cut where a line begins; without their places."""
+    before, text = "", stream.read(PIECE_CHARACTERS)
+    while following := stream.read(PIECE_CHARACTERS):
+        cut = last_seam(text)
+        yield Text(text[:cut], "", before, last=False)
+        before = (before + text[:cut])[-CONTEXT_CHARACTERS:]
+        text = text[cut:] + following
+    yield Text(text, "", before)
 
 
 def last_seam(text: str) -> int:
@@ -125,7 +143,7 @@ def last_seam(text: str) -> int:
     return space if space > 0 else len(text)
 
 
-STREAMED: dict[str, Callable[[Path, BadLines], Iterator[Record]]] = {
+STREAMED: dict[str, Callable[[Path, BadLines, Progress], Iterator[Record]]] = {
     ".txt": text_file,
     ".jsonl": json_file,
     ".json": json_file,

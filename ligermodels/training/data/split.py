@@ -2,13 +2,16 @@
 not from a seed, the number of ranks or the length of a row. Must not know rows.
 """
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ligermodels.training.data.store import TokenStore, hash_of
+from ligermodels.training.data.store import TokenStore, digests
 
+FRACTION, MOST_TOKENS = 0.01, 2**17
 MOST = 10  # times the fraction asked for: how much of the tokens whole documents may be
 
 
@@ -28,6 +31,14 @@ class Selection:
         """chosen: [D] bool."""
         return Selection(self.store, self.begins[chosen], self.ends[chosen], self.hashes[chosen])
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the documents' contents, and of where they lie."""
+        known = hashlib.sha256()
+        for array in (self.begins, self.ends, self.hashes):
+            known.update(np.ascontiguousarray(array).data)
+        return known.hexdigest()
+
     @property
     def tokens(self) -> int:
         return int((self.ends - self.begins).sum())
@@ -39,6 +50,11 @@ class Selection:
             return int(np.maximum(self.ends - self.begins - 1, 0).sum())
         spans = zip(self.begins.tolist(), self.ends.tolist(), strict=True)
         return sum(int(np.count_nonzero(self.store.supervised[begin + 1 : end])) for begin, end in spans)
+
+
+def usual_fraction(stores: Sequence[TokenStore]) -> float:
+    """What is for validation where nobody says how much: no more of large data than takes little time each time."""
+    return min(FRACTION, MOST_TOKENS / sum(len(store.tokens) for store in stores))
 
 
 def all_of(store: TokenStore) -> Selection:
@@ -75,11 +91,19 @@ def renewed(whole: Selection, documents: slice, begin: int | None, end: int | No
     cut = 0 if end is None else -1
     begins[cut] = begins[cut] if begin is None else begin
     ends[cut] = ends[cut] if end is None else end
-    hashes[cut] = hash_of(whole.store.tokens[begins[cut] : ends[cut]])
+    content = np.array([hashes[cut], *(x[cut] - whole.begins[documents][cut] for x in (begins, ends))], np.uint64)
+    hashes[cut] = np.frombuffer(next(digests([(content.view("<u4"), [len(content) * 2])])), "<u8")[0]
     return Selection(whole.store, begins, ends, hashes)
 
 
 def without(training: Sequence[Selection], validation: Sequence[Selection]) -> list[Selection]:
     """The training documents that are not also for validation."""
-    held_out = np.concatenate([part.hashes for part in validation])
-    return [part.where(~np.isin(part.hashes, held_out)) for part in training]
+    held_out = np.unique(np.concatenate([part.hashes for part in validation]))
+    left_out = [among(part.hashes, held_out) for part in training]
+    return [part.where(~out) if out.any() else part for part, out in zip(training, left_out, strict=True)]
+
+
+def among(hashes: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Whether each is one of the known, which are few and ascending: np.isin would sort them all."""
+    place = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+    return known[place] == hashes

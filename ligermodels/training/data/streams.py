@@ -14,6 +14,7 @@ from typing import BinaryIO, TextIO
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.packages import needs
+from ligermodels.training.data.progress import Progress
 from ligermodels.weights.files import refuse_text
 
 HEAD_BYTES = 64
@@ -32,11 +33,12 @@ DECOMPRESS: dict[str, Callable[[BinaryIO, Path], BufferedReader]] = {".gz": gunz
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[BufferedReader]:
+def opened(file: Path, progress: Progress) -> Iterator[BufferedReader]:
     """A file's content. Raises InputError where it cannot be read, now or within the context."""
     decompress = DECOMPRESS.get(file.suffix)
     try:
         with file.open("rb") as raw:
+            progress.follow(raw.tell)
             if decompress is None:
                 yield raw
                 return
@@ -55,18 +57,18 @@ def refuse_no_data(file: Path, stream: BufferedReader) -> None:
 
 
 @contextmanager
-def opened_text(file: Path) -> Iterator[TextIO]:
+def opened_text(file: Path, progress: Progress) -> Iterator[TextIO]:
     """A file's text, whose lines end in \\n alone. Raises InputError as `opened`, and for what is not UTF-8."""
     try:
-        with opened(file) as stream:
+        with opened(file, progress) as stream:
             yield TextIOWrapper(stream, encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise InputError(f"{first_not_utf8(file)}; convert the file") from None
+        raise InputError(f"{first_not_utf8(file, progress)}; convert the file") from None
 
 
-def first_not_utf8(file: Path) -> str:
+def first_not_utf8(file: Path, progress: Progress) -> str:
     """The place and the byte, in a file that has one."""
-    with opened(file) as stream:
+    with opened(file, progress) as stream:
         for number, line in enumerate(stream, 1):
             try:
                 line.decode()

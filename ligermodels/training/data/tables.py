@@ -9,6 +9,7 @@ from typing import Any
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.packages import needs
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import ACCEPTED, FIELDS, FORMS, BadLines, Record, record_of
 from ligermodels.weights.files import refuse_text
 
@@ -16,33 +17,39 @@ HUB = "hub:"
 ROWS = 1024  # read at a time
 
 
-def parquet(file: Path, bad: BadLines) -> Iterator[Record]:
-    return table(parquet_batches(file), str(file), bad)
+def parquet(file: Path, bad: BadLines, progress: Progress) -> Iterator[Record]:
+    return table(parquet_batches(file, progress), str(file), bad)
 
 
-def parquet_batches(file: Path) -> Iterator[list[dict[str, Any]]]:
+def parquet_batches(file: Path, progress: Progress) -> Iterator[list[dict[str, Any]]]:
     pyarrow = needs("pyarrow", str(file))
     reader = needs("pyarrow.parquet", str(file))
     try:
         with file.open("rb") as stream:
             refuse_text(file, stream.peek(64)[:64])
-        opened = reader.ParquetFile(file)
+        opened = reader.ParquetFile(file, pre_buffer=False)  # else all that was read is held to the end
         columns = columns_of(opened.schema_arrow.names, str(file))
+        done, rows, size = 0, opened.metadata.num_rows, file.stat().st_size
+        progress.follow(lambda: size * done // rows)
         for batch in opened.iter_batches(ROWS, columns=columns):
             yield batch.to_pylist()
+            done += batch.num_rows
     except (OSError, pyarrow.ArrowException) as error:
         raise InputError(f"{file}: not a parquet file that pyarrow reads: {first_line(error)}") from error
 
 
-def hub_dataset(name: str, bad: BadLines) -> Iterator[Record]:
-    return table(hub_batches(name), name, bad)
+def hub_dataset(name: str, bad: BadLines, progress: Progress) -> Iterator[Record]:
+    return table(hub_batches(name, progress), name, bad)
 
 
-def hub_batches(name: str) -> Iterator[list[dict[str, Any]]]:
+def hub_batches(name: str, progress: Progress) -> Iterator[list[dict[str, Any]]]:
     loaded = hub_table(name)
     columns = columns_of(loaded.column_names, name)
+    done, rows, size = 0, len(loaded), progress.total or 0
+    progress.follow(lambda: size * done // rows)
     for batch in loaded.select_columns(columns).iter(ROWS):  # a list for each column
         yield [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        done += ROWS
 
 
 def hub_files(name: str) -> list[Path]:

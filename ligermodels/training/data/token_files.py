@@ -13,47 +13,53 @@ from typing import Any
 import numpy as np
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.store import TokenStore, hash_of, refuse_unknown
+from ligermodels.training.data.progress import Progress
+from ligermodels.training.data.store import TokenStore, digests, mapped, refuse_unknown
 
 INDEX = {"offsets": np.int64, "hashes": np.uint64}
-CHUNK = 2**24  # tokens
+BLOCK = 2**22  # tokens
 EXAMPLE = '{"dtype": "uint16", "end_of_text": 0}'
 
 
-def write_index(tokens: np.ndarray, end: int, vocab_size: int, place: str, folder: Path) -> None:
-    """Reads all tokens once, and writes into an empty folder where their documents are.
+def write_index(tokens: np.memmap, end: int, vocab_size: int, place: str, folder: Path) -> None:
+    """Reads all tokens once, and writes into an empty folder where their documents are, with a hash of each.
 
     end: the end-of-text token. Raises InputError for a token outside the vocabulary, naming place and offset.
     """
-    with (folder / "offsets").open("wb") as offsets, (folder / "hashes").open("wb") as hashes:
-        begin = 0
-        offsets.write(np.int64(begin).tobytes())
-        for stop in ends_of(tokens, end, vocab_size, place):
-            offsets.write(np.int64(stop).tobytes())
-            hashes.write(hash_of(tokens[begin:stop]).tobytes())
-            begin = stop
+    progress = Progress(f"Reading {place}", tokens.nbytes)
+    with progress, (folder / "offsets").open("wb") as offsets, (folder / "hashes").open("wb") as hashes:
+        offsets.write(np.int64(0).tobytes())
+
+        def blocks() -> Iterator[tuple[np.ndarray, list[int]]]:
+            for start, block, stops in blocks_of(tokens, end):
+                progress.show(start * tokens.itemsize)
+                refuse_unknown(block, vocab_size, place, start)
+                offsets.write((stops + start).tobytes())
+                yield block, stops.tolist()
+
+        hashes.writelines(digests(blocks()))
 
 
 def open_indexed(tokens: np.ndarray, place: str, folder: Path) -> TokenStore:
     """The documents of a file's tokens, by the index in that folder."""
-    offsets, hashes = (np.memmap(folder / name, dtype, mode="r") for name, dtype in INDEX.items())
+    offsets, hashes = (mapped(folder / name, dtype) for name, dtype in INDEX.items())
     return TokenStore(tokens, offsets, hashes, None, place)
 
 
-def open_tokens(file: Path) -> np.ndarray:
+def open_tokens(file: Path) -> np.memmap:
     """[N] unsigned integers, mapped."""
     try:
         tokens = np.load(file, mmap_mode="r") if file.suffix == ".npy" else raw(file)
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read as tokens: {first_line(error)}") from error
-    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+    if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise InputError(f"{file}: must be one row of integers, the ids of tokens")
     if not len(tokens):
         raise InputError(f"{file}: holds no tokens")
     return tokens
 
 
-def raw(file: Path) -> np.ndarray:
+def raw(file: Path) -> np.memmap:
     dtype = described(file).get("dtype")
     if dtype not in ("uint16", "uint32"):
         beside = file.with_suffix(".json")
@@ -90,13 +96,17 @@ def end_of_text(file: Path) -> int | None:
     return value
 
 
-def ends_of(tokens: np.ndarray, end: int, vocab_size: int, place: str) -> Iterator[int]:
-    """The ends of documents, in order; the last ends with the file."""
-    stop = 0
-    for start in range(0, len(tokens), CHUNK):
-        chunk = np.asarray(tokens[start : start + CHUNK])
-        refuse_unknown(chunk, vocab_size, place, start)
-        for stop in (np.flatnonzero(chunk == end) + start + 1).tolist():
-            yield stop
-    if stop < len(tokens):
-        yield len(tokens)
+def blocks_of(tokens: np.memmap, end: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """All tokens in order: where a block begins, its tokens, and where in it documents end, the last with the file."""
+    for start in range(0, len(tokens), BLOCK):
+        block = read_block(tokens, start)
+        stops = np.flatnonzero(block == end) + 1
+        if start + len(block) == len(tokens) and block[-1] != end:
+            stops = np.append(stops, len(block))
+        yield start, block, stops
+
+
+def read_block(tokens: np.memmap, start: int) -> np.ndarray:
+    """Read, not mapped: all pages of the mapping that are touched once would count as this process's memory."""
+    assert tokens.filename is not None
+    return np.fromfile(tokens.filename, tokens.dtype, BLOCK, offset=tokens.offset + start * tokens.itemsize)

@@ -74,7 +74,8 @@ def flags() -> Flags:
     several: dict[str, Any] = {"nargs": "+", "metavar": "SPEC"}
     add("--data", **several, help="what to train on (default: the stories if the vocabulary is theirs, else random)")
     add("--validation-data", **several, help="what to validate on (default: a part of --data)")
-    add("--validation-fraction", type=fraction, default=0.01, help="the part of --data that is kept for validation")
+    add("--validation-fraction", type=fraction, help="the part of --data that is kept for validation (default: 0.01, "
+        "of large data at most about 131,000 tokens)")  # fmt: skip
     add("--sequence-length", type=whole(2, "a whole number above 1"), default=256, help="tokens a row")
     add("--packing", **on_off, default=True, help="fill rows with several documents; none sees another")
     add("--allow-bad-lines", type=count, default=0, help="leave out up to this many lines that cannot be read")
@@ -200,7 +201,7 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise InputError(f"--revision {args.revision} goes with a Hub id; {args.model} is a family, with new weights")
     if args.profile and args.profile > args.steps:
         raise InputError(f"--profile {args.profile}: the run has {counted(args.steps, 'step')}; name one of them")
-    if args.validation_fraction != flags().get_default("validation_fraction"):
+    if args.validation_fraction is not None:
         refuse_idle_fraction(args)
     if args.optimizer == "adamw8bit" and args.states:
         raise InputError(f"--states {args.states}: --optimizer adamw8bit keeps its states in 8 bits: leave one out")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ligermodels.training.data.batches import Training, Validation
-from ligermodels.training.data.packing import JoinedRows, rows_of
+from ligermodels.training.data.packing import rows_of
 from ligermodels.training.data.split import all_of
 from ligermodels.training.data.store import open_store, write
 from ligermodels.training.scaling.parallel import World
@@ -36,7 +36,7 @@ def stored(documents, vocab_size=VOCABULARY):
 
 
 def rows(documents, length, packing=True):
-    return JoinedRows([rows_of(all_of(stored(documents)), length, packing)])
+    return rows_of([all_of(stored(documents))], length, packing)
 
 
 def training(documents, length, packing=True, seed=0):

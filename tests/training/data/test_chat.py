@@ -10,6 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data import chat, sources
 from ligermodels.training.data.chat import Document, documents
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import FORMS, TEXTS, write_folder
@@ -254,7 +255,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole_each_predicted_once(t
     text += " ".join(lines * 3)  # a line longer than a piece
     (tmp_path / "a.txt").write_text(text)
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path / form, form))
-    pieces = documents_of(tokenizer, *sources.read(str(tmp_path / "a.txt"), BadLines(0)))
+    pieces = documents_of(tokenizer, *sources.read(str(tmp_path / "a.txt"), BadLines(0), Progress("", None)))
     assert len(pieces) > 10
     joined = pieces[0].ids
     for piece in pieces[1:]:
@@ -307,7 +308,17 @@ def test_from_file_to_mask(tmp_path):
         "\n".join(json.dumps(line) for line in ({"messages": TURNS}, {"text": "It's"}, {"messages": TURNS[:2]}))
     )
     bad = BadLines(0)
-    turns, text, turn = documents(sources.read(str(file), bad), tokenizer, END, bad)
+    turns, text, turn = documents(sources.read(str(file), bad, Progress("", None)), tokenizer, END, bad)
     assert (turns.place, text.place, turn.place) == (f"{file}:1", f"{file}:2", f"{file}:3")
     assert supervised_texts(tokenizer, turns)[:1] == supervised_texts(tokenizer, turn) == ["It's 21 degrees.<|im_end|>"]
     assert text.supervised is None
+
+
+def test_only_pieces_that_go_on_are_encoded_behind_what_is_before_them(tmp_path, monkeypatch):
+    tokenizer = tokenizer_of(tmp_path, "qwen 2")
+    asked = []
+    encode = tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: asked.append(list(texts)) or encode(texts))
+    texts = [Text("one", ""), Text("two\n", "", last=False), Text("three", "", "two\n"), Text("four", "")]
+    assert len(documents_of(tokenizer, *texts)) == 4
+    assert asked == [["two\n"], ["one", "two\n", "two\nthree", "four"]]

@@ -1,6 +1,7 @@
 import argparse
 import json
 import random
+import tracemalloc
 
 import datasets
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import embedded, open_data, reader, supervised, token_files
+from ligermodels.training.data import embedded, open_data, reader, split, supervised, token_files
 from ligermodels.training.data.corpus import stories
 from ligermodels.training.data.tokens import save_tokenizer, train_tokenizer
 from ligermodels.training.scaling.parallel import World
@@ -182,7 +183,7 @@ def test_validation_data_of_its_own_is_left_out_of_training(texts, folder, tmp_p
 
 
 def test_token_files_are_documents_between_end_of_text(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(token_files, "CHUNK", 500)
+    monkeypatch.setattr(token_files, "BLOCK", 500)
     draw = random.Random(0)
     documents = [[draw.randrange(8, 300) for _ in range(draw.randint(1, 90))] for _ in range(200)]
     ids = np.array([token for document in documents for token in [*document, 7]])
@@ -218,7 +219,7 @@ def test_token_files_are_documents_between_end_of_text(tmp_path, folder, monkeyp
 def test_a_token_file_that_cannot_be_used_is_named_with_field_and_offset(
     content, about, complaint, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(token_files, "CHUNK", 20_000)
+    monkeypatch.setattr(token_files, "BLOCK", 20_000)
     (tmp_path / "a.bin").write_bytes(content)
     if about is not None:
         (tmp_path / "a.json").write_text(about)
@@ -310,3 +311,50 @@ def test_data_order_is_that_of_the_seed_on_any_number_of_ranks(texts, folder, tm
         )
 
     assert step(1) == step(2) == step(4) != step(1, seed=1)
+
+
+def test_of_large_data_no_more_is_held_out_than_a_validation_should_take(texts, folder, tmp_path, monkeypatch):
+    path = write(tmp_path / "d.jsonl", texts)
+    monkeypatch.setattr(split, "FRACTION", 0.2)
+    few = opened(path, folder=folder, validation_fraction=None)
+    monkeypatch.setattr(split, "MOST_TOKENS", 1000)
+    fewer = opened(path, folder=folder, validation_fraction=None)
+    asked = opened(path, folder=folder, validation_fraction=0.2)
+    held_out = [
+        sum(int(supervised(batch)) for batch in data.validation.batches(1, CPU)) for data in (few, fewer, asked)
+    ]
+    assert held_out[0] == held_out[2] > 5000
+    assert 500 < held_out[1] < 1500
+
+
+def test_a_document_of_many_blocks_is_indexed_in_little_memory_and_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "BLOCK", 2**16)
+    ids = np.random.default_rng(0).integers(8, 300, 4_000_000, np.uint16)
+    ids.tofile(tmp_path / "a.bin")
+    (tmp_path / "a.json").write_text('{"dtype": "uint16", "end_of_text": 7}')
+    tokens = token_files.open_tokens(tmp_path / "a.bin")
+    tracemalloc.start()
+    token_files.write_index(tokens, 7, 300, "a.bin", tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_500_000  # of 8 MB
+    assert np.fromfile(tmp_path / "offsets", np.int64).tolist() == [0, 4_000_000]
+    first = opened(tmp_path / "a.bin", sequence_length=2048).training.fingerprint
+    monkeypatch.setattr(token_files, "read_block", None)  # with which nothing is read but for batches
+    assert opened(tmp_path / "a.bin", sequence_length=2048).training.fingerprint == first
+
+
+def test_a_new_tokenizer_is_trained_on_as_much_text_as_its_size_asks_for(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "CHARACTERS_AN_ENTRY", 20)
+    path, read = write(tmp_path / "d.jsonl", texts), []
+    train = reader.train_tokenizer
+    monkeypatch.setattr(
+        reader, "train_tokenizer", lambda given, size: train((read.append(text) or text for text in given), size)
+    )
+    opened(path, vocab_size=300)
+    longest = max(map(len, texts))
+    assert read == texts[: len(read)] and 6000 <= sum(map(len, read)) < 6000 + longest
+    monkeypatch.setattr(reader, "MOST_CHARACTERS", 2000)
+    read.clear()
+    opened(write(path, texts[1:]), vocab_size=300)
+    assert 2000 <= sum(map(len, read)) < 2000 + longest

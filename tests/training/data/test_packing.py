@@ -2,10 +2,12 @@ import itertools
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 import ligermodels
+from ligermodels.training.data import packing
 from ligermodels.training.data.batches import supervised
 from ligermodels.training.data.packing import best_fit
 from tests.training.data.documents import CPU, Document, distinct, rows, validation
@@ -65,15 +67,15 @@ def naive_best_fit(lengths, room):
 
 
 def test_best_fit_wastes_what_the_plain_algorithm_wastes_and_nothing_where_all_fits():
-    assert best_fit([6, 5, 4, 4, 3, 2], 8)[1] == 3
+    assert best_fit(np.array([6, 5, 4, 4, 3, 2]), 8)[1] == 3
     draw = random.Random(1)
     for _ in range(20):
         lengths = sorted((draw.randint(1, 40) for _ in range(200)), reverse=True)
-        row_of, count = best_fit(lengths, 40)
+        row_of, count = best_fit(np.array(lengths), 40)
         left = [40] * count
         for row, size in zip(row_of.tolist(), lengths, strict=True):
             left[row] -= size
-        assert sorted(left) == sorted(naive_best_fit(lengths, 40))
+        assert sorted(left) == sorted(naive_best_fit(np.array(lengths), 40))
 
 
 def test_tokens_are_counted_without_padding_and_one_of_context_for_each_cut():
@@ -123,3 +125,28 @@ def test_editing_one_document_leaves_the_losses_of_those_in_its_row_as_they_are(
         other = summed_losses(model, [silent, b, Document([1023 - i for i in c.ids])], 30, True, rows=1)
     assert len(rows([a, b, c], 30)) == 1
     assert torch.equal(before, after) and not torch.equal(before, other)
+
+
+def test_millions_of_pieces_take_as_many_steps_as_there_are_lengths(monkeypatch):
+    taken = []
+    take = packing.Free.take
+    monkeypatch.setattr(packing.Free, "take", lambda free, size: taken.append(size) or take(free, size))
+    lengths = np.sort(np.random.default_rng(0).integers(2, 257, 1_000_000))[::-1]
+    row_of, count = best_fit(lengths, 256)
+    assert np.bincount(row_of, lengths, count).max() <= 256 and count <= 1.002 * lengths.sum() / 256
+    assert len(taken) < 4 * 256
+
+
+def test_rows_are_planned_once_for_all_that_they_follow_from(monkeypatch):
+    documents = distinct(*LENGTHS)
+    first = rows(documents, 8).parts[0]
+    monkeypatch.setattr(packing, "cut", None)  # with which nothing can be planned
+    again = rows(documents, 8).parts[0]
+    assert again.fingerprint == first.fingerprint
+    assert all(isinstance(array, np.memmap) for array in (again.starts, again.lengths, again.ends))
+    assert [again.pieces(row)[0].start for row in range(len(again))] == [
+        first.pieces(row)[0].start for row in range(len(first))
+    ]
+    for others, length, packed in ((documents[1:], 8, True), (documents, 9, True), (documents, 8, False)):
+        with pytest.raises(TypeError):
+            rows(others, length, packed)

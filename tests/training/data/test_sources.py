@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import sys
 import tracemalloc
 
@@ -11,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import json_files, sources
+from ligermodels.training.data import json_files, progress, sources
+from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -25,7 +27,7 @@ def write(file, *lines):
 
 
 def read(name, allowed=0):
-    return list(sources.read(str(name), BadLines(allowed)))
+    return list(sources.read(str(name), BadLines(allowed), Progress("", None)))
 
 
 def messages(*given, **fields):
@@ -86,7 +88,10 @@ def test_an_empty_array_holds_nothing_and_an_element_that_is_no_record_is_a_bad_
         read(write(tmp_path / "a.json", b" [ ]\n"))
     name = write(tmp_path / "b.json", [{"text": "a"}, 51, {"text": "b \ud83d"}, {"text": "c"}])
     bad = BadLines(2)
-    assert list(sources.read(name, bad)) == [Text("a", f"{name}: element 1"), Text("c", f"{name}: element 4")]
+    assert list(sources.read(name, bad, Progress("", None))) == [
+        Text("a", f"{name}: element 1"),
+        Text("c", f"{name}: element 4"),
+    ]
     assert bad.skipped == 2
     with pytest.raises(InputError, match=r"b\.json: element 2: is a number; must be an object as"):
         read(name)
@@ -248,16 +253,16 @@ def test_a_bad_line_is_named_and_skipped_only_within_the_limit(tmp_path, line, c
     with pytest.raises(InputError, match=r"a\.jsonl:4:.*\(--allow-bad-lines 1, 1 before it were skipped\)$"):
         read(name, allowed=1)
     bad = BadLines(2)
-    assert list(sources.read(name, bad)) == [Text("a", f"{name}:1"), Text("b", f"{name}:3")]
+    assert list(sources.read(name, bad, Progress("", None))) == [Text("a", f"{name}:1"), Text("b", f"{name}:3")]
     assert bad.skipped == 2
 
 
 def test_the_limit_is_one_for_all_sources(tmp_path):
     names = [write(tmp_path / f"{letter}.jsonl", {"text": letter}, b"{") for letter in "ab"]
     bad = BadLines(1)
-    assert [record.text for record in sources.read(names[0], bad)] == ["a"]
+    assert [record.text for record in sources.read(names[0], bad, Progress("", None))] == ["a"]
     with pytest.raises(InputError, match=r"b\.jsonl:2:2: not JSON"):
-        list(sources.read(names[1], bad))
+        list(sources.read(names[1], bad, Progress("", None)))
 
 
 def test_what_is_not_utf8_in_a_text_file_has_its_line_and_column_in_any_piece(tmp_path, monkeypatch):
@@ -333,7 +338,7 @@ def test_large_files_are_not_held_in_memory(tmp_path, file):
     lines = b"[" + b",\n".join([line] * 1600) + b"]" if file == "a.json" else b"\n".join([line] * 1600)  # 16 MB
     name = write(tmp_path / file, COMPRESS[(tmp_path / file).suffix if file.count(".") > 1 else ""](lines))
     tracemalloc.start()
-    count = sum(len(record.text) for record in sources.read(name, BadLines(0)))
+    count = sum(len(record.text) for record in sources.read(name, BadLines(0), Progress("", None)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 1600 * len(line) + 1599 if file == "a.txt" else count == 16_000_000
@@ -486,3 +491,49 @@ def test_a_data_set_of_the_hub_is_read_by_split(tmp_path, monkeypatch):
         read(f"hub:{folder}:dev")
     with pytest.raises(InputError, match="must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT"):
         read("hub:a:b:c:d")
+
+
+def test_a_parquet_file_is_not_held_in_memory(tmp_path):
+    """Its row groups are of 1 MB each, which Arrow's buffers count."""
+    table = pyarrow.table({"text": [f"{number:06}" + "word " * 200 for number in range(16_000)]})
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, file, row_group_size=1000, compression="none", use_dictionary=False)
+    del table
+    before = pyarrow.total_allocated_bytes()
+    records = sources.read(str(file), BadLines(0), Progress("", None))
+    held = [pyarrow.total_allocated_bytes() - before for _ in records]
+    assert len(held) == 16_000 and file.stat().st_size > 16_000_000
+    assert max(held) < 4_000_000
+
+
+def test_a_very_long_text_of_json_comes_in_the_pieces_of_a_file_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(sources, "LONG_CHARACTERS", 100)
+    long, short = "\n".join(f"line {number}\r" for number in range(40)), "x" * 100
+    name = write(tmp_path / "a.jsonl", json.dumps({"text": short}).encode(), json.dumps({"text": long}).encode())
+    whole, *pieces = read(name)
+    assert whole == Text(short, f"{name}:1")
+    assert "".join(piece.text for piece in pieces) == long and {piece.place for piece in pieces} == {f"{name}:2"}
+    assert max(len(piece.text) for piece in pieces) <= 40
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+@pytest.mark.parametrize("file", ["a.txt", "a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_progress_counts_the_bytes_of_a_file_and_ends_with_all_of_them(tmp_path, file, monkeypatch):
+    monkeypatch.setattr(progress, "SHOWN_SECONDS", 0)
+    draw = random.Random(0)
+    texts = [{"text": draw.randbytes(500).hex()} for _ in range(4000)]
+    path = tmp_path / file
+    if file == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(texts), path)
+    else:
+        lines = [json.dumps(text).encode() for text in texts]
+        content = b"[" + b",".join(lines) + b"]" if file == "a.json" else b"\n".join(lines)
+        path.write_bytes(COMPRESS[path.suffix if file.count(".") > 1 else ""](content))
+    seen, size = [], path.stat().st_size
+    meter = Progress("", size)
+    meter.show = seen.append
+    for _ in meter.over(sources.read(str(path), BadLines(0), meter)):
+        pass
+    assert seen == sorted(seen) and seen[-1] <= size == meter.before
+    assert any(0.3 * size < done < 0.7 * size for done in seen) and seen[-1] > 0.7 * size

@@ -1,7 +1,11 @@
+import hashlib
+import random
+
 import numpy as np
 import pytest
 
 from ligermodels.errors import InputError
+from ligermodels.training.data import store
 from tests.training.data.documents import Document, stored
 
 DOCUMENTS = [
@@ -17,14 +21,14 @@ def test_a_store_holds_its_documents(vocab_size, dtype, masked):
     documents = [
         Document([min(i, vocab_size - 1) for i in d.ids], d.supervised if masked else None, d.place) for d in DOCUMENTS
     ]
-    store = stored(iter(documents), vocab_size)
-    assert store.tokens.dtype == dtype and len(store) == 3
-    assert store.offsets.tolist() == [0, 3, 5, 8]
-    assert store.tokens.tolist() == [i for d in documents for i in d.ids]
-    assert (store.supervised is None) is not masked
-    assert not masked or store.supervised.tolist() == [True] * 3 + [False, True] + [True] * 3
-    assert [store.place(token) for token in range(8)] == ["a.jsonl:1"] * 3 + ["ä b.jsonl:2"] * 2 + ["a.jsonl:3"] * 3
-    assert store.hashes[0] == store.hashes[2] != store.hashes[1]
+    known = stored(iter(documents), vocab_size)
+    assert known.tokens.dtype == dtype and len(known) == 3
+    assert known.offsets.tolist() == [0, 3, 5, 8]
+    assert known.tokens.tolist() == [i for d in documents for i in d.ids]
+    assert (known.supervised is None) is not masked
+    assert not masked or known.supervised.tolist() == [True] * 3 + [False, True] + [True] * 3
+    assert [known.place(token) for token in range(8)] == ["a.jsonl:1"] * 3 + ["ä b.jsonl:2"] * 2 + ["a.jsonl:3"] * 3
+    assert known.hashes[0] == known.hashes[2] != known.hashes[1]
 
 
 def test_a_hash_is_the_contents_alone():
@@ -37,3 +41,61 @@ def test_a_hash_is_the_contents_alone():
 def test_a_token_outside_the_vocabulary_is_named_with_its_place(vocab_size):
     with pytest.raises(InputError, match=rf"a\.jsonl:1: token 1 has the id 70000, .* vocabulary of {vocab_size}"):
         stored(DOCUMENTS, vocab_size)
+
+
+def in_batches_of(tokens, monkeypatch):
+    monkeypatch.setattr(store, "BATCH_TOKENS", tokens)
+
+
+def test_the_files_of_a_store_are_as_large_as_its_docstring_says(tmp_path, monkeypatch):
+    in_batches_of(500, monkeypatch)
+    texts = [Document([7] * 9, None, f"/a/long/path/to/a.jsonl:{line}") for line in range(1, 1001)]
+    sizes = {}
+    for name, documents in {"texts": texts, "chats": [*texts, Document([7] * 9, [True] * 9, "b.jsonl:1")]}.items():
+        (tmp_path / name).mkdir()
+        store.write(documents, 2**16, tmp_path / name)
+        sizes[name] = sum(file.stat().st_size for file in (tmp_path / name).iterdir() if file.name != "store.json")
+    assert sizes == {"texts": 9000 * 2 + 1000 * 24 + 8, "chats": 9009 * 3 + 1001 * 24 + 8}
+
+
+@pytest.mark.parametrize("batch", [1, 4, 100])
+def test_a_mask_that_comes_late_leaves_all_tokens_before_it_supervised(batch, monkeypatch):
+    in_batches_of(batch, monkeypatch)
+    mixed = stored([Document([1, 2, 3]), Document([4, 5]), Document([6, 7], [False, True]), Document([8])])
+    assert mixed.supervised.tolist() == [True] * 5 + [False, True, True]
+
+
+def test_a_place_is_given_back_whatever_it_is_made_of(monkeypatch):
+    in_batches_of(2, monkeypatch)
+    places = [
+        "a:1",
+        "a:2",
+        "a:10",
+        "b: row 7",
+        "b",
+        "a: element 007",
+        "",
+        "2024",
+        "c:0",
+        "c:" + "9" * 30,
+        "c:1",
+        "c\n:2",
+    ]
+    known = stored([Document([5, 5], None, place) for place in places])
+    assert [known.place(2 * number + 1) for number in range(len(places))] == places
+    assert len(stored([Document([5], None, f"a:{line}") for line in range(9)]).places.origins) == 1
+
+
+def test_documents_over_many_blocks_have_the_hash_of_their_content():
+    draw = random.Random(0)
+    documents = [[draw.randrange(2**16) for _ in range(draw.randint(1, 40))] for _ in range(50)]
+    tokens, ends = np.concatenate(documents).astype(np.uint16), np.cumsum([len(d) for d in documents])
+
+    def blocks(size):
+        for start in range(0, len(tokens), size):
+            block = tokens[start : start + size]
+            yield block, [int(end) - start for end in ends if start < end <= start + len(block)]
+
+    assert [list(store.digests(blocks(size))) for size in (1, 7, 5000)] == [
+        [hashlib.blake2b(np.array(d, "<u4").tobytes(), digest_size=8).digest() for d in documents]
+    ] * 3

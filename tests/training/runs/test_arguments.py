@@ -12,7 +12,7 @@ from ligermodels.training.runs.settings import differences, read_settings, setti
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
     "model": "qwen2", "size": "tiny", "revision": None, "data": None, "validation_data": None,
-    "validation_fraction": 0.01, "sequence_length": 256, "packing": True, "allow_bad_lines": 0, "steps": 2200,
+    "validation_fraction": None, "sequence_length": 256, "packing": True, "allow_bad_lines": 0, "steps": 2200,
     "batch_size": 4, "micro_batch_size": None, "optimizer": "adamw", "states": None, "learning_rate": None,
     "schedule": "cosine", "warmup": 30, "weight_decay": 0.1, "clip": 1.0, "dtype": "float32", "weights": None,
     "float8": False, "recompute": "none", "compile": False, "seed": 0, "lora_rank": None, "lora_alpha": 32.0,
