@@ -6,6 +6,7 @@ It is the text of --dry-run and the first line of every run. Must not build or c
 import argparse
 import functools
 import math
+import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -147,6 +148,8 @@ class Plan:
         if args.sequence_length > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"--sequence-length {args.sequence_length} is more than {made_for}"
+        if args.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
+            yield "--dtype bfloat16: this CPU has no instructions for it and takes many times as long; leave it out"
         total = device_memory(self.world.device)
         if total and self.memory.peak > total:
             yield (
@@ -192,6 +195,14 @@ def free_space(folder: Path) -> tuple[Path, int]:
 def device_memory(device: torch.device) -> int | None:
     """Bytes of a GPU; None for a CPU, whose memory is not the run's alone."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether this CPU has instructions for it, AVX512_BF16 (where there is AMX, too) or Arm's; what torch does without
+    them is slower than float32, without AVX512 ten times and more."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def device_name(device: torch.device) -> str:

@@ -1,3 +1,4 @@
+import platform
 import re
 from types import SimpleNamespace
 
@@ -109,6 +110,8 @@ def test_what_is_likely_not_meant_is_warned_of(argv, rows, warning):
     ],
 )
 def test_a_disk_without_room_for_the_export_is_warned_of(argv, size, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "computes_in_bfloat16", lambda: True)
+
     def warnings(free, *more):
         monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         return planned("--steps", "250", "--output", f"{tmp_path}/new/run", *argv, *more)[1].warnings
@@ -116,6 +119,21 @@ def test_a_disk_without_room_for_the_export_is_warned_of(argv, size, tmp_path, m
     needs = f"the export takes {memory_size(size)}, {tmp_path} has {memory_size(size - 1)}; make room there"
     assert warnings(size - 1) == [needs]
     assert warnings(size) == warnings(0, "--no-export") == []
+
+
+@pytest.mark.parametrize(
+    "machine, instructions, slow",
+    [("x86_64", {"avx512_bf16": False}, True), ("AMD64", {"avx512_bf16": True}, False), ("arm64", {}, True)],
+)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of(machine, instructions, slow, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions["avx512_bf16"])
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(module, "device_memory", lambda device: None)
+    half = ["--steps", "250", "--dtype", "bfloat16"]
+    warning = "--dtype bfloat16: this CPU has no instructions for it and takes many times as long; leave it out"
+    assert planned(*half)[1].warnings == [warning] * slow
+    assert planned("--steps", "250")[1].warnings == planned(*half, world=World(torch.device("cuda")))[1].warnings == []
 
 
 def test_in_a_mixture_each_source_has_epochs_of_its_own():
