@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.packages import needs
+from ligermodels.training.packages import needs
 from ligermodels.weights.files import refuse_text
 
 HEAD_BYTES = 64
