@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ligermodels.errors import InputError
 from ligermodels.training.reporting.loggers import Logger
-from ligermodels.units import counted, duration
+from ligermodels.units import counted, duration, memory_size
 
 METRICS_FILE = "metrics.jsonl"
 WARMUP_STEPS = 2  # of a process: they compile and allocate, and are not timed
@@ -105,7 +105,7 @@ class Metrics:
         else:
             self.timed_since = now
         if self.device.type == "cuda":
-            record["peak_memory_gib"] = round(self.peak_memory_gib, 2)
+            record["peak_memory_gib"] = round(self.peak_memory / 2**30, 2)
         self.write(record)
 
         short = [*self.time_left(now, self.steps - step), f"loss {loss:.3f}"]
@@ -180,7 +180,7 @@ class Metrics:
             if self.share_of_peak:
                 shown.append(f"{self.tokens_per_second * self.share_of_peak:.1%} of peak")
         if self.device.type == "cuda":
-            shown.append(f"{self.peak_memory_gib:.1f} GiB")
+            shown.append(memory_size(self.peak_memory))
         return shown
 
     def time_left(self, now: float, steps: int) -> list[str]:
@@ -189,8 +189,9 @@ class Metrics:
         return [f"ETA {duration((now - self.timed_since) / timed * steps)}"] if timed > 0 else []
 
     @property
-    def peak_memory_gib(self) -> float:
-        return torch.cuda.max_memory_allocated(self.device) / 2**30
+    def peak_memory(self) -> int:
+        """Bytes of this rank's GPU."""
+        return torch.cuda.max_memory_allocated(self.device)
 
     @property
     def tokens_per_second(self) -> float:
