@@ -127,10 +127,9 @@ def commit(temporary: Path, folder: Path) -> None:
     sync(folder.parent)
 
 
-def not_written(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: not written: {error.strerror or error}; make room there, or choose another folder"
-    )
+def not_written(folder: Path, error: OSError, remedy: str = "or choose another folder") -> CheckpointError:
+    """remedy: what else helps, but room."""
+    return CheckpointError(f"{folder}: not written: {error.strerror or error}; make room there, {remedy}")
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
