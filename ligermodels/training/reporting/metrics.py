@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -63,6 +64,7 @@ class Metrics:
             total=steps, initial=done, dynamic_ncols=True, disable=not (enabled and sys.stderr.isatty()),
             bar_format="{percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
         )  # fmt: skip
+        self.full = False
         self.taken = self.skipped = 0
         self.seconds = 0.0  # of this process's steps
         self.speeds: list[float] = []
@@ -77,7 +79,8 @@ class Metrics:
     ) -> None:
         self.bar.close()
         if self.file:
-            self.file.close()
+            with suppress(OSError):  # of which was said what there is to say
+                self.file.close()
         for logger in self.loggers:
             logger.close()
 
@@ -142,7 +145,7 @@ class Metrics:
     def say(self, line: str) -> None:
         """Prints a line, above the bar while there is one. What led to it is not timed as training.
 
-        Where the reader of a pipe has left, the run goes on, and what it says is in its file alone.
+        Where the reader of a pipe has left, or the disk that a log is on is full, the run goes on all the same.
         """
         if self.file:
             try:
@@ -150,14 +153,23 @@ class Metrics:
                 sys.stdout.flush()
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end would complain as well
+            except OSError:
+                pass  # kept until there is room, as far as the buffer goes
         self.resume_clock()
 
     def write(self, record: dict[str, Any]) -> None:
+        """No line is worth a run: where the disk is full, that is said, and what is not buffered is lost."""
         if not self.file:
             return
         record = {name: None if unbounded(value) else value for name, value in record.items()}
-        self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self.file.flush()
+            self.full = False
+        except OSError as error:
+            if not self.full:
+                self.say(f"warning: {self.file.name}: not written: {error.strerror}; make room there, the run goes on")
+            self.full = True
         for logger in self.loggers:
             logger.write(record)
 
