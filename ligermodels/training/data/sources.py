@@ -66,8 +66,8 @@ def files_of(name: str) -> list[Path]:
 
 
 def suffix_of(file: Path) -> str:
-    """The kind of file, of those that are read; else empty."""
-    return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")
+    """The kind of file, of those that are read, in whatever case; else empty."""
+    return next((suffix for suffix in SUFFIXES if file.name.lower().endswith(suffix)), "")
 
 
 def describes_tokens(file: Path) -> bool:
@@ -97,7 +97,7 @@ def read(name: str, bad: BadLines) -> Iterator[Record]:
 
 
 def read_file(file: Path, bad: BadLines) -> Iterator[Record]:
-    if file.suffix in TOKEN_SUFFIXES:
+    if suffix_of(file) in TOKEN_SUFFIXES:
         raise InputError(f"{file}: holds tokens; text was expected")
     return READERS[suffix_of(file)](file, bad)
 

@@ -34,7 +34,7 @@ DECOMPRESS: dict[str, Callable[[BinaryIO, Path], BufferedReader]] = {".gz": gunz
 @contextmanager
 def opened(file: Path) -> Iterator[BufferedReader]:
     """A file's content. Raises InputError where it cannot be read, now or within the context."""
-    decompress = DECOMPRESS.get(file.suffix)
+    decompress = DECOMPRESS.get(file.suffix.lower())
     try:
         with file.open("rb") as raw:
             if decompress is None:

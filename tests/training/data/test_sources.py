@@ -340,6 +340,15 @@ def test_large_files_are_not_held_in_memory(tmp_path, file):
     assert peak < 3_000_000
 
 
+@pytest.mark.parametrize("name", ["A.TXT", "A.JSONL", "A.Json", "A.TXT.GZ"])
+def test_a_files_kind_is_told_by_its_name_in_whatever_case(name, tmp_path):
+    content = b"once" if "TXT" in name else b'{"text": "once"}'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    for given in (tmp_path, tmp_path / name):
+        (record,) = read(str(given))
+        assert record.texts == ["once"]
+
+
 def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
     for name in [
         "b.txt",
