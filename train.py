@@ -49,7 +49,6 @@ from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.out_of_memory import explained
 from ligermodels.training.scaling.recompute import keeps_gathered, recompute
 from ligermodels.weights.loading import load_weights
-from ligermodels.weights.writing import agree, failure
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -210,14 +209,13 @@ def export(
     metrics: Metrics,
 ) -> None:  # fmt: skip
     """Writes the model, or what LoRA added to it, and says how to go on."""
+    also = partial(save_tokenizer, data.new_tokenizer) if data.new_tokenizer else None
     if args.lora_rank and args.lora_export == "adapter":
         saved = output / ADAPTER
-        ligermodels.export_adapter(model, saved)
+        ligermodels.export_adapter(model, saved, also=also)
     else:
         saved = output / MODEL
-        ligermodels.export(model, saved, dtype=dtype)
-        if data.new_tokenizer:
-            agree(failure(save_tokenizer, data.new_tokenizer, saved) if world.is_first else None, world.size > 1)
+        ligermodels.export(model, saved, dtype=dtype, also=also)
     chats = data.validation.of_chats and data.tokenizer is not None and bool(data.tokenizer.templates)
     for line in advice(args, world, saved, model.source, chats=chats):
         metrics.say(line)

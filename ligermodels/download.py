@@ -21,8 +21,8 @@ from ligermodels.errors import HubError, InputError, first_line
 from ligermodels.known_models import nearest
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.adapters import ADAPTER_FILE
-from ligermodels.weights.config_file import CONFIG_FILE
-from ligermodels.weights.exporting import COPIED
+from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
+from ligermodels.weights.exporting import COPIED, TOKENIZER_FILES
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, read_weight_map, shortened
 
 # All but weights: what a model is built from, and what its export takes along.
@@ -81,9 +81,10 @@ def fetch_files(
 
 
 def fetch_adapter(name: str, *, revision: str | None, token: str | None) -> Path:
-    """As `fetch_files`, with the two files of a LoRA adapter. Raises HubError."""
+    """As `fetch_files`, with the two files of a LoRA adapter, and those of a tokenizer beside it. Raises HubError."""
     with explained(name, revision, token):
-        return download(name, (ADAPTER_CONFIG_FILE, ADAPTER_FILE), revision, token)
+        files = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
+        return download(name, files, revision, token)
 
 
 def fetch_weights(name: str, folder: Path, *, token: str | None) -> None:

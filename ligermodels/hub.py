@@ -3,7 +3,7 @@
 The one place that knows both the list of architectures and the Hub's door, `download`. Remote code is never run.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import updates
 from ligermodels.layers.lora_targets import insert, projections
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
+from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.adapters import fill_updates, fitted, read_adapter, write_adapter
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
@@ -61,13 +62,24 @@ def load(
     return model.eval()
 
 
-def load_tokenizer(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    name_or_folder: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> Tokenizer:
     """The tokenizer of a Hub repository or a folder.
 
+    adapter: what is to be used with the model, a Hub repository or a folder in PEFT's format; its tokenizer, where it
+    brings one, is the one that it was trained with, and is taken instead.
     Raises HubError, or CheckpointError where there is none, or one with more ids than the folder's model has.
     """
-    folder = local_model(name_or_folder, revision) or small_files(str(name_or_folder), revision, token)
-    tokenizer = Tokenizer.from_folder(folder)
+    folder = local_folder(name_or_folder, revision)
+    if folder is None or not has_tokenizer(folder):
+        folder = local_model(name_or_folder, revision) or small_files(str(name_or_folder), revision, token)
+    brought = None if adapter is None else adapter_folder(adapter, token=token)
+    tokenizer = Tokenizer.from_folder(brought if brought and has_tokenizer(brought) else folder)
     config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
     for part in (config, config.get("text_config")):  # whatever else is wrong with it is the model's concern
         if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
@@ -98,24 +110,30 @@ def create(
 
 
 def export(
-    model: CausalLM, folder: str | Path, *, dtype: torch.dtype | None = None, max_shard_size: int | str = MAX_SHARD_SIZE
+    model: CausalLM,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a folder that transformers 4 and 5 and vLLM read; LoRA is merged on the way, the model stays as it is.
 
     Of a model sharded by FSDP2 every rank calls, rank 0 writes, and no rank gathers more than a parameter at a time.
     folder: must be empty or not yet exist; it is complete or is not there. dtype: of the weights as written, float64,
     float32, float16 or bfloat16; None for the model's. max_shard_size: bytes per file, or as in "5GB" or "2GiB".
+    also: writes more into the path that it is given, such as a tokenizer, before the folder has its name.
     Raises CheckpointError where `folder` is in use or cannot be written, InputError for what is no dtype or size.
     """
-    export_weights(model, folder, source=model.source, dtype=dtype, max_shard_size=max_shard_size)
+    export_weights(model, folder, source=model.source, dtype=dtype, max_shard_size=max_shard_size, also=also)
 
 
-def export_adapter(model: CausalLM, folder: str | Path) -> None:
+def export_adapter(model: CausalLM, folder: str | Path, *, also: Callable[[Path], None] | None = None) -> None:
     """Writes the model's LoRA alone, as PEFT reads it: adapter_config.json and adapter_model.safetensors.
 
-    Calls and errors are as with `export`; InputError where the model has no LoRA.
+    Calls, `also` and errors are as with `export`; InputError where the model has no LoRA.
     """
-    write_adapter(model, projections(model), folder, None if model.source is None else hub_name(model.source))
+    write_adapter(model, projections(model), folder, None if model.source is None else hub_name(model.source), also)
 
 
 def load_adapter(
@@ -124,18 +142,25 @@ def load_adapter(
     """Gives a model the LoRA of a Hub repository or folder in PEFT's format, in place, and freezes everything else.
 
     model: one that has LoRA already, as it must have where it is sharded, is filled if it has just the adapter's.
+    Where it brings a generation_config.json, as a tokenizer of its own needs, that becomes the model's.
     Raises HubError, or CheckpointError naming what does not fit: features beyond plain and rank-stabilised LoRA,
     tensors that are missing, unexpected or misshapen, updates of routers, embeddings or the head.
     """
     refuse_meta(model)
-    name = str(name_or_folder)
-    folder = local_folder(name_or_folder, revision) or fetch_adapter(name, revision=revision, token=token)
+    folder = adapter_folder(name_or_folder, revision=revision, token=token)
     adapter = read_adapter(folder)
     layouts = [projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
     layout, settings = fitted(adapter, layouts)
     if not any(updates(model)):
         insert(model, settings)
     fill_updates(model, adapter, layout, settings)
+    model.generation_config = read_generation_config(folder) or model.generation_config
+
+
+def adapter_folder(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Path:
+    """As `resolve`, of an adapter in PEFT's format. Raises HubError."""
+    folder = local_folder(name_or_folder, revision)
+    return folder or fetch_adapter(str(name_or_folder), revision=revision, token=token)
 
 
 def hub_name(folder: Path) -> str:

@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import sys
@@ -21,10 +22,14 @@ def folder(tmp_path):
     """A model whose words are w0 to w98."""
     folder = tmp_path / "model"
     ligermodels.export(ligermodels.create(LLAMA), folder)
-    tokenizer = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
+    save_words("w", folder)
+    return folder
+
+
+def save_words(letter, folder):
+    tokenizer = tokenizers.Tokenizer(WordLevel({f"{letter}{i}": i for i in range(99)}, unk_token=f"{letter}0"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def test_list_names_architectures_and_sizes(capsys):
@@ -64,6 +69,29 @@ def test_generate_with_an_adapter_says_what_the_merged_model_says(folder, adapte
         assert main(["generate", *flags, "--prompt", "w5 w6 w7", "--max-new-tokens", "8", "--device", "cpu"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != said[2]
+
+
+def test_the_tokenizer_that_an_adapter_brings_is_the_one_generated_and_exported_with(folder, adapted, tmp_path, capsys):
+    """It was trained with that, its chat template and its end of a turn; the base's would be mixed with none of it."""
+    _, adapter = adapted
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "LICENSE").write_text("the base's")
+    save_words("v", adapter)
+    ends = {"eos_token_id": [2, 98]}
+    (adapter / "generation_config.json").write_text(json.dumps(ends))
+    merged = tmp_path / "merged"
+    assert main(["export", str(folder), str(merged), "--adapter", str(adapter)]) == 0
+    capsys.readouterr()
+    for flags in ([str(folder), "--adapter", str(adapter)], [str(merged)]):
+        assert main(["generate", *flags, "--prompt", "v5 v6 v7", "--max-new-tokens", "8", "--device", "cpu"]) == 0
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == other and one.startswith("v5 v6 v7 v")
+    assert ligermodels.load(merged).generation_config == ends
+    left = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "LICENSE"}
+    assert {file.name for file in merged.iterdir()} == left
+    words = {f"v{i}": i for i in range(100)}  # one more than the model has
+    tokenizers.Tokenizer(WordLevel(words, unk_token="v0")).save(str(adapter / "tokenizer.json"))
+    assert "tokenizer.json" in refusal(["generate", str(folder), "--adapter", str(adapter), "--prompt", "v5"], capsys)
 
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role | replace('user', 'w11') | replace('assistant', 'w12') }} "

@@ -148,19 +148,23 @@ def test_a_tokenizer_comes_without_weights_and_a_model_with_nothing_else(reposit
     assert [repository.bytes_sent(files[shard]) for shard in shards(files)] == [len(files[s]) for s in shards(files)]
 
 
-def test_an_adapter_comes_as_its_two_files_and_names_the_base_it_belongs_to(repository, tmp_path):
+def test_an_adapter_comes_as_its_two_files_and_its_tokenizer_and_names_the_base_it_belongs_to(
+    repository, files, tmp_path
+):
     model = ligermodels.load(NAME)
     ligermodels.add_lora(model, rank=2)
     ligermodels.export_adapter(model, tmp_path / "adapter")
     own = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
     assert json.loads(own["adapter_config.json"])["base_model_name_or_path"] == NAME
-    repository.add("owner/adapter", own | {"optimizer.pt": b"x", "adapter_model.bin": b"x", "tokenizer.json": b"{}"})
+    brought = {"tokenizer.json": files["tokenizer.json"].replace(b"w5", b"v5")}
+    repository.add("owner/adapter", own | {"optimizer.pt": b"x", "adapter_model.bin": b"x"} | brought)
     before = len(repository.requests)
     other = ligermodels.load(NAME)
     ligermodels.load_adapter(other, "owner/adapter")
     assert same(other, model) and other.source == model.source
     asked = {request.path.rpartition("/")[2] for request in repository.requests[before:] if "/resolve/" in request.path}
-    assert asked & {"optimizer.pt", "adapter_model.bin", "tokenizer.json"} == set() and asked >= own.keys()
+    assert asked & {"optimizer.pt", "adapter_model.bin"} == set() and asked >= (own | brought).keys()
+    assert ligermodels.load_tokenizer(NAME, adapter="owner/adapter").encode("v5 w7") == [5, 7]
 
 
 def test_what_is_cached_is_not_asked_for_again(repository):

@@ -9,7 +9,7 @@ Knows files and names; no layer.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,17 @@ def tensor_name(projection: str, factor: str) -> str:
 
 @torch.no_grad()
 def write_adapter(
-    model: HubModel, projections: Mapping[str, Packed], folder: str | Path, base_model: str | None
+    model: HubModel,
+    projections: Mapping[str, Packed],
+    folder: str | Path,
+    base_model: str | None,
+    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes the updates of `model` alone to `folder`, which must be empty or not yet exist, as PEFT reads them.
 
     projections: of the linears that can have one, under the names of the Hub. base_model: what to say they belong to.
-    Where parameters are DTensors every rank calls. Raises InputError where there are none, CheckpointError as
-    export_weights does.
+    also: as `write_folder`'s. Where parameters are DTensors every rank calls. Raises InputError where there are none,
+    CheckpointError as export_weights does.
     """
     reshard(model)
     modules = updated(model, projections)
@@ -137,7 +141,8 @@ def write_adapter(
         write_safetensors(temporary / ADAPTER_FILE, entries, tensors)
         write_json(temporary / ADAPTER_CONFIG_FILE, config)
 
-    write_folder(Path(folder).absolute(), write, tensors, any(isinstance(p, DTensor) for p in parameters.values()))
+    sharded = any(isinstance(p, DTensor) for p in parameters.values())
+    write_folder(Path(folder).absolute(), write, tensors, sharded, also)
 
 
 def modules_of(model: HubModel) -> set[str]:

@@ -8,7 +8,7 @@ loaded from. Knows parameters, rules and folders; no family.
 import itertools
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.weights.config_file import CONFIG_FILE, both_spellings, read_config, with_dtype
+from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, safe_file
 from ligermodels.weights.loading import FLOATS, HubModel
 from ligermodels.weights.mapping import BASE_LAYER, Piece, plan
@@ -28,8 +28,7 @@ from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json,
 MAX_SHARD_SIZE = "5GB"
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(I?)B", re.IGNORECASE)
 BLOCK_BYTES = 16 * 2**20
-COPIED = (
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -42,6 +41,10 @@ COPIED = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+)
+COPIED = (
+    GENERATION_CONFIG_FILE,
+    *TOKENIZER_FILES,
     "preprocessor_config.json",
     "processor_config.json",
     "LICENSE*",
@@ -77,6 +80,7 @@ def export_weights(
     source: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
+    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes `model` to `folder`, which must be empty or not yet exist: weights, config.json, tokenizer files.
 
@@ -84,6 +88,7 @@ def export_weights(
     source: the folder the model was loaded from, whose other files are copied.
     dtype: of the tensors as written, float64, float32, float16 or bfloat16; None for the parameters' own.
     max_shard_size: bytes of tensors per file, unless a single one is larger: a number, or as in "5GB" or "2GiB".
+    also: as `write_folder`'s.
     Raises CheckpointError where `folder` is in use or cannot be written, or a value is too large for `dtype`; then
     nothing is left behind. InputError where `dtype` or `max_shard_size` is none.
     """
@@ -101,9 +106,10 @@ def export_weights(
         write_shards(temporary, entries, tensors, limit)
         write_config(temporary, model, entries[0].dtype, source)
         if source is not None:
-            copy_files(Path(source), temporary)
+            copy_files(Path(source), temporary, COPIED)
 
-    write_folder(Path(folder).absolute(), write, tensors, any(isinstance(p, DTensor) for p in parameters.values()))
+    sharded = any(isinstance(p, DTensor) for p in parameters.values())
+    write_folder(Path(folder).absolute(), write, tensors, sharded, also)
 
 
 def size_in_bytes(size: int | str) -> int:
@@ -238,9 +244,17 @@ def write_config(folder: Path, model: HubModel, dtype: torch.dtype, source: str 
         write_json(folder / CONFIG_FILE, wanted)
 
 
-def copy_files(source: Path, folder: Path) -> None:
+def take_tokenizer(source: Path, folder: Path) -> None:
+    """Puts the tokenizer of `source` in place of the folder's own, with how to generate by it where it says so."""
+    for pattern in TOKENIZER_FILES:
+        for file in folder.glob(pattern):
+            file.unlink()
+    copy_files(source, folder, (GENERATION_CONFIG_FILE, *TOKENIZER_FILES))
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
     """Their content only: a mode that shuts others out stays behind."""
-    for pattern in COPIED:
+    for pattern in patterns:
         for file in source.glob(pattern):
             name = str(file.relative_to(source))
             (folder / name).parent.mkdir(exist_ok=True)

@@ -39,8 +39,14 @@ class Entry(NamedTuple):
 Blocks = Iterable[Tensor]  # a tensor's rows, some at a time, on any device
 
 
-def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[Blocks], sharded: bool) -> None:
-    """Makes `folder` of what `write` writes into the path it is given; every rank calls.
+def write_folder(
+    folder: Path,
+    write: Callable[[Path], None],
+    tensors: Iterator[Blocks],
+    sharded: bool,
+    also: Callable[[Path], None] | None = None,
+) -> None:
+    """Makes `folder` of what `write`, then `also`, writes into the path it is given; every rank calls.
 
     tensors: what `write` reads. Where they are `sharded`, to advance them gathers: then the ranks that do not write
     advance them all the same, all return when the folder is there, and all raise where rank 0 could not write it.
@@ -48,7 +54,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[
     """
     first = is_first()
     agree(failure(refuse_in_use, folder) if first else None, sharded)
-    error = failure(write_committed, folder, write) if first else None
+    error = failure(write_committed, folder, [write] if also is None else [write, also]) if first else None
     deque(tensors, maxlen=0)  # what is left of gathering; nothing is held on to
     agree(error, sharded)
 
@@ -86,9 +92,10 @@ def refuse_in_use(folder: Path) -> None:
         raise CheckpointError(f"{folder}: exists and is not an empty folder; export to another, or remove it")
 
 
-def write_committed(folder: Path, write: Callable[[Path], None]) -> None:
+def write_committed(folder: Path, writers: Iterable[Callable[[Path], None]]) -> None:
     with committed(folder) as temporary:
-        write(temporary)
+        for write in writers:
+            write(temporary)
 
 
 @contextmanager
@@ -120,10 +127,9 @@ def commit(temporary: Path, folder: Path) -> None:
     sync(folder.parent)
 
 
-def not_written(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: not written: {error.strerror or error}; make room there, or choose another folder"
-    )
+def not_written(folder: Path, error: OSError, remedy: str = "or choose another folder") -> CheckpointError:
+    """remedy: what else helps, but room."""
+    return CheckpointError(f"{folder}: not written: {error.strerror or error}; make room there, {remedy}")
 
 
 def remove_empty(folders: Iterable[Path]) -> None:

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import ligermodels
+from ligermodels import load_tokenizer
+from ligermodels.cli import main
 from ligermodels.training.optimizers.schedules import learning_rate
 from tests.training.launching import losses, records, weights
 
@@ -166,6 +168,31 @@ def test_an_adapter_and_the_merged_model_are_the_same(model, targets, base, expe
     torch.testing.assert_close(whole(ids).logits, start(ids).logits, rtol=1e-3, atol=1e-3)
     moved = [name for name, parameter in whole.named_parameters() if not torch.equal(parameter, untrained[name])]
     assert moved and not any("norm" in name or "embed" in name for name in moved)
+
+
+def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(launcher, capsys):
+    bare, output = launcher.folder / "bare", launcher.folder / "brought"
+    ligermodels.export(ligermodels.create("llama", size="tiny", seed=1, dtype=torch.float32), bare)
+    lora = ["--model", "bare", "--data", "chats", *SMALL, *LORA, "--lora-export", "adapter", "--output", "brought"]
+    done = launcher.well(*lora)
+    adapter, merged = output / "adapter", launcher.folder / "merged"
+    assert done.last_lines[1] == '  ligermodels generate bare --adapter brought/adapter --chat --prompt "Hello!"'
+
+    assert main(["export", str(bare), str(merged), "--adapter", str(adapter)]) == 0
+    ids = load_tokenizer(adapter).apply_chat_template([{"role": "user", "content": "Hello!"}])
+    assert load_tokenizer(bare, adapter=adapter).encode("Hello!") == load_tokenizer(merged).encode("Hello!")
+    assert load_tokenizer(merged).apply_chat_template([{"role": "user", "content": "Hello!"}]) == ids
+    model = ligermodels.load(bare)
+    ligermodels.load_adapter(model, adapter)
+    ends = {"bos_token_id": 0, "eos_token_id": [0, 2]}
+    assert model.generation_config == ligermodels.load(merged).generation_config == ends
+
+    capsys.readouterr()
+    said = ["--chat", "--prompt", "Hello!", "--max-new-tokens", "8", "--device", "cpu"]
+    for flags in ([str(bare), "--adapter", str(adapter)], [str(merged)]):
+        assert main(["generate", *flags, *said]) == 0
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == other != ""
 
 
 def test_chats_texts_and_folders_are_mixed_and_right_answers_counted(launcher):

@@ -101,6 +101,10 @@ def test_changes_are_shown_and_refused_unless_they_are_allowed(stopped, launcher
     assert refused.stderr == (
         "train.py: --resume changed: learning_rate: 0.001, was not set: leave it, or add --allow-changes\n"
     )
+    unfit = launcher.run(*change, "--weights", "bfloat16", "--optimizer", "muon", "--allow-changes")
+    other = "optimizer: muon, was adamw; weights: bfloat16, was float32"
+    told = f"train.py: --resume changed: {other}: its checkpoints are of that; leave it, or begin another run\n"
+    assert (unfit.status, unfit.stderr) == (2, told)
     own = launcher.folder / "own.txt"
     text = own.read_text()
     own.write_text(text.replace("Monday", "Sunday"))

@@ -10,9 +10,10 @@ how it lies on disk.
 """
 
 import dataclasses
+import errno
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import not_written
 
 T = TypeVar("T")
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what less on the disk helps against
 
 # One process is all there is to a run without torchrun; the library warns of it each time.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", module=r"torch\.distributed\.checkpoint")
@@ -119,14 +121,46 @@ class Checkpoints:
         self.running = self.thread.submit(self.write, files.Writer(folder, record, self.keep), tensors, copies)
 
     def write(self, writer: files.Writer, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> None:
-        """In the thread. The library sees to it that all ranks fail where one does."""
+        """In the thread."""
+        try:
+            try:
+                self.write_once(writer, tensors, copies)
+            except OSError as error:
+                if not self.makes_room(error):
+                    raise
+                self.write_once(writer, tensors, copies)
+        except OSError as error:
+            raise self.not_saved(writer.folder, error) from error
+        self.committed = writer.folder
+
+    def write_once(self, writer: files.Writer, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+        """Leaves nothing where it fails. The library sees to it that all ranks fail where one does, of the same."""
         try:
             dcp.save(tensors, storage_writer=writer, planner=files.CopiesPlanner(copies), **self.ranks)
         except CheckpointException as failure:
             if state.rank() == 0:
                 shutil.rmtree(writer.temporary, ignore_errors=True)
-            raise cause(failure, writer.folder) from failure
-        self.committed = writer.folder
+            raise cause(failure) from failure
+
+    def makes_room(self, error: OSError) -> bool:
+        """Where the disk is full, removes those that the one being saved takes the place of, but never the newest.
+        Whether there were any."""
+        if error.errno not in FULL:
+            return False
+        replaced = self.together(files.committed_steps, self.folder)[: -max(1, self.keep - 1)]
+        self.together(self.remove, replaced)
+        return bool(replaced)
+
+    def remove(self, checkpoints: Iterable[Path]) -> None:
+        if state.rank() == 0:
+            for checkpoint in checkpoints:
+                files.remove(checkpoint)
+
+    def not_saved(self, folder: Path, error: OSError) -> CheckpointError:
+        """With what is left."""
+        left = self.latest()
+        resumed = f"then --resume goes on from {left.name}" if left else "and begin again: there is no other checkpoint"
+        return not_written(folder, error, resumed)
 
     def latest(self) -> Path | None:
         """The newest checkpoint, if there is one."""
@@ -160,7 +194,7 @@ class Checkpoints:
         try:
             dcp.load(tensors | random, storage_reader=reader, **self.ranks)
         except CheckpointException as failure:
-            raise cause(failure, checkpoint) from failure
+            raise unreadable(checkpoint, cause(failure)) from failure
         if exact:
             state.set_random_numbers(random, self.device)
         else:
@@ -190,10 +224,16 @@ class Checkpoints:
         return cast(T, result)
 
 
-def cause(failure: CheckpointException, folder: Path) -> BaseException:
+def cause(failure: CheckpointException) -> BaseException:
     """Why the first of the ranks that failed did."""
     error, _ = next(iter(failure.failures.values()))
-    return not_written(folder, error) if isinstance(error, OSError) else error
+    return error
+
+
+def unreadable(checkpoint: Path, error: BaseException) -> BaseException:
+    if not isinstance(error, OSError):
+        return error
+    return CheckpointError(f"{checkpoint}: cannot be read: {error.strerror or error}; {files.instead_of(checkpoint)}")
 
 
 def refuse_other_run(checkpoint: Path, record: Mapping[str, Any], optimizer: str, frozen: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from ligermodels.training.data.corpus import vocabulary_texts
 from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Part, Question, random_data
 from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Record
-from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read
+from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read, suffix_of
 from ligermodels.training.data.split import Selection, all_of, hold_out, usual_fraction
 from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
@@ -74,7 +74,7 @@ class Reader:
 
     def stores(self, name: str) -> list[TokenStore]:
         files = files_read(name)
-        if files and all(file.suffix in TOKEN_SUFFIXES for file in files):
+        if files and all(suffix_of(file) in TOKEN_SUFFIXES for file in files):
             return self.token_files(files)
         return [self.tokenised(name, functools.partial(read, name), self.key(files), size_of(files))]
 
@@ -135,7 +135,7 @@ class Reader:
     def new_tokenizer(self, names: Sequence[str]) -> Tokenizer:
         """Trained on these sources; where there are none, as all data is embedded, that of the embedded data."""
         files = [file for name in names for file in files_read(name)]
-        tokens = next((file for file in files if file.suffix in TOKEN_SUFFIXES), None)
+        tokens = next((file for file in files if suffix_of(file) in TOKEN_SUFFIXES), None)
         if tokens:
             raise InputError(f"--data {tokens}: tokens and text together need a model that has a tokenizer")
         size = self.vocab_size if names else min(self.vocab_size, EMBEDDED_VOCABULARY)

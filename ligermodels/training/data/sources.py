@@ -69,8 +69,8 @@ def files_of(name: str) -> list[Path]:
 
 
 def suffix_of(file: Path) -> str:
-    """The kind of file, of those that are read; else empty."""
-    return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")
+    """The kind of file, of those that are read, in whatever case; else empty."""
+    return next((suffix for suffix in SUFFIXES if file.name.lower().endswith(suffix)), "")
 
 
 def describes_tokens(file: Path) -> bool:
@@ -107,7 +107,7 @@ def in_pieces(text: Text) -> Iterator[Text]:
 
 def read_files(files: Sequence[Path], bad: BadLines, progress: Progress) -> Iterator[Record]:
     for file in files:
-        if file.suffix in TOKEN_SUFFIXES:
+        if suffix_of(file) in TOKEN_SUFFIXES:
             raise InputError(f"{file}: holds tokens; text was expected")
         yield from READERS[suffix_of(file)](file, bad, progress)
         progress.finish(file.stat().st_size)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.packages import needs
 from ligermodels.training.data.progress import Progress
+from ligermodels.training.packages import needs
 from ligermodels.weights.files import refuse_text
 
 HEAD_BYTES = 64
@@ -35,7 +35,7 @@ DECOMPRESS: dict[str, Callable[[BinaryIO, Path], BufferedReader]] = {".gz": gunz
 @contextmanager
 def opened(file: Path, progress: Progress) -> Iterator[BufferedReader]:
     """A file's content. Raises InputError where it cannot be read, now or within the context."""
-    decompress = DECOMPRESS.get(file.suffix)
+    decompress = DECOMPRESS.get(file.suffix.lower())
     try:
         with file.open("rb") as raw:
             progress.follow(raw.tell)

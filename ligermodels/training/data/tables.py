@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.packages import needs
 from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import ACCEPTED, FIELDS, FORMS, BadLines, Record, record_of
+from ligermodels.training.packages import needs
 from ligermodels.weights.files import refuse_text
 
 HUB = "hub:"

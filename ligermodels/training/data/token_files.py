@@ -49,7 +49,7 @@ def open_indexed(tokens: np.ndarray, place: str, folder: Path) -> TokenStore:
 def open_tokens(file: Path) -> np.memmap:
     """[N] unsigned integers, mapped."""
     try:
-        tokens = np.load(file, mmap_mode="r") if file.suffix == ".npy" else raw(file)
+        tokens = np.load(file, mmap_mode="r") if file.suffix.lower() == ".npy" else raw(file)
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read as tokens: {first_line(error)}") from error
     if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "ui":

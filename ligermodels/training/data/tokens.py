@@ -27,7 +27,13 @@ SPECIAL = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)  # their ids are their place
 NAMED = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
 GENERATION_CONFIG = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": [END_OF_TEXT_ID, END_OF_TURN_ID]}
 CHATML = """\
+{%- if tools %}
+    {{- raise_exception('tools are not for this template; take a model whose chat template writes them') }}
+{%- endif %}
 {%- for message in messages %}
+    {%- if message.tool_calls %}
+        {{- raise_exception('tool calls are not for this template; take a model whose chat template writes them') }}
+    {%- endif %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.role == 'assistant' %}
         {%- generation %}

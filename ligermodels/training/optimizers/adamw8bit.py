@@ -10,14 +10,15 @@ small, or has rows that are no multiple of 64, has AdamW's states.
 import functools
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ligermodels.errors import InputError
 from ligermodels.training.optimizers.adamw import AdamW, fused, keep, local
+from ligermodels.training.packages import needs
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
 SMALLEST = 4096  # elements
@@ -56,7 +57,7 @@ class AdamW8bit(AdamW):
                 assert p.grad is not None
                 block = block_of(p)
                 run(
-                    parameter.view(-1, block), local(p.grad).reshape(-1, block),
+                    quantization(), parameter.view(-1, block), local(p.grad).reshape(-1, block),
                     local(state["exp_avg"]).view(-1, block), local(state["exp_avg_scale"]).view(-1, 1),
                     local(state["exp_avg_sq"]).view(-1, block), local(state["exp_avg_sq_scale"]).view(-1, 1),
                     *maps, state["step"], lr, beta1, beta2, group["eps"], group["weight_decay"],
@@ -85,11 +86,15 @@ def zero_scales(p: Tensor) -> Tensor:
 
 
 def quantized_update(
+    quant_utils: ModuleType,
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
     signed_map: Tensor, unsigned_map: Tensor, step: Tensor, lr: Tensor,
     beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: Tensor | None, found_inf: Tensor | None,
 ) -> None:  # fmt: skip
-    """One step in place of param, codes [blocks, elements] and scales [blocks, 1]. maps: [256] fp32."""
+    """One step in place of param, codes [blocks, elements] and scales [blocks, 1]. maps: [256] fp32.
+
+    quant_utils: `quantization()`, as an import is nothing to compile.
+    """
     p, g = param.float(), grad.float()
     if grad_scale is not None:
         g = g / grad_scale
@@ -102,8 +107,8 @@ def quantized_update(
         (exp_avg, exp_avg_scale, m, signed_map),
         (exp_avg_sq, exp_avg_sq_scale, v, unsigned_map),
     ):
-        scaled, new_scale = quantization().scale_tensor(new, new.shape[1])
-        keep(codes, quantization().quantize_8bit_with_qmap(scaled, code_map), found_inf)
+        scaled, new_scale = quant_utils.scale_tensor(new, new.shape[1])
+        keep(codes, quant_utils.quantize_8bit_with_qmap(scaled, code_map), found_inf)
         keep(scale, new_scale[:, None], found_inf)
 
 
@@ -116,9 +121,5 @@ def code_map(signed: bool, device: torch.device) -> Tensor:
     return torch.tensor(quantization().create_dynamic_map(signed), device=device)
 
 
-def quantization() -> Any:
-    try:
-        from torchao.optim import quant_utils
-    except ImportError as error:
-        raise InputError(f"8-bit AdamW needs torchao, of which Python says: {error}; pip install torchao") from error
-    return quant_utils
+def quantization() -> ModuleType:
+    return needs("torchao.optim.quant_utils", "--optimizer adamw8bit")

@@ -25,8 +25,10 @@ Series = tuple[list[int], list[float]]
 
 
 def draw_curves(metrics_file: Path, picture: Path, title: str) -> None:
-    """Writes a PNG. Without a step there is nothing to draw, and nothing is written."""
-    records = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+    """Writes a PNG. Without a step there is nothing to draw, and nothing is written; a line cut off by a full disk is
+    none."""
+    lines = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
     losses = series(records, "loss")
     if not losses[0]:
         return

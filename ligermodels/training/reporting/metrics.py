@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 from ligermodels.errors import InputError
 from ligermodels.training.reporting.loggers import Logger
-from ligermodels.units import counted, duration
+from ligermodels.units import counted, duration, memory_size
 
 METRICS_FILE = "metrics.jsonl"
 WARMUP_STEPS = 2  # of a process: they compile and allocate, and are not timed
@@ -63,6 +64,7 @@ class Metrics:
             total=steps, initial=done, dynamic_ncols=True, disable=not (enabled and sys.stderr.isatty()),
             bar_format="{percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
         )  # fmt: skip
+        self.full = False
         self.taken = self.skipped = 0
         self.seconds = 0.0  # of this process's steps
         self.speeds: list[float] = []
@@ -77,7 +79,8 @@ class Metrics:
     ) -> None:
         self.bar.close()
         if self.file:
-            self.file.close()
+            with suppress(OSError):  # of which was said what there is to say
+                self.file.close()
         for logger in self.loggers:
             logger.close()
 
@@ -105,7 +108,7 @@ class Metrics:
         else:
             self.timed_since = now
         if self.device.type == "cuda":
-            record["peak_memory_gib"] = round(self.peak_memory_gib, 2)
+            record["peak_memory_gib"] = round(self.peak_memory / 2**30, 2)
         self.write(record)
 
         short = [*self.time_left(now, self.steps - step), f"loss {loss:.3f}"]
@@ -142,7 +145,7 @@ class Metrics:
     def say(self, line: str) -> None:
         """Prints a line, above the bar while there is one. What led to it is not timed as training.
 
-        Where the reader of a pipe has left, the run goes on, and what it says is in its file alone.
+        Where the reader of a pipe has left, or the disk that a log is on is full, the run goes on all the same.
         """
         if self.file:
             try:
@@ -150,14 +153,23 @@ class Metrics:
                 sys.stdout.flush()
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end would complain as well
+            except OSError:
+                pass  # kept until there is room, as far as the buffer goes
         self.resume_clock()
 
     def write(self, record: dict[str, Any]) -> None:
+        """No line is worth a run: where the disk is full, that is said, and what is not buffered is lost."""
         if not self.file:
             return
         record = {name: None if unbounded(value) else value for name, value in record.items()}
-        self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self.file.flush()
+            self.full = False
+        except OSError as error:
+            if not self.full:
+                self.say(f"warning: {self.file.name}: not written: {error.strerror}; make room there, the run goes on")
+            self.full = True
         for logger in self.loggers:
             logger.write(record)
 
@@ -180,7 +192,7 @@ class Metrics:
             if self.share_of_peak:
                 shown.append(f"{self.tokens_per_second * self.share_of_peak:.1%} of peak")
         if self.device.type == "cuda":
-            shown.append(f"{self.peak_memory_gib:.1f} GiB")
+            shown.append(memory_size(self.peak_memory))
         return shown
 
     def time_left(self, now: float, steps: int) -> list[str]:
@@ -189,8 +201,9 @@ class Metrics:
         return [f"ETA {duration((now - self.timed_since) / timed * steps)}"] if timed > 0 else []
 
     @property
-    def peak_memory_gib(self) -> float:
-        return torch.cuda.max_memory_allocated(self.device) / 2**30
+    def peak_memory(self) -> int:
+        """Bytes of this rank's GPU."""
+        return torch.cuda.max_memory_allocated(self.device)
 
     @property
     def tokens_per_second(self) -> float:

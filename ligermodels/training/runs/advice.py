@@ -27,7 +27,7 @@ def advice(args: argparse.Namespace, world: World, saved: Path, base: Path | Non
     """
     adapter = saved.name == ADAPTER
     ways = {}
-    if has_tokenizer(base if adapter and base else saved):
+    if any(has_tokenizer(folder) for folder in (saved, *([base] if adapter and base else []))):
         revision = ["--revision", args.revision] if args.revision else []
         model = [args.model, *revision, "--adapter", str(saved)] if adapter else [str(saved)]
         prompt = '--chat --prompt "Hello!"' if chats else '--prompt "Once upon a time"'

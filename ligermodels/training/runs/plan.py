@@ -6,6 +6,7 @@ It is the text of --dry-run and the first line of every run. Must not build or c
 import argparse
 import functools
 import math
+import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from ligermodels.memory import (
     trained_parameters,
     training_memory,
 )
+from ligermodels.training.checkpoints.files import committed_steps
 from ligermodels.training.data.batches import rows_a_rank
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.arguments import title
+from ligermodels.training.runs.resuming import CHECKPOINTS
 from ligermodels.training.scaling.parallel import World, shards_of
 from ligermodels.units import counted, memory_size
 
@@ -37,8 +40,7 @@ MANY_EPOCHS = 10
 class Plan:
     """rows: of the training data. passes: of each source, after how many rows of all its own have been seen once.
     micro_batch_size: rows of a rank at a time. recomputed: blocks that are computed again in backward, of `blocks`.
-    memory: of one rank. flops: of a token.
-    positions: that the model was made for.
+    memory: of one rank. flops: of a token. positions: that the model was made for. checkpoint: bytes of one, about.
     """
 
     args: argparse.Namespace
@@ -54,6 +56,7 @@ class Plan:
     recomputed: int
     blocks: int
     positions: int
+    checkpoint: int
 
     @property
     def tokens_per_step(self) -> int:
@@ -131,6 +134,12 @@ class Plan:
         return self.parameters.total * (torch.bfloat16 if self.args.dtype == "bfloat16" else torch.float32).itemsize
 
     @property
+    def checkpoints(self) -> int:
+        """The most that the run has on the disk at a time where there is little room: one is written beside another."""
+        saves = self.args.steps // self.args.checkpoint_every if self.args.checkpoint_every else 0
+        return min(saves, max(2, self.args.keep_checkpoints))
+
+    @property
     def warnings(self) -> list[str]:
         return list(self.doubts())
 
@@ -147,15 +156,28 @@ class Plan:
         if args.sequence_length > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"--sequence-length {args.sequence_length} is more than {made_for}"
+        if args.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
+            yield "--dtype bfloat16: this CPU has no instructions for it and takes many times as long; leave it out"
         total = device_memory(self.world.device)
         if total and self.memory.peak > total:
             yield (
                 f"{memory_size(self.memory.peak)} are more than the GPU has; lower --micro-batch-size or "
                 "--sequence-length, or take --recompute auto, --lora-rank or more ranks"
             )
+        yield from self.little_room()
+
+    def little_room(self) -> Iterator[str]:
+        """Of the disk, beyond what a run that is resumed has there already."""
+        args, number = self.args, self.checkpoints
         folder, free = free_space(args.output or Path())
-        if self.exported > free and not args.no_export:
-            yield f"the export takes {memory_size(self.exported)}, {folder} has {memory_size(free)}; make room there"
+        there = len(committed_steps(args.resume / CHECKPOINTS)) if args.resume else 0
+        exported = 0 if args.no_export else self.exported
+        needed = max(number * self.checkpoint, min(number, args.keep_checkpoints) * self.checkpoint + exported)
+        if needed - there * self.checkpoint <= free:
+            return
+        parts = [f"{counted(number, 'checkpoint')} of {memory_size(self.checkpoint)}"] * bool(number)
+        parts += [f"the export of {memory_size(exported)}"] * bool(exported)
+        yield f"no room for {' and '.join(parts)}: {folder} has {memory_size(free)}; make room there"
 
 
 def plan(
@@ -171,10 +193,12 @@ def plan(
     recomputed: int = 0,
 ) -> Plan:
     """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
+    trained = trained_parameters(model)
+    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, args.replicas)
     return Plan(
-        args, world, count_parameters(model), elements(trained_parameters(model)), description, rows, passes,
-        validation_rows, flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
-        model.config.max_position_embeddings,
+        args, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
+        flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
+        model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 
 
@@ -192,6 +216,14 @@ def free_space(folder: Path) -> tuple[Path, int]:
 def device_memory(device: torch.device) -> int | None:
     """Bytes of a GPU; None for a CPU, whose memory is not the run's alone."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether this CPU has instructions for it, AVX512_BF16 (where there is AMX, too) or Arm's; what torch does without
+    them is slower than float32, without AVX512 ten times and more."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def device_name(device: torch.device) -> str:

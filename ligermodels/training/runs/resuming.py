@@ -11,6 +11,8 @@ from ligermodels.training.runs.settings import SETTINGS_FILE, differences, read_
 from ligermodels.units import counted
 
 CHECKPOINTS, MODEL, ADAPTER = "checkpoints", "model", "adapter"  # in a run's folder
+# Settings that say which tensors a checkpoint has, and in which dtypes: it fits no other.
+SAVED = ("weights", "optimizer", "states", "lora_rank", "lora_targets")
 
 
 def refuse_resuming(args: argparse.Namespace) -> None:
@@ -18,6 +20,12 @@ def refuse_resuming(args: argparse.Namespace) -> None:
     if args.resume is None:
         return
     changed = differences(read_settings(args.resume / SETTINGS_FILE), args)
+    steps = last_step(args.resume)
+    unfit = [change for change in changed if steps and change.partition(":")[0] in SAVED]
+    if unfit:
+        raise InputError(
+            f"--resume {args.resume}: {'; '.join(unfit)}: its checkpoints are of that; leave it, or begin another run"
+        )
     if changed and not args.allow_changes:
         raise InputError(f"--resume {args.resume}: {'; '.join(changed)}: leave it, or add --allow-changes")
     for exported, another in ((MODEL, f"begin another with --model {args.resume / MODEL}, or "), (ADAPTER, "")):
@@ -26,7 +34,6 @@ def refuse_resuming(args: argparse.Namespace) -> None:
                 f"--resume {args.resume}: the run is finished; {another}move {args.resume / exported} away to go on "
                 "from the last checkpoint"
             )
-    steps = last_step(args.resume)
     if steps >= args.steps and args.no_export:
         raise InputError(
             f"--resume {args.resume}: it has taken {counted(steps, 'step')} already; give more --steps with "

@@ -27,7 +27,7 @@ WITHOUT_EFFECT = (
 def read_settings(file: Path) -> dict[str, Any]:
     """The content of a TOML file. Raises InputError."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -6,13 +6,12 @@ are left alone, and so is a linear with a side that the products cannot have. Kn
 are those of its blocks whose names end in `_proj`.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers.lora_targets import BLOCKS
+from ligermodels.training.packages import needs
 
 LEAST_CAPABILITY = (8, 9)
 MULTIPLE = 16  # both sides of a weight are such
@@ -26,7 +25,7 @@ def convert(model: nn.Module, device: torch.device) -> int:
     nothing to convert.
     """
     refuse_unable(device)  # first: where torchao's own kernels do not load, importing it writes lines of warnings
-    torchao = float8_of_torchao()
+    torchao = needs("torchao.float8", "--float8")
     fit = [name for name, module in model.get_submodule(BLOCKS).named_modules() if fits(module, name)]
     if not fit:
         raise InputError(f"float8: no linear of the blocks has sides that are multiples of {MULTIPLE}; leave it out")
@@ -50,11 +49,3 @@ def refuse_unable(device: torch.device) -> None:
     if found is None or found < LEAST_CAPABILITY:
         has = f"a {device.type}" if found is None else f"compute capability {found[0]}.{found[1]}"
         raise InputError(f"float8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, not {has}")
-
-
-def float8_of_torchao() -> Any:
-    try:
-        import torchao.float8
-    except ImportError as error:
-        raise InputError(f"float8 needs torchao, of which Python says: {error}; pip install torchao") from error
-    return torchao.float8

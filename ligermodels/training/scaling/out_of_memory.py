@@ -9,6 +9,7 @@ import torch
 
 from ligermodels.errors import first_line
 from ligermodels.memory import TrainingMemory
+from ligermodels.units import memory_size
 
 Needs = Callable[..., TrainingMemory]
 
@@ -32,11 +33,11 @@ def explain_out_of_memory(
     micro_batch_size: rows a rank computes at a time. recomputed: how many of the model's `blocks` are computed again.
     """
     needed = needs(recomputed=recomputed)
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in needed.parts.items() if size)
+    parts = ", ".join(f"{name} {memory_size(size)}" for name, size in needed.parts.items() if size)
     return (
         f"out of GPU memory with --micro-batch-size {micro_batch_size} --sequence-length {args.sequence_length}, "
-        f"{recomputed} of {blocks} blocks recomputed: a step needs about {gib(needed.peak)} ({parts}), "
-        f"the GPU has {gib(total_memory())}; less need: "
+        f"{recomputed} of {blocks} blocks recomputed: a step needs about {memory_size(needed.peak)} ({parts}), "
+        f"the GPU has {memory_size(total_memory())}; less need: "
         f"{'; '.join(remedies(args, needs, micro_batch_size, recomputed, blocks))}. {first_line(error)}"
     )
 
@@ -44,10 +45,10 @@ def explain_out_of_memory(
 def remedies(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: int, blocks: int) -> Iterator[str]:
     """Flags that are not set so yet, the cheapest first, with what would be needed where only activations change."""
     if recomputed < blocks:
-        yield f"--recompute full ({gib(needs(recomputed=blocks).peak)}), or auto for no more than it takes"
+        yield f"--recompute full ({memory_size(needs(recomputed=blocks).peak)}), or auto for no more than it takes"
     if micro_batch_size > 1:
         half = micro_batch_size // 2
-        then = gib(needs(batch_size=half, recomputed=recomputed).peak)
+        then = memory_size(needs(batch_size=half, recomputed=recomputed).peak)
         yield f"--micro-batch-size {half} ({then}), accumulation makes up for it"
     if args.dtype != "bfloat16":
         yield "--dtype bfloat16"
@@ -58,7 +59,7 @@ def remedies(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: i
     if args.lora_rank is None:
         yield "--lora-rank 16"
     shorter = needs(sequence_length=args.sequence_length // 2, recomputed=recomputed).peak
-    yield f"--sequence-length {args.sequence_length // 2} ({gib(shorter)})"
+    yield f"--sequence-length {args.sequence_length // 2} ({memory_size(shorter)})"
     if args.replicas > 1:
         yield "--replicas 1"
     yield "more GPUs, among which torchrun shares weights, gradients and states"
@@ -66,7 +67,3 @@ def remedies(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: i
 
 def total_memory() -> int:
     return torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

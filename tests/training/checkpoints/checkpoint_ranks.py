@@ -105,6 +105,27 @@ def one_rank_fails_and_all_say_so(folder, mesh):
     assert [path.name for path in (folder / "full").iterdir()] == ["step-000001"]
 
 
+def ranks_make_room_together(folder, mesh):
+    """The disk of the second is full while there are two checkpoints."""
+    run, sync = new_sharded_run(mesh), files.sync
+    there = folder / "full"
+
+    def room_for_one(path):
+        if len(files.committed_steps(there)) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(path)
+
+    with Checkpoints(there, 2, {}) as checkpoints:
+        checkpoints.save(*run, Progress(step=2))
+        checkpoints.wait()
+        if distributed.get_rank() == 1:
+            files.sync = room_for_one
+        checkpoints.save(*run, Progress(step=3))
+    files.sync = sync
+    distributed.barrier()
+    assert sorted(path.name for path in there.iterdir()) == ["step-000002", "step-000003"]
+
+
 def damage_is_refused_by_all(folder, mesh):
     run = new_sharded_run(mesh)
     save(folder / "damaged", *run, step=1)
@@ -155,6 +176,7 @@ def main(folder):
     one_becomes_two(folder, mesh)
     a_model_from_meta_is_filled(folder)
     one_rank_fails_and_all_say_so(folder, mesh)
+    ranks_make_room_together(folder, mesh)
     damage_is_refused_by_all(folder, mesh)
     frozen_weights_are_known_however_they_are_split(mesh)
     frozen_weights_are_known_however_they_are_split(copies)

@@ -194,11 +194,35 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_so(where, tmp_path
             with pytest.raises(CheckpointError) as error:
                 checkpoints.wait()
             assert not checkpoints.failed
-    assert str(error.value).startswith(f"{tmp_path}/step-000002: not written: No space left on device; ")
+    assert str(error.value) == (
+        f"{tmp_path}/step-000002: not written: No space left on device; make room there, then --resume goes on from "
+        "step-000001"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     resumed = new_run(seed=2)
     restore(tmp_path, *resumed)
     assert_same(state_of(*resumed), saved)
+
+
+@pytest.mark.parametrize("keep, before, after", [(1, [1], [1]), (2, [1, 2], [2, 3]), (3, [1, 2], [1, 2])])
+def test_on_a_full_disk_those_go_first_that_the_new_one_takes_the_place_of(keep, before, after, tmp_path, monkeypatch):
+    """Of room for `before` alone: another one is never worth the newest, nor one that was to be kept beside it."""
+    run = new_run()
+    with Checkpoints(tmp_path, keep, {}) as checkpoints:
+        for step in before:
+            checkpoints.save(*run, Progress(step=step))
+        checkpoints.wait()
+        room, write = len(before), files.write_safetensors
+        monkeypatch.setattr(
+            files,
+            "write_safetensors",
+            lambda *x: write(*x) if len(files.committed_steps(tmp_path)) < room else no_space(),
+        )
+        checkpoints.save(*run, Progress(step=3))
+        if after == before:
+            with pytest.raises(CheckpointError, match="not written: No space left on device"):
+                checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06d}" for step in after]
 
 
 def test_a_file_that_the_system_cuts_short_is_noticed(tmp_path):
@@ -206,7 +230,7 @@ def test_a_file_that_the_system_cuts_short_is_noticed(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"step-000001: not written: File too large"):
+        with pytest.raises(CheckpointError, match=r"File too large; make room there, and begin again: there is"):
             save(tmp_path, *run, step=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

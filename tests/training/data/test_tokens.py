@@ -59,6 +59,15 @@ def test_the_assistant_says_its_messages_and_the_end_of_its_turns(tokenizer):
         assert spoken == "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
 
 
+@pytest.mark.parametrize("given", ["tools", "tool_calls"])
+def test_tools_are_refused_as_the_template_would_leave_them_out(given, tokenizer):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    said = {"role": "assistant", "content": "12"} | ({"tool_calls": [call]} if given == "tool_calls" else {})
+    tools = [{"type": "function", "function": {"name": "add"}}] if given == "tools" else None
+    with pytest.raises(InputError, match="not for this template; take a model whose chat template writes them"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "5 + 7?"}, said], tools=tools)
+
+
 def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_system_which_callers_explain(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError):
         save_tokenizer(tokenizer, tmp_path / "none")

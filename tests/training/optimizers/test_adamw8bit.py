@@ -82,6 +82,6 @@ def trained(weight, gradients):
 
 
 def test_without_torchao_it_is_said_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(InputError, match=r"8-bit AdamW needs torchao.*pip install torchao"):
+    monkeypatch.setitem(sys.modules, "torchao.optim.quant_utils", None)
+    with pytest.raises(InputError, match=r"--optimizer adamw8bit: needs torchao, .*; pip install torchao"):
         AdamW8bit([nn.Parameter(torch.zeros(2))], **OPTIONS)

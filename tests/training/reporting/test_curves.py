@@ -62,6 +62,6 @@ def test_a_single_step_is_a_point(tmp_path):
 
 
 def test_without_a_step_nothing_is_drawn(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "lo')  # on a full disk
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", "a run")
     assert not (tmp_path / "curves.png").exists()

@@ -2,13 +2,14 @@ import json
 import math
 import os
 import re
+import resource
 
 import pytest
 import torch
 
 from ligermodels.errors import InputError
 from ligermodels.training.reporting import metrics as module
-from ligermodels.training.reporting.metrics import Metrics
+from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 
 CPU = torch.device("cpu")
 
@@ -152,6 +153,28 @@ def test_a_run_goes_on_when_its_reader_has_left(tmp_path, monkeypatch):
         for step in (1, 2):
             metrics.step(step, 1.0, 1.0, 0.1)
     assert [record["step"] for record in records(tmp_path)] == [1, 2]
+
+
+def test_a_run_goes_on_while_its_disk_is_full_and_says_so_once(tmp_path, capsys, monkeypatch):
+    """As it does where its log is on that disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with run(tmp_path, 6) as metrics, open(tmp_path / "log", "w") as log:
+        metrics.step(1, 1.0, 1.0, 0.1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.file.tell() + 30, limits[1]))  # a third of a line
+        try:
+            metrics.step(2, 1.0, 1.0, 0.1)
+            metrics.step(3, 1.0, 1.0, 0.1)
+            monkeypatch.setattr("sys.stdout", log)
+            metrics.say("x" * 1000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        monkeypatch.undo()
+        metrics.step(4, 1.0, 1.0, 0.1)
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    told = "not written: File too large; make room there, the run goes on"
+    assert warned == [f"warning: {tmp_path / METRICS_FILE}: {told}"]
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4]
+    assert (tmp_path / "log").read_text() == "x" * 1000 + "\n"
 
 
 def test_at_a_terminal_there_is_a_bar_with_the_same_and_no_lines(tmp_path, capsys, terminal):

@@ -140,7 +140,7 @@ def test_a_fraction_of_files_is_taken_beside_data_with_validation_of_its_own():
 def test_a_file_holds_any_flags_and_the_command_line_comes_first(tmp_path):
     file = tmp_path / "my.toml"
     file.write_text(
-        'model = "llama:8b"\nsteps = 50\nlearning_rate = 1\ncompile = true\npacking = false\nno_export = true\n'
+        '\ufeffmodel = "llama:8b"\nsteps = 50\nlearning_rate = 1\ncompile = true\npacking = false\nno_export = true\n'
         'data = ["a.jsonl=0.5", "b"]\nvalidation_data = "v.txt"\noutput = "runs/x"\n'
     )
     args = parse_arguments(["--config", str(file), "--steps", "7", "--compile", "off", "--data", "c"])

@@ -1,3 +1,4 @@
+import platform
 import re
 from types import SimpleNamespace
 
@@ -109,13 +110,57 @@ def test_what_is_likely_not_meant_is_warned_of(argv, rows, warning):
     ],
 )
 def test_a_disk_without_room_for_the_export_is_warned_of(argv, size, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "computes_in_bfloat16", lambda: True)
+
     def warnings(free, *more):
         monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         return planned("--steps", "250", "--output", f"{tmp_path}/new/run", *argv, *more)[1].warnings
 
-    needs = f"the export takes {memory_size(size)}, {tmp_path} has {memory_size(size - 1)}; make room there"
+    needs = f"no room for the export of {memory_size(size)}: {tmp_path} has {memory_size(size - 1)}; make room there"
     assert warnings(size - 1) == [needs]
     assert warnings(size) == warnings(0, "--no-export") == []
+
+
+@pytest.mark.parametrize(
+    "flags, number, exports",
+    [
+        (["--checkpoint-every", "50"], 2, True),
+        (["--checkpoint-every", "50", "--keep-checkpoints", "1", "--no-export"], 2, False),  # one beside another
+        (["--checkpoint-every", "50", "--keep-checkpoints", "9"], 5, True),
+    ],
+)
+def test_a_disk_without_room_for_the_checkpoints_is_warned_of(flags, number, exports, tmp_path, monkeypatch):
+    parameters = 1_049_728
+    one, export = 3 * 4 * parameters, 4 * parameters * exports  # a weight and its two moments
+
+    def warnings(free, *more):
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        return planned("--steps", "250", *flags, *more)[1].warnings
+
+    least = number * one + export + 1024  # of the moments, 4 bytes a parameter more are the steps
+    assert warnings(least) == []
+    (warning,) = warnings(number * one + export - 1)
+    assert warning.startswith(f"no room for {number} checkpoints of {memory_size(one)}")
+    assert (f" and the export of {memory_size(export)}: " in warning) == exports
+    (tmp_path / "train.toml").write_text('model = "llama"')
+    (tmp_path / "checkpoints/step-000050").mkdir(parents=True)
+    assert warnings(least - one, "--resume", str(tmp_path)) == []
+    assert len(warnings(number * one + export - one - 1, "--resume", str(tmp_path))) == 1
+
+
+@pytest.mark.parametrize(
+    "machine, instructions, slow",
+    [("x86_64", {"avx512_bf16": False}, True), ("AMD64", {"avx512_bf16": True}, False), ("arm64", {}, True)],
+)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of(machine, instructions, slow, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions["avx512_bf16"])
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(module, "device_memory", lambda device: None)
+    half = ["--steps", "250", "--dtype", "bfloat16"]
+    warning = "--dtype bfloat16: this CPU has no instructions for it and takes many times as long; leave it out"
+    assert planned(*half)[1].warnings == [warning] * slow
+    assert planned("--steps", "250")[1].warnings == planned(*half, world=World(torch.device("cuda")))[1].warnings == []
 
 
 def test_in_a_mixture_each_source_has_epochs_of_its_own():

@@ -11,6 +11,7 @@ from ligermodels.memory import training_memory
 from ligermodels.training.scaling import recompute
 from ligermodels.training.scaling.out_of_memory import explain_out_of_memory
 from ligermodels.training.scaling.parallel import World
+from ligermodels.units import memory_size
 from tests.layers.saved_bytes import saved_bytes
 from tests.test_memory import BASE
 
@@ -61,6 +62,11 @@ def test_gathered_weights_are_kept_where_there_is_room(model, monkeypatch):
         assert recompute.keeps_gathered(CPU, needs, 1) is expected
 
 
+def test_what_fits_still_does_where_the_estimate_is_as_low_and_as_much_is_reserved_as_was_ever_seen():
+    """On two H200s 130.1 GiB were reserved where 109.4 were allocated."""
+    assert recompute.USABLE_SHARDED * 1.03 * 130.1 / 109.4 <= 1
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_autograd_keeps_with_some_blocks_computed_again_is_what_was_estimated(count):
@@ -80,10 +86,10 @@ def test_out_of_memory_names_batch_length_estimate_and_the_flags_that_lower_it(m
     explain = functools.partial(explain_out_of_memory, torch.OutOfMemoryError("tried 2 GiB\nmore"), args, needs)
     text = explain(micro_batch_size=8, recomputed=2, blocks=BLOCKS)
     assert "--micro-batch-size 8 --sequence-length 131072, 2 of 6 blocks recomputed" in text
-    assert f"needs about {needs(recomputed=2).peak / 2**30:.1f} GiB" in text
-    assert f"--recompute full ({needs(recomputed=6).peak / 2**30:.1f} GiB)" in text
-    half = needs(recomputed=2, batch_size=4).peak / 2**30
-    assert f"--micro-batch-size 4 ({half:.1f} GiB)" in text and half < needs(recomputed=2).peak / 2**30
+    assert f"needs about {memory_size(needs(recomputed=2).peak)} (" in text
+    assert f"--recompute full ({memory_size(needs(recomputed=6).peak)})" in text
+    half = needs(recomputed=2, batch_size=4).peak
+    assert f"--micro-batch-size 4 ({memory_size(half)})" in text and half < needs(recomputed=2).peak
     assert "--sequence-length 65536" in text and "--lora-rank 16" in text and "adamw8bit" in text
     assert text.endswith("tried 2 GiB") and "\n" not in text
 
@@ -95,3 +101,4 @@ def test_out_of_memory_names_no_flag_that_is_set_already(model):
     less = text.partition("less need: ")[2]
     assert not any(flag in less for flag in ("--recompute", "--micro-batch-size", "adamw8bit", "--lora-rank"))
     assert "--dtype bfloat16" in less and "--replicas 1" in less
+    assert " 0.0 GiB" not in text and f"about {memory_size(needs_of(model)(recomputed=BLOCKS).peak)} (weights " in text
