@@ -144,6 +144,14 @@ def test_a_narrow_terminal_shows_fewer_numbers_and_none_of_them_cut(columns, sho
     assert line.endswith("| 3/3" + shown) and len(line) < columns
 
 
+def test_a_terminal_without_a_width_has_lines(tmp_path, capsys, terminal):
+    terminal(1)  # of which one is left free
+    with run(tmp_path, 2) as metrics:
+        metrics.step(1, 0.5, 1.0, 0.1)
+    out, err = capsys.readouterr()
+    assert out == "step 1/2, loss 0.500, grad norm 1.00, lr 1.0e-01\n" and "|" not in err
+
+
 def test_a_run_goes_on_when_its_reader_has_left(tmp_path, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
