@@ -1,6 +1,7 @@
 """Runs of train.py that are stopped, killed or fail: what is left of them, and how they go on."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -10,8 +11,10 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ligermodels
+from ligermodels.training.data.corpus import stories
 from tests.training.launching import ROOT, TRAIN, losses, records, weights
 
 RUN = ["--data", "own.txt", "--steps", "16", "--batch-size", "2", "--sequence-length", "64", "--warmup", "2"]
@@ -140,6 +143,39 @@ def test_a_loss_that_is_not_finite_stops_the_run_or_is_skipped(launcher):
     assert [record.get("skipped", False) for record in records(launcher.folder / "skipping") if "loss" in record] == (
         [False] + 15 * [True]
     )
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_all_ranks_stop_or_skip_where_one_meets_what_is_not_finite(on_nan, straight, launcher):
+    """A token of the model has no embedding that is finite; one document of eight, a row each, begins with it."""
+    model = launcher.folder / f"wild-{on_nan}"
+    shutil.copytree(straight / "model", model)
+    weights = load_file(model / "model.safetensors")
+    (token,) = ligermodels.load_tokenizer(model).encode("~", add_special_tokens=False)
+    weights["model.embed_tokens.weight"][token] = math.nan
+    save_file(weights, model / "model.safetensors")
+    lines = [{"text": "~" * (number == 2) + text} for number, (text, _) in enumerate(stories(5, 8))]
+    (launcher.folder / "eight.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = ["--model", model.name, "--data", "eight.jsonl", "--validation-data", "own.txt", "--packing", "off"]
+    flags = ["--steps", "4", "--batch-size", "2", "--no-export", "--on-nan", on_nan]
+    done = launcher.run(*run, *flags, "--output", f"nan-{on_nan}", ranks=2)
+    assert done.statuses == ([2, 2] if on_nan == "stop" else [0, 0])
+    noted = records(launcher.folder / f"nan-{on_nan}")
+    (named,) = [record["not_finite"] for record in noted if "not_finite" in record]
+    assert "eight.jsonl:3" in named and len(named) == 2
+    skipped = [record.get("skipped", False) for record in noted if "loss" in record]
+    assert skipped.count(True) == 1
+    if on_nan == "stop":
+        assert done.stderr.count("stopped before the update") == done.stderr.count("\n") == 1 and skipped[-1]
+    else:
+        assert len(skipped) == 4 and "1 update skipped" in done.stdout
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_one_line(straight, launcher):
+    done = launcher.run(*LLAMA, "--output", "no-room", "--checkpoint-every", "4", file_size=10**6)
+    assert done.status == 2 and re.fullmatch(r"train.py: .*step-000004: not written: File too large; .*\n", done.stderr)
+    assert list((launcher.folder / "no-room/checkpoints").iterdir()) == []
+    assert 4 <= steps_of(launcher.folder / "no-room")[-1] <= 8  # where the next save waits for this one
 
 
 @pytest.mark.parametrize("size, where", [(300, "train.toml"), (1500, "metrics.jsonl"), (10**6, "model")])
