@@ -134,8 +134,9 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         if args.resume:
             begins = f"goes on after step {progress.step}" if progress.step else "has no checkpoint, begins anew"
             metrics.say(f"{output}: {begins}")
+        validate = partial(evaluate, model, data, run.micro_batch_size, world, metrics, stop)
         if pretrained and not progress.step:
-            evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
+            validate(progress.step)
 
         stopped = False
         while progress.step < args.steps and not stopped:
@@ -179,7 +180,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
                 checkpoints.save(model, optimizer, progress)  # before what takes long: it is written meanwhile
                 metrics.resume_clock()
             if progress.step % args.eval_every == 0 or progress.step == args.steps:
-                evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
+                validate(progress.step)
 
         checkpoints.wait()
         metrics.finish()

@@ -326,7 +326,7 @@ REFUSED = {
     "float8 on a CPU": ([*LLAMA, "--float8", "--compile"], "float8 needs a GPU of compute capability 8.9"),
     "a folder in use": ([*LLAMA, "--output", "base"], "base: exists already; give another --output"),
     "no data": (["--model", "llama", "--data", "none.jsonl"], "none.jsonl"),
-    "bad data": (["--model", "llama", "--data", "bad.jsonl"], "bad.jsonl:2:"),
+    "bad data, before broken weights": (["--model", "broken", "--data", "bad.jsonl"], "bad.jsonl:2:"),
     "little data": ([*LLAMA, "--sequence-length", "100000"], "less than one row"),
     "copies of too few ranks": ([*LLAMA, "--replicas", "2"], "torchrun --nproc-per-node 2"),
     "broken weights": (["--model", "broken", "--data", "own.txt", *SMALL], "broken/model.safetensors"),
