@@ -138,7 +138,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         if pretrained and not progress.step:
             validate(progress.step)
 
-        stopped = False
+        resume, stopped = resume_command(output, world), False
         while progress.step < args.steps and not stopped:
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
@@ -166,7 +166,15 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             if not finite:
                 places = data.training.places(progress.rows, args.batch_size)
                 metrics.write({"step": progress.step + 1, "not_finite": places})
-                refuse_unless_skipped(args, progress.step + 1, loss_value, norm_value, output)
+                if args.on_nan == "stop":
+                    if progress.step:
+                        checkpoints.save(model, optimizer, progress)  # which are as they were before this step
+                        checkpoints.wait()
+                    raise InputError(
+                        f"step {progress.step + 1}: loss {loss_value}, gradient norm {norm_value}: stopped before the "
+                        f"update; {output / METRICS_FILE} names the step's documents; lower --learning-rate, or go on "
+                        f"without such steps: {resume} --on-nan skip"
+                    )
 
             progress = replace(
                 progress, step=progress.step + 1, rows=progress.rows + args.batch_size,
@@ -184,7 +192,6 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
         checkpoints.wait()
         metrics.finish()
-        resume = resume_command(output, world)
         if stopped:
             metrics.say(f"Stopped after step {progress.step}. To go on:")
             metrics.say(f"  {resume}")
@@ -223,14 +230,6 @@ def export(
     chats = data.validation.of_chats and data.tokenizer is not None and bool(data.tokenizer.templates)
     for line in advice(args, world, saved, model.source, chats=chats):
         metrics.say(line)
-
-
-def refuse_unless_skipped(args: argparse.Namespace, step: int, loss: float, norm: float, output: Path) -> None:
-    if args.on_nan == "stop":
-        raise InputError(
-            f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update; {output / METRICS_FILE} names "
-            "the step's documents; lower --learning-rate, or go on without such steps by --on-nan skip"
-        )
 
 
 if __name__ == "__main__":
