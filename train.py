@@ -72,10 +72,11 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
     needs = memory_needs(model, build(model), args, world, computed)
     recomputed = recompute(model, args.recompute, world, needs)
     keep_gathered = keeps_gathered(world, needs, recomputed)
+    needs = partial(needs, keep_gathered=keep_gathered)
     run = plan(
         model, args, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.passes, validation_rows=len(data.validation), recomputed=recomputed,
-        memory=needs(recomputed=recomputed, keep_gathered=keep_gathered),
+        memory=needs(recomputed=recomputed),
     )  # fmt: skip
     if args.dry_run:
         return print(run.text()) if world.is_first else None
@@ -132,10 +133,11 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         if args.resume:
             begins = f"goes on after step {progress.step}" if progress.step else "has no checkpoint, begins anew"
             metrics.say(f"{output}: {begins}")
+        validate = partial(evaluate, model, data, run.micro_batch_size, world, metrics, stop)
         if pretrained and not progress.step:
-            evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
+            validate(progress.step)
 
-        stopped = False
+        resume, stopped = resume_command(output, world), False
         while progress.step < args.steps and not stopped:
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
@@ -163,7 +165,15 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             if not finite:
                 places = data.training.places(progress.rows, args.batch_size)
                 metrics.write({"step": progress.step + 1, "not_finite": places})
-                refuse_unless_skipped(args, progress.step + 1, loss_value, norm_value, output)
+                if args.on_nan == "stop":
+                    if progress.step:
+                        checkpoints.save(model, optimizer, progress)  # which are as they were before this step
+                        checkpoints.wait()
+                    raise InputError(
+                        f"step {progress.step + 1}: loss {loss_value}, gradient norm {norm_value}: stopped before the "
+                        f"update; {output / METRICS_FILE} names the step's documents; lower --learning-rate, or go on "
+                        f"without such steps: {resume} --on-nan skip"
+                    )
 
             progress = replace(
                 progress, step=progress.step + 1, rows=progress.rows + args.batch_size,
@@ -177,11 +187,10 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
                 checkpoints.save(model, optimizer, progress)  # before what takes long: it is written meanwhile
                 metrics.resume_clock()
             if progress.step % args.eval_every == 0 or progress.step == args.steps:
-                evaluate(model, data, progress.step, run.micro_batch_size, world, metrics)
+                validate(progress.step)
 
         checkpoints.wait()
         metrics.finish()
-        resume = resume_command(output, world)
         if stopped:
             metrics.say(f"Stopped after step {progress.step}. To go on:")
             metrics.say(f"  {resume}")
@@ -219,14 +228,6 @@ def export(
     chats = data.validation.of_chats and data.tokenizer is not None and bool(data.tokenizer.templates)
     for line in advice(args, world, saved, model.source, chats=chats):
         metrics.say(line)
-
-
-def refuse_unless_skipped(args: argparse.Namespace, step: int, loss: float, norm: float, output: Path) -> None:
-    if args.on_nan == "stop":
-        raise InputError(
-            f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update; {output / METRICS_FILE} names "
-            "the step's documents; lower --learning-rate, or go on without such steps by --on-nan skip"
-        )
 
 
 if __name__ == "__main__":

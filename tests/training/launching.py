@@ -74,6 +74,7 @@ class Launcher:
     def __enter__(self):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"TRITON_INTERPRET": "0", "XDG_CACHE_HOME": str(self.folder / ".cache")}
+        environment |= {"HF_HUB_CACHE": str(self.folder / ".hub"), "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.training.launching"], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -4,18 +4,25 @@ import gzip
 import json
 import math
 import os
+import runpy
 import shlex
 import shutil
+from argparse import Namespace
+from collections import Counter
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ligermodels
 from ligermodels import load_tokenizer
 from ligermodels.cli import main
+from ligermodels.training.data.corpus import stories
 from ligermodels.training.optimizers.schedules import learning_rate
-from tests.training.launching import losses, records, weights
+from ligermodels.training.scaling.parallel import World
+from tests.training.launching import TRAIN, losses, records, weights
 
 SMALL = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
 LLAMA = ["--model", "llama", "--data", "own.txt", *SMALL]
@@ -43,7 +50,7 @@ def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base
     assert done.last_lines == [
         "Saved base/model. To generate with it, and to train the same on two devices:",
         '  ligermodels generate base/model --prompt "Once upon a time"',
-        "  torchrun --nproc-per-node 2 train.py --config base/train.toml",
+        f"  torchrun --nproc-per-node 2 {TRAIN} --config base/train.toml",
     ]
     assert done.stderr == ""
 
@@ -57,9 +64,14 @@ def test_its_settings_make_the_same_weights_and_its_model_is_trained_on(base, la
     assert "Saved runs/llama-2/model" in on.stdout and "Saved runs/llama/model" in again.stdout
     written = [launcher.folder / "runs" / name / "model/tokenizer.json" for name in ("llama", "llama-2")]
     assert written[0].read_bytes() == written[1].read_bytes()
+    assert [peak_rate(launcher.folder / f"runs/{name}") for name in ("llama", "llama-2")] == [4.5e-3, 1e-5]
     first = next(record for record in records(launcher.folder / "runs/llama-2") if "validation_loss" in record)
     last = next(record for record in reversed(records(folder)) if "validation_loss" in record)
     assert first["step"] == 0 and first["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
+
+
+def peak_rate(folder):
+    return max(record["learning_rate"] for record in records(folder) if "loss" in record)
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(launcher):
@@ -70,22 +82,49 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(launcher):
     assert contents(launcher.folder) == before
 
 
-SAME = {  # losses to rounding of the sums, and weights as near as Adam's first steps leave them
-    "accumulated, recomputed, tf32": (["--micro-batch-size", "1", "--recompute", "full", "--dtype", "tf32"], {}),
-    "compiled": (["--compile"], {}),
-    "two ranks": ([], {"ranks": 2}),
-    "two copies, accumulated": (["--replicas", "2", "--micro-batch-size", "1"], {"ranks": 2}),
-}
+def traced(folder):
+    """How often each op ran in the steps of a run's trace."""
+    events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
+    return Counter(event["name"] for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
+
+
+def blocks_run_twice(folder):
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    return traced(folder)[attention] == 2 * traced(folder)[f"{attention}_backward"] > 0
+
+
+def blocks_are_compiled(folder):
+    return any(name.startswith("Torch-Compiled Region") for name in traced(folder))
+
+
+def a_rank_holds(rows):
+    def of_the_embedding(folder):
+        with safe_open(folder / "checkpoints/step-000004/rank-00000.safetensors", "pt") as file:
+            return file.get_slice("weights.model.embed_tokens.weight").get_shape() == [rows, 128]
+
+    return of_the_embedding
+
+
+SAVED = ["--checkpoint-every", "4"]
+SAME = {  # losses to rounding of the sums, and weights as near as Adam's first steps leave them; what shows the flags
+    "accumulated, recomputed, tf32": (
+        ["--micro-batch-size", "1", "--recompute", "full", "--dtype", "tf32", "--profile", "4"], 1, blocks_run_twice,
+    ),
+    "compiled": (["--compile", "--profile", "4"], 1, blocks_are_compiled),
+    "two ranks": (SAVED, 2, a_rank_holds(512)),
+    "two copies, accumulated": (["--replicas", "2", "--micro-batch-size", "1", *SAVED], 2, a_rank_holds(1024)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_a_run_comes_to_the_same(name, base, launcher):
     _, folder = base
-    flags, options = SAME[name]
+    flags, ranks, seen = SAME[name]
     output = launcher.folder / name
-    launcher.well(*LLAMA, *flags, "--output", output, **options)
+    launcher.well(*LLAMA, *flags, "--output", output, ranks=ranks)
     torch.testing.assert_close(losses(output), losses(folder), rtol=2e-6, atol=0)
     assert_same_model(output / "model", folder / "model")
+    assert seen(output)
 
 
 def assert_same_model(one, other):
@@ -116,6 +155,56 @@ def test_another_optimizer_or_dtype_learns_too(name, base, launcher):
     assert got[-1] < got[0] and got != expected
     dtype = json.loads((output / "model/config.json").read_text())["torch_dtype"]
     assert dtype == ("bfloat16" if "--dtype" in flags else "float32")
+
+
+CHATS = ["--data", "more", *SMALL, "--steps", "3"]
+NEW, FINE = ["--model", "llama", *CHATS], ["--model", "base/model", *CHATS, *LORA]
+CHANGING = [
+    *((NEW, flag) for flag in (["--clip", "0.5"], ["--weight-decay", "0"], ["--states", "bfloat16"], ["--seed", "1"])),
+    *((NEW, flag) for flag in (["--packing", "off"], ["--validation-fraction", "0.2"], ["--warmup", "0"])),
+    *((FINE, flag) for flag in (["--lora-alpha", "4"], ["--lora-dropout", "0.5"], ["--lora-targets", "q_proj"])),
+]
+
+
+@pytest.fixture(scope="module")
+def unchanged(base, launcher):
+    """The losses of three steps, of a new model and of LoRA."""
+    for name, flags in (("new", NEW), ("fine", FINE)):
+        launcher.well(*flags, "--no-export", "--output", name)
+    return {"new": losses(launcher.folder / "new"), "fine": losses(launcher.folder / "fine")}
+
+
+@pytest.mark.parametrize(("run", "flag"), CHANGING, ids=lambda given: given[0].strip("-"))
+def test_a_flag_that_changes_the_result_is_heeded(run, flag, unchanged, launcher):
+    name = f"with{flag[0]}"
+    launcher.well(*run, *flag, "--no-export", "--output", name)
+    got, expected = losses(launcher.folder / name), unchanged["fine" if run is FINE else "new"]
+    assert got != expected and got == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "lora_rank", "ranks", "expected"),
+    [
+        ("float32", None, None, 1, ("highest", "float32", "float32")),
+        ("tf32", None, None, 1, ("high", "float32", "float32")),
+        ("bfloat16", None, None, 1, ("highest", "bfloat16", "bfloat16")),
+        ("bfloat16", None, None, 2, ("highest", "bfloat16", "float32")),
+        ("bfloat16", None, 8, 1, ("highest", "bfloat16", "float32")),
+        ("bfloat16", "bfloat16", 8, 2, ("highest", "bfloat16", "bfloat16")),
+        ("float32", "bfloat16", None, 1, ("highest", "float32", "bfloat16")),
+    ],
+)
+def test_what_is_computed_in_and_what_trained_weights_are_stored_in(dtype, weights, lora_rank, ranks, expected):
+    args = Namespace(dtype=dtype, weights=weights, lora_rank=lora_rank)
+    before = torch.get_float32_matmul_precision()
+    try:
+        computed, stored = runpy.run_path(str(TRAIN))["dtypes"](args, World(torch.device("cpu"), size=ranks))
+        assert (torch.get_float32_matmul_precision(), f"{computed}", f"{stored}") == (
+            expected[0], *(f"torch.{name}" for name in expected[1:])
+        )  # fmt: skip
+        assert args.weights == expected[2]  # a setting of the run from here on
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_lora_is_kept_in_fp32_over_a_base_in_bfloat16(base, launcher):
@@ -216,6 +305,46 @@ def test_prompts_and_completions_train_a_model_that_has_no_chat_template(base, l
     assert losses(launcher.folder / "paired")[-1] < losses(launcher.folder / "paired")[0]
 
 
+def test_ranks_and_steps_without_a_supervised_token_leave_everything_finite(base, launcher):
+    """Of the five rows that each prompt takes with its completion, one has something to learn."""
+    prompts = [" ".join(text for text, _ in stories(seed, 5)) for seed in range(20)]
+    pairs = [json.dumps({"prompt": prompt, "completion": " The end."}) for prompt in prompts]
+    (launcher.folder / "long.jsonl").write_text("\n".join(pairs))
+    run = ["--model", "base/model", "--data", "long.jsonl", *SMALL, "--batch-size", "2", "--packing", "off"]
+    alone, shared = (launcher.folder / name for name in ("masked", "masked-two"))
+    for output, ranks in ((alone, 1), (shared, 2)):
+        launcher.well(*run, "--no-export", "--output", output, ranks=ranks)
+    assert losses(alone) == pytest.approx(losses(shared), rel=2e-6)
+    learned = [loss > 0 for loss in losses(shared)]
+    norms = [record["grad_norm"] for record in records(shared) if "loss" in record]
+    assert any(learned) and not all(learned)
+    assert all(math.isfinite(norm) and (norm > 0) == some for norm, some in zip(norms, learned, strict=True))
+
+
+def test_a_model_of_the_hub_is_trained_by_its_name_and_revision(base, launcher):
+    commit = "4e20de362430cd3b72f300e6b0f18e50e7166e08"
+    cached = launcher.folder / ".hub/models--someone--tiny"
+    shutil.copytree(base[1] / "model", cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs/v1").write_text(commit)
+    adapter = [*LORA, "--lora-export", "adapter"]
+    done = launcher.well("--model", "someone/tiny", "--revision", "v1", "--data", "own.txt", *SMALL, *adapter)
+    assert "  ligermodels generate someone/tiny --revision v1 --adapter runs/tiny/adapter --prompt" in done.stdout
+    config = json.loads((launcher.folder / "runs/tiny/adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "someone/tiny"
+    first = next(record for record in records(launcher.folder / "runs/tiny") if "validation_loss" in record)
+    last = next(record for record in reversed(records(base[1])) if "validation_loss" in record)
+    assert first["step"] == 0 and first["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
+
+
+def test_a_run_is_logged_where_that_is_asked_for(launcher):
+    launcher.well(*LLAMA, "--log-to", "tensorboard", "--no-export", "--output", "logged")
+    folder = launcher.folder / "logged"
+    assert {path.name for path in folder.iterdir()} == LEFT - {"model", "curves.png"} | {"tensorboard"}
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses(folder), rel=1e-6)
+
+
 def test_ranks_that_fail_alike_say_so_once(launcher):
     done = launcher.run(*LLAMA, "--batch-size", "3", ranks=2)
     assert done.statuses == [2, 2]
@@ -224,10 +353,12 @@ def test_ranks_that_fail_alike_say_so_once(launcher):
 
 REFUSED = {
     "an unknown flag": (["--model", "llama", "--batchsize", "4"], "--batchsize: no such flag; did you mean"),
-    "an unknown model": (["--model", "qwen3000"], "qwen3000"),
+    "an unknown model": (["--model", "qwen3000"], "qwen3000: "),
+    "a mistyped model": (["--model", "Qwen/Qwen3-8"], "did you mean 'Qwen/Qwen3-8B'?"),
+    "float8 on a CPU": ([*LLAMA, "--float8", "--compile"], "float8 needs a GPU of compute capability 8.9"),
     "a folder in use": ([*LLAMA, "--output", "base"], "base: exists already; give another --output"),
     "no data": (["--model", "llama", "--data", "none.jsonl"], "none.jsonl"),
-    "bad data": (["--model", "llama", "--data", "bad.jsonl"], "bad.jsonl:2:"),
+    "bad data, before broken weights": (["--model", "broken", "--data", "bad.jsonl"], "bad.jsonl:2:"),
     "little data": ([*LLAMA, "--sequence-length", "100000"], "less than one row"),
     "copies of too few ranks": ([*LLAMA, "--replicas", "2"], "torchrun --nproc-per-node 2"),
     "broken weights": (["--model", "broken", "--data", "own.txt", *SMALL], "broken/model.safetensors"),

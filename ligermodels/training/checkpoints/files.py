@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import read_header, read_json, reading, safe_file
+from ligermodels.weights.files import AGAIN, read_header, read_json, reading, safe_file
 from ligermodels.weights.writing import Entry, commit, sync, write_json, write_safetensors
 
 MANIFEST, RECORD = "manifest.json", "training.json"
@@ -124,8 +124,12 @@ def described(file: Path) -> dict[str, Any]:
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """The files of a checkpoint with their sizes and hashes; all are there, and no other. Raises CheckpointError."""
-    file = safe_file(checkpoint, MANIFEST)
-    files = read_json(file).get("files")
+    file = checkpoint / MANIFEST
+    try:
+        files = read_json(safe_file(checkpoint, MANIFEST)).get("files")
+    except CheckpointError as error:
+        fault = str(error).removesuffix(f"; {AGAIN}")
+        raise CheckpointError(f"{fault}; {instead_of(checkpoint)}") from error
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         raise CheckpointError(f"{file}: files is not an object of objects; {instead_of(checkpoint)}")
     there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}

@@ -102,8 +102,11 @@ def floor_of(sources: Sequence[Source], validation: Sequence[Selection]) -> floa
 
 def description(specs: Sequence[Spec], skipped: int, left_out: int) -> str:
     names = (TITLES.get(spec.name, spec.name) + ("" if spec.weight is None else f"={spec.weight:g}") for spec in specs)
-    notes = [f"{counted(skipped, 'bad line')} skipped"] * bool(skipped)
-    notes += [f"{counted(left_out, 'document')} left out: also for validation"] * bool(left_out)
+    notes = []
+    if skipped:
+        notes.append(f"{counted(skipped, 'bad line')} skipped")
+    if left_out:
+        notes.append(f"{counted(left_out, 'document')} left out: also for validation")
     return " + ".join(names) + (f" ({', '.join(notes)})" if notes else "")
 
 

@@ -64,6 +64,8 @@ class Metrics:
             total=steps, initial=done, dynamic_ncols=True, disable=not (enabled and sys.stderr.isatty()),
             bar_format="{percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
         )  # fmt: skip
+        if not self.bar.disable and self.bar.ncols == 0:  # as in some containers, whose terminals have no width
+            self.bar.disable = True
         self.full = False
         self.taken = self.skipped = 0
         self.seconds = 0.0  # of this process's steps

@@ -34,15 +34,27 @@ def advice(args: argparse.Namespace, world: World, saved: Path, base: Path | Non
         ways["generate with it"] = f"ligermodels generate {shlex.join(model)} {prompt}"
     if runs_on_two(args, world):
         config = shlex.quote(str(saved.parent / SETTINGS_FILE))
-        ways["train the same on two devices"] = f"torchrun --nproc-per-node 2 train.py --config {config}"
+        ways["train the same on two devices"] = f"torchrun --nproc-per-node 2 {script()} --config {config}"
     done = f"Saved {saved}" + (", in PEFT's format" if adapter else "")
     return [f"{done}. To {', and to '.join(ways)}:" if ways else done, *(f"  {command}" for command in ways.values())]
 
 
 def resume_command(output: Path, world: World) -> str:
-    """By what this run was started with."""
-    ranks = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}" if world.size > 1 else "python"
-    return f"{ranks} {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(output))}"
+    """By what this run was started with; of several hosts, for each of them."""
+    return f"{launcher(world)} {script()} --resume {shlex.quote(str(output))}"
+
+
+def launcher(world: World) -> str:
+    if world.size == 1:
+        return "python"
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    meeting = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint {os.environ['MASTER_ADDR']} " if hosts > 1 else ""
+    return f"torchrun {meeting}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+
+
+def script() -> str:
+    """train.py, by the path it was started by."""
+    return shlex.quote(sys.argv[0])
 
 
 def runs_on_two(args: argparse.Namespace, world: World) -> bool:

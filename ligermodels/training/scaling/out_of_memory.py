@@ -1,13 +1,12 @@
 """What to say when a GPU's memory was not enough: what the step needed, and which flags lower it."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from ligermodels.errors import first_line
+from ligermodels.errors import InputError, first_line
 from ligermodels.memory import TrainingMemory
 from ligermodels.units import memory_size
 
@@ -16,13 +15,12 @@ Needs = Callable[..., TrainingMemory]
 
 @contextmanager
 def explained(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: int, blocks: int) -> Iterator[None]:
-    """Ends the process with status 2 and one line where a GPU's memory is not enough, be it that of one rank alone."""
+    """Raises InputError where a GPU's memory is not enough, be it that of one rank alone."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         sizes = {"micro_batch_size": micro_batch_size, "recomputed": recomputed, "blocks": blocks}
-        print(f"train.py: {explain_out_of_memory(error, args, needs, **sizes)}", file=sys.stderr)
-        sys.exit(2)
+        raise InputError(explain_out_of_memory(error, args, needs, **sizes)) from error
 
 
 def explain_out_of_memory(

@@ -272,6 +272,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(name, place, tmp_path):
     assert (
         named.search(str(error.value)) if name == "manifest.json" else str(error.value).startswith(f"{file}: damaged")
     )
+    assert str(error.value).endswith(f"remove {tmp_path}/step-000002 to go on from step-000001")
     assert_same(state_of(*other), before)
 
 
@@ -294,6 +295,9 @@ def test_files_that_are_missing_or_strange_are_named(tmp_path):
     strange.unlink()
     (tmp_path / "step-000001/rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: is missing"):
+        restore(tmp_path, *run)
+    (tmp_path / "step-000001/manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is missing; remove \S+ to go on from the beginning$"):
         restore(tmp_path, *run)
 
 

@@ -96,6 +96,15 @@ def test_speed_share_of_peak_and_time_left_are_those_of_steps_that_do_not_compil
     )
 
 
+def test_on_a_gpu_the_peak_of_its_memory_is_shown(tmp_path, clock, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 13 * 2**28)
+    with Metrics(tmp_path, steps=1, tokens_per_step=1, device=torch.device("cuda")) as metrics:
+        metrics.step(1, 1.0, 1.0, 0.1)
+        assert metrics.summary() == "too few steps to tell tokens/s, 3.2 GiB"
+    assert records(tmp_path)[0]["peak_memory_gib"] == 3.25
+    assert capsys.readouterr().out == "step 1/1, loss 1.000, grad norm 1.00, lr 1.0e-01, 3.2 GiB\n"
+
+
 def test_a_speed_of_few_tokens_is_not_rounded_to_none(tmp_path, clock):
     with run(tmp_path, 3) as metrics:
         for step in (1, 2, 3):
@@ -143,6 +152,14 @@ def test_a_narrow_terminal_shows_fewer_numbers_and_none_of_them_cut(columns, sho
         metrics.bar.refresh()
     line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1].rstrip()
     assert line.endswith("| 3/3" + shown) and len(line) < columns
+
+
+def test_a_terminal_without_a_width_has_lines(tmp_path, capsys, terminal):
+    terminal(1)  # of which one is left free
+    with run(tmp_path, 2) as metrics:
+        metrics.step(1, 0.5, 1.0, 0.1)
+    out, err = capsys.readouterr()
+    assert out == "step 1/2, loss 0.500, grad norm 1.00, lr 1.0e-01\n" and "|" not in err
 
 
 def test_a_run_goes_on_when_its_reader_has_left(tmp_path, monkeypatch):

@@ -2,13 +2,13 @@ import pytest
 import torch
 
 from ligermodels.training.runs import advice as module
-from ligermodels.training.runs.advice import advice
+from ligermodels.training.runs.advice import advice, resume_command
 from ligermodels.training.runs.arguments import parse_arguments
 from ligermodels.training.scaling.parallel import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GENERATE = '  ligermodels generate run/model --prompt "Once upon a time"'
-TORCHRUN = "  torchrun --nproc-per-node 2 train.py --config run/train.toml"
+TORCHRUN = "  torchrun --nproc-per-node 2 '../my train.py' --config run/train.toml"
 TO_TRAIN = "To train the same on two devices:"
 
 
@@ -19,6 +19,7 @@ def here(tmp_path, monkeypatch):
     for folder in ("base", "run/model", "run/adapter"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "base/tokenizer.json").touch()
+    monkeypatch.setattr("sys.argv", ["../my train.py"])
     return tmp_path
 
 
@@ -61,3 +62,22 @@ def test_an_adapter_is_used_over_the_model_that_it_was_trained_on(here):
         "Saved run/adapter, in PEFT's format. To generate with it:",
         "  ligermodels generate base --revision 'v 1' --adapter run/adapter --chat --prompt \"Hello!\"",
     ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environment", "launcher"),
+    [
+        (1, {}, "python"),
+        (4, {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "torchrun --nproc-per-node 4"),
+        (
+            4, {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint a --nproc-per-node 2",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_by_what_it_was_started_with(ranks, environment, launcher, here, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert resume_command(here / "a run", World(CPU, 0, ranks)) == (
+        f"{launcher} '../my train.py' --resume '{here / 'a run'}'"
+    )

@@ -1,6 +1,7 @@
 """The flags of train.py, and the files they are read from and written to."""
 
 import re
+import shlex
 
 import pytest
 
@@ -8,6 +9,7 @@ from ligermodels.errors import InputError
 from ligermodels.training.runs import arguments
 from ligermodels.training.runs.arguments import parse_arguments
 from ligermodels.training.runs.settings import differences, read_settings, settings, write_settings
+from tests.training.launching import ROOT
 
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
@@ -224,3 +226,14 @@ def test_train_toml_says_how_to_use_it(tmp_path):
     first, *rest = (tmp_path / "train.toml").read_text().splitlines()
     assert first.startswith("# ") and "--config train.toml" in first
     assert all(re.fullmatch(r"\w+ = .+", line) for line in rest)
+
+
+@pytest.mark.parametrize(("document", "count"), [("README.md", 9), ("train.py", 5), ("train.py --help", 5)])
+def test_every_command_of_the_documents_has_flags_that_go_together(document, count):
+    text = arguments.EXAMPLES if document.endswith("--help") else (ROOT / document).read_text()
+    found = re.findall(r"train\.py (--[^`\n]*?)(?: {3,}|`|$)", text.replace("\\\n", " "), flags=re.MULTILINE)
+    assert len(found) == count
+    for command in found:
+        args = arguments.parsed(arguments.flags(), shlex.split(command))
+        if args.resume is None and args.config is None:
+            arguments.refuse_contradictions(args)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels.errors import InputError
 from ligermodels.memory import training_memory
 from ligermodels.training.scaling import recompute
-from ligermodels.training.scaling.out_of_memory import explain_out_of_memory
+from ligermodels.training.scaling.out_of_memory import explain_out_of_memory, explained
 from ligermodels.training.scaling.parallel import World
 from ligermodels.units import memory_size
 from tests.layers.saved_bytes import saved_bytes
@@ -92,6 +93,14 @@ def test_out_of_memory_names_batch_length_estimate_and_the_flags_that_lower_it(m
     assert f"--micro-batch-size 4 ({memory_size(half)})" in text and half < needs(recomputed=2).peak
     assert "--sequence-length 65536" in text and "--lora-rank 16" in text and "adamw8bit" in text
     assert text.endswith("tried 2 GiB") and "\n" not in text
+
+
+def test_out_of_memory_ends_a_run_with_that_line_and_another_error_is_left_alone(model):
+    args = Namespace(sequence_length=64, dtype="bfloat16", weights=None, optimizer="adamw", lora_rank=8, replicas=1)
+    line = r"^out of GPU memory with --micro-batch-size 4 .*, 1 of 6 blocks recomputed: .*tried 2 GiB$"
+    for error, raised, said in ((torch.OutOfMemoryError, InputError, line), (RuntimeError, RuntimeError, "^tried 2")):
+        with pytest.raises(raised, match=said), explained(args, needs_of(model), 4, 1, BLOCKS):
+            raise error("tried 2 GiB")
 
 
 def test_out_of_memory_names_no_flag_that_is_set_already(model):
