@@ -27,7 +27,6 @@ METRICS_FILE = "metrics.jsonl"
 WARMUP_STEPS = 2  # of a process: they compile and allocate, and are not timed
 RECENT = 50  # steps whose median speed is shown
 SLOW = 10  # tokens a second, below which their decimals count
-LINES = 100  # of a run without a terminal, about
 
 
 class Metrics:
@@ -118,7 +117,7 @@ class Metrics:
         if not self.bar.disable:
             self.bar.set_postfix_str(self.fitting(status, [*short, *self.costs()], short), refresh=False)
             self.bar.update()
-        elif self.taken == 1 or step == self.steps or step % max(1, self.steps // LINES) == 0:
+        else:
             self.say(f"step {step}/{self.steps}, {', '.join(status)}")
         self.clock = now
 
