@@ -125,6 +125,8 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
     for each in units(model):
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        # NCCL's own memory: it reads and writes there without buffers between. A rank that shares with none needs none.
+        each.set_allocate_memory_from_process_group_for_comm(shards_of(world, replicas) > 1)
 
 
 def precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
