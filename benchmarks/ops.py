@@ -17,6 +17,7 @@ class Provider(NamedTuple):
     make: Callable[..., Callable]
     shapes: Sequence[Shape]
     layout: Callable[..., Iterable[Tensor]]
+    overwrites: bool = False
 
 
 @dataclass
@@ -45,22 +46,29 @@ class Op:
     def __post_init__(self) -> None:
         OPS[self.name] = self
 
-    def provider(self, name: str, shapes: Sequence[Shape] | None = None, layout: Callable = lambda *inputs: inputs):
+    def provider(
+        self,
+        name: str,
+        shapes: Sequence[Shape] | None = None,
+        layout: Callable = lambda *inputs: inputs,
+        overwrites: bool = False,
+    ):
         """Registers a function of the shape that imports what it needs and returns a callable on the inputs.
 
         shapes: those to run, all if not given. layout: from the op's inputs to those this provider would find in a
-        model; not timed.
+        model; not timed. overwrites: whether it writes over them, and what it computes next would take another time:
+        their values are put back after each call, which is not timed either.
         """
 
         def register(make: Callable[..., Callable]) -> Callable[..., Callable]:
-            self.providers[name] = Provider(make, shapes or self.shapes, layout)
+            self.providers[name] = Provider(make, shapes or self.shapes, layout, overwrites)
             return make
 
         return register
 
     def compiled(self, shapes: Sequence[Shape]) -> None:
         """Registers torch.compile of the provider "pytorch"; each shape costs seconds of compilation."""
-        make, _, layout = self.providers["pytorch"]
+        make, _, layout, _ = self.providers["pytorch"]
 
         @self.provider("torch.compile", shapes, layout)
         def compiled(*shape):

@@ -24,11 +24,21 @@ COPY, MATMUL = "copy_gb_per_s", "matmul_tflop_per_s"
 
 
 class Inputs(NamedTuple):
-    """What one call takes: arguments, those of them that are differentiated, and the outputs' upstream gradients."""
+    """What one call takes: arguments, those of them that are differentiated, and the outputs' upstream gradients.
+
+    kept: the arguments' values, where the call writes over them; empty where it does not.
+    """
 
     arguments: list[Tensor]
     leaves: list[Tensor]
     upstream: list[Tensor]
+    kept: Sequence[Tensor] = ()
+
+
+@torch.no_grad()
+def restore(inputs: Inputs) -> None:
+    for argument, values in zip(inputs.arguments, inputs.kept, strict=False):
+        argument.copy_(values)
 
 
 class Timing(NamedTuple):
@@ -63,7 +73,8 @@ def caller(function: Callable, sets: Sequence[Inputs], kind: str) -> Callable:
     ring = itertools.cycle(sets)
 
     def call(begin, end):
-        arguments, leaves, upstream = next(ring)
+        inputs = next(ring)
+        arguments, leaves, upstream, _ = inputs
         if kind != "backward":
             begin.record()
         outputs = as_list(function(*arguments))
@@ -72,6 +83,7 @@ def caller(function: Callable, sets: Sequence[Inputs], kind: str) -> Callable:
         if kind != "forward":
             torch.autograd.grad(outputs, leaves, upstream)
         end.record()
+        restore(inputs)
 
     return call
 

@@ -81,7 +81,7 @@ def test_plain_pytorch_and_ours_are_right_in_every_layout(name, request):
     op, shape = OPS[name], SMALL[name]
     truth = Truth(op, shape)
     for provider in ("pytorch", "ligermodels"):
-        make, _, layout = op.providers[provider]
+        make, _, layout, _ = op.providers[provider]
         result = evaluate(after(layout, make(*shape)), fresh_inputs(op, shape))
         assert truth.error_of(result) <= FACTOR, provider
 
@@ -217,6 +217,26 @@ def test_a_pass_times_its_own_part_and_accumulates_no_gradient(kind, expected):
         call(Recorder(log, "begin"), Recorder(log, "end"))
     assert log == 2 * expected
     assert all(x.grad is None for x in leaves)
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_inputs_that_a_provider_writes_over_are_put_back_after_each_call(op, overwrites):
+    seen = []
+
+    @op.provider("greedy", layout=lambda x: (x.detach(),), overwrites=overwrites)
+    def greedy(*shape):
+        def double(x):
+            seen.append(x.sum().item())
+            return x.mul_(2)
+
+        return double
+
+    sets = suite.timed_inputs(suite.Case(op, (4, 8)), op.providers["greedy"], greedy())
+    call = timing.caller(greedy(), sets[:1], "forward")
+    del seen[:]
+    for _ in range(3):
+        call(timing.Stamp(), timing.Stamp())
+    assert len(set(seen)) == (1 if overwrites else 3)
 
 
 def test_inputs_rotate_beyond_twice_the_cache(monkeypatch):
