@@ -104,13 +104,17 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
     model: on the meta device, or with equal values on every rank. Its parameters keep the dtype they have; `dtype` is
     that of the computation. Where the two differ, a single process computes by the same path, as one of one.
     replicas: copies of the model; world.size / replicas ranks share one, neighbours first.
-    keep_gathered: whether blocks keep gathered weights from forward to backward, which saves gathering them twice.
+    keep_gathered: whether there is room for blocks to keep gathered weights from forward to backward, which saves
+    gathering them twice, and for memory of NCCL's own, if gradients are summed in `dtype`.
     Raises InputError where one parameter is used in two units or the replicas do not divide the ranks.
     """
     if world.size == 1 and all(p.dtype == dtype for p in model.parameters() if p.requires_grad):
         return
     refuse_ties_between_units(model)
-    unit = functools.partial(fully_shard, mesh=mesh_of(world, replicas), mp_policy=precision(model, dtype))
+    policy = precision(model, dtype)
+    unit = functools.partial(fully_shard, mesh=mesh_of(world, replicas), mp_policy=policy)
+    # Where NCCL reads and writes without buffers between. What it once took, gradients among it, it never gives back.
+    in_memory_of_nccl = keep_gathered and policy.reduce_dtype == dtype and shards_of(world, replicas) > 1
     *others, last = layers = blocks(model)
     for block in others:
         unit(block, reshard_after_forward=not keep_gathered)
@@ -125,8 +129,7 @@ def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 
     for each in units(model):
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        # NCCL's own memory: it reads and writes there without buffers between. A rank that shares with none needs none.
-        each.set_allocate_memory_from_process_group_for_comm(shards_of(world, replicas) > 1)
+        each.set_allocate_memory_from_process_group_for_comm(in_memory_of_nccl)
 
 
 def precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
