@@ -97,7 +97,7 @@ def test_half_precision_is_within_the_error_budget(name, tmp_path):
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
-    input_ids = tokens(CASES[name], length=64)
+    input_ids = tokens(CASES[name], length=64 if DEVICE == "cuda" else 24)  # the interpreter is slow
     plain = reference_model(CASES[name], dtype)
     exact = reference_model(CASES[name], dtype).double()(input_ids).logits
     ours = relative_error(model(input_ids.to(DEVICE)).logits.cpu(), exact)

@@ -88,7 +88,7 @@ def test_each_check_notices_its_own_fault(folder, tmp_path, capsys, monkeypatch)
     def changed(folder):
         return config_of(folder) | ({"rms_norm_eps": 0.5} if folder.name == "export" else {})
 
-    def forgetful(source, folder):
+    def forgetful(source, folder, patterns):
         (folder / "tokenizer_config.json").write_text("{}")
 
     monkeypatch.setattr(hub, "load", faulty)
