@@ -5,7 +5,7 @@ import torch
 import ligermodels
 from tests.conftest import DEVICE
 
-BATCH, LENGTH = 2, 32
+BATCH, LENGTH = 2, 16
 
 
 def saved_bytes(raw, layers, dtype, change=lambda model: None, batch=BATCH, length=LENGTH):

@@ -48,7 +48,7 @@ def scale_all(model):
 
 def gradients(change=lambda model: None, raw=BIASED, compiled=False):
     """Of every trained parameter after one step of a model that `change` was done to."""
-    ids = torch.randint(3, 99, (2, 16), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = torch.randint(3, 99, (2, 8), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     model = ligermodels.create(raw, device=DEVICE)
     torch.manual_seed(1)
     change(model)

@@ -7,7 +7,7 @@ from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import RANK, adapt
 
-ROWS, LENGTH = 2, 16
+ROWS, LENGTH = 2, 8
 
 
 def step(recompute, raw=LLAMA, change=lambda model: model):
