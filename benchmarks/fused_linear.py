@@ -5,10 +5,9 @@ The limit is the time of the node's three matrix products alone, in the same run
 from forward to backward; it leaves out the gradients.
 """
 
-import torch
 import torch.nn.functional as F
 
-from benchmarks.ops import Op, draw
+from benchmarks.ops import Op, draw, three_products
 from benchmarks.rms_norm import EPS
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.gated_linear import gated_linear_reference
@@ -24,18 +23,6 @@ def norm_linear_inputs(tokens, hidden, inner):
 
 def gated_linear_inputs(tokens, hidden, inner):
     return [draw(tokens, 2 * inner), draw(hidden, inner, scale=inner**-0.5)]
-
-
-def three_products(tokens, inputs, outputs):
-    """Those of a linear: y = x Wᵀ, dx = dy W, dW = dyᵀ x."""
-    x, weight, y = (draw(*shape).detach() for shape in [(tokens, inputs), (outputs, inputs), (tokens, outputs)])
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-
-    def multiply():
-        torch.mm(x, weight.T, out=y)
-        return torch.mm(y, weight, out=dx), torch.mm(y.T, x, out=dweight)
-
-    return multiply
 
 
 def fused_op(name, inputs, reference, sides):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cross_entropy import SPREAD
-from benchmarks.ops import Op, draw
+from benchmarks.ops import Op, draw, three_products
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy_reference
 
@@ -15,17 +15,6 @@ SHAPES = [(16384, 4096, 128256), (16384, 2304, 256000), (16384, 896, 151936), (6
 
 def inputs(tokens, hidden, vocab):
     return [draw(tokens, hidden), draw(vocab, hidden, scale=SPREAD * hidden**-0.5), torch.randint(vocab, (tokens,))]
-
-
-def three_products(tokens, hidden, vocab):
-    x, weight = (draw(rows, hidden).detach() for rows in (tokens, vocab))
-    logits, dx, dweight = torch.empty(tokens, vocab, dtype=x.dtype), torch.empty_like(x), torch.empty_like(weight)
-
-    def multiply():
-        torch.mm(x, weight.T, out=logits)
-        return torch.mm(logits, weight, out=dx), torch.mm(logits.T, x, out=dweight)
-
-    return multiply
 
 
 linear_cross_entropy = Op(

@@ -84,3 +84,15 @@ def both(forward: float, backward: float) -> dict[str, float]:
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
     """A bf16 input that is differentiated."""
     return torch.randn(shape, dtype=torch.bfloat16).mul_(scale).requires_grad_()
+
+
+def three_products(tokens: int, inputs: int, outputs: int) -> Callable:
+    """Those of a linear: y = x Wᵀ, dx = dy W, dW = dyᵀ x."""
+    x, weight = draw(tokens, inputs).detach(), draw(outputs, inputs).detach()
+    y, dx, dweight = torch.empty(tokens, outputs, dtype=x.dtype), torch.empty_like(x), torch.empty_like(weight)
+
+    def multiply():
+        torch.mm(x, weight.T, out=y)
+        return torch.mm(y, weight, out=dx), torch.mm(y.T, x, out=dweight)
+
+    return multiply

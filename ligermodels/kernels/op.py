@@ -64,10 +64,10 @@ def traced(args: tuple[Any, ...]) -> bool:
     return args[0].is_meta or not PLAIN.issuperset(map(type, args))
 
 
-def last_use(*saved: Tensor) -> bool:
+def last_use(*tensors: Tensor) -> bool:
     """Whether a node's backward may write over what it saved: neither something that traces nor a backward to come, of
-    a graph that is kept, reads it again."""
-    return not traced(saved) and not torch._C._autograd._get_current_graph_task_keep_graph()
+    a graph that is kept, reads it again. tensors: those that backward works on."""
+    return not traced(tensors) and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:

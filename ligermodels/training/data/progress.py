@@ -20,8 +20,13 @@ LINE_SECONDS = 60.0  # from line to line
 Item = TypeVar("Item")
 
 
+def speaks() -> bool:
+    """Whether this is the first rank, be there others or not."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         print(line, file=sys.stderr, flush=True)
 
 
@@ -35,7 +40,7 @@ class Progress:
         self.said = False
         self.before = 0
         self.position: Callable[[], int] | None = None
-        hidden = os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
+        hidden = not speaks() or not sys.stderr.isatty()
         self.bar = tqdm(
             desc=title, total=total, unit="B", unit_scale=True, delay=SILENT_SECONDS, disable=hidden, leave=False
         )
