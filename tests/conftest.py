@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 import pytest
 
 import ligermodels.kernels.op as op
+import ligermodels.kernels.scaled as scaled
 from tests import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,6 +25,7 @@ BEYOND_INT32 = pytest.mark.xdist_group("beyond int32")
 def pytest_configure():
     if DEVICE == "cpu":
         interpreter.hasten()
+        scaled.IN_PLACE_TILE = 512, 2048, 8  # a GPU's would be 32 steps for every short row
 
 
 def pytest_collection_modifyitems(items):
