@@ -49,12 +49,12 @@ def hub_tensors(model):
     return {piece.tensor: parameters[piece.parameter].detach()[piece.index] for piece in pieces}
 
 
-def check_parity(name, folder, device=DEVICE, length=23):
+def check_parity(name, folder, device=DEVICE):
     """Logits, loss and the change of every weight in one SGD step, in fp32."""
     raw = CASES[name]
     reference = save_reference(raw, folder)
     model = ligermodels.load(folder, device=device)
-    input_ids = tokens(raw, length=length)
+    input_ids = tokens(raw)
     labels = labels_of(input_ids)
     exact = results(copy.deepcopy(reference).double(), input_ids, labels)
     theirs = results(reference, input_ids, labels)
@@ -87,7 +87,7 @@ def test_fp32_parity(name, tmp_path):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ON_KERNELS)
 def test_fp32_parity_on_the_kernels(name, tmp_path):
-    check_parity(name, tmp_path, length=11)  # the interpreter is slow
+    check_parity(name, tmp_path)
 
 
 @pytest.mark.usefixtures("kernels")
