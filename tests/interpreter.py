@@ -91,6 +91,7 @@ def broadcast_if_unequal(broadcast):
 
     return broadcast_impl_value
 
+
 def remember_by_name(get_np_dtype):
     known = {}
 

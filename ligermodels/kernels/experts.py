@@ -11,11 +11,10 @@ outputs are not. Rows go back to tokens by a gather and a sum in fp32: no atomic
 x [T, H], GU [E, 2 I, H] (the gate's rows first) and D [E, H, I] in one float dtype; index [T, k] int64; w [T, k] fp32.
 6 T k H I FLOP forward, twice that backward. Nothing here waits for the device: no size depends on the routing.
 
-Backward needs, in elements beside its inputs and outputs, R = T k, the largest of
-    6 R I           [g, u], its gradient, dp and p, when the activation's backward runs
-    R (3 I + H)     d[g, u], p and the sorted copy of x, when dGU is computed; dD is not there yet
-    R (I + H)       p and the sorted copy of dy, when dD is computed; dGU is there
-[g, u] is freed in between. dD comes last because it needs the narrower p, and dy is sorted twice rather than kept.
+Backward needs R (3 I + H) elements beside its inputs and outputs, R = T k: [g, u], whose memory its gradient takes, dp,
+whose memory p takes, and the sorted copy of dy, then of x. [g, u] goes before dD is computed. dD comes last because it
+needs the narrower p, and dy is sorted twice rather than kept. Of a graph that is kept for another backward [g, u] is
+not written over: 6 R I then, where that is more.
 """
 
 import torch
@@ -33,7 +32,7 @@ from ligermodels.kernels.grouped_low_rank import (
     grouped_forward,
     grouped_low_gradient,
 )
-from ligermodels.kernels.op import Node, autocast, kernel, register, runs_kernels, widen
+from ligermodels.kernels.op import Node, autocast, kernel, last_use, register, runs_kernels, widen
 
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -130,13 +129,17 @@ def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: st
 
 
 def _launch_product_backward(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, emit: bool
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, emit: bool, inplace: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, row, activation, emit)
+    """inplace: dgate_up over gate_up and product over dproduct: what writes a place is what has read it."""
+    dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
+    if inplace:
+        dgate_up, dweight, product = gate_up.detach(), torch.empty_like(weight), dproduct if emit else None
+    else:
+        dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, row, activation, emit)
     rows, columns = dproduct.shape
     tile, warps = tile_of(columns)
     if rows:
-        dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
         launch = _product_backward_kernel.bind(ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=warps)
         emitted = dgate_up if product is None else product
         launch(rows, dproduct, gate_up, weight, row, dgate_up, dweight, emitted, columns)
@@ -163,6 +166,16 @@ experts_product_backward = register(
     _launch_product_backward,
     _fake_product_backward,
 )
+
+
+def product_backward_of_saved(
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, emit: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As experts_product_backward, of a node's own gate_up and dproduct: in place, where this is their last use."""
+    inputs = dproduct, gate_up, weight, row, activation, emit
+    if not last_use(gate_up, dproduct):
+        return experts_product_backward(*inputs)
+    return _launch_product_backward(*inputs, inplace=True)
 
 
 class _Experts(Node):
@@ -205,7 +218,7 @@ class _Experts(Node):
             dproduct = grouped_backward(drows, down_weight, offsets, ddown_low, down_a)
             ddown_b = grouped_weight_gradient(drows, down_low, offsets) if needs_down_b else None
             del drows
-            dgate_up, dweight, product = experts_product_backward(
+            dgate_up, dweight, product = product_backward_of_saved(
                 dproduct, gate_up, weight, row, ctx.activation, reads_product
             )
             del dproduct

@@ -141,11 +141,11 @@ def _backward(columns: int, activation: str, emit: bool, device: torch.device) -
 
 
 def _launch_backward(
-    dy: Tensor, gate_up: Tensor, activation: str, emit: bool, dgate_up: Tensor | None = None
+    dy: Tensor, gate_up: Tensor, activation: str, emit: bool, inplace: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """dgate_up: where its gradient goes, which may be gate_up's own memory; None for new memory."""
-    dgate_up = gate_up.new_empty(*gate_up.shape) if dgate_up is None else dgate_up
-    y = gate_up.new_empty(*dy.shape) if emit else None
+    """inplace: dgate_up over gate_up and y over dy, both contiguous: what writes a place is what has read it."""
+    dgate_up = gate_up.detach() if inplace else gate_up.new_empty(*gate_up.shape)
+    y = (dy if inplace else gate_up.new_empty(*dy.shape)) if emit else None
     if size := dy.numel():
         columns = dy.shape[-1]
         launch, tiles = _backward(columns, activation, emit, dy.device)
@@ -175,10 +175,13 @@ gated_activation_backward = register(
 def backward_of_saved(
     dy: Tensor, gate_up: Tensor, activation: str, emit: bool, inplace: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As gated_activation_backward, of a node's own gate_up; inplace: into its memory, where this is its last use."""
+    """As gated_activation_backward, of a node's own gate_up and, where it emits, its own dy, which is contiguous.
+
+    inplace: dgate_up into gate_up's memory and y into dy's, where this is their last use.
+    """
     if not (inplace and gate_up.is_contiguous() and last_use(gate_up, dy)):
         return gated_activation_backward(dy, gate_up, activation, emit)
-    gradients = _launch_backward(dy, gate_up, activation, emit, gate_up.detach())
+    gradients = _launch_backward(dy, gate_up, activation, emit, inplace)
     torch.autograd.graph.increment_version(gate_up)  # so that autograd objects if another node saved it
     return gradients
 

@@ -82,8 +82,8 @@ def gated_linear(
     """linear(activation(gate) * up, weight, bias), where gate and up are the halves of gate_up.
 
     gate_up [..., 2 I] float, weight [N, I], bias [N] or None, activation "silu", "gelu_tanh" or "gelu", low_rank: the
-    linear's update -> [..., N]. inplace: as in `gated_activation`. Frozen arguments cost no gradient. Raises ValueError
-    for any other activation and for an odd width.
+    linear's update -> [..., N]. inplace: as in `gated_activation`, and the product takes its gradient's memory. Frozen
+    arguments cost no gradient. Raises ValueError for any other activation and for an odd width.
     """
     check_gated(gate_up, activation)
     gate_up, weight, bias, low_rank = autocast(gate_up, weight, bias, low_rank)

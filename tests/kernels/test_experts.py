@@ -92,6 +92,20 @@ def test_a_retained_graph_gives_the_same_gradients_again():
         torch.autograd.grad(loss, leaves)
 
 
+@pytest.mark.parametrize("inner", [9, 24, 1100])  # of one vector a thread, and of one element
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_in_place_gradients_and_product_take_the_memory_of_what_they_come_from(inner, dtype):
+    rows = 37
+    gate_up, dproduct = (torch.randn(rows, columns, device=DEVICE).to(dtype) for columns in (2 * inner, inner))
+    routing = torch.rand(rows, device=DEVICE), torch.randperm(rows, device=DEVICE).int()
+    arguments = dproduct, gate_up, *routing, "silu", True
+    expected = module._launch_product_backward(*arguments)
+    dgate_up, dweight, product = module._launch_product_backward(*arguments, inplace=True)
+    assert dgate_up.data_ptr() == gate_up.data_ptr() and product.data_ptr() == dproduct.data_ptr()
+    for a, b in zip((dgate_up, dweight, product), expected, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("retained", [False, True])
 def test_gate_up_is_freed_before_the_weights_gradients_are_made(retained, monkeypatch):
     x, index, *rest = draw(6, 16, 8, 4, 2, torch.float32)
@@ -138,12 +152,12 @@ def test_unknown_activations_and_odd_widths_are_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "num_experts"), [(4096, 8), (1024, 64)], ids=["many rows", "many experts"])
 def test_a_step_takes_no_more_memory_than_counted(tokens, num_experts):
-    """In elements: at the activation's backward, at dGU, at dD. Beside y, at the latter two also dx."""
+    """In elements: at dGU, at dD; beside them y and dx."""
     hidden, inner, k = 512, 1024, 2
     x, index, weight, *rest = draw(tokens, hidden, inner, num_experts, k, torch.bfloat16)
     leaves = [x.requires_grad_(), weight.float().requires_grad_(), *(p.requires_grad_() for p in rest)]
     dy, rows, matrix, routing = torch.randn_like(x), tokens * k, num_experts * inner * hidden, 2**20
-    counted = max(6 * rows * inner, rows * (3 * inner + hidden) + 2 * matrix, rows * (inner + hidden) + 3 * matrix)
+    counted = max(rows * (3 * inner + hidden) + 2 * matrix, rows * (inner + hidden) + 3 * matrix)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(experts(leaves[0], index, *leaves[1:], "silu"), leaves, dy)

@@ -4,7 +4,13 @@ from functools import partial
 import pytest
 import torch
 
-from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference, geglu, swiglu
+from ligermodels.kernels.gated_activation import (
+    _launch_backward,
+    gated_activation,
+    gated_activation_reference,
+    geglu,
+    swiglu,
+)
 from ligermodels.kernels.gated_linear import gated_linear
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
@@ -60,6 +66,17 @@ def test_backward_emits_the_product_of_forward_bit_for_bit(activation):
     assert torch.equal(y, gated_activation(gate_up, activation))
     assert torch.equal(dgate_up, plain)
     assert nothing.numel() == 0
+
+
+@pytest.mark.parametrize("width", [9, 24, 1100, 4096])  # of one vector a thread, and of one element
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_in_place_the_product_takes_the_memory_of_the_upstream_gradient(width, dtype):
+    gate_up, dy = (draw(37, columns, dtype=torch.float32).to(dtype) for columns in (2 * width, width))
+    expected = _launch_backward(dy, gate_up, "silu", True)
+    got = _launch_backward(dy, gate_up, "silu", True, inplace=True)
+    assert [x.data_ptr() for x in got] == [gate_up.data_ptr(), dy.data_ptr()]
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def gated_then_linear(gate_up, inplace):
