@@ -25,7 +25,7 @@ from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, rea
 from ligermodels.training.data.split import Selection, all_of, hold_out, usual_fraction
 from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
-from ligermodels.training.data.token_files import end_of_text, open_indexed, open_tokens, write_index
+from ligermodels.training.data.token_files import open_indexed, open_tokens, stated_end, write_index
 from ligermodels.training.data.tokens import END_OF_TEXT_ID, load_tokenizer, save_tokenizer, train_tokenizer
 from ligermodels.units import counted
 
@@ -103,7 +103,7 @@ class Reader:
         return open_store(folder)
 
     def token_files(self, files: Sequence[Path]) -> list[TokenStore]:
-        mapped, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
+        mapped, ends = [open_tokens(file) for file in files], [self.end_of(file) for file in files]
         indices = [
             (self.key([file], end=end), functools.partial(write_index, tokens, end, self.vocab_size, str(file)))
             for file, tokens, end in zip(files, mapped, ends, strict=True)
@@ -111,9 +111,9 @@ class Reader:
         opened = zip(mapped, files, all_cached(indices), strict=True)
         return [open_indexed(tokens, str(file), folder) for tokens, file, folder in opened]
 
-    def end_of_text(self, file: Path) -> int:
-        """Of a file of tokens."""
-        end = end_of_text(file)
+    def end_of(self, file: Path) -> int:
+        """The end-of-text token of a file of tokens: what is stated beside it, else the tokenizer's."""
+        end = stated_end(file)
         if end is None and self.folder is None:
             raise InputError(f"{file.with_suffix('.json')}: must give end_of_text: the model has no tokenizer yet")
         return self.tokenizer[1] if end is None else end

@@ -88,8 +88,8 @@ def described(file: Path) -> dict[str, Any]:
     return value
 
 
-def end_of_text(file: Path) -> int | None:
-    """As the .json says; None where it does not."""
+def stated_end(file: Path) -> int | None:
+    """The end-of-text token that the .json says; None where it says none."""
     value = described(file).get("end_of_text")
     if value is not None and (type(value) is not int or value < 0):
         raise InputError(f"{file.with_suffix('.json')}: field end_of_text is {value!r}; must be the id of a token")
