@@ -1,5 +1,7 @@
 """How good a model is: its loss on validation data, right answers to their questions, a sample. Must not know files."""
 
+from collections.abc import Callable
+
 import torch
 
 from ligermodels.generate import generate
@@ -8,7 +10,7 @@ from ligermodels.training.data import Data, Validation, supervised
 from ligermodels.training.reporting.metrics import Metrics
 from ligermodels.training.reporting.skill import prompt_ids, right_answers
 from ligermodels.training.runs.stopping import Stop
-from ligermodels.training.scaling.parallel import World, total
+from ligermodels.training.scaling.parallel import World, read_later, total
 
 SAMPLE_TOKENS = 40
 
@@ -31,15 +33,25 @@ def evaluate(
 def validation_loss(
     model: CausalLM, validation: Validation, micro_batch_size: int, world: World, stop: Stop
 ) -> float | None:
-    """Nats per predicted token, over all ranks; None as soon as one of them is told to stop."""
+    """Nats per predicted token, over all ranks; None where one of them is told to stop, which all hear at one batch."""
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    told = told_to_stop(stop, world)
     for batch in validation.batches(micro_batch_size, world):
-        if total(torch.tensor(float(stop.requested), device=world.device)).item():
+        if told():
             return None
+        told = told_to_stop(stop, world)  # heard before the next batch: a GPU computes this one meanwhile
         summed = model(**batch._asdict(), num_items_in_batch=1).loss
         totals += torch.stack([summed, supervised(batch)])
     loss, count = total(totals).tolist()
     return loss / count
+
+
+def told_to_stop(stop: Stop, world: World) -> Callable[[], bool]:
+    """Asks all ranks whether one is told to stop; what it returns waits for their answer."""
+    if world.size == 1:
+        return lambda: stop.requested
+    read = read_later(total(torch.full((1,), float(stop.requested), device=world.device)))
+    return lambda: read()[0] > 0
 
 
 def show_skill(model: CausalLM, data: Data, step: int, metrics: Metrics) -> None:
