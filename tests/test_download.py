@@ -148,22 +148,28 @@ def test_a_tokenizer_comes_without_weights_and_a_model_with_nothing_else(reposit
     assert [repository.bytes_sent(files[shard]) for shard in shards(files)] == [len(files[s]) for s in shards(files)]
 
 
-def test_an_adapter_comes_as_its_two_files_and_its_tokenizer_and_names_the_base_it_belongs_to(
-    repository, files, tmp_path
-):
+@pytest.fixture
+def adapter(repository, files, tmp_path):
+    """The model that the Hub's owner/adapter makes of the repository's; it brings a tokenizer of its own."""
     model = ligermodels.load(NAME)
     ligermodels.add_lora(model, rank=2)
     ligermodels.export_adapter(model, tmp_path / "adapter")
     own = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
-    assert json.loads(own["adapter_config.json"])["base_model_name_or_path"] == NAME
     brought = {"tokenizer.json": files["tokenizer.json"].replace(b"w5", b"v5")}
     repository.add("owner/adapter", own | {"optimizer.pt": b"x", "adapter_model.bin": b"x"} | brought)
+    return model
+
+
+def test_an_adapter_comes_as_its_two_files_and_its_tokenizer_and_names_the_base_it_belongs_to(repository, adapter):
     before = len(repository.requests)
     other = ligermodels.load(NAME)
     ligermodels.load_adapter(other, "owner/adapter")
-    assert same(other, model) and other.source == model.source
+    assert same(other, adapter) and other.source == adapter.source
     asked = {request.path.rpartition("/")[2] for request in repository.requests[before:] if "/resolve/" in request.path}
-    assert asked & {"optimizer.pt", "adapter_model.bin"} == set() and asked >= (own | brought).keys()
+    assert asked & {"optimizer.pt", "adapter_model.bin"} == set()
+    assert asked >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
+    settings = json.loads((hub.adapter_folder("owner/adapter") / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == NAME
     assert ligermodels.load_tokenizer(NAME, adapter="owner/adapter").encode("v5 w7") == [5, 7]
 
 
@@ -206,10 +212,16 @@ def test_progress_is_shown_for_weights_that_come_and_only_for_them(repository, m
     assert not capfd.readouterr().err
 
 
-def test_the_command_line_resolves_once(repository, capsys):
-    assert main(["generate", NAME, "--prompt", "w5", "--max-new-tokens", "1", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.startswith("w5")
-    assert len(repository.asked("GET", "/revision/main")) == 1
+@pytest.mark.parametrize("command", ["generate", "export"])
+def test_the_command_line_resolves_a_model_and_its_adapter_once(repository, adapter, command, tmp_path, capsys):
+    generated = ["--prompt", "v5", "--max-new-tokens", "1", "--device", "cpu"]
+    repository.requests.clear()
+    last = generated if command == "generate" else [str(tmp_path / "merged")]
+    assert main([command, NAME, *last, "--adapter", "owner/adapter"]) == 0
+    assert capsys.readouterr().out.startswith("v5" if command == "generate" else f"{tmp_path / 'merged'}: ")
+    asked = {request.path for request in repository.asked("GET", "/revision/main")}
+    assert asked == {f"/api/models/{name}/revision/main" for name in (NAME, "owner/adapter")}
+    assert len(repository.asked("GET", "/revision/main")) == 2
 
 
 # Refused before weights are downloaded

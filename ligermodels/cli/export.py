@@ -28,8 +28,8 @@ def add_to(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     refuse_in_use(args.output.absolute())  # sooner than after reading the weights
     size_in_bytes(args.max_shard_size)
-    model = load(args.source, args, revision=args.revision)
     adapter = hub.adapter_folder(args.adapter) if args.adapter else None
+    model = load(args.source, adapter, revision=args.revision)
     also = functools.partial(take_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
     hub.export(model, args.output, dtype=args.dtype, max_shard_size=args.max_shard_size, also=also)
     sizes = [file.stat().st_size for file in args.output.glob("*.safetensors")]

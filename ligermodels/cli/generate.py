@@ -42,10 +42,11 @@ def run(args: argparse.Namespace) -> None:
     if args.system is not None and not args.chat:
         raise InputError("generate: --system goes with --chat")
     folder = hub.resolve(args.model, revision=args.revision)
-    tokenizer = hub.load_tokenizer(folder, adapter=args.adapter)
+    adapter = hub.adapter_folder(args.adapter) if args.adapter else None
+    tokenizer = hub.load_tokenizer(folder, adapter=adapter)
     if args.chat:  # what the template refuses, it refuses now
         tokenizer.render_chat_template(opening(args, "…"), add_generation_prompt=True)
-    model = load(folder, args, dtype=args.dtype, device=args.device)
+    model = load(folder, adapter, dtype=args.dtype, device=args.device)
     if args.chat:
         converse(model, tokenizer, args)
     else:

@@ -39,11 +39,11 @@ def add_adapter(parser: argparse.ArgumentParser, use: str) -> None:
     parser.add_argument("--adapter", help=f"LoRA in PEFT's format, a folder or a Hub id, {use}")
 
 
-def load(model: str | Path, args: argparse.Namespace, **options: Any) -> CausalLM:
-    """The model of a folder or a Hub id, with the adapter that --adapter names. Raises InputError."""
+def load(model: str | Path, adapter: Path | None, **options: Any) -> CausalLM:
+    """The model of a folder or a Hub id, with the adapter of a folder. Raises InputError."""
     loaded = hub.load(model, **options)
-    if args.adapter:
-        hub.load_adapter(loaded, args.adapter)
+    if adapter:
+        hub.load_adapter(loaded, adapter)
     return loaded
 
 
