@@ -3,13 +3,13 @@
 A record is a line of metrics.jsonl: {"step": n, name: value, …}. Both packages are imported when a run asks for them.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ligermodels.errors import InputError, first_line
+from ligermodels.training.packages import needs
 
 
 class Logger(Protocol):
@@ -21,9 +21,7 @@ class Logger(Protocol):
 def require(names: Iterable[str]) -> None:
     """Raises InputError where a package is missing."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name is not the package
-            raise InputError(f"--log-to {name}: the package is not installed: pip install {name}")
+        needs(name, f"--log-to {name}")
 
 
 def open_loggers(names: Sequence[str], folder: Path, settings: Mapping[str, Any], done: int = 0) -> list[Logger]:

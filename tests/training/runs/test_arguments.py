@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 
 import pytest
 
@@ -123,14 +124,13 @@ def test_what_cannot_be_meant_is_refused_by_flag_value_and_rule(argv, words):
 
 def test_a_package_that_is_missing_is_named_with_how_to_install_it(monkeypatch, tmp_path):
     """Also where a folder called like it lies beside the script, which Python takes for a package."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert refusal("--model", "qwen2", "--log-to", "wandb") == (
-        "--log-to wandb: the package is not installed: pip install wandb"
-    )
-    monkeypatch.undo()
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+        message = refusal("--model", "qwen2", "--log-to", name)
+        assert re.fullmatch(rf"--log-to {name}: needs {name}, of which Python says: .*; pip install {name}", message)
     (tmp_path / "nobody_has_this").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match="pip install nobody_has_this"):
+    with pytest.raises(InputError, match=r"needs nobody_has_this, .* the folder .*; pip install nobody_has_this"):
         arguments.require(["nobody_has_this"])
 
 
