@@ -53,10 +53,10 @@ def write_folder(
     Raises CheckpointError where `folder` is in use or cannot be written; then nothing is left behind.
     """
     first = is_first()
-    agree(failure(refuse_in_use, folder) if first else None, sharded)
+    raise_error_of_first(failure(refuse_in_use, folder) if first else None, sharded)
     error = failure(write_committed, folder, [write] if also is None else [write, also]) if first else None
     deque(tensors, maxlen=0)  # what is left of gathering; nothing is held on to
-    agree(error, sharded)
+    raise_error_of_first(error, sharded)
 
 
 def failure(function: Callable[..., None], *arguments: Any) -> Exception | None:
@@ -67,10 +67,10 @@ def failure(function: Callable[..., None], *arguments: Any) -> Exception | None:
     return None
 
 
-def agree(error: Exception | None, sharded: bool) -> None:
-    """Raises the error of rank 0, on every rank if all of them ask."""
+def raise_error_of_first(error: Exception | None, all_ask: bool) -> None:
+    """Raises the error of rank 0, which alone does what may fail, on every rank if all of them ask."""
     messages = [None if error is None else str(error)]
-    if sharded:
+    if all_ask:
         distributed.broadcast_object_list(messages, src=0)
     if error is not None:
         raise error

@@ -30,7 +30,7 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.checkpoints import files, state
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.weights.files import shortened
-from ligermodels.weights.sharding import reshard
+from ligermodels.weights.sharding import is_first, reshard
 from ligermodels.weights.writing import not_written
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Checkpoints:
         self.running: futures.Future[None] | None = None
         self.frozen: dict[str, list[Any]] | None = None  # they do not change: known once, known for the run
         self.committed: Path | None = None
-        if state.rank() == 0:
+        if is_first():
             files.remove_unfinished(folder)
 
     def __enter__(self) -> "Checkpoints":
@@ -138,7 +138,7 @@ class Checkpoints:
         try:
             dcp.save(tensors, storage_writer=writer, planner=files.CopiesPlanner(copies), **self.ranks)
         except CheckpointException as failure:
-            if state.rank() == 0:
+            if is_first():
                 shutil.rmtree(writer.temporary, ignore_errors=True)
             raise cause(failure) from failure
 
@@ -152,7 +152,7 @@ class Checkpoints:
         return bool(replaced)
 
     def remove(self, checkpoints: Iterable[Path]) -> None:
-        if state.rank() == 0:
+        if is_first():
             for checkpoint in checkpoints:
                 files.remove(checkpoint)
 

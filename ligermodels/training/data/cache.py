@@ -44,7 +44,7 @@ def all_cached(wanted: Sequence[tuple[dict[str, Any], Callable[[Path], None]]]) 
                 fill_once(folder, fill)
         except InputError as failed:
             error = failed
-    agree(error)
+    raise_error_of_any(error)
     return folders
 
 
@@ -93,8 +93,9 @@ def alone(file: Path) -> Iterator[None]:
         yield
 
 
-def agree(error: InputError | None) -> None:
-    """Waits for all ranks, longer than a collective may otherwise take, and raises on each the error of any."""
+def raise_error_of_any(error: InputError | None) -> None:
+    """Waits for all ranks, longer than a collective may otherwise take, and raises on each the error of any: the first
+    rank of each host does what may fail."""
     errors = [None if error is None else str(error)]
     if dist.is_initialized():
         group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)

@@ -14,7 +14,7 @@ from torch import distributed
 
 from ligermodels.errors import InputError
 from ligermodels.weights.sharding import is_first
-from ligermodels.weights.writing import agree, failure, in_use, not_written, remove_empty
+from ligermodels.weights.writing import failure, in_use, not_written, raise_error_of_first, remove_empty
 
 LOCK = "lock"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -30,7 +30,8 @@ def locked(folder: Path) -> Iterator[None]:
     """
     held: list[TextIO] = []
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    agree(failure(lambda: held.append(acquire(folder))) if is_first() else None, distributed.is_initialized())
+    error = failure(lambda: held.append(acquire(folder))) if is_first() else None
+    raise_error_of_first(error, distributed.is_initialized())
     try:
         yield
     except OSError as error:
@@ -77,7 +78,8 @@ def new_folder(wanted: Path | None, default: Path) -> Path:
     Every rank calls, and gets what rank 0 finds. Raises InputError on all ranks where `wanted` is in use.
     """
     if wanted is not None:
-        agree(failure(refuse_used, wanted) if is_first() else None, distributed.is_initialized())
+        error = failure(refuse_used, wanted) if is_first() else None
+        raise_error_of_first(error, distributed.is_initialized())
         return wanted
     numbered = (default.with_name(f"{default.name}-{number}") for number in itertools.count(2))
     found = [next(folder for folder in itertools.chain([default], numbered) if not folder.exists())]

@@ -109,7 +109,7 @@ def test_a_full_disk_is_told_with_what_names_another(cache_of_its_own):
 
 def test_ranks_wait_once_for_any_number_of_folders(cache_of_its_own, monkeypatch):
     waited = []
-    monkeypatch.setattr(cache, "agree", waited.append)
+    monkeypatch.setattr(cache, "raise_error_of_any", waited.append)
     folders = all_cached([({"a": value}, fill_and_note) for value in (1, 2, 1)])
     assert folders[0] == folders[2] != folders[1] and all((folder / "content").exists() for folder in folders)
     assert waited == [None] and (cache_folder() / "notes").read_text() == "filled filled "
