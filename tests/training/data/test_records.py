@@ -1,0 +1,126 @@
+"""The forms in which data are given, and the line and field that name what is none of them."""
+
+import json
+
+import pytest
+
+from ligermodels.errors import InputError
+from ligermodels.training.data import sources
+from ligermodels.training.data.progress import Progress
+from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
+from tests.training.data.source_files import ANSWER, CALL, CALLED, PART, TERSE, TOOL, TURNS, USER, messages, read, write
+
+ALPACA = {"instruction": "Add.", "input": "2 + 2?", "output": "4"}
+
+
+def test_messages_as_openais_api_has_them(tmp_path):
+    parts = {"role": "user", "content": [PART, {"type": "text", "text": "2?"}]}
+    plain = {"role": "assistant", "content": "4", "tool_calls": [], "reasoning_content": "hm"}
+    line = messages(parts, CALLED, {"role": "tool", "content": "4", "tool_call_id": "a"}, plain, tools=[TOOL])
+    name = write(tmp_path / "a.jsonl", line, messages(USER, ANSWER, tools=json.dumps([TOOL])), messages(USER, tools=[]))
+    whole, quoted, without = read(name)
+    assert whole.messages == [
+        {"role": "user", "content": "2 + 2?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [CALL | {"function": {"name": "add", "arguments": {"x": 2}}}],
+        },
+        {"role": "tool", "content": "4", "tool_call_id": "a"},
+        {"role": "assistant", "content": "4", "reasoning_content": "hm"},
+    ]
+    assert (whole.tools, quoted.tools, without.tools) == ([TOOL], [TOOL], None)
+
+
+@pytest.mark.parametrize(
+    ("line", "read_as"),
+    [
+        ({"conversations": TURNS}, [USER, ANSWER]),
+        ({"conversations": TURNS, "system": "Be terse.", "tools": [TOOL]}, ([TERSE, USER, ANSWER], [TOOL])),
+        ({"conversations": [{"from": "system", "value": "Be terse."}, *TURNS], "system": "x"}, [TERSE, USER, ANSWER]),
+        ({"conversations": [USER, TURNS[1] | {"weight": 0}, *TURNS]}, [USER, ANSWER | {"weight": 0}, USER, ANSWER]),
+        (ALPACA, [USER | {"content": "Add.\n2 + 2?"}, ANSWER]),
+        (ALPACA | {"input": "", "text": "x", "history": []}, [USER | {"content": "Add."}, ANSWER]),
+        ({"instruction": "2 + 2?", "output": "4", "system": "Be terse."}, [TERSE, USER, ANSWER]),
+        ({"prompt": "2 + 2?", "completion": " 4", "text": "x"}, Completion("2 + 2?", " 4", "a.jsonl:1")),
+        (
+            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "tools": [TOOL]},
+            ([USER, ANSWER | {"weight": 0}, USER, ANSWER], [TOOL]),
+        ),
+        (messages(USER, ANSWER, prompt="x", completion="y", conversations=[]), [USER, ANSWER]),
+        ({"prompt": "x", "text": "a"}, Text("a", "a.jsonl:1")),
+    ],
+)
+def test_the_forms_in_which_fine_tuning_has_its_data(tmp_path, monkeypatch, line, read_as):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", line)
+    if isinstance(read_as, list):
+        read_as = read_as, None
+    assert read("a.jsonl") == [read_as if hasattr(read_as, "place") else Conversation(*read_as, "a.jsonl:1")]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b'{"text": "a"', ":2:13: not JSON: Expecting ',' delimiter"),
+        ('{"text": "ä", x'.encode(), ":2:15: not JSON: Expecting property name"),
+        (b"[" * 100_000, ":2: not JSON that is read: maximum recursion depth"),
+        (b'{"text": ' + b"1" * 5000 + b"}", ":2: not JSON that is read: Exceeds the limit"),
+        (b'{"text": "\xc3\xa4\xff"}', ":2:12: byte 0xff is not UTF-8 (invalid start byte)"),
+        (b'{"text": "a \\uD83D"}', ":2: holds half of a surrogate pair"),
+        ([1], ":2: is a list; must be an object"),
+        (
+            {"txt": "a", "id": 1},
+            "conversations, instruction with output, prompt with completion or text, but txt, id",
+        ),
+        ({"text": None}, ":2: field text is null; must be a string"),
+        ({"text": 5}, ":2: field text is a number; must be a string"),
+        ({"messages": "a"}, ":2: field messages is a string; must be a list"),
+        (messages(), ":2: field messages is an empty list"),
+        (messages(USER, "a"), ":2: field messages[1] is a string; must be an object"),
+        (messages(USER, {"content": "4"}), ":2: field messages[1].role is missing; must be one of system, developer"),
+        (messages(USER, {"role": "asistant", "content": "4"}), "role is 'asistant'; did you mean 'assistant'?"),
+        (messages(USER, {"role": "gpt", "content": "4"}), ":2: field messages[1].role is 'gpt'; must be one of"),
+        (messages(USER, {"role": "assistant"}), ":2: field messages[1].content is missing; must be a string"),
+        (messages(USER, {"role": "assistant", "content": None}), ":2: field messages[1].content is null; must be a"),
+        (messages(USER | {"content": {}}), ":2: field messages[0].content is an object; must be a string"),
+        (messages(USER | {"content": [PART, {"type": "image_url"}]}), "messages[0].content[1] is 'image_url'; must be"),
+        (messages(USER | {"content": [{"type": "text"}]}), ":2: field messages[0].content[0].text is null; must be a"),
+        (messages(USER, CALLED | {"tool_calls": [1]}), "messages[1].tool_calls is a list; must be a list of objects"),
+        (
+            messages(USER, CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}),
+            ":2: field messages[1].tool_calls[0].function.arguments is a string that is not JSON: Expecting value",
+        ),
+        (messages(USER, ANSWER | {"weight": 0.5}), ":2: field messages[1].weight is 0.5; must be 0, for context alone"),
+        (messages(USER, ANSWER, tools={}), ":2: field tools is an object; must be a list of objects"),
+        (messages(USER, ANSWER, tools="["), ":2: field tools is a string that is not JSON"),
+        ({"conversations": []}, ":2: field conversations is an empty list; must be a list of at least one"),
+        ({"conversations": [{"from": "bing", "value": "4"}]}, "[0].from is 'bing'; must be one of human, gpt, system"),
+        ({"conversations": [{"from": "gpt"}]}, ":2: field conversations[0].value is null; must be a string"),
+        ({"conversations": ["a"]}, ":2: field conversations[0] is a string; must be an object as"),
+        (ALPACA | {"output": 4}, ":2: field output is a number; must be a string"),
+        (ALPACA | {"input": ["2"]}, ":2: field input is a list; must be a string"),
+        (ALPACA | {"history": [["1 + 1?", "2"]]}, ":2: field history is not read; give all turns as messages"),
+        ({"prompt": "2", "completion": [ANSWER]}, ":2: field completion is a list; must be a string"),
+        ({"prompt": [USER], "completion": "4"}, ":2: field completion is a string; must be a list of at least one"),
+    ],
+)
+def test_a_bad_line_is_named_and_skipped_only_within_the_limit(tmp_path, line, complaint):
+    name = write(tmp_path / "a.jsonl", {"text": "a"}, line, {"text": "b"}, line)
+    with pytest.raises(InputError) as refused:
+        read(name)
+    assert str(refused.value).startswith(f"{name}:2:")
+    assert complaint in str(refused.value) and str(refused.value).endswith("(--allow-bad-lines 0)")
+    with pytest.raises(InputError, match=r"a\.jsonl:4:.*\(--allow-bad-lines 1, 1 before it were skipped\)$"):
+        read(name, allowed=1)
+    bad = BadLines(2)
+    assert list(sources.read(name, bad, Progress("", None))) == [Text("a", f"{name}:1"), Text("b", f"{name}:3")]
+    assert bad.skipped == 2
+
+
+def test_the_limit_is_one_for_all_sources(tmp_path):
+    names = [write(tmp_path / f"{letter}.jsonl", {"text": letter}, b"{") for letter in "ab"]
+    bad = BadLines(1)
+    assert [record.text for record in sources.read(names[0], bad, Progress("", None))] == ["a"]
+    with pytest.raises(InputError, match=r"b\.jsonl:2:2: not JSON"):
+        list(sources.read(names[1], bad, Progress("", None)))
