@@ -115,3 +115,10 @@ def restore(folder, model, optimizer, say=None):
 
 def refuse(line):
     raise AssertionError(line)
+
+
+def flip(file, place):
+    """One bit of a byte."""
+    data = bytearray(file.read_bytes())
+    data[place] ^= 4
+    file.write_bytes(data)

@@ -1,0 +1,109 @@
+"""A checkpoint's files: what is in them, when they have their name, and that damage is found and named."""
+
+import json
+import os
+import re
+
+import pytest
+
+from ligermodels.errors import CheckpointError
+from ligermodels.training.checkpoints import files
+from ligermodels.weights import writing
+from ligermodels.weights.files import read_header
+from tests.training.checkpoints.checkpointing import assert_same, flip, new_run, restore, save, state_of, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # saving.py does; pytest forgets
+
+
+def test_nothing_is_pickled_and_no_byte_is_outside_a_tensor(tmp_path):
+    run = new_run("muon")
+    train(*run, range(1))
+    save(tmp_path, *run, step=1)
+    names = {path.name for path in (tmp_path / "step-000001").iterdir()}
+    assert names == {"rank-00000.safetensors", "training.json", "manifest.json"}
+    for name in ("training.json", "manifest.json"):
+        json.loads((tmp_path / "step-000001" / name).read_text())
+    stored = read_header(tmp_path / "step-000001/rank-00000.safetensors")  # refuses gaps, and bytes after the last
+    assert "weights.embed.weight" in stored and "weights.head.weight" not in stored  # tied: once
+    assert "optimizer.blocks.0.mlp.down_proj.weight.momentum_buffer" in stored and "rank-0.random.cpu" in stored
+
+
+def test_a_file_is_hashed_as_the_manifest_says(tmp_path):
+    run = new_run()
+    save(tmp_path, *run, step=1)
+    manifest = json.loads((tmp_path / "step-000001/manifest.json").read_text())["files"]
+    assert manifest["training.json"]["bytes"] == (tmp_path / "step-000001/training.json").stat().st_size
+    assert all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in manifest.values())
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, rename = [], writing.Path.rename
+    monkeypatch.setattr(
+        writing.os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
+    monkeypatch.setattr(
+        writing.Path, "rename", lambda path, to: (synced.append(f"{path.name} -> {to.name}"), rename(path, to))
+    )
+    save(tmp_path, *new_run(), step=1)
+    named = synced.index("step-000001.tmp -> step-000001")
+    temporary = f"{tmp_path}/step-000001.tmp"
+    assert set(synced[:named]) == {
+        temporary, *(f"{temporary}/{name}" for name in ("rank-00000.safetensors", "training.json", "manifest.json"))
+    }  # fmt: skip
+    assert synced[named + 1 :] == [str(tmp_path)]
+    assert synced.count(f"{temporary}/rank-00000.safetensors") == 2  # by the host that wrote it, and by rank 0
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "training.json", "manifest.json"])
+@pytest.mark.parametrize("place", [0, 40, 0.5, -3])
+def test_a_flipped_bit_is_found_and_its_file_named(name, place, tmp_path):
+    run = new_run()
+    train(*run, range(1))
+    for step in (1, 2):
+        save(tmp_path, *run, step=step)
+    file = tmp_path / "step-000002" / name
+    flip(file, int(place * file.stat().st_size) if isinstance(place, float) else place)
+    other = new_run(seed=2)
+    before = state_of(*other)
+    with pytest.raises(CheckpointError) as error:
+        restore(tmp_path, *other)
+    named = re.compile(r"step-000002/(rank-00000.safetensors|training.json|manifest.json)")
+    assert (
+        named.search(str(error.value)) if name == "manifest.json" else str(error.value).startswith(f"{file}: damaged")
+    )
+    assert str(error.value).endswith(f"remove {tmp_path}/step-000002 to go on from step-000001")
+    assert_same(state_of(*other), before)
+
+
+def test_another_checkpoint_is_never_taken_silently_but_named_as_the_remedy(tmp_path):
+    run = new_run()
+    for step in (1, 2):
+        save(tmp_path, *run, step=step)
+    flip(tmp_path / "step-000002/rank-00000.safetensors", -1)
+    with pytest.raises(CheckpointError, match=r"remove \S+/step-000002 to go on from step-000001$"):
+        restore(tmp_path, *run)
+
+
+def test_files_that_are_missing_or_strange_are_named(tmp_path):
+    run = new_run()
+    save(tmp_path, *run, step=1)
+    strange = tmp_path / "step-000001/more.safetensors"
+    strange.touch()
+    with pytest.raises(CheckpointError, match=r"more\.safetensors: is not in its manifest"):
+        restore(tmp_path, *run)
+    strange.unlink()
+    (tmp_path / "step-000001/rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: is missing"):
+        restore(tmp_path, *run)
+    (tmp_path / "step-000001/manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is missing; remove \S+ to go on from the beginning$"):
+        restore(tmp_path, *run)
+
+
+def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
+    run = new_run()
+    with monkeypatch.context() as later:
+        later.setattr(files, "FORMAT", 2)
+        save(tmp_path, *run, step=1)
+    with pytest.raises(CheckpointError, match=r"training\.json: format is 2, this version reads 1"):
+        restore(tmp_path, *run)
