@@ -21,7 +21,7 @@ from ligermodels.training.data.corpus import vocabulary_texts
 from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Part, Question, random_data
 from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Record
-from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, files_of, read, suffix_of
+from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, WITHOUT_FILES, files_of, read, suffix_of
 from ligermodels.training.data.split import Selection, all_of, hold_out, usual_fraction
 from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
@@ -125,7 +125,7 @@ class Reader:
     @functools.cached_property
     def tokenizer(self) -> tuple[Tokenizer, int]:
         """And the end-of-text token."""
-        named = [name for name in self.names if name not in (*EMBEDDED, RANDOM)]
+        named = [name for name in self.names if name not in WITHOUT_FILES]
         if self.folder and (named or has_tokenizer(self.folder)):
             self.used, end = load_tokenizer(self.folder)
             return self.used, end

@@ -18,7 +18,7 @@ from ligermodels.training.data.records import BadLines, Conversation, Record, Te
 from ligermodels.training.data.streams import DECOMPRESS, opened_text
 from ligermodels.training.data.tables import HUB, hub_dataset, parquet
 
-EMBEDDED = ("stories", "chats", "random")
+WITHOUT_FILES = ("stories", "chats", "random")  # of embedded.py
 TOKEN_SUFFIXES = (".bin", ".npy")
 PIECE_CHARACTERS = 2**18
 LONG_CHARACTERS = 2**22  # of a text that comes in pieces
@@ -61,7 +61,7 @@ def files_of(name: str) -> list[Path]:
     files = [path] if path.is_file() else several
     if not files:
         what = "no file in this folder is" if path.is_dir() else "there is no such file, folder or pattern of files;"
-        raise InputError(f"--data {name}: {what} {KINDS}; also: {', '.join(EMBEDDED)}, {HUB}NAME")
+        raise InputError(f"--data {name}: {what} {KINDS}; also: {', '.join(WITHOUT_FILES)}, {HUB}NAME")
     for file in files:
         if not suffix_of(file):
             raise InputError(f"{file}: is not read as data; must be {KINDS}")

@@ -10,8 +10,8 @@ from typing import Any
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import ACCEPTED, FIELDS, FORMS, BadLines, Record, record_of
+from ligermodels.training.data.streams import refuse_no_data
 from ligermodels.training.packages import needs
-from ligermodels.weights.files import refuse_text
 
 HUB = "hub:"
 ROWS = 1024  # read at a time
@@ -26,7 +26,7 @@ def parquet_batches(file: Path, progress: Progress) -> Iterator[list[dict[str, A
     reader = needs("pyarrow.parquet", str(file))
     try:
         with file.open("rb") as stream:
-            refuse_text(file, stream.peek(64)[:64])
+            refuse_no_data(file, stream)
         opened = reader.ParquetFile(file, pre_buffer=False)  # else all that was read is held to the end
         columns = columns_of(opened.schema_arrow.names, str(file))
         done, rows, size = 0, opened.metadata.num_rows, file.stat().st_size

@@ -21,7 +21,7 @@ from ligermodels.tokenizer.files import CONFIG, TOKENIZER, TokenizerFiles, split
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 0
-START_OF_TURN, START_OF_TURN_ID = "<|im_start|>", 1
+START_OF_TURN = "<|im_start|>"
 END_OF_TURN, END_OF_TURN_ID = "<|im_end|>", 2
 SPECIAL = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)  # their ids are their places
 NAMED = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}

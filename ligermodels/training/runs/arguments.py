@@ -22,7 +22,7 @@ from ligermodels.flags import (
     whole,
 )
 from ligermodels.hub import list_architectures
-from ligermodels.training.data.sources import EMBEDDED, parse_spec
+from ligermodels.training.data.sources import WITHOUT_FILES, parse_spec
 from ligermodels.training.reporting.loggers import require
 from ligermodels.training.runs.settings import SETTINGS_FILE, read_flags
 from ligermodels.units import counted
@@ -221,8 +221,8 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
 def refuse_idle_fraction(args: argparse.Namespace) -> None:
     if args.validation_data:
         raise InputError("--validation-fraction is a part of --data, and --validation-data is given: leave one out")
-    if all(parse_spec(text).name in EMBEDDED for text in args.data or []):
+    if all(parse_spec(text).name in WITHOUT_FILES for text in args.data or []):
         raise InputError(
-            f"--validation-fraction is a part of files in --data; {', '.join(EMBEDDED)} are validated on data of their "
-            "own: leave it out"
+            f"--validation-fraction is a part of files in --data; {', '.join(WITHOUT_FILES)} are validated on data of "
+            "their own: leave it out"
         )
