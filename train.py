@@ -38,10 +38,10 @@ from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
 from ligermodels.training.runs.arguments import parse_arguments, title
-from ligermodels.training.runs.folder import default_folder, locked, new_folder
+from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
 from ligermodels.training.runs.plan import memory_needs, plan
 from ligermodels.training.runs.rescue import rescued
-from ligermodels.training.runs.resuming import ADAPTER, CHECKPOINTS, MODEL, refuse_other_data, refuse_resuming
+from ligermodels.training.runs.resuming import refuse_other_data, refuse_resuming
 from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.training.runs.stopping import signals
 from ligermodels.training.scaling import float8, parallel

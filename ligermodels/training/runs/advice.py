@@ -14,7 +14,7 @@ import torch
 from ligermodels.errors import InputError
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.batches import rows_a_rank
-from ligermodels.training.runs.resuming import ADAPTER
+from ligermodels.training.runs.folder import ADAPTER
 from ligermodels.training.runs.settings import SETTINGS_FILE
 from ligermodels.training.scaling.parallel import World
 

@@ -1,4 +1,4 @@
-"""The folder of a run, which one run at a time may use. Knows no more of what lies in it than its lock."""
+"""The folder of a run, which one run at a time may use. Knows of what lies in it the names, and its lock."""
 
 import errno
 import fcntl
@@ -16,7 +16,7 @@ from ligermodels.errors import InputError
 from ligermodels.weights.sharding import is_first
 from ligermodels.weights.writing import failure, in_use, not_written, raise_error_of_first, remove_empty
 
-LOCK = "lock"
+LOCK, CHECKPOINTS, MODEL, ADAPTER = "lock", "checkpoints", "model", "adapter"  # in it
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
@@ -69,7 +69,7 @@ def acquire(folder: Path) -> TextIO:
 def default_folder(model: str) -> Path:
     """Where a run of a model goes: runs/ and its name, as llama-8b, that of its run where it is one's export."""
     path = Path(os.path.abspath(model.replace(":", "-")))
-    return Path("runs") / (path.parent.name if path.name == "model" else path.name)
+    return Path("runs") / (path.parent.name if path.name == MODEL else path.name)
 
 
 def new_folder(wanted: Path | None, default: Path) -> Path:

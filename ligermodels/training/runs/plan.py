@@ -29,7 +29,7 @@ from ligermodels.training.data.batches import rows_a_rank
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.arguments import title
-from ligermodels.training.runs.resuming import CHECKPOINTS
+from ligermodels.training.runs.folder import CHECKPOINTS
 from ligermodels.training.scaling.parallel import World, shards_of
 from ligermodels.units import counted, memory_size
 

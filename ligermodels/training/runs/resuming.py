@@ -7,10 +7,10 @@ from typing import Any
 
 from ligermodels.errors import InputError
 from ligermodels.training.checkpoints.files import committed_steps, step_of
+from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL
 from ligermodels.training.runs.settings import SETTINGS_FILE, differences, read_settings
 from ligermodels.units import counted
 
-CHECKPOINTS, MODEL, ADAPTER = "checkpoints", "model", "adapter"  # in a run's folder
 # Settings that say which tensors a checkpoint has, and in which dtypes: it fits no other.
 SAVED = ("weights", "optimizer", "states", "lora_rank", "lora_targets")
 
