@@ -1,6 +1,6 @@
 """What a run is going to do, before it does it: parameters, tokens, steps, epochs and memory.
 
-It is the text of --dry-run and the first line of every run. Must not build or change anything.
+It is the text of --dry-run and the first line of every run. Must not build or change what the run goes on with.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import functools
 import math
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.arguments import title
 from ligermodels.training.runs.folder import CHECKPOINTS
 from ligermodels.training.scaling.parallel import World, shards_of
+from ligermodels.training.scaling.recompute import Needs
 from ligermodels.units import counted, memory_size
 
 MANY_EPOCHS = 10
@@ -50,7 +51,7 @@ class Plan:
     description: str
     rows: int
     passes: Sequence[float]
-    validation_rows: int | None
+    validation_rows: int
     flops: int
     memory: TrainingMemory
     recomputed: int
@@ -110,8 +111,7 @@ class Plan:
         yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
         yield "trained", f"{self.trained:,}, {self.trained / count.total:.2%}"
         yield "data", self.training_data
-        if self.validation_rows is not None:
-            yield "validation", f"{counted(self.validation_rows, 'row')}, every {counted(self.args.eval_every, 'step')}"
+        yield "validation", f"{counted(self.validation_rows, 'row')}, every {counted(self.args.eval_every, 'step')}"
         yield "a step", self.step
         tokens = self.args.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
@@ -188,9 +188,9 @@ def plan(
     description: str,
     rows: int,
     passes: Sequence[float],
+    validation_rows: int,
+    recomputed: int,
     memory: TrainingMemory,
-    validation_rows: int | None = None,
-    recomputed: int = 0,
 ) -> Plan:
     """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
     trained = trained_parameters(model)
@@ -232,8 +232,8 @@ def device_name(device: torch.device) -> str:
 
 def memory_needs(
     model: CausalLM, optimizer: AdamW, args: argparse.Namespace, world: World, dtype: torch.dtype
-) -> Callable[..., TrainingMemory]:
-    """`memory.training_memory` of the run, whose keywords it takes besides.
+) -> Needs:
+    """What the run needs, and would need with other settings.
 
     model: on the meta device, unsharded. optimizer: one of it; its states are made, where they take no memory.
     """

@@ -1,16 +1,14 @@
 """What to say when a GPU's memory was not enough: what the step needed, and which flags lower it."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.memory import TrainingMemory
+from ligermodels.training.scaling.recompute import Needs
 from ligermodels.units import memory_size
-
-Needs = Callable[..., TrainingMemory]
 
 
 @contextmanager
@@ -26,7 +24,7 @@ def explained(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: 
 def explain_out_of_memory(
     error: BaseException, args: Namespace, needs: Needs, *, micro_batch_size: int, recomputed: int, blocks: int
 ) -> str:
-    """One line. needs: `ligermodels.memory.training_memory` of this run, by whose keywords it is asked about another.
+    """One line.
 
     micro_batch_size: rows a rank computes at a time. recomputed: how many of the model's `blocks` are computed again.
     """

@@ -19,9 +19,11 @@ LIBRARIES = 2**30  # bytes that NCCL and cuBLAS take for themselves, once they a
 
 
 class Needs(Protocol):
-    """`ligermodels.memory.training_memory` of the run, all but what is decided here."""
+    """`ligermodels.memory.training_memory` of a run, by whose keywords it is asked about others."""
 
-    def __call__(self, *, recomputed: int = 0, keep_gathered: bool = False) -> TrainingMemory: ...
+    def __call__(
+        self, *, batch_size: int = ..., sequence_length: int = ..., recomputed: int = 0, keep_gathered: bool = False
+    ) -> TrainingMemory: ...
 
 
 def recompute(model: CausalLM, how: str, world: World, needs: Needs) -> int:

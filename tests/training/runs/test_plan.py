@@ -18,15 +18,16 @@ from ligermodels.units import memory_size
 CPU = torch.device("cpu")
 
 
-def planned(*argv, rank=None, rows=1000, passes=None, world=None, **options):
+def planned(*argv, rank=None, rows=1000, passes=None, world=None, validation_rows=10, recomputed=0):
     args = parse_arguments(["--model", "llama", *argv])
     model = ligermodels.create("llama", size="tiny", device="meta")
     if rank:
         ligermodels.add_lora(model, rank=rank)
     memory = training_memory(model, 4, args.sequence_length, torch.float32)
-    world = world or World(CPU)
-    passes = passes or [rows]
-    return model, plan(model, args, world, description="my.jsonl", rows=rows, passes=passes, memory=memory, **options)
+    return model, plan(
+        model, args, world or World(CPU), description="my.jsonl", rows=rows, passes=passes or [rows],
+        validation_rows=validation_rows, recomputed=recomputed, memory=memory,
+    )  # fmt: skip
 
 
 def test_the_first_line_says_the_whole_run():
