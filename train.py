@@ -225,7 +225,7 @@ def export(
     else:
         saved = output / MODEL
         ligermodels.export(model, saved, dtype=dtype, also=also)
-    chats = data.validation.of_chats and data.tokenizer is not None and bool(data.tokenizer.templates)
+    chats = data.validation.of_answers and data.tokenizer is not None and bool(data.tokenizer.templates)
     for line in advice(args, world, saved, model.source, chats=chats):
         metrics.say(line)
 

@@ -167,8 +167,8 @@ class Validation:
         return len(self.rows)
 
     @property
-    def of_chats(self) -> bool:
-        """Whether only a part of the first document is to be predicted, as of prompts with their completions."""
+    def of_answers(self) -> bool:
+        """Whether of the first document a part alone is to be predicted, as of chats and prompts with completions."""
         return self.rows.pieces(0)[0].store.supervised is not None
 
     def beginning(self) -> list[int]:

@@ -16,7 +16,7 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
 
-# Dense TFLOP/s in (bfloat16 or float16 with sums in fp32, tf32) by the name that the driver gives, from the makers'
+# Dense TFLOP/s in (bfloat16 with sums in fp32, tf32) by the name that the driver gives, from the makers'
 # data sheets and architecture white papers; where those give the figure with sparsity alone, half of it.
 TERAFLOPS = {
     "NVIDIA GB200": (2500.0, 1250.0),
@@ -47,7 +47,7 @@ TERAFLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s of one device in "bfloat16", "float16" or "tf32"; None where unknown, in fp32 and on CPUs."""
+    """FLOP/s of one device in "bfloat16" or "tf32"; None where unknown, in "float32" and on CPUs."""
     return peak_of(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
@@ -55,7 +55,7 @@ def peak_of(name: str, dtype: str) -> float | None:
     """By the device's name; of a slice of a GPU, whose name says so, nothing is known."""
     for pattern, (half, tf32) in TERAFLOPS.items():
         if fnmatchcase(name, pattern):
-            teraflops = {"bfloat16": half, "float16": half, "tf32": tf32}.get(dtype)
+            teraflops = {"bfloat16": half, "tf32": tf32}.get(dtype)
             return None if teraflops is None else teraflops * 1e12
     return None
 

@@ -1,6 +1,7 @@
 """The settings of a run as a file: --config, and the train.toml that a run leaves.
 
-TOML, its keys are the flags with underscores. Must not know which flags there are.
+TOML, its keys are the flags with underscores. Knows of the flags which are no settings and which leave the result
+as it is, nothing else.
 """
 
 import argparse

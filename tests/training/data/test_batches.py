@@ -78,8 +78,8 @@ def test_validation_visits_every_row_once_on_equally_many_batches_a_rank():
 def test_a_chat_begins_with_all_before_its_first_answer_and_a_text_with_a_few_tokens():
     mask = [False] * 5 + [True] * 3 + [False] * 2 + [True]
     chats, texts = validation([Document(list(range(1, 12)), mask)], 16), validation(distinct(40), 64)
-    assert chats.of_chats and chats.beginning() == [1, 2, 3, 4, 5]
-    assert not texts.of_chats and texts.beginning() == list(range(1, 17))
+    assert chats.of_answers and chats.beginning() == [1, 2, 3, 4, 5]
+    assert not texts.of_answers and texts.beginning() == list(range(1, 17))
     cut_before_its_answer = validation([Document(list(range(1, 12)), [False] * 8 + [True] * 3)], 6)
     assert cut_before_its_answer.beginning() == [6, 7, 8]
 

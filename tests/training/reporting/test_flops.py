@@ -69,7 +69,7 @@ def test_attention_costs_twelve_a_query_channel_and_key():
 def test_peaks_are_known_by_the_exact_name_and_only_in_half_precision_and_tf32():
     assert peak_of("NVIDIA H200", "bfloat16") == 989.4e12
     assert peak_of("NVIDIA H100 80GB HBM3", "tf32") == 494.7e12
-    assert peak_of("NVIDIA A100-SXM4-80GB", "float16") == 312e12
+    assert peak_of("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
     assert peak_of("NVIDIA H200", "float32") is None
     assert peak_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None
     assert peak_of("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16") is None
