@@ -25,13 +25,9 @@ def require(names: Iterable[str]) -> None:
 
 
 def open_loggers(names: Sequence[str], folder: Path, settings: Mapping[str, Any], done: int = 0) -> list[Logger]:
-    """Those asked for, on the one rank that writes. done: steps a resumed run has taken already."""
+    """Those asked for, of LOGGERS, on the one rank that writes. done: steps a resumed run has taken already."""
     require(names)
-    kinds: dict[str, Callable[[Path, Mapping[str, Any], int], Logger]] = {
-        "tensorboard": TensorBoard,
-        "wandb": WeightsAndBiases,
-    }
-    return [kinds[name](folder, settings, done) for name in dict.fromkeys(names)]
+    return [LOGGERS[name](folder, settings, done) for name in dict.fromkeys(names)]
 
 
 class TensorBoard:
@@ -85,3 +81,9 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self.run.finish()
+
+
+LOGGERS: dict[str, Callable[[Path, Mapping[str, Any], int], Logger]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}

@@ -10,20 +10,12 @@ from typing import Any, NoReturn
 
 from ligermodels.description import catalogue
 from ligermodels.errors import InputError, nearest
-from ligermodels.flags import (
-    Parser,
-    above_zero,
-    count,
-    not_negative,
-    number,
-    one_of,
-    positive,
-    switch,
-    whole,
-)
+from ligermodels.flags import Parser, above_zero, count, not_negative, number, one_of, positive, switch, whole
 from ligermodels.hub import list_architectures
 from ligermodels.training.data.sources import WITHOUT_FILES, parse_spec
-from ligermodels.training.reporting.loggers import require
+from ligermodels.training.optimizers import OPTIMIZERS
+from ligermodels.training.optimizers.schedules import SCHEDULES
+from ligermodels.training.reporting.loggers import LOGGERS, require
 from ligermodels.training.runs.settings import SETTINGS_FILE, read_flags
 from ligermodels.units import counted
 
@@ -84,11 +76,11 @@ def flags() -> Flags:
     add("--steps", type=positive, default=2200, help="updates of the weights")
     add("--batch-size", type=positive, default=4, help="rows a step, over all ranks and micro-batches")
     add("--micro-batch-size", type=positive, help="rows a rank computes at a time (default: its share of a step)")
-    add("--optimizer", **choice("adamw", "adamw8bit", "muon"), default="adamw", help="adamw8bit needs torchao")
+    add("--optimizer", **choice(*OPTIMIZERS), default="adamw", help="adamw8bit needs torchao")
     add("--states", **choice("float32", "bfloat16"), help="dtype of the optimizer's states (default: the weights')")
     add("--learning-rate", type=above_zero, help="the peak (default: 1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width "
         "128, 1/width)")  # fmt: skip
-    add("--schedule", **choice("cosine", "linear", "wsd"), default="cosine", help="wsd: warmup, stable, decay")
+    add("--schedule", **choice(*SCHEDULES), default="cosine", help="wsd: warmup, stable, decay")
     add("--warmup", type=count, default=30, help="steps to the peak")
     add("--weight-decay", type=not_negative, default=0.1, help="of matrices")
     add("--clip", type=bound, default=1.0, help="largest gradient norm; inf: any")
@@ -131,7 +123,7 @@ def flags() -> Flags:
 
     add = root.add_argument_group("what one sees").add_argument
     add("--eval-every", type=positive, default=550, help="steps between validations")
-    add("--log-to", type=one_of("tensorboard", "wandb"), nargs="*", metavar="{tensorboard,wandb}", default=[],
+    add("--log-to", **choice(*LOGGERS), nargs="*", default=[],
         help="beside metrics.jsonl; nothing is sent anywhere without it")  # fmt: skip
     add("--profile", type=positive, metavar="STEP", help="trace three steps from this one on")
     add("--dry-run", **flag, help="print the plan (parameters, memory, tokens, steps) and stop")
