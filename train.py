@@ -205,7 +205,8 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 def dtypes(args: argparse.Namespace, world: parallel.World) -> tuple[torch.dtype, torch.dtype]:
     """What is computed in, and what trained weights are stored in: LoRA's are few enough for fp32.
 
-    The latter is a setting of the run from here on: it goes on with the same on any number of ranks.
+    Whether fp32 products take tf32 is told to torch, for the process. How weights are stored is a setting of the run
+    from here on: it goes on with the same on any number of ranks.
     """
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     half = args.dtype == "bfloat16" and world.size == 1 and not args.lora_rank

@@ -26,7 +26,7 @@ from ligermodels.training.data.split import Selection, all_of, hold_out, usual_f
 from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
 from ligermodels.training.data.token_files import open_indexed, open_tokens, stated_end, write_index
-from ligermodels.training.data.tokens import END_OF_TEXT_ID, load_tokenizer, save_tokenizer, train_tokenizer
+from ligermodels.training.data.tokens import END_OF_TEXT_ID, save_tokenizer, tokenizer_and_end, train_tokenizer
 from ligermodels.units import counted
 
 # Of text that a new tokenizer is trained on, the first of the data: so many for each entry, and at most.
@@ -127,7 +127,7 @@ class Reader:
         """And the end-of-text token."""
         named = [name for name in self.names if name not in WITHOUT_FILES]
         if self.folder and (named or has_tokenizer(self.folder)):
-            self.used, end = load_tokenizer(self.folder)
+            self.used, end = tokenizer_and_end(self.folder)
             return self.used, end
         self.used = self.trained = self.new_tokenizer(named)
         return self.used, END_OF_TEXT_ID

@@ -80,7 +80,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
 
 
-def load_tokenizer(folder: Path) -> tuple[Tokenizer, int]:
+def tokenizer_and_end(folder: Path) -> tuple[Tokenizer, int]:
     """The tokenizer of a model folder, and its end-of-text token: config.json's, the first where there are several."""
     end = (read_generation_config(folder) | read_config(folder)).get("eos_token_id")
     if isinstance(end, list) and end:

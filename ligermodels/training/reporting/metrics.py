@@ -27,6 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 WARMUP_STEPS = 2  # of a process: they compile and allocate, and are not timed
 RECENT = 50  # steps whose median speed is shown
 SLOW = 10  # tokens a second, below which their decimals count
+LARGEST_EXPONENT = 700  # of e: beyond 709 a float overflows
 
 
 class Metrics:
@@ -129,7 +130,7 @@ class Metrics:
 
     def validation(self, step: int, loss: float, floor: float | None = None) -> None:
         """loss, floor: nats per predicted token; floor: the entropy of the data, where it is known."""
-        perplexity = math.inf if loss > 700 else math.exp(loss)
+        perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
         record = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity}
         self.write(record | ({} if floor is None else {"floor": floor}))
         beside = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:.3f}"

@@ -8,7 +8,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.corpus import conversations, vocabulary_texts
-from ligermodels.training.data.tokens import SPECIAL, load_tokenizer, save_tokenizer, train_tokenizer
+from ligermodels.training.data.tokens import SPECIAL, save_tokenizer, tokenizer_and_end, train_tokenizer
 from ligermodels.verify import reference
 from ligermodels.verify.text import TEXTS, text_checks
 
@@ -88,9 +88,9 @@ def test_the_end_of_text_is_config_jsons_then_generation_config_jsons_and_else_a
     save_tokenizer(tokenizer, tmp_path)
     config = tmp_path / "config.json"
     config.write_text('{"eos_token_id": 5}')
-    assert load_tokenizer(tmp_path)[1] == 5
+    assert tokenizer_and_end(tmp_path)[1] == 5
     config.write_text("{}")
-    assert load_tokenizer(tmp_path)[1] == 0
+    assert tokenizer_and_end(tmp_path)[1] == 0
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(InputError, match=r"config\.json: eos_token_id is None"):
-        load_tokenizer(tmp_path)
+        tokenizer_and_end(tmp_path)
