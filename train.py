@@ -59,7 +59,8 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
     # The model, without its weights yet. A frozen one is stored in the dtype that is computed in.
     folder = None if args.model in ligermodels.list_architectures() else resolve(args.model, revision=args.revision)
     computed, stored = dtypes(args, world)
-    size, dtype = None if folder else args.size, computed if args.lora_rank else stored
+    size = None if folder else args.size
+    dtype = computed if args.lora_rank else stored
     model = ligermodels.create(folder or args.model, size=size, dtype=dtype, device="meta")
     if args.lora_rank:
         lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "dropout": args.lora_dropout}
@@ -109,8 +110,8 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         model.train()
 
         optimizer = build(model)
-        pretrained, hidden_size = folder is not None, model.config.hidden_size
-        peak = args.learning_rate or default_peak(hidden_size, pretrained=pretrained, lora=args.lora_rank is not None)
+        pretrained, width = folder is not None, model.config.hidden_size
+        peak = args.learning_rate or default_peak(width, pretrained=pretrained, lora=args.lora_rank is not None)
         say = print if world.is_first else lambda line: None
         progress = (checkpoints.restore(model, optimizer, say) if args.resume else None) or Progress()
         before = progress.seconds
@@ -137,7 +138,8 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         if pretrained and not progress.step:
             validate(progress.step)
 
-        resume, stopped = resume_command(output, world), False
+        resume = resume_command(output, world)
+        stopped = False
         while progress.step < args.steps and not stopped:
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)

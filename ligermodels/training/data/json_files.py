@@ -16,7 +16,7 @@ from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Record, record_of
 from ligermodels.training.data.streams import not_utf8, opened, opened_text, refuse_no_data
 
-MAX_BYTES = 2**28  # of a line or an element
+MAX_BYTES = 2**28  # of a line; of an element, characters
 CHUNK_CHARACTERS = 2**16
 DECODER = json.JSONDecoder()
 SPACE = re.compile(r"[ \t\n\r]*")

@@ -84,8 +84,8 @@ class Progress:
 
     def status(self, done: int, seconds: float) -> str:
         """12 % of 9.3 GB, 4.1 MB/s, ETA 38:10."""
-        speed = f"{byte_size(round(done / seconds))}/s" if seconds else "begins"
         if not self.total:
             return f"{duration(seconds)} so far"
+        speed = f"{byte_size(round(done / seconds))}/s" if seconds else "begins"
         left = f", ETA {duration((self.total - done) / done * seconds)}" if done else ""
         return f"{done / self.total:.0%} of {byte_size(self.total)}, {speed}{left}"

@@ -35,7 +35,7 @@ class Metrics:
 
     folder: of the run. steps: of the whole run, `done` of which a resumed run has taken already; what its file says of
     later ones is removed. tokens_per_step: positions over all ranks and micro-batches, padding included.
-    flops_per_token, peak: as of `flops`, peak in FLOP/s of all devices together; None where unknown.
+    flops_per_token, peak: as `flops` has them, the latter of all devices together; None where unknown.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class StepProfiler:
 
 
 def report(events: Iterable[Any], device: torch.device, steps: int) -> Iterator[str]:
-    """The ten kernels, on a CPU ops, that took the most time, and the means of a step.
+    """The kernels, on a CPU ops, that took the most time: KERNELS of them, and the means of a step.
 
     events: torch.profiler's FunctionEvents; times in µs.
     """
