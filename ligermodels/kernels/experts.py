@@ -131,7 +131,7 @@ def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: st
 def _launch_product_backward(
     dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, emit: bool, inplace: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """inplace: dgate_up over gate_up and product over dproduct: what writes a place is what has read it."""
+    """inplace: dgate_up over gate_up and product over dproduct: a program reads its tile before it writes."""
     dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
     if inplace:
         dgate_up, dweight, product = gate_up.detach(), torch.empty_like(weight), dproduct if emit else None

@@ -143,7 +143,7 @@ def _backward(columns: int, activation: str, emit: bool, device: torch.device) -
 def _launch_backward(
     dy: Tensor, gate_up: Tensor, activation: str, emit: bool, inplace: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """inplace: dgate_up over gate_up and y over dy, both contiguous: what writes a place is what has read it."""
+    """inplace: dgate_up over gate_up and y over dy, both contiguous: a program reads its tile before it writes."""
     dgate_up = gate_up.detach() if inplace else gate_up.new_empty(*gate_up.shape)
     y = (dy if inplace else gate_up.new_empty(*dy.shape)) if emit else None
     if size := dy.numel():
