@@ -67,7 +67,8 @@ def _forward_kernel(
 @kernel(do_not_specialize=["rows"])
 def _backward_kernel(
     dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, dbias_ptr,
-    dy_stride, x_stride, rows, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, FEW: tl.constexpr,
+    dy_stride, x_stride, rows,
+    INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, FEW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers.
@@ -111,7 +112,8 @@ def _backward_kernel(
         g = dy * zero_beyond(widened_again(stored_weight), in_row)
         centred = zero_beyond(widened_again(stored_x) - mean, in_row)
         dx = rstd * (g - g_mean / COLUMNS - centred * (rstd * gn_mean / COLUMNS))
-        tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
+        if INPUT_GRAD:  # the compiler drops what only an unwanted dx needs
+            tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     if not FEW:
         partials_ptr += tl.program_id(0) * (COLUMNS * (WEIGHT_GRAD + BIAS_GRAD))
         if WEIGHT_GRAD:
@@ -143,30 +145,33 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
 
 @functools.cache
 def _backward(
-    columns: int, itemsize: int, few: bool, device: torch.device, weight_grad: bool, bias_grad: bool
-) -> tuple[Launcher, int, int, int]:
+    columns: int, itemsize: int, few: bool, device: torch.device,
+    input_grad: bool, weight_grad: bool, bias_grad: bool,
+) -> tuple[Launcher, int, int, int]:  # fmt: skip
     """What launches backward, how many rows a tile has, how many programs take rows at most, and how many columns."""
     tile, most = backward_tile(columns, 3, itemsize, few, device)
-    launch = _backward_kernel.bind(WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile)
+    launch = _backward_kernel.bind(INPUT_GRAD=input_grad, WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, **tile)
     return launch, tile["ROWS"], most, programs_over_columns(columns) * (few and (weight_grad or bias_grad))
 
 
 def _launch_backward(
-    dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dx = x.new_empty(*x.shape)
+    dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor, input_grad: bool, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dx = x.new_empty(*x.shape) if input_grad else None
     dweight = weight.new_empty(*weight.shape) if weight_grad else None
     dbias = weight.new_empty(*weight.shape) if bias_grad else None
     columns, rows = x.shape[-1], stats.shape[1]
     few = 0 < rows <= FEW_ROWS
-    launch, tile_rows, most, over_columns = _backward(columns, x.itemsize, few, x.device, weight_grad, bias_grad)
+    launch, tile_rows, most, over_columns = _backward(
+        columns, x.itemsize, few, x.device, input_grad, weight_grad, bias_grad
+    )
     programs = min(cdiv(rows, tile_rows), most)
     (dy, dy_stride), (x, x_stride) = rows_of(dy, columns), rows_of(x, columns)
     summed = [] if few else [gradient for gradient in (dweight, dbias) if gradient is not None]
     partials = stats.new_empty(programs, len(summed) * columns) if summed else stats
     if rows:
         launch(
-            programs + over_columns, dy, x, stats, weight.contiguous(), dx, partials,
+            programs + over_columns, dy, x, stats, weight.contiguous(), x if dx is None else dx, partials,
             stats if dweight is None else dweight, stats if dbias is None else dbias,
             dy_stride, x_stride, rows,
         )  # fmt: skip
@@ -179,9 +184,9 @@ def _fake_forward(x, weight, bias, eps):
     return x.new_empty(x.shape), x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
 
 
-def _fake_backward(dy, x, stats, weight, weight_grad, bias_grad):
+def _fake_backward(dy, x, stats, weight, input_grad, weight_grad, bias_grad):
     dweight, dbias = (weight.new_empty(weight.shape) if needed else None for needed in (weight_grad, bias_grad))
-    return x.new_empty(x.shape), dweight, dbias
+    return x.new_empty(x.shape) if input_grad else None, dweight, dbias
 
 
 layer_norm_forward = register(
@@ -190,8 +195,8 @@ layer_norm_forward = register(
     _fake_forward,
 )
 layer_norm_backward = register(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor stats, Tensor weight, bool weight_grad, bool bias_grad)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor stats, Tensor weight, bool input_grad,"
+    " bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _launch_backward,
     _fake_backward,
 )
@@ -206,9 +211,9 @@ class _LayerNorm(Node):
 
     @staticmethod
     def backward(ctx, dy):
-        _, weight_grad, bias_grad, _ = ctx.needs_input_grad
-        dx, dweight, dbias = layer_norm_backward(dy, *ctx.saved_tensors, weight_grad, bias_grad)
-        return dx, dweight if weight_grad else None, dbias if bias_grad else None, None
+        input_grad, weight_grad, bias_grad, _ = ctx.needs_input_grad
+        dx, dweight, dbias = layer_norm_backward(dy, *ctx.saved_tensors, input_grad, weight_grad, bias_grad)
+        return dx if input_grad else None, dweight if weight_grad else None, dbias if bias_grad else None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -161,7 +161,7 @@ def _gradients(x, dy, weight, cos, sin, offset):
 @triton.jit
 def _norm_heads_backward(
     dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dx_stride, dweight_ptr,
-    angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr,
+    angle_rows, length, tokens, eps, offset, INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """Strides over all tokens' queries, or keys, TILE heads or a whole row at a time; sums the weight's gradient."""
@@ -198,7 +198,8 @@ def _norm_heads_backward(
         for index in tl.static_range(tiles):
             x1, x2, u1, u2, g1, g2 = _gradients(x[index], dy[index], weight[index], cos, sin, offset)
             dx1, dx2 = rstd * (g1 - slope * x1), rstd * (g2 - slope * x2)
-            store_heads(target_ptr, dx1, dx2, first + index * TILE, HEADS, SIZE, TILE, PAIRS)
+            if INPUT_GRAD:  # the compiler drops what only an unwanted dx needs
+                store_heads(target_ptr, dx1, dx2, first + index * TILE, HEADS, SIZE, TILE, PAIRS)
             dw1, dw2 = dweight[index]  # type: ignore[var-annotated]
             added += ((dw1 + u1 * (x1 * rstd), dw2 + u2 * (x2 * rstd)),)  # type: ignore[assignment]
         if WEIGHT_GRAD:
@@ -216,28 +217,31 @@ def _norm_heads_backward(
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, dweight_ptr,
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head,
-    qkv_stride, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD: tl.constexpr,
+    qkv_stride, angle_rows, length, tokens, eps, offset,
+    INPUT_GRAD: tl.constexpr, Q_GRAD: tl.constexpr, K_GRAD: tl.constexpr,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, V_ROWS: tl.constexpr,
     TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over the tokens' queries, then their keys, then their values."""
-    q_width: tl.constexpr = Q_HEADS * SIZE if WHOLE_ROW else SIZE
-    k_width: tl.constexpr = K_HEADS * SIZE if WHOLE_ROW else SIZE
+    q_width: tl.constexpr = (Q_HEADS * SIZE if WHOLE_ROW else SIZE) * Q_GRAD
+    k_width: tl.constexpr = (K_HEADS * SIZE if WHOLE_ROW else SIZE) * K_GRAD
     stride: tl.constexpr = (Q_HEADS + 2 * K_HEADS) * SIZE
     dweight_ptr += tl.program_id(0) * (q_width + k_width)
     _norm_heads_backward(
         dq_ptr, dq_batch, dq_token, dq_head, qkv_ptr, qkv_stride, q_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, stride,
-        dweight_ptr, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD, Q_HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
+        dweight_ptr, angle_rows, length, tokens, eps, offset, INPUT_GRAD, Q_GRAD, Q_HEADS, SIZE, TILE, PAIRS,
+        WHOLE_ROW,
     )  # fmt: skip
     qkv_ptr += Q_HEADS * SIZE
     dqkv_ptr += Q_HEADS * SIZE
     _norm_heads_backward(
         dk_ptr, dk_batch, dk_token, dk_head, qkv_ptr, qkv_stride, k_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, stride,
-        dweight_ptr + q_width, angle_rows, length, tokens, eps, offset, WEIGHT_GRAD, K_HEADS, SIZE, TILE, PAIRS,
+        dweight_ptr + q_width, angle_rows, length, tokens, eps, offset, INPUT_GRAD, K_GRAD, K_HEADS, SIZE, TILE, PAIRS,
         WHOLE_ROW,
     )  # fmt: skip
     dqkv_ptr += K_HEADS * SIZE
-    for start in tl.range(tl.program_id(0) * V_ROWS, tokens * K_HEADS, tl.num_programs(0) * V_ROWS, num_stages=1):
+    v_heads: tl.constexpr = K_HEADS * INPUT_GRAD
+    for start in tl.range(tl.program_id(0) * V_ROWS, tokens * v_heads, tl.num_programs(0) * V_ROWS, num_stages=1):
         row = tl.arange(0, V_ROWS)[:, None] + start
         column = tl.arange(0, 2 * PAIRS)[None, :]
         mask = (row < tokens * K_HEADS) & (column < SIZE)
@@ -287,31 +291,32 @@ def _launch_forward(
 
 def _launch_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, offset: float, weight_grad: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    eps: float, offset: float, input_grad: bool, q_grad: bool, k_grad: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     batch, length, num_heads, head_size = dq.shape
-    dqkv, tokens = torch.empty_like(qkv, memory_format=torch.contiguous_format), batch * length
+    tokens = batch * length
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format) if input_grad else None
+    dwq = torch.empty_like(q_weight) if q_grad else None
+    dwk = torch.empty_like(k_weight) if k_grad else None
     (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
     qkv, stride = rows_of(qkv, qkv.shape[-1])
     whole_row = q_weight.shape[0] > head_size
     tile_pairs, warps = backward_tile(num_heads * head_size, qkv.itemsize, whole_row)
     layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)
     programs = min(tokens, WARPS_PER_MULTIPROCESSOR // warps * multiprocessors(qkv.device))
-    width = q_weight.shape[0] + k_weight.shape[0] if weight_grad else 0
-    partials = cos.new_empty(programs, width)
+    partials = cos.new_empty(programs, q_grad * q_weight.shape[0] + k_grad * k_weight.shape[0])
     if tokens:
         launch = _backward_kernel.bind(
-            WEIGHT_GRAD=weight_grad, V_ROWS=max(1, 512 * warps // layout["PAIRS"]), **layout, num_warps=warps,
-            **REGISTERS,
+            INPUT_GRAD=input_grad, Q_GRAD=q_grad, K_GRAD=k_grad, V_ROWS=max(1, 512 * warps // layout["PAIRS"]),
+            **layout, num_warps=warps, **REGISTERS,
         )  # fmt: skip
         launch(
-            programs, dq, dk, dv, qkv, q_weight.contiguous(), k_weight.contiguous(), cos, sin, dqkv, partials,
+            programs, dq, dk, dv, qkv, q_weight.contiguous(), k_weight.contiguous(), cos, sin,
+            qkv if dqkv is None else dqkv, partials,
             *dq_strides, *dk_strides, *dv_strides, stride, cos.shape[0], length, tokens, eps, offset,
         )  # fmt: skip
-    if not weight_grad:
-        return dqkv, None, None
-    dwq, dwk = torch.empty_like(q_weight), torch.empty_like(k_weight)
-    sum_partials(partials, dwq, dwk)
+    if summed := [gradient for gradient in (dwq, dwk) if gradient is not None]:
+        sum_partials(partials, *summed)
     return dqkv, dwq, dwk
 
 
@@ -319,9 +324,9 @@ def _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, ep
     return qkv.new_empty(*qkv.shape[:2], num_heads + num_kv_heads, qkv.shape[2] // (num_heads + 2 * num_kv_heads))
 
 
-def _fake_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, offset, weight_grad):
-    dweights = (weight.new_empty(weight.shape) if weight_grad else None for weight in (q_weight, k_weight))
-    return qkv.new_empty(qkv.shape), *dweights
+def _fake_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, offset, *needed):
+    inputs = zip((qkv, q_weight, k_weight), needed, strict=True)
+    return tuple(x.new_empty(x.shape) if needs else None for x, needs in inputs)
 
 
 qk_norm_rope_forward = register(
@@ -332,7 +337,8 @@ qk_norm_rope_forward = register(
 )
 qk_norm_rope_backward = register(
     "qk_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos,"
-    " Tensor sin, float eps, float offset, bool weight_grad) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)",
+    " Tensor sin, float eps, float offset, bool input_grad, bool q_grad, bool k_grad)"
+    " -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)",
     _launch_backward,
     _fake_backward,
 )
@@ -350,9 +356,11 @@ class _QKNormRope(Node):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        weight_grad = any(ctx.needs_input_grad[1:3])
-        dqkv, dwq, dwk = qk_norm_rope_backward(dq, dk, dv, *ctx.saved_tensors, ctx.eps, ctx.offset, weight_grad)
-        return dqkv, dwq if weight_grad else None, dwk if weight_grad else None, *[None] * 6
+        input_grad, q_grad, k_grad, *_ = ctx.needs_input_grad
+        dqkv, dwq, dwk = qk_norm_rope_backward(
+            dq, dk, dv, *ctx.saved_tensors, ctx.eps, ctx.offset, input_grad, q_grad, k_grad
+        )
+        return dqkv if input_grad else None, dwq if q_grad else None, dwk if k_grad else None, *[None] * 6
 
 
 def qk_norm_rope(

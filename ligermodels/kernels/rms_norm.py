@@ -98,7 +98,7 @@ def _forward_by_chunks_kernel(
 def _backward_kernel(
     dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, y_ptr,
     dy_stride, dhidden_stride, hidden_stride, rows, offset,
-    ADD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr, FEW: tl.constexpr,
+    ADD: tl.constexpr, INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr, FEW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw in registers.
@@ -139,7 +139,8 @@ def _backward_kernel(
         dx = rstd * (dy * weight - hidden * (rstd * mean))
         if ADD:
             dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
+        if INPUT_GRAD:  # the compiler drops what only an unwanted dx needs
+            tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
     if WEIGHT_GRAD and not FEW:
         tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(dweight, 0)[None, :], in_row)
 
@@ -195,24 +196,26 @@ def _launch_add_rms_norm(
 
 @functools.cache
 def _backward(
-    columns: int, itemsize: int, few: bool, device: torch.device, add: bool, weight_grad: bool, emit: bool
-) -> tuple[Launcher, int, int, int]:
+    columns: int, itemsize: int, few: bool, device: torch.device,
+    add: bool, input_grad: bool, weight_grad: bool, emit: bool,
+) -> tuple[Launcher, int, int, int]:  # fmt: skip
     """What launches backward, how many rows a tile has, how many programs take rows at most, and how many columns."""
     tile, most = backward_tile(columns, 3 + add, itemsize, few, device)
-    launch = _backward_kernel.bind(ADD=add, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile)
+    launch = _backward_kernel.bind(ADD=add, INPUT_GRAD=input_grad, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile)
     return launch, tile["ROWS"], most, programs_over_columns(columns) * (few and weight_grad)
 
 
 def _launch_backward(
     dy: Tensor, dhidden: Tensor | None, hidden: Tensor, rstd: Tensor, weight: Tensor, offset: float,
-    weight_grad: bool, emit: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    dx = hidden.new_empty(*hidden.shape)
+    input_grad: bool, weight_grad: bool, emit: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    dx = hidden.new_empty(*hidden.shape) if input_grad else None
+    dhidden = dhidden if input_grad else None
     y = hidden.new_empty(*hidden.shape, dtype=dy.dtype) if emit else None
     dweight = weight.new_empty(*weight.shape) if weight_grad else None
     add, columns, rows = dhidden is not None, hidden.shape[-1], rstd.numel()
     few = 0 < rows <= FEW_ROWS
-    kind = columns, hidden.itemsize, few, hidden.device, add, weight_grad, emit
+    kind = columns, hidden.itemsize, few, hidden.device, add, input_grad, weight_grad, emit
     launch, tile_rows, most, over_columns = _backward(*kind)
     programs = min(cdiv(rows, tile_rows), most)
     (dy, dy_stride), (hidden, hidden_stride) = rows_of(dy, columns), rows_of(hidden, columns)
@@ -221,8 +224,8 @@ def _launch_backward(
     partials = rstd.new_empty(programs, columns) if summed else rstd
     if rows:
         launch(
-            programs + over_columns, dy, dhidden, hidden, rstd, weight.contiguous(), dx, partials,
-            rstd if dweight is None else dweight, dx if y is None else y,
+            programs + over_columns, dy, dhidden, hidden, rstd, weight.contiguous(),
+            hidden if dx is None else dx, partials, rstd if dweight is None else dweight, hidden if y is None else y,
             dy_stride, dhidden_stride, hidden_stride, rows, offset,
         )  # fmt: skip
     if summed:
@@ -240,8 +243,8 @@ def _fake_add_rms_norm(x, residual, weight, eps, offset, dtype=None):
     return y, hidden, rstd
 
 
-def _fake_backward(dy, dhidden, hidden, rstd, weight, offset, weight_grad, emit):
-    dx = hidden.new_empty(hidden.shape)
+def _fake_backward(dy, dhidden, hidden, rstd, weight, offset, input_grad, weight_grad, emit):
+    dx = hidden.new_empty(hidden.shape) if input_grad else None
     dweight = weight.new_empty(weight.shape) if weight_grad else None
     return dx, dweight, dy.new_empty(hidden.shape) if emit else None
 
@@ -259,7 +262,7 @@ add_rms_norm_forward = register(
 )
 rms_norm_backward = register(
     "rms_norm_backward(Tensor dy, Tensor? dhidden, Tensor hidden, Tensor rstd, Tensor weight, float offset,"
-    " bool weight_grad, bool emit) -> (Tensor dx, Tensor dweight, Tensor y)",
+    " bool input_grad, bool weight_grad, bool emit) -> (Tensor dx, Tensor dweight, Tensor y)",
     _launch_backward,
     _fake_backward,
 )
@@ -276,9 +279,9 @@ class _RMSNorm(Node):
     @staticmethod
     def backward(ctx, dy):
         x, rstd, weight = ctx.saved_tensors
-        weight_grad = ctx.needs_input_grad[1]
-        dx, dweight, _ = rms_norm_backward(dy, None, x, rstd, weight, ctx.offset, weight_grad, False)
-        return dx, dweight if weight_grad else None, None, None
+        input_grad, weight_grad, *_ = ctx.needs_input_grad
+        dx, dweight, _ = rms_norm_backward(dy, None, x, rstd, weight, ctx.offset, input_grad, weight_grad, False)
+        return dx if input_grad else None, dweight if weight_grad else None, None, None
 
 
 class _AddRMSNorm(Node):
@@ -292,9 +295,11 @@ class _AddRMSNorm(Node):
     @staticmethod
     def backward(ctx, dy, dhidden):
         hidden, rstd, weight = ctx.saved_tensors
-        weight_grad = ctx.needs_input_grad[2]
-        dx, dweight, _ = rms_norm_backward(dy, dhidden, hidden, rstd, weight, ctx.offset, weight_grad, False)
-        return dx, dx, dweight if weight_grad else None, None, None
+        needs_x, needs_residual, needs_weight, *_ = ctx.needs_input_grad
+        dx, dweight, _ = rms_norm_backward(
+            dy, dhidden, hidden, rstd, weight, ctx.offset, needs_x or needs_residual, needs_weight, False
+        )
+        return dx if needs_x else None, dx if needs_residual else None, dweight if needs_weight else None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

@@ -2,10 +2,9 @@
 
 import torch
 
-from tests.kernels.ops import OPS
+from tests.kernels.ops import OPS, step_all
 
 for name, op in OPS.items():
     for length in (4, 70) if name.endswith("norm") else (4,):  # few rows and more: other kernels
-        case = op.case(length=length, dtype=torch.bfloat16)
-        case.step(case.ours, case.upstream())
+        step_all(name, op.case(length=length, dtype=torch.bfloat16))
 torch.cuda.synchronize()

@@ -50,6 +50,14 @@ class Case:
         leaves = [x.to(device, dtype).requires_grad_() for x in self.leaves]
         return replace(self, leaves=leaves, constants=[x.to(device) for x in self.constants])
 
+    def freeze(self, *frozen: int) -> "Case":
+        return replace(self, leaves=[x.detach() if i in frozen else x for i, x in enumerate(self.leaves)])
+
+    def freeze_inputs(self) -> "Case":
+        """Only weights are trained."""
+        rows = self.leaves[0].shape[:2]
+        return self.freeze(*(i for i, x in enumerate(self.leaves) if x.shape[:2] == rows))
+
     def step(self, function: Function, upstream: list[Tensor]) -> list[Tensor]:
         """Outputs, then the gradients of the leaves that have one."""
         outputs = as_list(function(*self.leaves, *self.constants))
@@ -263,6 +271,12 @@ def adamw_case(batch, length, width) -> Case:
     tensors = [normal(batch, length, width) for _ in range(4)]
     tensors[3] = tensors[3].square() + 0.1
     return Case(ours, reference, tensors, [torch.tensor(3.0, device=DEVICE)])
+
+
+def step_all(name: str, case: Case) -> None:
+    """Runs all kernels of a case: norms have others where their inputs are frozen."""
+    for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
+        trained.step(trained.ours, trained.upstream())
 
 
 TOGETHER = {"softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.1}

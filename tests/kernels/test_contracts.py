@@ -41,10 +41,6 @@ def equal(results, expected):
     return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-def freeze(case, *frozen):
-    return replace(case, leaves=[x.detach() if i in frozen else x for i, x in enumerate(case.leaves)])
-
-
 class Recorder(TorchDispatchMode):
     """Sees every call of a registered op: its arguments, and how many elements it returns."""
 
@@ -70,11 +66,12 @@ def record(case):
 
 @cache
 def calls_of_all_ops():
-    """{op: {its arguments, tensors apart: the arguments}} of each op, with everything trained and with nothing."""
+    """{op: {its arguments, tensors apart: the arguments}} of each op, of all that is trained and of parts."""
     calls = {name: {} for name in REGISTERED}
-    for op in OPS.values():
+    for name, op in OPS.items():
         case = op.case()
-        for trained in (case, freeze(case, *range(1, len(case.leaves)))):
+        cases = case, case.freeze(*range(1, len(case.leaves))), case.freeze_inputs()
+        for trained in cases if "norm" in name else cases[:2]:
             for function, args in record(trained).calls:
                 calls[function._schema.name][str(tree_map_only(Tensor, lambda x: x.dtype, args))] = function, args
     return calls
@@ -212,8 +209,8 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(op, poisoned):
     for index, gradient in enumerate(gradients):
         others = [i for i in range(len(gradients)) if i != index]
         expected = [*outputs, *(gradients[i] for i in others)]
-        torch.testing.assert_close(freeze(case, index).step(case.ours, upstream), expected)
-        torch.testing.assert_close(freeze(case, *others).step(case.ours, upstream), [*outputs, gradient])
+        torch.testing.assert_close(case.freeze(index).step(case.ours, upstream), expected)
+        torch.testing.assert_close(case.freeze(*others).step(case.ours, upstream), [*outputs, gradient])
 
 
 def flops(function, *args):
@@ -229,16 +226,21 @@ def test_no_product_is_computed_twice_or_for_frozen_leaves_only(op):
     everything, *alone = op.products
     assert flops(case.step, case.ours, upstream) == (1 + everything) * forward
     for index, products in enumerate(alone):
-        trained = freeze(case, *(i for i in range(len(case.leaves)) if i != index))
+        trained = case.freeze(*(i for i in range(len(case.leaves)) if i != index))
         assert flops(trained.step, case.ours, upstream) == round((1 + products) * forward), f"leaf {index} alone"
 
 
-@over(lambda op: is_ours(op) and not op.products and {x.ndim for x in op.case().leaves} == {1, 3})
-def test_gradients_of_frozen_norm_weights_are_not_written(op):
-    case = op.case()
-    weights = [i for i, x in enumerate(case.leaves) if x.ndim == 1]
-    skipped = record(case).written - record(freeze(case, *weights)).written
-    assert skipped >= sum(case.leaves[i].numel() for i in weights)
+@pytest.mark.parametrize("name", [name for name in OPS if "norm" in name])
+def test_no_norm_writes_a_gradient_of_what_is_frozen(name):
+    case = OPS[name].case(1, 2)
+    leaves = range(len(case.leaves))
+    forward = record(case.freeze(*leaves)).written
+    for index, leaf in enumerate(case.leaves):
+        if leaf.ndim != 2:  # gradients of matrices are torch's products, of what the norm emits again
+            alone = case.freeze(*(i for i in leaves if i != index))
+            assert record(alone).written - forward <= leaf.numel(), f"leaf {index} alone"
+    skipped = record(case).written - record(case.freeze_inputs()).written
+    assert skipped == case.leaves[0].numel()
 
 
 @pytest.mark.gpu

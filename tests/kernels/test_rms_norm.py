@@ -5,6 +5,7 @@ import torch
 
 from ligermodels.kernels import rms_norm as module
 from ligermodels.kernels.rms_norm import READ_TWICE, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from ligermodels.kernels.rows import FEW_ROWS
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
@@ -34,6 +35,18 @@ def test_wide_rows_of_more_than_few(monkeypatch):
     monkeypatch.setattr(module, "FEW_ROWS", 2)
     inputs = draw(7, 2050), draw(7, 2050), draw(2050)
     check(lambda *a: add_rms_norm(*a, 1e-6), lambda *a: add_rms_norm_reference(*a, 1e-6), inputs, DTYPES[-1])
+
+
+@pytest.mark.parametrize("trained", range(3))
+def test_of_more_than_few_rows_one_gradient_alone(trained):
+    inputs = [torch.randn(s, device=DEVICE) for s in [(FEW_ROWS + 1, 32), (FEW_ROWS + 1, 32), (32,)]]
+    upstream = torch.randn(2, FEW_ROWS + 1, 32, device=DEVICE)
+    leaf = inputs[trained].requires_grad_()
+    expected, got = (
+        torch.autograd.grad((torch.stack(f(*inputs, 1e-6)) * upstream).sum(), leaf)
+        for f in (add_rms_norm_reference, add_rms_norm)
+    )
+    torch.testing.assert_close(got, expected)
 
 
 def test_one_gradient_for_both_outputs_counts_twice():
