@@ -86,9 +86,10 @@ def _product_kernel(
 @kernel()
 def _product_backward_kernel(
     dproduct_ptr, gate_up_ptr, weight_ptr, row_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
-    ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr,
+    ACTIVATION: tl.constexpr, INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program walks over one slot's dgate, dup and, where asked to, weighted product, and sums its dweight."""
+    """One program walks over what is asked for of a slot: its dgate and dup, its dweight, its weighted product."""
     slot = tl.program_id(0)
     row = tl.load(row_ptr + slot).to(tl.int64)
     weight = tl.load(weight_ptr + slot)
@@ -103,12 +104,14 @@ def _product_backward_kernel(
         dproduct = tl.load(dproduct_ptr + row * columns + column, mask, other=0.0).to(tl.float32)
         activated, slope = activate(gate, ACTIVATION)
         dweight += dproduct * activated * up
-        tl.store(dgate_ptr, (weight * dproduct * up * slope).to(dgate_up_ptr.dtype.element_ty), mask)
-        tl.store(dgate_ptr + columns, (weight * dproduct * activated).to(dgate_up_ptr.dtype.element_ty), mask)
+        if INPUT_GRAD:
+            tl.store(dgate_ptr, (weight * dproduct * up * slope).to(dgate_up_ptr.dtype.element_ty), mask)
+            tl.store(dgate_ptr + columns, (weight * dproduct * activated).to(dgate_up_ptr.dtype.element_ty), mask)
         if EMIT:
             product = weight * activated * up
             tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
-    tl.store(dweight_ptr + slot, tl.sum(dweight, 0))
+    if WEIGHT_GRAD:
+        tl.store(dweight_ptr + slot, tl.sum(dweight, 0))
 
 
 def tile_of(columns: int) -> tuple[int, int]:
@@ -129,20 +132,28 @@ def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: st
 
 
 def _launch_product_backward(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, emit: bool, inplace: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str,
+    input_grad: bool, weight_grad: bool, emit: bool, inplace: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """inplace: dgate_up over gate_up and product over dproduct: a program reads its tile before it writes."""
     dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
     if inplace:
-        dgate_up, dweight, product = gate_up.detach(), torch.empty_like(weight), dproduct if emit else None
+        dgate_up, product = gate_up.detach() if input_grad else None, dproduct if emit else None
+        dweight = torch.empty_like(weight) if weight_grad else None
     else:
-        dgate_up, dweight, product = _fake_product_backward(dproduct, gate_up, weight, row, activation, emit)
+        dgate_up, dweight, product = _fake_product_backward(
+            dproduct, gate_up, weight, row, activation, input_grad, weight_grad, emit
+        )
     rows, columns = dproduct.shape
     tile, warps = tile_of(columns)
     if rows:
-        launch = _product_backward_kernel.bind(ACTIVATION=activation, EMIT=emit, TILE=tile, num_warps=warps)
-        emitted = dgate_up if product is None else product
-        launch(rows, dproduct, gate_up, weight, row, dgate_up, dweight, emitted, columns)
+        launch = _product_backward_kernel.bind(
+            ACTIVATION=activation, INPUT_GRAD=input_grad, WEIGHT_GRAD=weight_grad, EMIT=emit, TILE=tile, num_warps=warps
+        )
+        launch(
+            rows, dproduct, gate_up, weight, row, gate_up if dgate_up is None else dgate_up,
+            weight if dweight is None else dweight, gate_up if product is None else product, columns,
+        )  # fmt: skip
     return dgate_up, dweight, product
 
 
@@ -150,9 +161,10 @@ def _fake_product(gate_up, weight, row, activation):
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-def _fake_product_backward(dproduct, gate_up, weight, row, activation, emit):
-    product = dproduct.new_empty(*dproduct.shape) if emit else None
-    return gate_up.new_empty(*gate_up.shape), weight.new_empty(*weight.shape), product
+def _fake_product_backward(dproduct, gate_up, weight, row, activation, input_grad, weight_grad, emit):
+    dgate_up = gate_up.new_empty(*gate_up.shape) if input_grad else None
+    dweight = weight.new_empty(*weight.shape) if weight_grad else None
+    return dgate_up, dweight, dproduct.new_empty(*dproduct.shape) if emit else None
 
 
 experts_product = register(
@@ -161,18 +173,18 @@ experts_product = register(
     _fake_product,
 )
 experts_product_backward = register(
-    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, Tensor row, str activation, bool emit)"
-    " -> (Tensor dgate_up, Tensor dweight, Tensor product)",
+    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, Tensor row, str activation,"
+    " bool input_grad, bool weight_grad, bool emit) -> (Tensor dgate_up, Tensor dweight, Tensor product)",
     _launch_product_backward,
     _fake_product_backward,
 )
 
 
 def product_backward_of_saved(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, emit: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, *needed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As experts_product_backward, of a node's own gate_up and dproduct: in place, where this is their last use."""
-    inputs = dproduct, gate_up, weight, row, activation, emit
+    inputs = dproduct, gate_up, weight, row, activation, *needed
     if not last_use(gate_up, dproduct):
         return experts_product_backward(*inputs)
     return _launch_product_backward(*inputs, inplace=True)
@@ -210,24 +222,29 @@ class _Experts(Node):
             needs_down_b, *_,
         ) = ctx.needs_input_grad  # fmt: skip
         reads_product, reads_x = needs_down or needs_down_a, needs_gate_up or needs_gate_up_a
+        reads_dgate_up = needs_x or reads_x or needs_gate_up_b
+        reads_dproduct = reads_dgate_up or needs_weight
         dx = dweight = dgate_up_weight = dgate_up_a = dgate_up_b = ddown_weight = ddown_a = ddown_b = None
-        dgate_up = ddown_low = None
-        if needs_x or needs_weight or reads_x or needs_gate_up_b or down_a is not None:
+        dgate_up = dproduct = product = ddown_low = dgate_up_low = None
+        if reads_dproduct or needs_down_a or needs_down_b:
             drows = spread(dy, row)
-            ddown_low = grouped_low_gradient(drows, offsets, down_b, down_scale)
-            dproduct = grouped_backward(drows, down_weight, offsets, ddown_low, down_a)
+            if reads_dproduct or needs_down_a:
+                ddown_low = grouped_low_gradient(drows, offsets, down_b, down_scale)
+            if reads_dproduct:
+                dproduct = grouped_backward(drows, down_weight, offsets, ddown_low, down_a)
             ddown_b = grouped_weight_gradient(drows, down_low, offsets) if needs_down_b else None
             del drows
+        if reads_dproduct:
             dgate_up, dweight, product = product_backward_of_saved(
-                dproduct, gate_up, weight, row, ctx.activation, reads_product
+                dproduct, gate_up, weight, row, ctx.activation, reads_dgate_up, needs_weight, reads_product
             )
-            del dproduct
-        else:
+        elif reads_product:
             product = experts_product(gate_up, weight, row, ctx.activation)
-        del gate_up
+        del gate_up, dproduct
         free_saved(ctx)
-        if dgate_up is not None:
-            dgate_up_low = grouped_low_gradient(dgate_up, offsets, gate_up_b, gate_up_scale)
+        if reads_dgate_up:
+            if needs_x or needs_gate_up_a:
+                dgate_up_low = grouped_low_gradient(dgate_up, offsets, gate_up_b, gate_up_scale)
             if needs_x:
                 dx = gather_sum(grouped_backward(dgate_up, gate_up_weight, offsets, dgate_up_low, gate_up_a), row)
             rows = spread(x, row) if reads_x else None

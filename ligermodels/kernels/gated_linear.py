@@ -50,7 +50,7 @@ class _GatedLinear(Node):
         needs_gate_up, needs_weight, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
         reads_product = needs_weight or needs_a
         dgate_up = product = dlow = None
-        if a is not None:
+        if a is not None and (needs_gate_up or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
         if needs_gate_up:
             dproduct = input_gradient(dy, weight, dlow, a)

@@ -130,7 +130,7 @@ class _LowRankLinear(Node):
     def backward(ctx, dy):
         x, weight, a, b, low = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_a, needs_b, _, _ = ctx.needs_input_grad
-        dlow = low_gradient(dy, a, b, *ctx.update)
+        dlow = low_gradient(dy, a, b, *ctx.update) if needs_x or needs_a else None
         return (
             input_gradient(dy, weight, dlow, a) if needs_x else None,
             weight_gradient(dy, x) if needs_weight else None,

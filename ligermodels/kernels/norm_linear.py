@@ -58,11 +58,12 @@ class _NormLinear(Node):
         needs_x, needs_residual, needs_norm_weight, needs_weight, needs_bias, needs_a, needs_b, *_ = (
             ctx.needs_input_grad
         )
-        needs_hidden, reads_normed = needs_x or needs_residual, needs_weight or needs_a
+        needs_hidden = needs_x or needs_residual
+        needs_normed, reads_normed = needs_hidden or needs_norm_weight, needs_weight or needs_a
         dx = dnorm_weight = normed = dlow = None
-        if a is not None:
+        if a is not None and (needs_normed or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
-        if needs_hidden or needs_norm_weight:
+        if needs_normed:
             dnormed = input_gradient(dy, weight, dlow, a)
             dx, dnorm_weight, normed = rms_norm_backward(
                 dnormed, dhidden, hidden, rstd, norm_weight, ctx.offset, needs_hidden, needs_norm_weight, reads_normed

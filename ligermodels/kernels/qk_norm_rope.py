@@ -324,9 +324,9 @@ def _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, ep
     return qkv.new_empty(*qkv.shape[:2], num_heads + num_kv_heads, qkv.shape[2] // (num_heads + 2 * num_kv_heads))
 
 
-def _fake_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, offset, *needed):
-    inputs = zip((qkv, q_weight, k_weight), needed, strict=True)
-    return tuple(x.new_empty(x.shape) if needs else None for x, needs in inputs)
+def _fake_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, offset, input_grad, q_grad, k_grad):
+    wanted = (qkv, input_grad), (q_weight, q_grad), (k_weight, k_grad)
+    return tuple(x.new_empty(x.shape) if needed else None for x, needed in wanted)
 
 
 qk_norm_rope_forward = register(

@@ -53,6 +53,9 @@ class Case:
     def freeze(self, *frozen: int) -> "Case":
         return replace(self, leaves=[x.detach() if i in frozen else x for i, x in enumerate(self.leaves)])
 
+    def alone(self, trained: int) -> "Case":
+        return self.freeze(*(i for i in range(len(self.leaves)) if i != trained))
+
     def freeze_inputs(self) -> "Case":
         """Only weights are trained."""
         rows = self.leaves[0].shape[:2]

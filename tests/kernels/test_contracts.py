@@ -42,19 +42,42 @@ def equal(results, expected):
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every call of a registered op: its arguments, and how many elements it returns."""
+    """Sees every call of a registered op, with its arguments."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.written = [], 0
+        self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace != "ligermodels":
             return function(*args, **(kwargs or {}))
         self.calls.append((function, tree_map_only(Tensor, lambda x: x.detach().clone(), args)))
-        outputs = function(*args)
-        self.written += sum(x.numel() for x in tree_leaves(outputs) if x is not None)
+        return function(*args)
+
+
+class Unread(TorchDispatchMode):
+    """{memory: (op, result)} of the results that no later op has read, but for those of a number a row."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.results = rows, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        if function._schema.is_mutable:  # of its first argument
+            self.read(args[1:])
+        elif not function.is_view:
+            self.read(args)
+            self.results |= {x: (str(function), y) for x, y in memories(outputs).items() if y.numel() > self.rows}
         return outputs
+
+    def read(self, tensors):
+        for memory in memories(tensors):
+            self.results.pop(memory, None)
+
+
+def memories(tree):
+    return {x.untyped_storage().data_ptr(): x for x in tree_leaves(tree) if isinstance(x, Tensor)}
 
 
 def record(case):
@@ -66,12 +89,11 @@ def record(case):
 
 @cache
 def calls_of_all_ops():
-    """{op: {its arguments, tensors apart: the arguments}} of each op, of all that is trained and of parts."""
+    """{op: {its arguments, tensors apart: the arguments}} of each op, with everything trained and with one leaf."""
     calls = {name: {} for name in REGISTERED}
-    for name, op in OPS.items():
+    for op in OPS.values():
         case = op.case()
-        cases = case, case.freeze(*range(1, len(case.leaves))), case.freeze_inputs()
-        for trained in cases if "norm" in name else cases[:2]:
+        for trained in (case, case.alone(0), case.alone(1)):
             for function, args in record(trained).calls:
                 calls[function._schema.name][str(tree_map_only(Tensor, lambda x: x.dtype, args))] = function, args
     return calls
@@ -202,7 +224,7 @@ def test_zero_rows(op, poisoned):
 
 @over(lambda op: is_ours(op) and has_gradients(op) and len(op.case().leaves) > 1)
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(op, poisoned):
-    case = op.case()
+    case = op.case(1, 3)
     upstream = case.upstream()
     full = case.step(case.ours, upstream)
     outputs, gradients = full[: len(upstream)], full[len(upstream) :]
@@ -210,7 +232,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(op, poisoned):
         others = [i for i in range(len(gradients)) if i != index]
         expected = [*outputs, *(gradients[i] for i in others)]
         torch.testing.assert_close(case.freeze(index).step(case.ours, upstream), expected)
-        torch.testing.assert_close(case.freeze(*others).step(case.ours, upstream), [*outputs, gradient])
+        torch.testing.assert_close(case.alone(index).step(case.ours, upstream), [*outputs, gradient])
 
 
 def flops(function, *args):
@@ -226,21 +248,31 @@ def test_no_product_is_computed_twice_or_for_frozen_leaves_only(op):
     everything, *alone = op.products
     assert flops(case.step, case.ours, upstream) == (1 + everything) * forward
     for index, products in enumerate(alone):
-        trained = case.freeze(*(i for i in range(len(case.leaves)) if i != index))
-        assert flops(trained.step, case.ours, upstream) == round((1 + products) * forward), f"leaf {index} alone"
+        step = case.alone(index).step
+        assert flops(step, case.ours, upstream) == round((1 + products) * forward), f"leaf {index} alone"
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if "norm" in name])
-def test_no_norm_writes_a_gradient_of_what_is_frozen(name):
-    case = OPS[name].case(1, 2)
-    leaves = range(len(case.leaves))
-    forward = record(case.freeze(*leaves)).written
-    for index, leaf in enumerate(case.leaves):
-        if leaf.ndim != 2:  # gradients of matrices are torch's products, of what the norm emits again
-            alone = case.freeze(*(i for i in leaves if i != index))
-            assert record(alone).written - forward <= leaf.numel(), f"leaf {index} alone"
-    skipped = record(case).written - record(case.freeze_inputs()).written
-    assert skipped == case.leaves[0].numel()
+def unread_in_backward(case, upstream):
+    unread = Unread(rows=upstream[0].shape[:2].numel())
+
+    def forward(*inputs):
+        outputs = case.ours(*inputs)
+        unread.results.clear()
+        return outputs
+
+    with unread:
+        results = case.step(forward, upstream)
+    unread.read(results)
+    return [(op, tuple(x.shape)) for op, x in unread.results.values()]
+
+
+@over(lambda op: is_ours(op) and has_gradients(op))
+def test_backward_computes_nothing_that_nobody_reads(op):
+    case = op.case(1, 2)
+    upstream = case.upstream()
+    assert not unread_in_backward(case.freeze_inputs(), upstream), "weights alone"
+    for index in range(len(case.leaves)):
+        assert not unread_in_backward(case.alone(index), upstream), f"leaf {index} alone"
 
 
 @pytest.mark.gpu

@@ -98,7 +98,7 @@ def test_in_place_gradients_and_product_take_the_memory_of_what_they_come_from(i
     rows = 37
     gate_up, dproduct = (torch.randn(rows, columns, device=DEVICE).to(dtype) for columns in (2 * inner, inner))
     routing = torch.rand(rows, device=DEVICE), torch.randperm(rows, device=DEVICE).int()
-    arguments = dproduct, gate_up, *routing, "silu", True
+    arguments = dproduct, gate_up, *routing, "silu", True, True, True
     expected = module._launch_product_backward(*arguments)
     dgate_up, dweight, product = module._launch_product_backward(*arguments, inplace=True)
     assert dgate_up.data_ptr() == gate_up.data_ptr() and product.data_ptr() == dproduct.data_ptr()
