@@ -181,10 +181,11 @@ experts_product_backward = register(
 
 
 def product_backward_of_saved(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str, *needed: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str,
+    input_grad: bool, weight_grad: bool, emit: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """As experts_product_backward, of a node's own gate_up and dproduct: in place, where this is their last use."""
-    inputs = dproduct, gate_up, weight, row, activation, *needed
+    inputs = dproduct, gate_up, weight, row, activation, input_grad, weight_grad, emit
     if not last_use(gate_up, dproduct):
         return experts_product_backward(*inputs)
     return _launch_product_backward(*inputs, inplace=True)

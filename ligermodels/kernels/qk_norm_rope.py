@@ -240,7 +240,7 @@ def _backward_kernel(
         WHOLE_ROW,
     )  # fmt: skip
     dqkv_ptr += K_HEADS * SIZE
-    v_heads: tl.constexpr = K_HEADS * INPUT_GRAD
+    v_heads: tl.constexpr = K_HEADS * INPUT_GRAD  # of which dqkv takes the gradients
     for start in tl.range(tl.program_id(0) * V_ROWS, tokens * v_heads, tl.num_programs(0) * V_ROWS, num_stages=1):
         row = tl.arange(0, V_ROWS)[:, None] + start
         column = tl.arange(0, 2 * PAIRS)[None, :]

@@ -210,7 +210,7 @@ def _launch_backward(
     input_grad: bool, weight_grad: bool, emit: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     dx = hidden.new_empty(*hidden.shape) if input_grad else None
-    dhidden = dhidden if input_grad else None
+    dhidden = dhidden if input_grad else None  # it reaches dx alone
     y = hidden.new_empty(*hidden.shape, dtype=dy.dtype) if emit else None
     dweight = weight.new_empty(*weight.shape) if weight_grad else None
     add, columns, rows = dhidden is not None, hidden.shape[-1], rstd.numel()
