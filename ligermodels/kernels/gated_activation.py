@@ -181,7 +181,7 @@ def backward_of_saved(
     """
     if not (inplace and gate_up.is_contiguous() and last_use(gate_up, dy)):
         return gated_activation_backward(dy, gate_up, activation, emit)
-    gradients = _launch_backward(dy, gate_up, activation, emit, inplace)
+    gradients = _launch_backward(dy, gate_up, activation, emit, inplace=True)
     torch.autograd.graph.increment_version(gate_up)  # so that autograd objects if another node saved it
     return gradients
 

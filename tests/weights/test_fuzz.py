@@ -22,7 +22,7 @@ from tests.refusals import measured
 from tests.weights.raw_files import safetensors_bytes
 
 SEEDS, GROUPS = 240, 4
-SECONDS, MIB = 1.0, 64
+SECONDS, MIB = 0.5, 64
 FAMILIES = (
     "llama",
     "llama-tied",
