@@ -25,7 +25,7 @@ def gated_linear_inputs(tokens, hidden, inner):
     return [draw(tokens, 2 * inner), draw(hidden, inner, scale=inner**-0.5)]
 
 
-def fused_op(name, inputs, reference, sides):
+def fused_op(name, inputs, reference, sides, overwritten=False):
     """sides: from hidden and inner, the linear's inputs and outputs."""
 
     def work(tokens, hidden, inner):
@@ -33,7 +33,7 @@ def fused_op(name, inputs, reference, sides):
         return {"forward+backward": 6 * tokens * columns * rows}
 
     return Op(
-        name, SHAPES, inputs, reference, work, ceiling=MATMUL, beyond_gradients=True,
+        name, SHAPES, inputs, reference, work, ceiling=MATMUL, beyond_gradients=True, overwritten=overwritten,
         alone=lambda tokens, hidden, inner: three_products(tokens, *sides(hidden, inner)),
     )  # fmt: skip
 
@@ -46,7 +46,7 @@ norm_linear = fused_op(
 gated_linear = fused_op(
     "gated_linear", gated_linear_inputs,
     lambda gate_up, weight: gated_linear_reference(gate_up, weight, None, "silu"),
-    lambda hidden, inner: (inner, hidden),
+    lambda hidden, inner: (inner, hidden), overwritten=True,
 )  # fmt: skip
 
 
@@ -91,8 +91,8 @@ def apart(gate_up, weight):
     return *(x.contiguous() for x in gate_up.chunk(2, -1)), weight
 
 
-# Whose gradients would otherwise make gate and up zeros within a few calls, of which a product is faster.
-@gated_linear.provider("liger", layout=apart, overwrites=True)
+# Whose gradients would make gate and up zeros within a few calls, of which a product is faster.
+@gated_linear.provider("liger", layout=apart)
 def liger_gated_linear(*shape):
     from liger_kernel.transformers.functional import liger_swiglu
 
@@ -104,6 +104,13 @@ def our_gated_linear(*shape):
     from ligermodels.kernels.gated_linear import gated_linear
 
     return lambda *inputs: gated_linear(*inputs, None, "silu")
+
+
+@gated_linear.provider("ligermodels, in place")  # as in the models
+def our_gated_linear_in_place(*shape):
+    from ligermodels.kernels.gated_linear import gated_linear
+
+    return lambda *inputs: gated_linear(*inputs, None, "silu", inplace=True)
 
 
 for op in (norm_linear, gated_linear):

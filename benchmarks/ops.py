@@ -17,7 +17,6 @@ class Provider(NamedTuple):
     make: Callable[..., Callable]
     shapes: Sequence[Shape]
     layout: Callable[..., Iterable[Tensor]]
-    overwrites: bool = False
 
 
 @dataclass
@@ -31,6 +30,9 @@ class Op:
     ceiling: what bounds it, timing.COPY or timing.MATMUL.
     alone(*shape) -> callable whose own time is the limit, in place of work at the ceiling.
     beyond_gradients: whether the peak of memory leaves out the inputs' gradients.
+    overwritten: whether a provider writes over the inputs, and what it computes next would take another time. Then
+        their values are put back after each call, which is not timed: of every provider, because the pause lets the
+        device cool, and a product at the power cap is faster after it.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Op:
     ceiling: str = timing.COPY
     alone: Callable[..., Callable] | None = None
     beyond_gradients: bool = False
+    overwritten: bool = False
     providers: dict[str, Provider] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,24 +54,22 @@ class Op:
         name: str,
         shapes: Sequence[Shape] | None = None,
         layout: Callable = lambda *inputs: inputs,
-        overwrites: bool = False,
     ):
         """Registers a function of the shape that imports what it needs and returns a callable on the inputs.
 
         shapes: those to run, all if not given. layout: from the op's inputs to those this provider would find in a
-        model; not timed. overwrites: whether it writes over them, and what it computes next would take another time:
-        their values are put back after each call, which is not timed either.
+        model; not timed.
         """
 
         def register(make: Callable[..., Callable]) -> Callable[..., Callable]:
-            self.providers[name] = Provider(make, shapes or self.shapes, layout, overwrites)
+            self.providers[name] = Provider(make, shapes or self.shapes, layout)
             return make
 
         return register
 
     def compiled(self, shapes: Sequence[Shape]) -> None:
         """Registers torch.compile of the provider "pytorch"; each shape costs seconds of compilation."""
-        make, _, layout, _ = self.providers["pytorch"]
+        make, _, layout = self.providers["pytorch"]
 
         @self.provider("torch.compile", shapes, layout)
         def compiled(*shape):

@@ -73,7 +73,7 @@ def timed_inputs(case: Case, provider: Provider, function: Callable) -> list[Inp
     def one(seed: int) -> Inputs:
         laid_out = provider.layout(*fresh_inputs(case.op, case.shape, seed))
         arguments = [x.detach().requires_grad_(x.requires_grad) for x in laid_out]
-        kept = [x.detach().clone() for x in arguments] if provider.overwrites else []
+        kept = [x.detach().clone() for x in arguments] if case.op.overwritten else []
         leaves = [x for x in arguments if x.requires_grad]
         upstream = upstream_of(as_list(function(*arguments))) if leaves else []
         return Inputs(arguments, leaves, upstream, kept)

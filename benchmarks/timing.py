@@ -26,7 +26,7 @@ COPY, MATMUL = "copy_gb_per_s", "matmul_tflop_per_s"
 class Inputs(NamedTuple):
     """What one call takes: arguments, those of them that are differentiated, and the outputs' upstream gradients.
 
-    kept: the arguments' values, where the call writes over them; empty where it does not.
+    kept: the arguments' values, put back after the call where some provider writes over them; else empty.
     """
 
     arguments: list[Tensor]

@@ -43,9 +43,10 @@ def stopped(launcher):
     """The same run, told to stop after a few steps."""
     run = launcher.start(*LLAMA, "--output", "stopped")
     run.read_until("step 4/")
+    run.kill(signal.SIGSTOP)  # or it could end before it is told
     other = launcher.run("--resume", "stopped")
     assert other.status == 2 and re.match(rf"train.py: stopped: in use by process {run.processes[0]} on", other.stderr)
-    run.kill(signal.SIGTERM).wait()
+    run.kill(signal.SIGTERM).kill(signal.SIGCONT).wait()
     return run, launcher.folder / "stopped"
 
 

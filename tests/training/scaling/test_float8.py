@@ -25,7 +25,7 @@ def capable(monkeypatch):
     if DEVICE == "cpu":
         config = torchao.float8.Float8LinearConfig
         monkeypatch.setattr(config, "from_recipe_name", staticmethod(lambda name: config(emulate=True)))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
 
 
 def converted(model):
