@@ -53,7 +53,7 @@ def rows_of(case: Case, provider: Provider) -> Iterator[dict]:
     """One row a pass, the last with the peak of memory; a single one where the result is wrong."""
     op, shape = case.op, case.shape
     function = provider.make(*shape)
-    error = case.truth.error_of(evaluate(after(provider.layout, function), fresh_inputs(op, shape)))
+    error = error_of(case, provider, function)
     if not error <= FACTOR:
         yield {"status": "wrong", "reason": f"error {error:.3g} times plain bf16's, {FACTOR:g} allowed"}
         return
@@ -65,6 +65,11 @@ def rows_of(case: Case, provider: Provider) -> Iterator[dict]:
     for kind, measured in timings.items():
         row = {"status": "ok", "pass": kind, "error": error} | figures(op, work[kind], limits[kind], measured)
         yield row | ({"peak_mib": peak / 2**20} if kind == list(work)[-1] else {})
+
+
+def error_of(case: Case, provider: Provider, function: Callable) -> float:
+    """Times that of plain bf16."""
+    return case.truth.error_of(evaluate(after(provider.layout, function), fresh_inputs(case.op, case.shape)))
 
 
 def timed_inputs(case: Case, provider: Provider, function: Callable) -> list[Inputs]:

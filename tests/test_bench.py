@@ -11,7 +11,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from benchmarks import ops, plot, results, suite, table, timing
+from benchmarks import in_turns, ops, plot, results, suite, table, timing
 from benchmarks.checks import FACTOR, ROUNDING, Truth, after, evaluate, fresh_inputs
 from benchmarks.ops import OPS, Op, Provider, both, draw
 from ligermodels import cli
@@ -247,6 +247,29 @@ def test_inputs_rotate_beyond_twice_the_cache(monkeypatch):
         sets = timing.sets_beyond_cache(mib * 2**20)
         assert sets * mib > 120 or sets == timing.MOST_CALLS, mib
         assert sets == 1 or (sets - 1) * mib <= 120, mib
+
+
+def test_providers_take_turns_and_one_that_fails_or_is_wrong_is_listed(op, monkeypatch):
+    op.provider("other")(lambda *shape: lambda x: 2 * x)
+    op.provider("wrong")(lambda *shape: lambda x: 3 * x)
+    order = []
+
+    def host_times(call, count):
+        order.append(call)
+        return [0.001 * len(order)] * count
+
+    monkeypatch.setattr(timing, "host_times", host_times)
+    monkeypatch.setattr(timing, "device_times", lambda call, count, sleep: ([sleep] * count, True))
+    rows = in_turns.run_shape(suite.Case(op, (4, 8)), op.providers)
+    assert len(order) == 4 * in_turns.ROUNDS and order[:4] * in_turns.ROUNDS == order
+    assert [(row["provider"], row.get("pass")) for row in rows] == [
+        ("wrong", None), ("pytorch", "forward"), ("pytorch", "forward+backward"),
+        ("other", "forward"), ("other", "forward+backward"),
+    ]  # fmt: skip
+    assert rows[0]["status"] == "failed" and "times plain bf16's" in rows[0]["reason"]
+    middle = 1 + 4 * (in_turns.ROUNDS - 1) / 2  # microseconds of the first call, 1 in its first turn, 5 in the next
+    assert rows[1]["host_us"] == pytest.approx(middle) and rows[1]["ms"] == pytest.approx(2 + 0.02 * middle)
+    assert rows[1]["host_us_20"] < middle and rows[4]["host_us"] == pytest.approx(middle + 3)
 
 
 def test_long_calls_are_repeated_less_often():

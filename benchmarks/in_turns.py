@@ -1,0 +1,120 @@
+"""Times of an op's providers in turns, a few calls each: what changes during a run, the device's clock under its power
+cap or the host's load, changes for all of them alike.
+
+    python -m benchmarks.in_turns rms_norm swiglu
+    python -m benchmarks.in_turns gated_linear --shape 16384x4096x14336
+
+Without a shape it is the op's last one, which the host bounds. Host time is given as the 20th percentile too: whatever
+else the host does adds to it.
+"""
+
+import argparse
+import functools
+import gc
+import importlib
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks import results, suite, timing
+from benchmarks.checks import FACTOR
+from benchmarks.ops import OPS, Provider, Shape
+
+ROUNDS = 30
+PASSES = ("forward", "forward+backward")
+COLUMNS = "{:24} {:24} {:17} {:>9} {:>17} {:>8} {:>8}"
+
+
+Name = tuple[str, str]  # provider and pass
+
+
+def prepared(case: suite.Case, provider: Provider) -> Iterator[dict]:
+    """The one dict of calls, warm, by pass. Raises ValueError where the result is wrong."""
+    function = provider.make(*case.shape)
+    error = suite.error_of(case, provider, function)
+    if not error <= FACTOR:
+        raise ValueError(f"error {error:.3g} times plain bf16's, {FACTOR:g} allowed")
+    sets = suite.timed_inputs(case, provider, function)
+    calls = {kind: timing.caller(function, sets, kind) for kind in PASSES if kind in case.op.work(*case.shape)}
+    for call in (*calls.values(), *calls.values()):
+        call(timing.Stamp(), timing.Stamp())
+    yield calls
+
+
+def in_turns(calls: dict[Name, Callable]) -> dict[Name, tuple[list[float], list[float]]]:
+    """Milliseconds on the device and on the host of each call, timing.BATCH at a time."""
+    times: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            host = timing.host_times(call, timing.BATCH)
+            sleep = min(2 + 2 * sum(host), timing.LONGEST_SLEEP)
+            times[name][0].extend(timing.device_times(call, timing.BATCH, sleep)[0])
+            times[name][1].extend(host)
+    return times
+
+
+def run_shape(case: suite.Case, names: Iterable[str]) -> list[dict]:
+    """A row of each provider and pass, or what kept a provider from it."""
+    calls: dict[Name, Callable] = {}
+    rows = []
+    for name in names:
+        (found,) = suite.attempt(functools.partial(prepared, case, case.op.providers[name]))
+        if "status" in found:
+            rows.append({"shape": suite.label(case.shape), "provider": name} | found)
+        else:
+            calls |= {(name, kind): call for kind, call in found.items()}
+    gc.collect()
+    gc.disable()
+    times = in_turns(calls)
+    gc.enable()
+    for (name, kind), (device, host) in times.items():
+        row = {"shape": suite.label(case.shape), "provider": name, "status": "ok", "pass": kind}
+        rows.append(suite.shortened(row | figures(device, host)))
+    return rows
+
+
+def figures(device: list[float], host: list[float]) -> dict[str, float]:
+    low, _, _, high = statistics.quantiles(device, n=5, method="inclusive")
+    micro = [1e3 * ms for ms in host]
+    return {
+        "ms": statistics.median(device), "ms_20": low, "ms_80": high,
+        "host_us_20": statistics.quantiles(micro, n=5, method="inclusive")[0], "host_us": statistics.median(micro),
+    }  # fmt: skip
+
+
+def line(row: dict) -> str:
+    if row["status"] != "ok":
+        return f"{row['shape']:24} {row['provider']:24} {row['status']}: {row['reason']}"
+    return COLUMNS.format(
+        row["shape"], row["provider"], row["pass"], f"{row['ms']:.4f}", f"{row['ms_20']:.4f}-{row['ms_80']:.4f}",
+        f"{row['host_us_20']:.1f}", f"{row['host_us']:.1f}",
+    )  # fmt: skip
+
+
+def shape_of(text: str) -> Shape:
+    return tuple(int(side) for side in text.split("x"))
+
+
+def main() -> None:
+    for script in suite.SCRIPTS:
+        importlib.import_module(f"benchmarks.{script}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("op", nargs="+", choices=OPS)
+    parser.add_argument("--shape", type=shape_of, help="sides with x between them (default: the op's last one)")
+    parser.add_argument("--provider", nargs="+", help="all of them where none is named")
+    parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder of the dated JSON file")
+    args = parser.parse_args()
+    print(COLUMNS.format("shape", "provider", "pass", "ms", "20 to 80 %", "host 20 %", "host us"))
+    found: dict[str, list[dict]] = {}
+    for name in args.op:
+        case = suite.Case(OPS[name], args.shape or OPS[name].shapes[-1])
+        found[name] = run_shape(case, suite.selected(args.provider or [], case.op.providers, "provider"))
+        torch.cuda.empty_cache()
+        print(name, *map(line, found[name]), sep="\n", flush=True)
+    print(results.save(args.output, "in-turns", results.environment() | {"rows_of": found}))
+
+
+if __name__ == "__main__":
+    main()
