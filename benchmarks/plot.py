@@ -29,6 +29,12 @@ def lines(report: dict, quantity: str) -> dict[str, dict[str, float]]:
     return drawn
 
 
+def style(provider: str) -> dict:
+    """A variant, as "ligermodels, in place", has its provider's colour, dashed."""
+    base, _, variant = provider.partition(", ")
+    return {"color": COLOURS.get(base), "linestyle": "--" if variant else "-"}
+
+
 def draw(report: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -36,11 +42,13 @@ def draw(report: dict, path: Path) -> None:
     kinds = sorted({row["pass"] for row in timed_rows(report)})
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, (quantity, title) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
-        for provider, values in sorted(lines(report, quantity).items()):
+        drawn = lines(report, quantity)
+        for provider, values in sorted(drawn.items()):
             places = [shapes.index(shape) for shape in values]
-            axes.plot(places, list(values.values()), marker="o", label=provider, color=COLOURS.get(provider))
+            axes.plot(places, list(values.values()), marker="o", label=provider, **style(provider))
         axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=7)
-        axes.set_ylim(bottom=0)
+        least = min((value for values in drawn.values() for value in values.values()), default=0.0)
+        axes.set_ylim(bottom=min(0.0, 1.1 * least))  # below zero: in place, and gradients are left out
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7)

@@ -345,6 +345,8 @@ def test_what_is_drawn_is_the_last_pass_from_the_smallest_shape_to_the_largest()
     speed, memory = plot.lines(report, "share"), plot.lines(report, "peak_mib")
     assert speed == {"ours": {"16384x512": 50.0, "16384x4096": 80.0}, "theirs": {"16384x512": 40.0}}
     assert list(speed["ours"]) == ["16384x512", "16384x4096"]
+    plain, variant = plot.style("ligermodels"), plot.style("ligermodels, in place")
+    assert plain["color"] == variant["color"] != plot.style("liger")["color"] and plain != variant
     assert memory == {"ours": {"16384x512": 48.0, "16384x4096": 384.0}, "theirs": {"16384x512": 96.0}}
 
 
