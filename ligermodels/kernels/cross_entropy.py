@@ -394,7 +394,7 @@ def cross_entropy(
 
     inplace: where logits ask for a gradient, the forward writes it over them (their values are lost), and backward
     multiplies it by an upstream gradient that is not 1, with a second rounding, and runs once. While something traces
-    this is left to the compiler. Raises ValueError where the shapes disagree.
+    this is left to the compiler. Raises ValueError where the shapes disagree and for any other reduction.
     """
     check_arguments(logits, targets, reduction)
     if not runs_kernels(logits):

@@ -269,6 +269,17 @@ def free_saved(ctx) -> None:
         ctx.maybe_clear_saved_tensors()
 
 
+def check_shapes(x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    num_experts, width, hidden = gate_up.shape
+    routed = expert_index.shape[0] == x.shape[0] and expert_weight.shape == expert_index.shape
+    if not routed or x.shape[1] != hidden or down.shape != (num_experts, hidden, width // 2):
+        found = ", ".join(str(list(y.shape)) for y in (x, expert_index, expert_weight, gate_up, down))
+        raise ValueError(
+            f"experts: x, expert_index, expert_weight, gate_up, down are {found};"
+            " needed [T, H], [T, k], [T, k], [E, 2 I, H], [E, H, I]"
+        )
+
+
 def experts(
     x: Tensor,
     expert_index: Tensor,
@@ -284,9 +295,10 @@ def experts(
     x [T, H] float, expert_index [T, k] int64 in 0 … E - 1, expert_weight [T, k] fp32, gate_up [E, 2 I, H], the gate's
     rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu", low-rank updates of the two projections ->
     [T, H] in x's dtype. An expert without tokens gets a zero gradient; frozen arguments cost none. Raises ValueError
-    for any other activation or an odd 2 I.
+    for any other activation, an odd 2 I and where the shapes disagree.
     """
     check_gated(gate_up.mT, activation)
+    check_shapes(x, expert_index, expert_weight, gate_up, down)
     x, gate_up, down, gate_up_update, down_update = autocast(x, gate_up, down, gate_up_update, down_update)
     if not runs_kernels(x):
         return experts_reference(x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update)

@@ -52,9 +52,10 @@ class _GatedLinear(Node):
         dgate_up = product = dlow = None
         if a is not None and (needs_gate_up or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
-        if needs_gate_up:
-            dproduct = input_gradient(dy, weight, dlow, a)
-            dgate_up, product = backward_of_saved(dproduct, gate_up, ctx.activation, reads_product, ctx.inplace)
+        if needs_gate_up:  # the product's gradient has no name here: its memory is free before dW is made
+            dgate_up, product = backward_of_saved(
+                input_gradient(dy, weight, dlow, a), gate_up, ctx.activation, reads_product, ctx.inplace
+            )
         elif reads_product:
             product = gated_activation_forward(gate_up, ctx.activation)
         return (

@@ -22,7 +22,10 @@ def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor,
 def check_shapes(
     op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, *, partial: bool
 ) -> int:
-    """The head size. Raises ValueError where qkv or the angles do not fit; partial: angles for a part of it will do."""
+    """The head size. Raises ValueError where qkv or the angles do not fit, or the angles are not contiguous.
+
+    partial: angles for a part of a head will do.
+    """
     batch, length, width = qkv.shape
     heads = num_heads + 2 * num_kv_heads
     head_size = width // heads
@@ -36,6 +39,8 @@ def check_shapes(
             f"{op}: cos {list(cos.shape)} and sin {list(sin.shape)}; needed [{length}, pairs], or"
             f" [{batch * length}, pairs] for positions of each row's own, and {needed} pairs"
         )
+    if not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError(f"{op}: cos of strides {cos.stride()} and sin of {sin.stride()}; needed contiguous ones")
     return head_size
 
 

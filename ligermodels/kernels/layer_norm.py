@@ -21,6 +21,7 @@ from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import (
     FEW_ROWS,
     backward_tile,
+    check_weights,
     forward_tile,
     programs_over_columns,
     sum_both,
@@ -132,6 +133,7 @@ def _forward(columns: int, bias: bool, device: torch.device) -> tuple[Launcher, 
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     y = x.new_empty(*x.shape)
     columns = x.shape[-1]
+    check_weights("layer_norm", columns, weight, bias)
     launch, tile_rows = _forward(columns, bias is not None, x.device)
     x, x_stride = rows_of(x, columns)
     rows = x.numel() // columns
@@ -219,8 +221,8 @@ class _LayerNorm(Node):
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last dimension.
 
-    x [..., N] float, weight [N] float, bias [N] or None -> y [..., N] in x's dtype. Raises ValueError where N exceeds
-    65536.
+    x [..., N] float, weight [N] float, bias [N] or None -> y [..., N] in x's dtype. Raises ValueError where the shapes
+    disagree and where N exceeds 65536.
     """
     if not runs_kernels(x):
         return layer_norm_reference(x, weight, bias, eps)

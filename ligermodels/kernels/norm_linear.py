@@ -63,11 +63,11 @@ class _NormLinear(Node):
         dx = dnorm_weight = normed = dlow = None
         if a is not None and (needs_normed or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
-        if needs_normed:
-            dnormed = input_gradient(dy, weight, dlow, a)
+        if needs_normed:  # whose gradient has no name here: its memory is free before the weights' gradients are made
             dx, dnorm_weight, normed = rms_norm_backward(
-                dnormed, dhidden, hidden, rstd, norm_weight, ctx.offset, needs_hidden, needs_norm_weight, reads_normed
-            )
+                input_gradient(dy, weight, dlow, a), dhidden, hidden, rstd, norm_weight, ctx.offset,
+                needs_hidden, needs_norm_weight, reads_normed,
+            )  # fmt: skip
         elif reads_normed:
             normed, _ = rms_norm_forward(hidden, norm_weight, ctx.eps, ctx.offset, weight.dtype)
         return (
@@ -92,8 +92,8 @@ def norm_linear(
     """linear(rms_norm(hidden), weight, bias), and hidden = x + residual itself: the residual stream that goes on.
 
     x, residual [..., H] float (residual None: hidden is x), norm_weight [H], weight [N, H], bias [N] or None, low_rank:
-    the linear's update -> (y [..., N], hidden [..., H]), both in x's dtype. Frozen arguments cost no gradient.
-    Raises ValueError where H exceeds 65536.
+    the linear's update -> (y [..., N] in weight's dtype, hidden [..., H] in that of the sum). Frozen arguments cost no
+    gradient. Raises ValueError where the norm's shapes disagree and where H exceeds 65536.
     """
     weight, bias, low_rank = autocast(weight, bias, low_rank)
     if not runs_kernels(x):

@@ -21,6 +21,7 @@ from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rows import (
     FEW_ROWS,
     backward_tile,
+    check_weights,
     forward_tile,
     programs_over_columns,
     sum_columns,
@@ -157,6 +158,9 @@ def _launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y in `dtype`, or in that of the sum."""
     add, columns = residual is not None, x.shape[-1]
+    check_weights("rms_norm", columns, weight)
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"add_rms_norm: x {list(x.shape)} and residual {list(residual.shape)} must have one shape")
     wide = x.dtype if residual is None else sum_dtype(x, residual)
     y = x.new_empty(*x.shape, dtype=dtype or wide)
     hidden = y if residual is None else x.new_empty(*x.shape, dtype=wide)
@@ -305,7 +309,8 @@ class _AddRMSNorm(Node):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Root-mean-square norm over the last dimension.
 
-    x [..., N] float, weight [N] float -> y [..., N] in x's dtype. Raises ValueError where N exceeds 65536.
+    x [..., N] float, weight [N] float -> y [..., N] in x's dtype. Raises ValueError where the shapes disagree and where
+    N exceeds 65536.
     """
     if not runs_kernels(x):
         return rms_norm_reference(x, weight, eps, offset)
@@ -315,8 +320,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """Norm of the sum x + residual, and the sum itself: the residual stream that goes on.
 
-    x, residual [..., N], weight [N] -> (y [..., N], hidden [..., N]), both in x's dtype.
-    Raises ValueError where N exceeds 65536.
+    x, residual [..., N], weight [N] -> (y [..., N], hidden [..., N]), both in the dtype of x + residual.
+    Raises ValueError where the shapes disagree and where N exceeds 65536.
     """
     if not runs_kernels(x):
         return add_rms_norm_reference(x, residual, weight, eps, offset)

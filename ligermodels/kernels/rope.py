@@ -255,9 +255,12 @@ def rope_(
     qkv [B, T, (num_heads + 2 num_kv_heads) D] contiguous float; cos, sin fp32 contiguous [T, R/2], or [B T, R/2] where
     each row of the batch has positions of its own -> (q [B, T, num_heads, D], k and v [B, T, num_kv_heads, D]), views
     of qkv. The first R <= D dimensions of a head are rotated, in pairs (j, j + R/2), or (2j, 2j + 1) if interleaved.
-    On the CPU, and while something traces, qkv itself is left alone. Raises ValueError where the widths do not fit.
+    On the CPU, and while something traces, qkv itself is left alone. Raises ValueError where the widths do not fit, and
+    where the elements of a row, or the angles, do not lie one behind the other.
     """
     check_shapes("rope_", qkv, cos, sin, num_heads, num_kv_heads, partial=True)
+    if not qkv.is_contiguous() and qkv.stride(-1) != 1:
+        raise ValueError(f"rope_: qkv of strides {qkv.stride()} cannot be rotated in place; needed 1 as the last")
     if not runs_kernels(qkv):
         return rope_reference(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
     return _Rope.apply(qkv, cos, sin, num_heads, num_kv_heads, interleaved)

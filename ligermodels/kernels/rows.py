@@ -8,6 +8,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ligermodels.kernels.early import early
 from ligermodels.kernels.op import cdiv, multiprocessors, shared_memory
@@ -105,6 +106,13 @@ def sum_columns(
         tl.store(dweight_ptr + column, tl.sum(dweight, 0)[None, :].to(dweight_ptr.dtype.element_ty), column < COLUMNS)
     if BIAS_GRAD:
         tl.store(dbias_ptr + column, tl.sum(dbias, 0)[None, :].to(dbias_ptr.dtype.element_ty), column < COLUMNS)
+
+
+def check_weights(op: str, columns: int, *weights: Tensor | None) -> None:
+    """Raises ValueError where one is not as long as a row: a kernel would read beyond it."""
+    for weight in weights:
+        if weight is not None and weight.numel() != columns:
+            raise ValueError(f"{op}: a weight or bias of {weight.numel()} elements for rows of {columns}")
 
 
 def tile_of(columns: int, elements: int, least: int, device: torch.device) -> dict[str, int]:

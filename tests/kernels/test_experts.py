@@ -149,6 +149,22 @@ def test_unknown_activations_and_odd_widths_are_refused():
         experts(x, index, weight, gate_up[:, 1:], down, "silu")
 
 
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x, *rest: (x[1:], *rest),
+        lambda x, index, weight, *rest: (x, index, weight[:, 1:], *rest),
+        lambda *inputs: (*inputs[:-1], inputs[-1][:, :, 1:]),
+        lambda x, *rest: (x[:, 1:], *rest),
+        lambda *inputs: (*inputs[:-1], inputs[-1][1:]),
+    ],
+)
+def test_shapes_that_disagree_are_refused(cut):
+    inputs = draw(*SHAPES[0], torch.float32)
+    with pytest.raises(ValueError, match=r"needed \[T, H\], \[T, k\], \[T, k\], \[E, 2 I, H\], \[E, H, I\]"):
+        experts(*cut(*inputs), "silu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "num_experts"), [(4096, 8), (1024, 64)], ids=["many rows", "many experts"])
 def test_a_step_takes_no_more_memory_than_counted(tokens, num_experts):

@@ -3,11 +3,12 @@ from functools import partial
 import pytest
 import torch
 
+from ligermodels.kernels import gated_linear as module
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
 from ligermodels.kernels.linear import LowRank
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check, relative_error
-from tests.kernels.test_linear import COLUMNS, SCALE, draw_low_rank, saved_bytes
+from tests.kernels.test_linear import COLUMNS, SCALE, draw_low_rank, gradients_alive, saved_bytes
 
 ACTIVATIONS = ["silu", "gelu_tanh", "gelu"]
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
@@ -77,3 +78,13 @@ def test_only_gate_up_is_kept_for_backward():
     assert saved_bytes(partial(gated_linear, activation="silu"), gate_up, weight, bias) == 6 * 96 * 4
     low_rank = (x.requires_grad_() for x in draw_low_rank(48, dtype=torch.float32))
     assert saved_bytes(with_low_rank(gated_linear), gate_up, weight, bias, *low_rank) == 6 * (96 + 3 * 4) * 4
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_gradient_of_the_product_is_freed_before_that_of_the_weight_is_made(inplace, monkeypatch):
+    """In place its memory is the product's, of which that gradient is made."""
+    gate_up, weight, bias = draw_inputs()
+    alive = gradients_alive(monkeypatch, module, (2, 3, 48))
+    y = gated_linear(gate_up.requires_grad_() * 1, weight.requires_grad_(), bias, "silu", inplace=inplace)
+    y.sum().backward()
+    assert alive == [inplace]

@@ -98,3 +98,10 @@ def test_only_of_more_than_few_rows_is_a_second_kernel_launched_in_backward(monk
 def test_rows_too_long_are_refused():
     with pytest.raises(ValueError, match="65536"):
         layer_norm(torch.empty(1, 65537, device=DEVICE), torch.empty(65537, device=DEVICE), None, 1e-6)
+
+
+def test_weights_of_another_length_are_refused():
+    x, weight = torch.ones(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    for weights in ((weight[:4], None), (weight, weight[:4])):
+        with pytest.raises(ValueError, match="of 4 elements for rows of 8"):
+            layer_norm(x, *weights, 1e-6)

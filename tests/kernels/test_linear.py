@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -29,6 +31,27 @@ def saved_bytes(function, *inputs) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         function(*inputs)
     return sum(size for address, (size, _) in kept.items() if address not in parameters)
+
+
+def gradients_alive(monkeypatch, module, shape):
+    """A list that gets, at each weight gradient that `module` computes, whether a gradient of `shape` that it computed
+    from the linear's still has memory."""
+    made, alive = [], []
+    input_gradient, weight_gradient = module.input_gradient, module.weight_gradient
+
+    def of_input(*args):
+        gradient = input_gradient(*args)
+        assert gradient.shape == shape
+        made.append(weakref.ref(gradient))
+        return gradient
+
+    def of_weight(*args):
+        alive.extend(gradient() is not None for gradient in made)
+        return weight_gradient(*args)
+
+    monkeypatch.setattr(module, "input_gradient", of_input)
+    monkeypatch.setattr(module, "weight_gradient", of_weight)
+    return alive
 
 
 def draw_low_rank(width, rank=4, dtype=torch.float64):

@@ -3,11 +3,12 @@ from functools import partial
 import pytest
 import torch
 
+from ligermodels.kernels import norm_linear as module
 from ligermodels.kernels.linear import LowRank
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
-from tests.kernels.test_linear import COLUMNS, SCALE, draw_low_rank, saved_bytes
+from tests.kernels.test_linear import COLUMNS, SCALE, draw_low_rank, gradients_alive, saved_bytes
 
 NAMES = ["x", "residual", "norm_weight", "weight", "bias"]
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
@@ -81,6 +82,12 @@ def test_only_hidden_and_rstd_are_kept_for_backward(residual):
     low_rank, low = draw_low_rank(48, dtype=torch.float32), 6 * 3 * 4 * 4
     inputs += [x.requires_grad_() for x in low_rank]
     assert saved_bytes(with_low_rank(norm_linear), *inputs) == hidden + rstd + low
+
+
+def test_the_gradient_of_the_normed_rows_is_freed_before_that_of_the_weight_is_made(monkeypatch):
+    alive = gradients_alive(monkeypatch, module, (2, 3, 48))
+    loss(*norm_linear(*(x.requires_grad_() for x in draw_inputs()), 1e-6)).backward()
+    assert alive == [False]
 
 
 def test_without_residual_hidden_is_the_memory_of_x():

@@ -65,6 +65,14 @@ def test_rows_too_long_are_refused():
         rms_norm(torch.empty(1, 65537, device=DEVICE), torch.empty(65537, device=DEVICE), 1e-6)
 
 
+def test_shapes_that_disagree_are_refused():
+    x, weight = torch.ones(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    with pytest.raises(ValueError, match="of 4 elements for rows of 8"):
+        rms_norm(x, weight[:4], 1e-6)
+    with pytest.raises(ValueError, match=r"x \[3, 8\] and residual \[1, 8\]"):
+        add_rms_norm(x, x[:1], weight, 1e-6)
+
+
 @torch.no_grad()
 def test_rows_that_are_read_twice():
     for columns in READ_TWICE:

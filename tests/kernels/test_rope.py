@@ -141,3 +141,7 @@ def test_shapes_that_do_not_fit_are_refused(on_kernels, monkeypatch):
         rope_(torch.zeros(1, 2, 3 * 16, device=DEVICE), cos[:, :0], sin[:, :0], 1, 1)
     with pytest.raises(ValueError, match=r"or \[9, pairs\]"):
         rope_(torch.zeros(3, 3, 3 * 8, device=DEVICE), cos, sin, 1, 1)
+    with pytest.raises(ValueError, match="needed contiguous ones"):
+        rope_(torch.zeros(1, 2, 3 * 8, device=DEVICE), cos, torch.stack((sin, sin), -1)[..., 0], 1, 1)
+    with pytest.raises(ValueError, match="cannot be rotated in place"):
+        rope_(torch.zeros(1, 2, 3 * 8, 2, device=DEVICE)[..., 0], cos, sin, 1, 1)
