@@ -38,7 +38,7 @@ NO_UPDATE = None, None, (), 1.0  # what a node takes in place of LowRank's field
 def low_rank_update(x: Tensor, low_rank: LowRank, width: int) -> Tensor:
     """The update alone, in plain PyTorch: x [..., K] -> [..., width]."""
     a, b, columns, scale = low_rank
-    rows = zip(columns, rows_of(b, columns), strict=True)
+    rows = zip(columns, up_factors(b, columns), strict=True)
     blocks = torch.cat([F.pad(b_i, (0, 0, start, width - stop)) for (start, stop), b_i in rows], 1)  # [width, P r]
     return scale * F.linear(F.linear(x, a), blocks)
 
@@ -48,7 +48,7 @@ def low_rank_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, lo
     return y if low_rank is None else y + low_rank_update(x, low_rank, weight.shape[0])
 
 
-def rows_of(b: Tensor, columns: Columns) -> tuple[Tensor, ...]:
+def up_factors(b: Tensor, columns: Columns) -> tuple[Tensor, ...]:
     """The B_i."""
     return b.split([stop - start for start, stop in columns])
 
@@ -56,7 +56,7 @@ def rows_of(b: Tensor, columns: Columns) -> tuple[Tensor, ...]:
 def pieces(y: Tensor, low: Tensor, b: Tensor, columns: Columns) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of each piece, as views: its columns of y [rows, N] and of low [rows, P r], and its rows of b."""
     y, low = y.flatten(0, -2), low.flatten(0, -2)
-    for (start, stop), low_i, b_i in zip(columns, low.chunk(len(columns), 1), rows_of(b, columns), strict=True):
+    for (start, stop), low_i, b_i in zip(columns, low.chunk(len(columns), 1), up_factors(b, columns), strict=True):
         yield y[:, start:stop], low_i, b_i
 
 

@@ -19,11 +19,13 @@ from triton.backends.compiler import GPUTarget
 from ligermodels.kernels import op
 from ligermodels.kernels.rows import FEW_ROWS
 from tests.kernels import ops
-from tests.kernels.kernels_of import compiled_kernels, kernels
+from tests.kernels.kernels_of import assert_all_compiled, compiled_kernels, kernels
 
 TOKENS = (32,)  # few, because some matrix products are computed
 # Of experts enough for the largest tiles of the grouped products; of few rows and of many the norms' kernels differ.
-TOKENS_OF = {"experts": (512,)} | dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), (32, 2 * FEW_ROWS))
+TOKENS_OF = {"experts": (512,), "norm_linear": (2 * FEW_ROWS,)} | dict.fromkeys(
+    ("rms_norm", "add_rms_norm", "layer_norm"), (32, 2 * FEW_ROWS)
+)
 
 
 def be(capability: int, limit: int) -> None:
@@ -60,5 +62,7 @@ if __name__ == "__main__":
     for name, entry in ops.OPS.items():
         for tokens in TOKENS_OF.get(name, TOKENS) if entry.real else ():
             ops.step_all(name, entry.draw(1, tokens, *entry.real[-1]).to(torch.bfloat16))
+    ops.norm_by_chunks()
+    assert_all_compiled()
     for name, kernel in compiled_kernels():
         print(kernel.metadata.shared, *resources(kernel), name)

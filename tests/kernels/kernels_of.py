@@ -20,12 +20,19 @@ def kernels() -> list:
     return [x for x in values.values() if isinstance(getattr(x, "jit", x), triton.JITFunction)]
 
 
+def name_of(function) -> str:
+    return f"{function.__module__}.{function.__name__}"
+
+
 def compiled_kernels() -> list:
     """(name, compiled variant) of all variants so far, on all devices."""
     functions = {getattr(x, "jit", x) for x in kernels()}
     return [
-        (f"{f.__module__}.{f.__name__}", variant)
-        for f in functions
-        for cache in f.device_caches.values()
-        for variant in cache[0].values()
+        (name_of(f), variant) for f in functions for cache in f.device_caches.values() for variant in cache[0].values()
     ]
+
+
+def assert_all_compiled() -> None:
+    """That what was said of the compiled kernels was said of all there are to launch."""
+    missing = {name_of(x.jit) for x in kernels() if hasattr(x, "jit")} - {name for name, _ in compiled_kernels()}
+    assert not missing, f"no case launches {', '.join(sorted(missing))}"

@@ -25,7 +25,13 @@ from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linea
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.op import widen
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
-from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from ligermodels.kernels.rms_norm import (
+    READ_TWICE,
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from ligermodels.kernels.rope import rope_, rope_reference
 from tests.conftest import DEVICE
 
@@ -78,7 +84,7 @@ class Case:
 class Op:
     draw: Callable[..., Case]  # from (batch, length, *size)
     small: tuple[int, ...]
-    real: tuple[tuple[int, ...], ...] = ()
+    real: tuple[tuple[int, ...], ...] = ()  # empty where the kernels are those of another entry, or not ours
     huge: tuple[int, ...] | None = None  # length, then the size; None where the kernels are those of another entry
     # FLOPs of backward over those of forward, with all leaves trained and with each alone. Empty: no matrix product, or
     # some of them in place, which FLOP counters skip.
@@ -280,6 +286,12 @@ def step_all(name: str, case: Case) -> None:
     """Runs all kernels of a case: norms have others where their inputs are frozen."""
     for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
         trained.step(trained.ours, trained.upstream())
+
+
+def norm_by_chunks() -> None:
+    """Runs the one kernel that only takes rows of certain widths, which are too long for all contracts."""
+    for columns in READ_TWICE:
+        norm_case(1, 32, columns).to(torch.bfloat16).upstream()
 
 
 TOGETHER = {"softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.1}

@@ -71,7 +71,7 @@ def check_variants(op):
 def test_no_kernel_spills_at_the_sizes_of_models():
     for name, op in OPS.items():
         for size in op.real:
-            for length in (64, 512) if name.endswith("norm") else (64,):  # few rows and many: other kernels
+            for length in (64, 512) if "norm" in name else (64,):  # few rows and many: other kernels
                 step_all(name, op.draw(1, length, *size).to(torch.bfloat16))
     compiled = compiled_kernels()
     assert len(compiled) > len(OPS)
