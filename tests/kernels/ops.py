@@ -1,7 +1,8 @@
 """Every op once, for the tests that hold for all of them. A new op adds a function here and a line to OPS.
 
 A case is an op at one size, with its tensors. They are drawn by (batch, length, *size): odd sizes for the interpreter,
-those of models for compiled kernels, and one beyond 2^31 elements.
+those of models for compiled kernels, and one beyond 2^31 elements. Ops that are only parts of others (grouped products,
+the sorting of rows, scaling) are called by the cases of those: `test_opcheck` fails for one that is not.
 """
 
 from collections.abc import Callable
@@ -369,6 +370,7 @@ OPS = {
     "lean linear_cross_entropy by rows": Op(
         draw=partial(lean_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)), products=(4, 2, 2)
     ),
+    # Not ours: of what the door leads to, what runs anywhere. test_attention.py has softcaps, documents and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention in a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14)),
