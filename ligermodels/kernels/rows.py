@@ -118,13 +118,15 @@ def check_weights(op: str, columns: int, *weights: Tensor | None) -> None:
 def tile_of(columns: int, elements: int, least: int, device: torch.device) -> dict[str, int]:
     """ROWS of COLUMNS elements, in tiles of a power of two that have at least so many: what a kernel is built with.
 
-    elements: of a tile, without those beyond the row, that a thread holds at most.
+    elements: that a thread holds at most. A long row leaves the registers of some columns beyond it unused in all
+    threads; of several short ones each register is in use in some.
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
     width = triton.next_power_of_2(columns)
     rows = max(1, least // width)
-    warps = min(MOST_WARPS, max(4, triton.next_power_of_2(cdiv(rows * columns, 32 * elements))))
+    held = rows * width if rows > 1 else columns
+    warps = min(MOST_WARPS, max(4, triton.next_power_of_2(cdiv(held, 32 * elements))))
     return {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "num_warps": warps} | early(device)
 
 

@@ -38,7 +38,7 @@ from tests.conftest import DEVICE
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 EPS = 1e-6
-HIDDEN = 2048, 2880, 3584, 4096, 5120, 8192, 16384
+HIDDEN = 576, 1152, 2048, 2880, 3584, 4096, 5120, 8192, 16384
 HEADS = (32, 8, 128), (8, 4, 256), (40, 8, 128), (64, 8, 128), (16, 16, 64)  # query heads, key and value heads, size
 VOCABULARIES = 32000, 128256, 151936, 262144
 RANK = 3  # of low-rank updates
