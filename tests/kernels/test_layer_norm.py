@@ -7,7 +7,7 @@ from ligermodels.kernels.rows import FEW_ROWS
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error
 
-SHAPES = [(7, 5), (2, 3, 1000), (3, 33, 96), (18, 4100), (300, 33), (197, 257)]  # the last two by several programs
+SHAPES = [(7, 5), (2, 3, 1000), (3, 33, 96), (18, 4100), (300, 130), (197, 257)]  # the last two by several programs
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
