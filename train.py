@@ -115,11 +115,11 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
         say = print if world.is_first else lambda line: None
         progress = (checkpoints.restore(model, optimizer, say) if args.resume else None) or Progress()
         before = progress.seconds
-        if world.is_first:
-            write_settings(args, output / SETTINGS_FILE)
 
         peak_of_one = peak_flops(world.device, args.dtype)
         loggers = open_loggers(args.log_to, output, settings(args), progress.step) if world.is_first else []
+        if world.is_first:
+            write_settings(args, output / SETTINGS_FILE)
         metrics = held.enter_context(
             Metrics(
                 output, steps=args.steps, done=progress.step, tokens_per_step=run.tokens_per_step, device=world.device,

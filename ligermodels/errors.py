@@ -51,5 +51,6 @@ def hint(wrong: str, right: Iterable[str]) -> str:
 
 def nearest(wrong: str, right: Iterable[str]) -> str:
     """For the end of a message: the nearest of what there is, if one is near; else nothing."""
-    near = difflib.get_close_matches(wrong[:LONGEST_WORD], right, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    names = {name.lstrip("-"): name for name in right}  # dashes would bring all flags nearer to each other
+    near = difflib.get_close_matches(wrong[:LONGEST_WORD].lstrip("-"), names, n=1)
+    return f"; did you mean {names[near[0]]!r}?" if near else ""

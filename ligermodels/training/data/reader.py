@@ -76,7 +76,8 @@ class Reader:
         files = files_read(name)
         if files and all(suffix_of(file) in TOKEN_SUFFIXES for file in files):
             return self.token_files(files)
-        return [self.tokenised(name, functools.partial(read, name), self.key(files), size_of(files))]
+        key = self.key(files, hub=of_the_hub([name]))
+        return [self.tokenised(name, functools.partial(read, name), key, size_of(files))]
 
     def embedded(self, part: Part) -> TokenStore:
         return self.tokenised(f"the {part.kind}", lambda *_: part.records(), self.key([], embedded=part), None)
@@ -146,7 +147,7 @@ class Reader:
                 texts = self.texts_of(names, progress) if names else vocabulary_texts()
                 save_tokenizer(train_tokenizer(progress.over(texts), size), folder)
 
-        return Tokenizer.from_folder(cached(self.key(files, new="tokenizer"), fill))
+        return Tokenizer.from_folder(cached(self.key(files, hub=of_the_hub(names), new="tokenizer"), fill))
 
     @property
     def characters(self) -> int:
@@ -173,6 +174,11 @@ class Reader:
 
 def files_read(name: str) -> list[Path]:
     return hub_files(name) if name.startswith(HUB) else files_of(name)
+
+
+def of_the_hub(names: Sequence[str]) -> list[str]:
+    """The names of data sets of the Hub: its files do not tell which part of one is meant."""
+    return [name for name in names if name.startswith(HUB)]
 
 
 def size_of(files: Sequence[Path]) -> int:

@@ -3,6 +3,7 @@
 Either package is imported when it is needed first. Knows no tokens.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ligermodels.training.data.streams import refuse_no_data
 from ligermodels.training.packages import needs
 
 HUB = "hub:"
+COLON = re.compile(r":(?![^\[]*\])")  # but those within brackets
 ROWS = 1024  # read at a time
 
 
@@ -58,8 +60,9 @@ def hub_files(name: str) -> list[Path]:
 
 
 def hub_table(name: str) -> Any:
-    """hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT; the split is train where none is given."""
-    dataset, *options = name.removeprefix(HUB).split(":")
+    """hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT; the split is train where none is given, and may be a
+    part of one, as train[:10%]."""
+    dataset, *options = COLON.split(name.removeprefix(HUB))
     if not dataset or len(options) > 2:
         raise InputError(f"--data {name}: must be {HUB}NAME, {HUB}NAME:SPLIT or {HUB}NAME:CONFIGURATION:SPLIT")
     split = options.pop() if options else "train"

@@ -25,9 +25,10 @@ def require(names: Iterable[str]) -> None:
 
 
 def open_loggers(names: Sequence[str], folder: Path, settings: Mapping[str, Any], done: int = 0) -> list[Logger]:
-    """Those asked for, of LOGGERS, on the one rank that writes. done: steps a resumed run has taken already."""
+    """Those asked for, on the one rank that writes. done: steps a resumed run has taken already. Raises InputError
+    where one cannot be had; nothing is written then."""
     require(names)
-    return [LOGGERS[name](folder, settings, done) for name in dict.fromkeys(names)]
+    return [logger(folder, settings, done) for name, logger in LOGGERS.items() if name in names]
 
 
 class TensorBoard:
@@ -84,6 +85,6 @@ class WeightsAndBiases:
 
 
 LOGGERS: dict[str, Callable[[Path, Mapping[str, Any], int], Logger]] = {
+    "wandb": WeightsAndBiases,  # first, because it may refuse
     "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
 }

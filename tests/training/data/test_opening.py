@@ -296,8 +296,9 @@ def test_a_part_of_a_data_set_of_the_hub_is_not_taken_for_another(folder, tmp_pa
     (tmp_path / "sums").mkdir()
     write(tmp_path / "sums/train.jsonl", texts[:40])
     write(tmp_path / "sums/dev.jsonl", texts[40:60])
-    datas = [opened(f"hub:sums:{split}", folder=folder) for split in ("train", "validation", "train+validation")]
-    assert [len(set().union(*split_of(data))) for data in datas] == [40, 20, 60]
+    splits = ("train", "validation", "train+validation", "train[:25%]")
+    datas = [opened(f"hub:sums:{split}", folder=folder) for split in splits]
+    assert [len(set().union(*split_of(data))) for data in datas] == [40, 20, 60, 10]
 
 
 def test_data_order_is_that_of_the_seed_on_any_number_of_ranks(texts, folder, tmp_path):

@@ -87,6 +87,7 @@ def test_a_data_set_of_the_hub_is_read_by_split(tmp_path, monkeypatch):
         Conversation([USER, ANSWER | {"name": "Ada"}], None, f"hub:{folder}: row 2"),
     ]
     assert read(f"hub:{folder}") == train
+    assert [record.messages for record in read(f"hub:{folder}:default:train[1:]")] == [train[1].messages]
     assert [record.messages for record in read(f"hub:{folder}:default:test")] == [[ANSWER]]
     assert read(f"hub:{tmp_path}/sets:sums:dev")[0].text == "2 + 2 = 4"
     with pytest.raises(InputError, match=rf'--data hub:{folder}:dev: Unknown split "dev". Should be one of'):

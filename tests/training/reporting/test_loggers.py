@@ -77,4 +77,5 @@ def test_who_is_not_logged_in_is_told_how_in_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr("wandb.init", refuse)
     with pytest.raises(InputError, match=r"^--log-to wandb: No API key configured\..*wandb login.*WANDB_MODE=offline"):
-        open_loggers(["wandb"], tmp_path, {})
+        open_loggers(["tensorboard", "wandb"], tmp_path, {})
+    assert not any(tmp_path.iterdir())

@@ -77,7 +77,7 @@ def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path)
         ([], ["--model is missing", "--model list"]),
         (["--learnig-rate", "1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
         (["--learnig-rate=1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
-        (["--lr", "1"], ["--lr: no such flag", "--help"]),
+        (["--lr", "1"], ["--lr: no such flag; --help shows them all"]),
         (["extra.jsonl"], ["extra.jsonl: belongs to no flag"]),
         (["--steps", "-3"], ["--steps: is '-3'; must be a whole number above zero"]),
         (["--steps", "1.5"], ["--steps: is '1.5'"]),
