@@ -36,7 +36,7 @@ def base(launcher):
     return launcher.well(*LLAMA, "--output", "base", "--eval-every", "3", picture=True), launcher.folder / "base"
 
 
-def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base):
+def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base, launcher):
     done, folder = base
     assert {path.name for path in folder.iterdir()} == LEFT
     assert [record["step"] for record in records(folder) if "loss" in record] == [1, 2, 3, 4]
@@ -45,6 +45,10 @@ def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base
     last = validations[4]
     assert last["validation_perplexity"] == pytest.approx(math.exp(last["validation_loss"]))
     assert f"step 4: validation loss {last['validation_loss']:.3f} nats/token, perplexity" in done.stdout
+    samples = {record["step"]: record["sample"] for record in records(folder) if "sample" in record}
+    assert list(samples) == [3, 4] and f"step 4: {samples[4]}\n" in done.stdout
+    begun, _, told = samples[4].partition(" | ")
+    assert begun in (launcher.folder / "own.txt").read_text() and len(told) > 9
     assert losses(folder)[-1] < losses(folder)[0] == pytest.approx(math.log(1024), rel=0.05)
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert done.last_lines == [
@@ -313,7 +317,7 @@ def test_ranks_and_steps_without_a_supervised_token_leave_everything_finite(base
     run = ["--model", "base/model", "--data", "long.jsonl", *SMALL, "--batch-size", "2", "--packing", "off"]
     alone, shared = (launcher.folder / name for name in ("masked", "masked-two"))
     for output, ranks in ((alone, 1), (shared, 2)):
-        launcher.well(*run, "--no-export", "--output", output, ranks=ranks)
+        launcher.well(*run, "--micro-batch-size", "1", "--no-export", "--output", output, ranks=ranks)
     assert losses(alone) == pytest.approx(losses(shared), rel=2e-6)
     learned = [loss > 0 for loss in losses(shared)]
     norms = [record["grad_norm"] for record in records(shared) if "loss" in record]

@@ -78,9 +78,16 @@ def test_a_run_told_to_stop_saves_says_how_to_go_on_and_ends_as_one_that_was_not
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_rows(stopped, straight, launcher):
+    """From one to two, of which the second alone is told to stop, and back to one."""
     copy = copied(stopped[1], "shared")
-    done = launcher.well("--resume", copy.name, ranks=2)
-    assert "weights, optimizer and data order are exact on 2 x cpu" in done.stdout
+    reached = steps_of(copy)[-1]
+    pair = launcher.start("--resume", copy.name, ranks=2)
+    pair.read_until(f"step {reached + 2}/")
+    pair.kill(signal.SIGTERM, rank=1).wait()
+    assert pair.statuses == [0, 0] and f"Stopped after step {steps_of(copy)[-1]}." in pair.stdout
+    done = launcher.well("--resume", copy.name)
+    for run, ranks in ((pair, 2), (done, 1)):
+        assert f"weights, optimizer and data order are exact on {ranks} x cpu" in run.stdout
     torch.testing.assert_close(losses(copy), losses(straight), rtol=2e-6, atol=0)
     for a, b in zip(*(ligermodels.load(folder / "model").parameters() for folder in (copy, straight)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
