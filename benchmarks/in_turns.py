@@ -11,21 +11,17 @@ else the host does adds to it.
 import argparse
 import functools
 import gc
-import importlib
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from benchmarks import results, suite, timing
-from benchmarks.checks import FACTOR
 from benchmarks.ops import OPS, Provider, Shape
 
 ROUNDS = 30
 PASSES = ("forward", "forward+backward")
 COLUMNS = "{:24} {:24} {:17} {:>9} {:>17} {:>8} {:>8}"
-
 
 Name = tuple[str, str]  # provider and pass
 
@@ -33,9 +29,8 @@ Name = tuple[str, str]  # provider and pass
 def prepared(case: suite.Case, provider: Provider) -> Iterator[dict]:
     """The one dict of calls, warm, by pass. Raises ValueError where the result is wrong."""
     function = provider.make(*case.shape)
-    error = suite.error_of(case, provider, function)
-    if not error <= FACTOR:
-        raise ValueError(f"error {error:.3g} times plain bf16's, {FACTOR:g} allowed")
+    if wrong := suite.fault(case.error_of(provider, function)):
+        raise ValueError(wrong)
     sets = suite.timed_inputs(case, provider, function)
     calls = {kind: timing.caller(function, sets, kind) for kind in PASSES if kind in case.op.work(*case.shape)}
     for call in (*calls.values(), *calls.values()):
@@ -76,12 +71,9 @@ def run_shape(case: suite.Case, names: Iterable[str]) -> list[dict]:
 
 
 def figures(device: list[float], host: list[float]) -> dict[str, float]:
-    low, _, _, high = statistics.quantiles(device, n=5, method="inclusive")
-    micro = [1e3 * ms for ms in host]
-    return {
-        "ms": statistics.median(device), "ms_20": low, "ms_80": high,
-        "host_us_20": statistics.quantiles(micro, n=5, method="inclusive")[0], "host_us": statistics.median(micro),
-    }  # fmt: skip
+    ms, ms_20, ms_80 = timing.median_and_spread(device)
+    host_ms, host_ms_20, _ = timing.median_and_spread(host)
+    return {"ms": ms, "ms_20": ms_20, "ms_80": ms_80, "host_us_20": 1e3 * host_ms_20, "host_us": 1e3 * host_ms}
 
 
 def line(row: dict) -> str:
@@ -98,8 +90,7 @@ def shape_of(text: str) -> Shape:
 
 
 def main() -> None:
-    for script in suite.SCRIPTS:
-        importlib.import_module(f"benchmarks.{script}")
+    suite.import_ops()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("op", nargs="+", choices=OPS)
     parser.add_argument("--shape", type=shape_of, help="sides with x between them (default: the op's last one)")

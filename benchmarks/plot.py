@@ -42,13 +42,11 @@ def draw(report: dict, path: Path) -> None:
     kinds = sorted({row["pass"] for row in timed_rows(report)})
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, (quantity, title) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
-        drawn = lines(report, quantity)
-        for provider, values in sorted(drawn.items()):
+        for provider, values in sorted(lines(report, quantity).items()):
             places = [shapes.index(shape) for shape in values]
             axes.plot(places, list(values.values()), marker="o", label=provider, **style(provider))
         axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=7)
-        least = min((value for values in drawn.values() for value in values.values()), default=0.0)
-        axes.set_ylim(bottom=min(0.0, 1.1 * least))  # below zero: in place, and gradients are left out
+        axes.set_ylim(bottom=min(0.0, 1.1 * axes.dataLim.ymin))  # below zero: in place, and gradients are left out
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7)

@@ -48,14 +48,18 @@ class Case:
             alone = op.alone(*self.shape)
         return dict.fromkeys(work, timing.median_time(alone, timing.BATCH))
 
+    def error_of(self, provider: Provider, function: Callable) -> float:
+        """Of what the provider made, times that of plain bf16."""
+        return self.truth.error_of(evaluate(after(provider.layout, function), fresh_inputs(self.op, self.shape)))
+
 
 def rows_of(case: Case, provider: Provider) -> Iterator[dict]:
     """One row a pass, the last with the peak of memory; a single one where the result is wrong."""
     op, shape = case.op, case.shape
     function = provider.make(*shape)
-    error = error_of(case, provider, function)
-    if not error <= FACTOR:
-        yield {"status": "wrong", "reason": f"error {error:.3g} times plain bf16's, {FACTOR:g} allowed"}
+    error = case.error_of(provider, function)
+    if wrong := fault(error):
+        yield {"status": "wrong", "reason": wrong}
         return
     work, limits = op.work(*shape), case.limits
     sets = timed_inputs(case, provider, function)
@@ -67,9 +71,9 @@ def rows_of(case: Case, provider: Provider) -> Iterator[dict]:
         yield row | ({"peak_mib": peak / 2**20} if kind == list(work)[-1] else {})
 
 
-def error_of(case: Case, provider: Provider, function: Callable) -> float:
-    """Times that of plain bf16."""
-    return case.truth.error_of(evaluate(after(provider.layout, function), fresh_inputs(case.op, case.shape)))
+def fault(error: float) -> str:
+    """What is wrong with a result of such an error; nothing where it is right."""
+    return "" if error <= FACTOR else f"error {error:.3g} times plain bf16's, {FACTOR:g} allowed"
 
 
 def timed_inputs(case: Case, provider: Provider, function: Callable) -> list[Inputs]:
@@ -160,13 +164,18 @@ def selected(names: list[str], known: Iterable[str], what: str) -> list[str]:
     return names or known
 
 
+def import_ops() -> None:
+    """Fills OPS."""
+    for script in SCRIPTS:
+        importlib.import_module(f"benchmarks.{script}")
+
+
 def run(op_names: list[str], provider_names: list[str], folder: Path) -> None:
     """Times the named ops and providers, or all; leaves a dated file an op in `folder`.
 
     Raises InputError for a name that is not known, and where there is no GPU.
     """
-    for script in SCRIPTS:
-        importlib.import_module(f"benchmarks.{script}")
+    import_ops()
     ops = [OPS[name] for name in selected(op_names, OPS, "op")]
     known = dict.fromkeys(name for op in ops for name in op.providers)  # in their order
     providers = selected(provider_names, known, "provider")

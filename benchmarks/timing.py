@@ -100,9 +100,14 @@ def measure(function: Callable, sets: Sequence[Inputs], passes: Sequence[str]) -
     timings = {}
     for kind, call in calls.items():
         times, ahead = device_times(call, count, sleep)
-        low, _, _, high = statistics.quantiles(times, n=5, method="inclusive")
-        timings[kind] = Timing(statistics.median(times), low, high, 1e3 * host[kind], ahead)
+        timings[kind] = Timing(*median_and_spread(times), 1e3 * host[kind], ahead)
     return timings, peak_memory(most)
+
+
+def median_and_spread(times: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    low, _, _, high = statistics.quantiles(times, n=5, method="inclusive")
+    return statistics.median(times), low, high
 
 
 def repetitions(milliseconds: float) -> int:

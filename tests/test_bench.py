@@ -36,8 +36,7 @@ SMALL = {
 ENVIRONMENT = {"date": "2026-01-02T03:04:05", "gpu": "a GPU", "driver": "1.2", "versions": {"torch": "2.11.0"}}
 TIMING = timing.Timing(ms=2.0, ms_20=1.9, ms_80=2.2, host_us=30.0, ahead=True)
 
-for script in suite.SCRIPTS:
-    importlib.import_module(f"benchmarks.{script}")
+suite.import_ops()
 
 
 @pytest.fixture

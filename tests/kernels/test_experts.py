@@ -5,11 +5,10 @@ import torch
 
 import ligermodels.kernels.experts as module
 from ligermodels.kernels.experts import experts, experts_reference, route
-from ligermodels.kernels.grouped_linear import grouped_weight_gradient
 from ligermodels.kernels.op import widen
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check
-from tests.kernels.test_linear import saved_bytes
+from tests.kernels.test_linear import alive_at, saved_bytes
 
 # T, H, I, E, k. Odd sizes, one expert a token, every expert, many experts. Enough tokens for an error of half precision
 # to be a mean over many roundings.
@@ -110,7 +109,7 @@ def test_in_place_gradients_and_product_take_the_memory_of_what_they_come_from(i
 def test_gate_up_is_freed_before_the_weights_gradients_are_made(retained, monkeypatch):
     x, index, *rest = draw(6, 16, 8, 4, 2, torch.float32)
     leaves = [p.requires_grad_() for p in rest[1:]]
-    kept, alive = [], []
+    kept = []
 
     def pack(saved):
         saved = saved.detach()
@@ -118,11 +117,7 @@ def test_gate_up_is_freed_before_the_weights_gradients_are_made(retained, monkey
             kept.append(weakref.ref(saved))
         return saved
 
-    def weight_gradient(*args):
-        alive.extend(gate_up() is not None for gate_up in kept)
-        return grouped_weight_gradient(*args)
-
-    monkeypatch.setattr(module, "grouped_weight_gradient", weight_gradient)
+    alive = alive_at(monkeypatch, module, "grouped_weight_gradient", kept)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         y = experts(x, index, *rest, "silu")
     torch.autograd.grad(y.sum(), leaves, retain_graph=retained)

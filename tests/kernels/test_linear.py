@@ -33,11 +33,22 @@ def saved_bytes(function, *inputs) -> int:
     return sum(size for address, (size, _) in kept.items() if address not in parameters)
 
 
+def alive_at(monkeypatch, module, name, references):
+    """A list that gets, at each call of `module`'s function, whether each referenced tensor still has memory."""
+    alive, function = [], getattr(module, name)
+
+    def call(*args):
+        alive.extend(reference() is not None for reference in references)
+        return function(*args)
+
+    monkeypatch.setattr(module, name, call)
+    return alive
+
+
 def gradients_alive(monkeypatch, module, shape):
     """A list that gets, at each weight gradient that `module` computes, whether a gradient of `shape` that it computed
     from the linear's still has memory."""
-    made, alive = [], []
-    input_gradient, weight_gradient = module.input_gradient, module.weight_gradient
+    made, input_gradient = [], module.input_gradient
 
     def of_input(*args):
         gradient = input_gradient(*args)
@@ -45,13 +56,8 @@ def gradients_alive(monkeypatch, module, shape):
         made.append(weakref.ref(gradient))
         return gradient
 
-    def of_weight(*args):
-        alive.extend(gradient() is not None for gradient in made)
-        return weight_gradient(*args)
-
     monkeypatch.setattr(module, "input_gradient", of_input)
-    monkeypatch.setattr(module, "weight_gradient", of_weight)
-    return alive
+    return alive_at(monkeypatch, module, "weight_gradient", made)
 
 
 def draw_low_rank(width, rank=4, dtype=torch.float64):
