@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels.linear_cross_entropy import chunk_rows, round_up
+from ligermodels.kernels.linear_cross_entropy import chunk_rows, keeps_logits, round_up
 from ligermodels.layers.attention import Attention, NormedAttention
 from ligermodels.layers.block import Block, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
@@ -235,13 +235,15 @@ def kept_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:
 
 
 def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
-    """The gradients in fp32, and with them a chunk of logits or, later, the weight's gradient in `dtype`."""
-    vocab, hidden = model.lm_head.weight.shape
-    sums = (tokens + vocab * model.lm_head.weight.requires_grad) * hidden
+    """The gradients in fp32, and with them a chunk of logits or, later, the weight's gradient in `dtype`; of few tokens
+    all logits and, later, that gradient."""
+    (vocab, hidden), trained = model.lm_head.weight.shape, model.lm_head.weight.requires_grad
+    gradient = vocab * hidden * dtype.itemsize if trained else 0
+    if keeps_logits(tokens, hidden, vocab, dtype, True, trained):
+        return tokens * vocab * dtype.itemsize + gradient
+    sums = (tokens + vocab * trained) * hidden
     chunk = min(chunk_rows(tokens, vocab, sums, dtype), tokens) * round_up(vocab) * dtype.itemsize
-    if not model.lm_head.weight.requires_grad:
-        return sums * FP32 + chunk
-    return sums * FP32 + max(chunk, vocab * hidden * dtype.itemsize)
+    return sums * FP32 + max(chunk, gradient)
 
 
 def width(projection: nn.Module) -> int:

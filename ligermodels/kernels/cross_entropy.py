@@ -17,7 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import Node, as_rows, cdiv, kernel, register, runs_kernels, traced, widen
+from ligermodels.kernels.early import await_previous, early, let_next_begin
+from ligermodels.kernels.op import (
+    Launcher,
+    Node,
+    as_rows,
+    cdiv,
+    kernel,
+    last_use,
+    register,
+    runs_kernels,
+    traced,
+    widen,
+)
 from ligermodels.kernels.scaled import multiply_
 
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
@@ -121,13 +133,14 @@ def _kernel(
     logits_stride, dlogits_stride, scale_stride, columns, pieces, first,
     ignore_index, softcap, logit_scale, z_loss, label_smoothing, share, upstream,
     SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr,
-    SCALED: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    SCALED: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """LOSS: one program sweeps a row for loss and lse; else lse is read, and one program takes one BLOCK of a row.
 
     GRADIENT writes dlogits, which may lie over the logits: each element is read and written by the same thread. After
     LOSS it sweeps backwards, as what was read last is the likeliest to be in a cache.
     """
+    await_previous(EARLY)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     begin = tl.program_id(0) % pieces * BLOCK
     end = columns if LOSS else tl.minimum(begin + BLOCK, columns)
@@ -185,9 +198,11 @@ def _kernel(
 @kernel(do_not_specialize=["rows", "ignore_index"])
 def _reduce_kernel(
     losses_ptr, targets_ptr, total_ptr, factor_ptr, rows, ignore_index,
-    COUNT: tl.constexpr, SUM: tl.constexpr, TILE: tl.constexpr,
+    COUNT: tl.constexpr, SUM: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: the factor, 1 / supervised targets where these COUNT, else 1, and the SUM of the losses times it."""
+    await_previous(EARLY)
+    let_next_begin(EARLY)
     count = tl.zeros([TILE], tl.int32)
     total = tl.zeros([TILE], tl.float32)
     for start in range(0, rows, TILE):
@@ -223,6 +238,18 @@ def tile_of(columns: int, loss: bool, gradient: bool, aligned: bool, itemsize: i
     return block, max(4, block // (32 * elements)), vector
 
 
+@functools.cache
+def _sweep(
+    columns: int, loss: bool, gradient: bool, aligned: bool, itemsize: int, device: torch.device, **options: bool
+) -> tuple[Launcher, int]:
+    """What launches a sweep of such rows, and the columns of one step."""
+    block, warps, vector = tile_of(columns, loss, gradient, aligned, itemsize)
+    launch = _kernel.bind(
+        LOSS=loss, GRADIENT=gradient, BLOCK=block, VECTOR=vector, num_warps=warps, **options, **early(device)
+    )
+    return launch, block
+
+
 def sweep(
     logits: Tensor, targets: Tensor, loss: Tensor | None, lse: Tensor, scale: Tensor | float, dlogits: Tensor | None,
     ignore_index: int, softcap: float | None, logit_scale: float, z_loss: float, label_smoothing: float,
@@ -239,17 +266,13 @@ def sweep(
     if not rows:
         return
     aligned = not (logits.stride(0) | logits.data_ptr()) % 16
-    # The same for every chunk of a vocabulary.
-    block, warps, vector = tile_of(
-        vocab or columns, loss is not None, dlogits is not None, aligned, logits.element_size()
-    )
-    pieces = cdiv(columns, block) if loss is None else 1
     number, scale = (scale, lse) if isinstance(scale, float) else (None, scale)
-    launch = _kernel.bind(
-        SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, LOSS=loss is not None,
-        GRADIENT=dlogits is not None, SCALED=number is None, FACTOR=factor is not None,
-        BLOCK=block, VECTOR=vector, num_warps=warps,
+    launch, block = _sweep(
+        vocab or columns,  # the same for every chunk of a vocabulary
+        loss is not None, dlogits is not None, aligned, logits.element_size(), logits.device,
+        SOFTCAP=softcap is not None, SMOOTHING=label_smoothing != 0, SCALED=number is None, FACTOR=factor is not None,
     )  # fmt: skip
+    pieces = cdiv(columns, block) if loss is None else 1
     launch(
         rows * pieces, logits, targets, lse if loss is None else loss, lse,
         scale, lse if factor is None else factor, logits if dlogits is None else dlogits,
@@ -267,31 +290,36 @@ def _launch_forward(logits: Tensor, targets: Tensor, *options) -> tuple[Tensor, 
 
 
 def _launch_backward(
-    logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, factor: Tensor | None, *options
+    logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, factor: Tensor | None, *options, inplace: bool = False
 ) -> Tensor:
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    dlogits = logits.detach() if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
     scale = scale.reshape(-1) if scale.ndim > 1 else scale
     sweep(as_rows(logits), targets.contiguous(), None, lse, scale, as_rows(dlogits), *options, factor=factor)
     return dlogits
 
 
-def cross_entropy_in_place(logits: Tensor, targets: Tensor, scale: Tensor, *options) -> Tensor:
+def cross_entropy_in_place(logits: Tensor, targets: Tensor, scale: Tensor | float, *options) -> Tensor:
     """Not registered: nothing traces it. logits [rows, V] with unit stride along V."""
     loss = torch.empty_like(targets, dtype=torch.float32, memory_format=torch.contiguous_format)
     sweep(logits, targets.contiguous(), loss, torch.empty_like(loss), scale, logits, *options)
     return loss
 
 
+@functools.cache
+def _reduction(count: bool, total: bool, device: torch.device) -> Launcher:
+    return _reduce_kernel.bind(COUNT=count, SUM=total, TILE=REDUCE_TILE, **early(device))
+
+
 def _launch_mean_factor(targets: Tensor, ignore_index: int) -> Tensor:
     factor = _fake_mean_factor(targets, ignore_index)
-    launch = _reduce_kernel.bind(COUNT=True, SUM=False, TILE=REDUCE_TILE)
+    launch = _reduction(True, False, targets.device)
     launch(1, factor, targets.contiguous(), factor, factor, targets.numel(), ignore_index)
     return factor
 
 
 def _launch_reduce(losses: Tensor, targets: Tensor, ignore_index: int, mean: bool) -> tuple[Tensor, Tensor]:
     total, factor = _fake_reduce(losses, targets, ignore_index, mean)
-    launch = _reduce_kernel.bind(COUNT=mean, SUM=True, TILE=REDUCE_TILE)
+    launch = _reduction(mean, True, targets.device)
     launch(1, losses.contiguous(), targets.contiguous(), total, factor, losses.numel(), ignore_index)
     return total, factor
 
@@ -335,50 +363,54 @@ reduce_losses = register(
 )
 
 
-def normaliser(targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """What `reduction` multiplies the sum of the losses by: an fp32 scalar on their device."""
-    if reduction == "mean":
-        return mean_factor(targets, ignore_index)
-    return torch.ones((), dtype=torch.float32, device=targets.device)
-
-
 class _CrossEntropy(Node):
     @staticmethod
-    def forward(ctx, logits, targets, reduction, *options):
+    def forward(ctx, logits, targets, reduction, temporary, *options):
         loss, lse = cross_entropy_forward(logits, targets, *options)
         factor = None
         if reduction != "none":
             loss, factor = reduce_losses(loss, targets, options[0], reduction == "mean")
         ctx.save_for_backward(logits, targets, lse, factor)
-        ctx.options = options
+        ctx.temporary, ctx.options = temporary, options
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
         logits, targets, lse, factor = ctx.saved_tensors
-        dlogits = cross_entropy_backward(logits, targets, lse, dloss, factor, *ctx.options)
-        return dlogits, None, None, None, None, None, None, None
+        saved = logits, targets, lse, dloss, factor, *ctx.options
+        over = ctx.temporary and last_use(logits, dloss)
+        dlogits = _launch_backward(*saved, inplace=True) if over else cross_entropy_backward(*saved)
+        return dlogits, *[None] * 8
 
 
 class _CrossEntropyInPlace(Node):
-    """Losses, or their sum times `scale`, with the gradient left where the logits were."""
+    """The loss, with the gradient left where the logits were."""
 
     @staticmethod
-    def forward(ctx, logits, targets, scale, summed, *options):
-        gradient = logits.detach()
+    def forward(ctx, logits, targets, reduction, *options):
+        gradient, mean = logits.detach(), reduction == "mean"
         # What 1 / N would round to zero in fp16 waits for the upstream gradient, which may be a loss scale.
-        waits = logits.dtype == torch.float16
-        losses = cross_entropy_in_place(
-            gradient, targets, torch.full_like(scale, FP16_SCALE) if waits else scale, *options
-        )
+        ctx.waits = logits.dtype == torch.float16
+        scale = FP16_SCALE if ctx.waits else mean_factor(targets, options[0]) if mean else 1.0
+        loss = cross_entropy_in_place(gradient, targets, scale, *options)
         torch.autograd.graph.increment_version(gradient)  # so that autograd objects if somebody did save the logits
-        ctx.save_for_backward(gradient, scale / FP16_SCALE if waits else None)
-        return losses.sum() * scale if summed else losses
+        factor = None
+        if reduction != "none":
+            loss, factor = reduce_losses(loss, targets, options[0], mean)
+        ctx.save_for_backward(gradient, factor if ctx.waits else None)
+        return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        gradient, rest = ctx.saved_tensors
-        return multiply_(gradient, dloss if rest is None else dloss * rest), *[None] * 8
+        gradient, factor = ctx.saved_tensors
+        scale = dloss if factor is None else dloss * factor
+        return multiply_(gradient, scale / FP16_SCALE if ctx.waits else scale), *[None] * 7
+
+
+def cross_entropy_of_temporary(logits: Tensor, targets: Tensor, reduction: str, *options) -> Tensor:
+    """The loss of logits that nobody else holds: backward writes their gradient over them, where the graph is not kept
+    and nothing traces. logits [rows, V], targets [rows]; options in the order of OPTIONS."""
+    return _CrossEntropy.apply(logits, targets, reduction, True, *options)
 
 
 def cross_entropy(
@@ -407,7 +439,6 @@ def cross_entropy(
         rows = as_rows(logits)
         if rows.stride(0) < rows.shape[1]:  # expanded: rows that share their memory
             rows = rows.contiguous()
-        scale, flat = normaliser(targets, ignore_index, reduction), targets.reshape(-1)
-        losses = _CrossEntropyInPlace.apply(rows, flat, scale, reduction != "none", *options)
-        return losses.reshape(targets.shape) if reduction == "none" else losses
-    return _CrossEntropy.apply(logits, targets, reduction, *options)
+        loss = _CrossEntropyInPlace.apply(rows, targets.reshape(-1), reduction, *options)
+        return loss.reshape(targets.shape) if reduction == "none" else loss
+    return _CrossEntropy.apply(logits, targets, reduction, False, *options)

@@ -31,13 +31,14 @@ from torch.utils.flop_counter import register_flop_formula
 from ligermodels.kernels.cross_entropy import (
     OPTIONS,
     check_arguments,
+    cross_entropy_of_temporary,
     cross_entropy_reference,
-    normaliser,
+    mean_factor,
     reduce,
     reduce_losses,
     sweep,
 )
-from ligermodels.kernels.op import Node, autocast, cdiv, register, runs_kernels
+from ligermodels.kernels.op import Node, autocast, cdiv, register, runs_kernels, traced
 from ligermodels.kernels.scaled import multiply_, scaled, scaled_pair
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
@@ -62,6 +63,13 @@ def chunk_rows(rows: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
     limit = min(max(limit, FEWEST_ROWS), MOST_ROWS) // ALIGNMENT * ALIGNMENT
     chunks = max(1, cdiv(rows, limit))
     return round_up(cdiv(rows, chunks))
+
+
+def keeps_logits(rows: int, columns: int, vocab: int, dtype: torch.dtype, hidden_grad: bool, weight_grad: bool) -> bool:
+    """Whether all logits take no more memory, until backward, than fp32 sums of the gradients that are wanted."""
+    sums = columns * (rows * hidden_grad + vocab * weight_grad)
+    # In fp16 a mean's gradient might underflow; rows of logits begin at vectors or a matrix product takes long.
+    return dtype != torch.float16 and vocab % 16 == 0 and rows * vocab * dtype.itemsize <= sums * 4
 
 
 def round_up(size: int) -> int:
@@ -146,29 +154,42 @@ def _launch_backward(
     return dhidden, dweight
 
 
+def lean_elements(hidden: Tensor, weight: Tensor) -> int:
+    """Of the buffer of logits: at least a row of them, and 16 columns."""
+    least = max(round_up(weight.shape[0]), 16 * hidden.shape[0])
+    return max(min(LEAN_BYTES // hidden.element_size(), weight.numel() // 8), least)
+
+
+def lean_holds_all(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the buffer holds all logits, and none is computed again."""
+    return hidden.shape[0] <= aligned(lean_elements(hidden, weight) // round_up(weight.shape[0]))
+
+
 def _launch_lean(
     hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor | None, scale: Tensor,
     hidden_grad: bool, weight_grad: bool, *options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Both gradients, of rows weighed by `scale`, in the inputs' dtype; loss and lse where lse is not given."""
-    rows, vocab = hidden.shape[0], weight.shape[0]
+    rows = hidden.shape[0]
     loss = torch.empty(rows if lse is None else 0, dtype=torch.float32, device=hidden.device)
     row_lse = torch.empty_like(loss) if lse is None else lse
     dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=hidden.dtype, device=hidden.device)
     make = torch.empty if rows else torch.zeros
     dweight = make(weight.shape if weight_grad else 0, dtype=weight.dtype, device=weight.device)
-    least = max(round_up(vocab), 16 * rows)  # a row of logits; 16 columns of them
-    elements = max(min(LEAN_BYTES // hidden.element_size(), weight.numel() // 8), least)
+    elements, by_rows = lean_elements(hidden, weight), hidden_grad or lse is None
     buffer = torch.empty(elements, dtype=hidden.dtype, device=hidden.device)
-    if hidden_grad or lse is None:
-        room = dweight.view(-1) if dweight.numel() > elements else buffer
+    once = by_rows and weight_grad and lean_holds_all(hidden, weight)
+    if by_rows:
+        room = dweight.view(-1) if dweight.numel() > elements and not once else buffer
         for piece, logits in _chunks_of_logits(hidden, weight, buffer=room):
-            dlogits = logits if hidden_grad else None
+            dlogits = logits if hidden_grad or once else None
             piece_loss = loss[piece] if lse is None else None
             sweep(logits, targets[piece], piece_loss, row_lse[piece], scale[piece], dlogits, *options)
             if hidden_grad:
                 torch.mm(logits, weight, out=dhidden[piece])
-    if weight_grad and rows:
+            if once:  # the one piece
+                torch.mm(logits.T, hidden, out=dweight)
+    if weight_grad and rows and not once:
         _take_dweight_(dweight, hidden, weight, targets, row_lse, scale, buffer, *options)
     return loss, row_lse if lse is None else torch.empty_like(loss), dhidden, dweight
 
@@ -236,10 +257,11 @@ def _backward_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_gra
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
 
 
-@register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_lean)
+@register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_lean, get_raw=True)
 def _lean_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options, **_) -> int:
-    products = (lse is None or hidden_grad) + hidden_grad + 2 * weight_grad
-    return 2 * hidden[0] * hidden[1] * weight[0] * products
+    by_rows = hidden_grad or lse is None
+    products = by_rows + hidden_grad + 2 * weight_grad - (by_rows and weight_grad and lean_holds_all(hidden, weight))
+    return 2 * hidden.numel() * weight.shape[0] * products
 
 
 class _ReducedLoss(Node):
@@ -267,17 +289,19 @@ class _ReducedLoss(Node):
 
 
 class _LeanLoss(Node):
-    """Σ loss * normaliser, with both gradients taken in the forward in the inputs' dtype; backward multiplies in place
-    where the upstream gradient is not 1."""
+    """The sum of the losses or their mean, with both gradients taken in the forward in the inputs' dtype; backward
+    multiplies in place where the upstream gradient is not 1."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, normaliser, hidden_grad, weight_grad, *options):
-        loss, _, *gradients = linear_cross_entropy_lean(
-            hidden, weight, targets, None, normaliser.expand(targets.shape), hidden_grad, weight_grad, *options
+    def forward(ctx, hidden, weight, targets, mean, hidden_grad, weight_grad, *options):
+        scale = mean_factor(targets, options[0]) if mean else hidden.new_ones((), dtype=torch.float32)
+        losses, _, *gradients = linear_cross_entropy_lean(
+            hidden, weight, targets, None, scale.expand(targets.shape), hidden_grad, weight_grad, *options
         )
+        loss, _ = reduce_losses(losses, targets, options[0], mean)
         ctx.save_for_backward(*gradients)
         ctx.wanted = hidden_grad, weight_grad
-        return loss.sum() * normaliser
+        return loss
 
     @staticmethod
     def backward(ctx, dloss):
@@ -339,7 +363,10 @@ def linear_cross_entropy(
         return reduce(losses.reshape(targets.shape), targets, ignore_index, reduction)
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
     if lean:
-        return _LeanLoss.apply(rows, weight, flat, normaliser(targets, ignore_index, reduction), *wanted, *options)
+        return _LeanLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
+    size = rows.shape[0], rows.shape[1], weight.shape[0]
+    if keeps_logits(*size, rows.dtype, *wanted) and not traced((rows, weight, flat)):
+        return cross_entropy_of_temporary(torch.mm(rows, weight.T), flat, reduction, *options)
     return _ReducedLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
 
 

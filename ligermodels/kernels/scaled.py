@@ -6,12 +6,15 @@ upstream gradient, which is 1 in most training loops, without asking the device 
 Moves each element in and out once; `rescale_` by 1 moves nothing.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import cdiv, kernel, register, traced
+from ligermodels.kernels.early import await_previous, early
+from ligermodels.kernels.op import Launcher, cdiv, kernel, register, traced
 
 # Elements of one step and of one program, and warps. In place most programs find a 1 and stop: let them be few.
 OUT_OF_PLACE_TILE = 1024, 1024, 4
@@ -29,9 +32,10 @@ def _scale_span(x_ptr, out_ptr, scale, first, columns, BLOCK: tl.constexpr, SPAN
 @kernel(do_not_specialize=["scale_stride"])
 def _kernel(
     x_ptr, scale_ptr, other_ptr, out_ptr, x_stride, out_stride, scale_stride, columns, factor,
-    IN_PLACE: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    IN_PLACE: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program scales SPAN columns of a row."""
+    await_previous(EARLY)
     spans = tl.cdiv(columns, SPAN)
     row = (tl.program_id(0) // spans).to(tl.int64)
     scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * factor
@@ -46,9 +50,10 @@ def _kernel(
 @kernel(do_not_specialize=["x_rows", "y_rows"])
 def _pair_kernel(
     x_ptr, y_ptr, scale_ptr, other_ptr, x_out_ptr, y_out_ptr, x_rows, y_rows, columns, factor,
-    BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program scales SPAN elements of x or, behind those, of y."""
+    await_previous(EARLY)
     scale = tl.load(scale_ptr) * factor * tl.load(other_ptr)
     x_elements, y_elements = x_rows.to(tl.int64) * columns, y_rows.to(tl.int64) * columns
     x_spans = tl.cdiv(x_elements, SPAN)
@@ -59,6 +64,21 @@ def _pair_kernel(
         _scale_span(y_ptr, y_out_ptr, scale, (span - x_spans) * SPAN, y_elements, BLOCK, SPAN)
 
 
+@functools.cache
+def _one(in_place: bool, other: bool, device: torch.device) -> tuple[Launcher, int]:
+    """What scales one tensor, and the columns of a program."""
+    block, span, warps = IN_PLACE_TILE if in_place else OUT_OF_PLACE_TILE
+    launch = _kernel.bind(IN_PLACE=in_place, OTHER=other, BLOCK=block, SPAN=span, num_warps=warps, **early(device))
+    return launch, span
+
+
+@functools.cache
+def _pair(device: torch.device) -> tuple[Launcher, int]:
+    """What scales two, and the elements of a program."""
+    block, span, warps = OUT_OF_PLACE_TILE
+    return _pair_kernel.bind(BLOCK=block, SPAN=span, num_warps=warps, **early(device)), span
+
+
 def _launch(x: Tensor, scale: Tensor, other: Tensor | None, factor: float, out: Tensor, in_place: bool) -> None:
     """x and out [rows, N] with unit stride along N; scale of one element, or [rows] of any stride; other of one."""
     per_row = scale.numel() > 1
@@ -67,9 +87,9 @@ def _launch(x: Tensor, scale: Tensor, other: Tensor | None, factor: float, out: 
         rows, columns, x_stride, out_stride = 1, x.numel(), x.numel(), x.numel()
     else:
         (rows, columns), x_stride, out_stride = x.shape, x.stride(0), out.stride(0)
-    block, span, warps = IN_PLACE_TILE if in_place else OUT_OF_PLACE_TILE
     if rows * columns:
-        _kernel.bind(IN_PLACE=in_place, OTHER=other is not None, BLOCK=block, SPAN=span, num_warps=warps)(
+        launch, span = _one(in_place, other is not None, x.device)
+        launch(
             rows * cdiv(columns, span),
             x, scale, scale if other is None else other, out,
             x_stride, out_stride, scale.stride(0) if per_row else 0, columns, factor,
@@ -86,12 +106,9 @@ def _launch_scaled_pair(
     x: Tensor, y: Tensor, scale: Tensor, other: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     outputs = torch.empty_like(x, dtype=dtype), torch.empty_like(y, dtype=dtype)
-    block, span, warps = OUT_OF_PLACE_TILE
-    programs = cdiv(x.numel(), span) + cdiv(y.numel(), span)
-    if programs:
-        _pair_kernel.bind(BLOCK=block, SPAN=span, num_warps=warps)(
-            programs, x, y, scale, other, *outputs, x.shape[0], y.shape[0], x.shape[1], factor
-        )
+    launch, span = _pair(x.device)
+    if programs := cdiv(x.numel(), span) + cdiv(y.numel(), span):
+        launch(programs, x, y, scale, other, *outputs, x.shape[0], y.shape[0], x.shape[1], factor)
     return outputs
 
 

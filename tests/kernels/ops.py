@@ -354,12 +354,13 @@ OPS = {
         draw=partial(cross_entropy_in_place_case, **TOGETHER), small=(257,), real=((50257,),)
     ),
     "linear_cross_entropy": Op(
-        draw=linear_cross_entropy_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(2, 1, 1)
+        draw=linear_cross_entropy_case, small=(17, 33), real=((64, 128256), (64, 262144)), products=(2, 1, 1)
     ),
     "linear_cross_entropy, options together": Op(
-        draw=partial(linear_cross_entropy_case, **TOGETHER), small=(17, 33), real=((16, 128256), (16, 262144)),
+        draw=partial(linear_cross_entropy_case, **TOGETHER), small=(17, 33), real=((64, 128256), (64, 262144)),
         products=(2, 1, 1),
     ),
+    "linear_cross_entropy of few rows": Op(draw=linear_cross_entropy_case, small=(17, 48), products=(2, 1, 1)),
     "linear_cross_entropy by rows": Op(
         draw=partial(linear_cross_entropy_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)),
         huge=(2**18 + 1, 2**13, 64), products=(3, 2, 2),
@@ -367,6 +368,7 @@ OPS = {
     "lean linear_cross_entropy": Op(
         draw=lean_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(3, 1, 2)
     ),
+    "lean linear_cross_entropy of few rows": Op(draw=lean_case, small=(64, 128), products=(2, 1, 1)),
     "lean linear_cross_entropy by rows": Op(
         draw=partial(lean_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)), products=(4, 2, 2)
     ),

@@ -16,6 +16,7 @@ from tests.kernels.ops import OPS, over, step_all
 ROOT = Path(__file__).parents[2]
 KB = 1024
 SANITIZER = shutil.which("compute-sanitizer")
+LENGTHS = 64, 512  # few rows and many: some ops have other kernels
 STACK = 16  # bytes a thread, at most: of one kernel of capability 90 with Triton 3.7, the backward of add_rms_norm at
 # 16384 columns, and of two of 86. With Triton 3.6 none of 90 has any, and on a GPU no kernel may spill.
 
@@ -57,7 +58,7 @@ def test_no_grouped_product_by_triton_is_compiled_for_another_batch_or_length(mo
 
 def check_variants(op):
     step(op, 2, 48, op.real[0])
-    step(op, 2, 480, op.real[0])  # of more than few rows, norms sum partial gradients by a kernel of its own
+    step(op, 2, 480, op.real[0])  # few rows and more: norms and linear_cross_entropy have other kernels for them
     known = {id(kernel) for _, kernel in compiled_kernels()}
     assert known
     for batch, length in [(1, 1), (2, 1), (1, 2), (3, 16), (1, 17), (3, 1000), (1, 4096)]:
@@ -71,7 +72,7 @@ def check_variants(op):
 def test_no_kernel_spills_at_the_sizes_of_models():
     for name, op in OPS.items():
         for size in op.real:
-            for length in (64, 512) if "norm" in name else (64,):  # few rows and many: other kernels
+            for length in LENGTHS:
                 step_all(name, op.draw(1, length, *size).to(torch.bfloat16))
     compiled = compiled_kernels()
     assert len(compiled) > len(OPS)

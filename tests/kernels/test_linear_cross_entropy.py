@@ -1,3 +1,4 @@
+import math
 from functools import partial
 
 import pytest
@@ -5,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from ligermodels.kernels import cross_entropy as cross_entropy_module
 from ligermodels.kernels import linear_cross_entropy as module
 from ligermodels.kernels import op
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import (
     chunk_rows,
+    keeps_logits,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     token_log_probs,
@@ -95,9 +98,50 @@ def test_lean_is_within_the_error_budget(short_of_memory, options, reduction, dt
     check_loss(lean, linear_cross_entropy_reference, draw(100, 17, 33), dtype, reduction=reduction, **options)
 
 
-def test_lean_with_room_for_all_of_it():
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_lean_with_room_for_all_logits(reduction, dtype):
     lean = partial(linear_cross_entropy, lean=True)
-    check_loss(lean, linear_cross_entropy_reference, draw(100, 17, 33), torch.float32, **TOGETHER)
+    check_loss(lean, linear_cross_entropy_reference, draw(40, 64, 640), dtype, reduction=reduction, **TOGETHER)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("reduction", "options"), [("mean", {}), ("sum", {}), ("mean", TOGETHER)])
+def test_few_rows_keep_their_logits_and_are_within_the_error_budget(monkeypatch, options, reduction, dtype):
+    losses = count_calls(monkeypatch, "cross_entropy_of_temporary")
+    check_options(draw(40, 64, 48), dtype, reduction=reduction, **options)
+    assert bool(losses) == (dtype != torch.float16)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_few_rows_write_the_gradient_of_logits_over_them_unless_the_graph_is_kept(monkeypatch, kept):
+    sweeps, sweep = [], cross_entropy_module.sweep
+    monkeypatch.setattr(cross_entropy_module, "sweep", lambda *args, **kw: sweeps.append(args) or sweep(*args, **kw))
+    *inputs, targets = leaves(5, 17, 48)
+    linear_cross_entropy(*inputs, targets).backward(retain_graph=kept)
+    (logits, *_), (saved, *_, dlogits, _, _, _, _, _) = sweeps
+    assert saved.data_ptr() == logits.data_ptr()
+    assert (dlogits.data_ptr() == logits.data_ptr()) == (not kept)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "wanted", "expected"),
+    [
+        (8448, torch.bfloat16, (True, True), True),  # 2 T V bytes of logits, or 4 H (T + V) of sums
+        (8832, torch.bfloat16, (True, True), False),
+        (4096, torch.float32, (True, True), True),
+        (4608, torch.float32, (True, True), False),
+        (4096, torch.float16, (True, True), False),
+        (64, torch.bfloat16, (True, False), False),
+        (64, torch.bfloat16, (False, False), False),
+    ],
+)
+def test_logits_are_kept_where_they_take_no_more_memory_than_sums(rows, dtype, wanted, expected):
+    assert keeps_logits(rows, 4096, 128256, dtype, *wanted) == expected
+
+
+def test_logits_are_not_kept_where_their_rows_would_not_start_at_vectors():
+    assert not keeps_logits(64, 768, 50257, torch.bfloat16, True, True)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -292,11 +336,14 @@ def test_chunks_hold_a_gibibyte_of_logits(rows, hidden, vocab, dtype, expected):
     assert chunk_rows(rows, vocab, (rows + vocab) * hidden, dtype) == expected
 
 
+@pytest.mark.parametrize("shape", [(6, 17, 33), (6, 64, 128)])
 @pytest.mark.parametrize(
     ("reduction", "lean", "products"), [("mean", False, 3), ("none", False, 4), ("mean", True, 4), ("none", True, 5)]
 )
-def test_flops_are_counted(reduction, lean, products):
-    *inputs, targets = leaves(6, 17, 33)
+def test_flops_are_counted(reduction, lean, products, shape):
+    """Lean computes no logits again where the buffer holds all of them."""
+    *inputs, targets = leaves(*shape)
     with FlopCounterMode(display=False) as counter:
         linear_cross_entropy(*inputs, targets, reduction=reduction, lean=lean).sum().backward()
-    assert counter.get_total_flops() == products * 2 * 6 * 17 * 33
+    products -= lean and shape[-1] == 128
+    assert counter.get_total_flops() == products * 2 * math.prod(shape)
