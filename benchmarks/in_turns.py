@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import results, suite, timing
-from benchmarks.ops import OPS, Provider, Shape
+from benchmarks.ops import Provider, Shape
+from ligermodels.errors import InputError
 
 ROUNDS = 30
 PASSES = ("forward", "forward+backward")
@@ -27,10 +28,11 @@ Name = tuple[str, str]  # provider and pass
 
 
 def prepared(case: suite.Case, provider: Provider) -> Iterator[dict]:
-    """The one dict of calls, warm, by pass. Raises ValueError where the result is wrong."""
+    """The one dict of calls, warm, by pass; or what is wrong with the result."""
     function = provider.make(*case.shape)
     if wrong := suite.fault(case.error_of(provider, function)):
-        raise ValueError(wrong)
+        yield {"status": "wrong", "reason": wrong}
+        return
     sets = suite.timed_inputs(case, provider, function)
     calls = {kind: timing.caller(function, sets, kind) for kind in PASSES if kind in case.op.work(*case.shape)}
     for call in (*calls.values(), *calls.values()):
@@ -54,7 +56,7 @@ def run_shape(case: suite.Case, names: Iterable[str]) -> list[dict]:
     """A row of each provider and pass, or what kept a provider from it."""
     calls: dict[Name, Callable] = {}
     rows = []
-    for name in names:
+    for name in (name for name in names if name in case.op.providers):
         (found,) = suite.attempt(functools.partial(prepared, case, case.op.providers[name]))
         if "status" in found:
             rows.append({"shape": suite.label(case.shape), "provider": name} | found)
@@ -90,20 +92,22 @@ def shape_of(text: str) -> Shape:
 
 
 def main() -> None:
-    suite.import_ops()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("op", nargs="+", choices=OPS)
+    parser.add_argument("op", nargs="+")
     parser.add_argument("--shape", type=shape_of, help="sides with x between them (default: the op's last one)")
     parser.add_argument("--provider", nargs="+", help="all of them where none is named")
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder of the dated JSON file")
     args = parser.parse_args()
+    try:
+        ops, providers = suite.asked_for(args.op, args.provider or [])
+    except InputError as error:
+        parser.error(str(error))
     print(COLUMNS.format("shape", "provider", "pass", "ms", "20 to 80 %", "host 20 %", "host us"))
     found: dict[str, list[dict]] = {}
-    for name in args.op:
-        case = suite.Case(OPS[name], args.shape or OPS[name].shapes[-1])
-        found[name] = run_shape(case, suite.selected(args.provider or [], case.op.providers, "provider"))
+    for op in ops:
+        found[op.name] = run_shape(suite.Case(op, args.shape or op.shapes[-1]), providers)
         torch.cuda.empty_cache()
-        print(name, *map(line, found[name]), sep="\n", flush=True)
+        print(op.name, *map(line, found[op.name]), sep="\n", flush=True)
     print(results.save(args.output, "in-turns", results.environment() | {"rows_of": found}))
 
 

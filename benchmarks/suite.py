@@ -170,8 +170,8 @@ def import_ops() -> None:
         importlib.import_module(f"benchmarks.{script}")
 
 
-def run(op_names: list[str], provider_names: list[str], folder: Path) -> None:
-    """Times the named ops and providers, or all; leaves a dated file an op in `folder`.
+def asked_for(op_names: list[str], provider_names: list[str]) -> tuple[list[Op], list[str]]:
+    """The named ops and providers, or all.
 
     Raises InputError for a name that is not known, and where there is no GPU.
     """
@@ -181,6 +181,12 @@ def run(op_names: list[str], provider_names: list[str], folder: Path) -> None:
     providers = selected(provider_names, known, "provider")
     if not torch.cuda.is_available():
         raise InputError("bench: needs a GPU, and torch sees none")
+    return ops, providers
+
+
+def run(op_names: list[str], provider_names: list[str], folder: Path) -> None:
+    """Times the named ops and providers, or all; leaves a dated file an op in `folder`. Raises as `asked_for`."""
+    ops, providers = asked_for(op_names, provider_names)
     print(table.title(results.environment() | {"ceilings": timing.ceilings()}))
     for op in ops:
         report = run_op(op, providers)

@@ -248,9 +248,10 @@ def test_inputs_rotate_beyond_twice_the_cache(monkeypatch):
         assert sets == 1 or (sets - 1) * mib <= 120, mib
 
 
-def test_providers_take_turns_and_one_that_fails_or_is_wrong_is_listed(op, monkeypatch):
+def test_providers_take_turns_and_those_that_fail_or_are_wrong_are_listed(op, monkeypatch):
     op.provider("other")(lambda *shape: lambda x: 2 * x)
     op.provider("wrong")(lambda *shape: lambda x: 3 * x)
+    op.provider("broken")(lambda *shape: lambda x: x @ x)
     order = []
 
     def host_times(call, count):
@@ -262,13 +263,14 @@ def test_providers_take_turns_and_one_that_fails_or_is_wrong_is_listed(op, monke
     rows = in_turns.run_shape(suite.Case(op, (4, 8)), op.providers)
     assert len(order) == 4 * in_turns.ROUNDS and order[:4] * in_turns.ROUNDS == order
     assert [(row["provider"], row.get("pass")) for row in rows] == [
-        ("wrong", None), ("pytorch", "forward"), ("pytorch", "forward+backward"),
+        ("wrong", None), ("broken", None), ("pytorch", "forward"), ("pytorch", "forward+backward"),
         ("other", "forward"), ("other", "forward+backward"),
     ]  # fmt: skip
-    assert rows[0]["status"] == "failed" and "times plain bf16's" in rows[0]["reason"]
+    assert rows[0]["status"] == "wrong" and "times plain bf16's" in rows[0]["reason"]
     middle = 1 + 4 * (in_turns.ROUNDS - 1) / 2  # microseconds of the first call, 1 in its first turn, 5 in the next
-    assert rows[1]["host_us"] == pytest.approx(middle) and rows[1]["ms"] == pytest.approx(2 + 0.02 * middle)
-    assert rows[1]["host_us_20"] < middle and rows[4]["host_us"] == pytest.approx(middle + 3)
+    assert rows[1]["status"] == "failed"
+    assert rows[2]["host_us"] == pytest.approx(middle) and rows[2]["ms"] == pytest.approx(2 + 0.02 * middle)
+    assert rows[2]["host_us_20"] < middle and rows[5]["host_us"] == pytest.approx(middle + 3)
 
 
 def test_long_calls_are_repeated_less_often():
