@@ -365,7 +365,7 @@ def linear_cross_entropy(
     if lean:
         return _LeanLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
     size = rows.shape[0], rows.shape[1], weight.shape[0]
-    if keeps_logits(*size, rows.dtype, *wanted) and not traced((rows, weight, flat)):
+    if not traced((rows, weight, flat)) and keeps_logits(*size, rows.dtype, *wanted):
         return cross_entropy_of_temporary(torch.mm(rows, weight.T), flat, reduction, *options)
     return _ReducedLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
 
