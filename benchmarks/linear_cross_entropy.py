@@ -10,7 +10,9 @@ from benchmarks.ops import Op, draw, three_products
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy_reference
 
-SHAPES = [(16384, 4096, 128256), (16384, 2304, 256000), (16384, 896, 151936), (64, 1024, 1024)]
+SHAPES = [
+    (16384, 4096, 128256), (16384, 2304, 256000), (16384, 896, 151936), (4096, 4096, 128256), (64, 1024, 1024),
+]  # fmt: skip
 
 
 def inputs(tokens, hidden, vocab):

@@ -17,9 +17,13 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 MAX_COLUMNS = 65536
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096  # elements, at least: short rows share a program
-BACKWARD_ELEMENTS = 24  # a thread, at most: it holds the weights' gradients and two values more of each
-MOST_WARPS = 16  # of a program
-PROGRAMS = {4: 3, 8: 2, 16: 1}  # of backward, a multiprocessor, by their warps: one works while another waits for a sum
+FORWARD_NARROW = 1792  # elements of a forward tile that two warps hold: they wait for each other less than four
+FEWEST_WARPS, MOST_WARPS = 4, 16  # of a program
+# Of backward, by a program's warps: elements that a thread holds at most, with the weights' gradients and two values
+# more of each; and programs a multiprocessor, of which one works while another waits for a sum. Measured on an H200.
+BACKWARD_ELEMENTS = {4: 28, 8: 24, 16: 24}
+BACKWARD_PROGRAMS = {4: 2, 8: 2, 16: 1}
+BACKWARD_AHEAD = 2  # tiles on their way through shared memory, at most
 REGISTERS, MOST_REGISTERS = 65536, 255  # of a multiprocessor, for all of these; of a thread
 # Few enough rows are read twice, by rows for dx and by columns for the weights' gradients: two kernels would take the
 # host longer to launch.
@@ -115,25 +119,21 @@ def check_weights(op: str, columns: int, *weights: Tensor | None) -> None:
             raise ValueError(f"{op}: a weight or bias of {weight.numel()} elements for rows of {columns}")
 
 
-def tile_of(columns: int, elements: int, least: int, device: torch.device) -> dict[str, int]:
-    """ROWS of COLUMNS elements, in tiles of a power of two that have at least so many: what a kernel is built with.
-
-    elements: that a thread holds at most. A long row leaves the registers of some columns beyond it unused in all
-    threads; of several short ones each register is in use in some.
-    """
+def tile_of(columns: int, warps: int, least: int, device: torch.device) -> dict[str, int]:
+    """ROWS of COLUMNS elements, in tiles of a power of two that have at least so many: what a kernel is built with."""
     if columns > MAX_COLUMNS:
         raise ValueError(f"norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
     width = triton.next_power_of_2(columns)
     rows = max(1, least // width)
-    held = rows * width if rows > 1 else columns
-    warps = min(MOST_WARPS, max(4, triton.next_power_of_2(cdiv(held, 32 * elements))))
     return {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "num_warps": warps} | early(device)
 
 
 @functools.cache
 def forward_tile(columns: int, elements: int, device: torch.device) -> dict[str, int]:
-    """What a kernel that holds whole rows is built with; elements: of them a thread, at most."""
-    return tile_of(columns, elements, FORWARD_TILE, device)
+    """What a kernel that holds whole rows is built with; elements: of a row a thread, at most."""
+    warps = min(MOST_WARPS, max(FEWEST_WARPS, triton.next_power_of_2(cdiv(columns, 32 * elements))))
+    tile = tile_of(columns, warps, FORWARD_TILE, device)
+    return tile | {"num_warps": 2} if tile["ROWS"] * columns <= FORWARD_NARROW else tile
 
 
 @functools.cache
@@ -145,16 +145,23 @@ def backward_tile(
     Of few rows each program takes one. Of more it is persistent: STAGES - 1 tiles are on their way through shared
     memory while one is worked on.
     """
-    tile = tile_of(columns, BACKWARD_ELEMENTS, 1 if few else BACKWARD_TILE, device) | {"FEW": few}
+    warps = next((warps for warps, most in BACKWARD_ELEMENTS.items() if columns <= 32 * warps * most), MOST_WARPS)
+    tile = tile_of(columns, warps, 1 if few else BACKWARD_TILE, device) | {"FEW": few}
     if few:
         return tile | {"STAGES": 1}, FEW_ROWS
-    programs = PROGRAMS[tile["num_warps"]]
-    if columns > MOST_WARPS * 32 * BACKWARD_ELEMENTS:  # too many for a thread: half the threads, of twice the registers
+    programs = BACKWARD_PROGRAMS[warps]
+    if columns > 32 * warps * BACKWARD_ELEMENTS[warps]:  # too many for a thread: half as many, of twice the registers
         tile["num_warps"] //= 2
     if triton.knobs.runtime.interpret:
         return tile | {"STAGES": 1}, programs * multiprocessors(device)
-    room = shared_memory(device) // programs - RESERVED_BYTES
-    ahead = min(2, room // (streams * tile["ROWS"] * tile["WIDTH"] * itemsize))
+    stage = streams * tile["ROWS"] * tile["WIDTH"] * itemsize
+    if tiles_ahead(stage, programs, device) < BACKWARD_AHEAD and warps > FEWEST_WARPS:
+        programs = 1  # which waits less for its loads than two with less room for them
     registers = min(MOST_REGISTERS, REGISTERS // (32 * tile["num_warps"] * programs) // 8 * 8)
     limit = {} if torch.version.hip else {"maxnreg": registers}
-    return tile | limit | {"STAGES": 1 + ahead}, programs * multiprocessors(device)
+    return tile | limit | {"STAGES": 1 + tiles_ahead(stage, programs, device)}, programs * multiprocessors(device)
+
+
+def tiles_ahead(stage: int, programs: int, device: torch.device) -> int:
+    """How many tiles of so many bytes can be on their way, where so many programs share a multiprocessor."""
+    return min(BACKWARD_AHEAD, (shared_memory(device) // programs - RESERVED_BYTES) // stage)
