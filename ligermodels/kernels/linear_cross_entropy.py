@@ -1,7 +1,7 @@
 """Linear layer and cross-entropy in one: the loss of logits = hidden @ weightᵀ, a chunk of rows at a time.
 
-hidden [T, H] and weight [V, H] of one float dtype, targets [T] int64; loss fp32. No more than one chunk of logits ever
-exists, in the inputs' dtype; its gradient overwrites it, and then
+hidden [T, H] and weight [V, H] of one float dtype, targets [T] int64; loss fp32. Of many rows no more than one chunk of
+logits ever exists, in the inputs' dtype; its gradient overwrites it, and then
 
     dhidden = dlogits @ weight        dweight = Σ_chunks dlogitsᵀ @ hidden, summed in fp32
 
@@ -9,9 +9,14 @@ so that the chunk size changes the order of dweight's fp32 sums (a relative 1e-6
 "mean" and "sum" take both in the forward, in fp32: 6 T H V FLOP; backward only multiplies by the upstream gradient and
 rounds. "none" keeps the rows' log-sum-exp and recomputes the logits: 8 T H V FLOP.
 
+Few rows have fewer logits than both gradients have fp32 sums, 2 T V bytes of half precision or 4 H (T + V): about up to
+T = 2 H. Then those are what waits for backward, which writes their gradient over them and takes dhidden and dweight in
+one matrix product each: no sums, and no more than half of the memory.
+
 lean needs 64 MiB beyond the gradients and takes them in two passes: one over chunks of rows, whose logits lie in
 dweight's own memory, for the log-sum-exps and dhidden; one over chunks of the vocabulary, which computes their logits
-again and each row of dweight in one matrix product, summed in fp32 inside it and rounded once: 8 T H V FLOP.
+again and each row of dweight in one matrix product, summed in fp32 inside it and rounded once: 8 T H V FLOP. Logits of
+few rows, which fit the 64 MiB, are not computed again: 6.
 
 Little between the two pays. Sums over chunks of c rows for a share g of the vocabulary, and logits computed again for
 the rest, cost 2 (4 - g) T H V FLOP and 8 g H V T / c bytes of traffic, in 4 g H V + 2 c V bytes. Beside the products
@@ -339,12 +344,12 @@ def linear_cross_entropy(
     logit_scale: float = 1.0, z_loss: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
     lean: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of hidden @ weightᵀ, whose logits are never all in memory.
+    """Cross-entropy of hidden @ weightᵀ, whose logits are all in memory only where they are few.
 
     hidden [..., H] and weight [V, H] of one float dtype, targets [...] int64 in [0, V) or ignore_index; loss and
-    options as in `cross_entropy`. lean: at least a third more time for the least memory, 64 MiB beyond both gradients;
-    an upstream gradient other than 1 then rounds them a second time, and backward runs once. Raises ValueError where
-    the shapes disagree.
+    options as in `cross_entropy`. lean: the least memory, 64 MiB beyond both gradients, for at least a third more time
+    than the default takes, unless all logits fit them; an upstream gradient other than 1 then rounds them a second time,
+    and backward runs once. Raises ValueError where the shapes disagree.
     """
     check_arguments(hidden, targets, reduction)
     options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
