@@ -348,7 +348,7 @@ def linear_cross_entropy(
 
     hidden [..., H] and weight [V, H] of one float dtype, targets [...] int64 in [0, V) or ignore_index; loss and
     options as in `cross_entropy`. lean: the least memory, 64 MiB beyond both gradients, for at least a third more time
-    than the default takes, unless all logits fit them; an upstream gradient other than 1 then rounds them a second time,
+    than the default takes, unless all logits fit them; an upstream gradient other than 1 then rounds them once more,
     and backward runs once. Raises ValueError where the shapes disagree.
     """
     check_arguments(hidden, targets, reduction)
