@@ -92,22 +92,27 @@ def low_gradient(dy: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: floa
     return dlow
 
 
+def matrix(x: Tensor) -> Tensor:
+    """[..., N] as [rows, N], without the microseconds of a view where it is one."""
+    return x if x.ndim == 2 else x.flatten(0, -2)
+
+
 def input_gradient(dy: Tensor, weight: Tensor, dlow: Tensor | None = None, a: Tensor | None = None) -> Tensor:
     """dx [..., K]."""
-    dx = torch.mm(dy.flatten(0, -2), weight)
+    dx = torch.mm(matrix(dy), weight)
     if dlow is not None and a is not None:
-        dx.addmm_(dlow.flatten(0, -2), a)
-    return dx.unflatten(0, dy.shape[:-1])
+        dx.addmm_(matrix(dlow), a)
+    return dx if dy.ndim == 2 else dx.view(*dy.shape[:-1], weight.shape[1])
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dW [N, K] = dyᵀ x; dA = dlowᵀ x."""
-    return torch.mm(dy.flatten(0, -2).t(), x.flatten(0, -2))
+    return torch.mm(matrix(dy).t(), matrix(x))
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
     """db [N] = Σ dy."""
-    return dy.flatten(0, -2).sum(0)
+    return matrix(dy).sum(0)
 
 
 def up_gradient(dy: Tensor, low: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:

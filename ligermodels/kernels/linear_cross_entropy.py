@@ -154,7 +154,8 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
     for piece, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
-        sweep(logits, targets[piece], None, lse[piece], scale[piece], logits, *options)
+        of_piece = rows_in(piece, targets), None, rows_in(piece, lse), rows_in(piece, scale)
+        sweep(logits, *of_piece, logits, *options)
         _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
     return dhidden, dweight
 
@@ -188,10 +189,11 @@ def _launch_lean(
         room = dweight.view(-1) if dweight.numel() > elements and not once else buffer
         for piece, logits in _chunks_of_logits(hidden, weight, buffer=room):
             dlogits = logits if hidden_grad or once else None
-            piece_loss = loss[piece] if lse is None else None
-            sweep(logits, targets[piece], piece_loss, row_lse[piece], scale[piece], dlogits, *options)
+            piece_loss = rows_in(piece, loss) if lse is None else None
+            of_piece = rows_in(piece, targets), piece_loss, rows_in(piece, row_lse), rows_in(piece, scale)
+            sweep(logits, *of_piece, dlogits, *options)
             if hidden_grad:
-                torch.mm(logits, weight, out=dhidden[piece])
+                torch.mm(logits, weight, out=rows_in(piece, dhidden))
             if once:  # the one piece
                 torch.mm(logits.T, hidden, out=dweight)
     if weight_grad and rows and not once:
