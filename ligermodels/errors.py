@@ -4,8 +4,11 @@ Command lines print such an error and exit with status 2; anything else is a bug
 """
 
 import difflib
+import os
+import sys
 from collections.abc import Iterable
 
+PIPE_CLOSED = 141  # the exit status that a shell reports for SIGPIPE
 # Characters; a name on the Hub has less than 100, a list of files some 7000.
 LONGEST_WORD, LONGEST = 400, 10_000
 
@@ -32,6 +35,11 @@ class CheckpointError(InputError):
 
 class HubError(InputError):
     """A name for which there is no model to be had."""
+
+
+def reader_left() -> None:
+    """After a BrokenPipeError of stdout: else Python's own flush at its end complains as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def cut(text: str, limit: int) -> str:

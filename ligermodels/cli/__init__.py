@@ -1,16 +1,15 @@
 """The command line, one file a command: each adds its arguments to the parser and calls the library."""
 
-import os
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from ligermodels.cli import bench, export, generate, info, listing, verify
-from ligermodels.errors import InputError, first_line
+from ligermodels.errors import PIPE_CLOSED, InputError, first_line, reader_left
 from ligermodels.flags import Parser
 
-UNUSABLE, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
+UNUSABLE, INTERRUPTED = 2, 130  # the second as a shell reports SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at exit complains
+        reader_left()
         return PIPE_CLOSED
 
 

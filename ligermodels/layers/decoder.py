@@ -91,7 +91,8 @@ def default_positions(input_ids: Tensor, cu_seqlens: Tensor | None, cache: KVCac
 class Head(nn.Linear):
     """The language-model head: hidden states [..., H] -> logits [..., V].
 
-    It takes the loss of its own logits, never materialised, so that what wraps modules (FSDP) sees its weight read.
+    It takes the loss of its own logits, which are not all made where they are many, so that what wraps modules (FSDP)
+    sees its weight read.
     """
 
     def loss(self, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:

@@ -402,3 +402,16 @@ def test_what_cannot_be_done_ends_with_one_line_status_2_and_nothing_written(nam
 
 def contents(folder):
     return sorted(path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.parts))
+
+
+def test_a_closed_pipe_ends_it_without_a_traceback(monkeypatch, capsys):
+    """`train.py --model list | true`: nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        monkeypatch.setattr("sys.argv", ["train.py", "--model", "list"])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(TRAIN), run_name="__main__")
+    assert end.value.code == 141
+    assert capsys.readouterr().err == ""

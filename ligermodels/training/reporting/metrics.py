@@ -19,7 +19,7 @@ from typing import Any, Self, TextIO
 import torch
 from tqdm import tqdm
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, reader_left
 from ligermodels.training.reporting.loggers import Logger
 from ligermodels.units import counted, duration, memory_size
 
@@ -154,7 +154,7 @@ class Metrics:
                 self.bar.write(line)
                 sys.stdout.flush()
             except BrokenPipeError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end would complain as well
+                reader_left()
             except OSError:
                 pass  # kept until there is room, as far as the buffer goes
         self.resume_clock()

@@ -144,7 +144,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.set_defaults(**read_flags(file, parser._actions))
         args = parsed(parser, argv)
     if args.model == "list":
-        print("\n".join(catalogue()))
+        print("\n".join(catalogue()), flush=True)
         raise SystemExit(0)
     if args.resume:
         args.output = args.resume
