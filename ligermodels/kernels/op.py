@@ -100,13 +100,31 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Node(torch.autograd.Function):
-    """An autograd.Function whose `apply` costs microseconds less.
+    """An autograd.Function whose `apply` costs microseconds less, and whose backward is not to be differentiated.
 
     Function's own also serves nodes with a setup_context, which ours have not, and transforms of torch.func, under
     which `runs_kernels` says no.
     """
 
     apply = torch._C._FunctionBase.__dict__["apply"]
+
+    def __init_subclass__(cls) -> None:
+        cls.backward = staticmethod(_once(cls.backward))  # type: ignore[method-assign]
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward`, which raises where a graph of it is asked for: what goes through kernels would be missing in that."""
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not is_dynamo_compiling():
+            raise RuntimeError(
+                "ligermodels: fused ops have no second derivative; call backward without create_graph=True, or"
+                " differentiate by torch.func, which runs them as plain PyTorch"
+            )
+        return backward(ctx, *gradients)
+
+    return call
 
 
 class Kernel:

@@ -165,6 +165,16 @@ def test_torch_func_transforms_the_reference(op):
     torch.testing.assert_close([*outputs, *gradients], case.step(case.reference, upstream))
 
 
+@over(lambda op: is_ours(op) and has_gradients(op))
+def test_a_second_derivative_is_refused_and_not_taken_in_part(op):
+    """Where kernels and products are behind each other, the products alone would have one."""
+    case = op.case()
+    outputs = as_list(case.ours(*case.leaves, *case.constants))
+    leaves = [x for x in case.leaves if x.requires_grad]
+    with pytest.raises(RuntimeError, match="no second derivative; call backward without create_graph"):
+        torch.autograd.grad(outputs, leaves, [torch.randn_like(x).requires_grad_() for x in outputs], create_graph=True)
+
+
 def misaligned(x):
     return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
 
