@@ -11,7 +11,7 @@ rounds. "none" keeps the rows' log-sum-exp and recomputes the logits: 8 T H V FL
 
 Few rows have fewer logits than both gradients have fp32 sums, 2 T V bytes of half precision or 4 H (T + V): about up to
 T = 2 H. Then those are what waits for backward, which writes their gradient over them and takes dhidden and dweight in
-one matrix product each: no sums, and no more than half of the memory.
+one matrix product each: no sums, and no more memory at the peak, at T = H half of it.
 
 lean needs 64 MiB beyond the gradients and takes them in two passes: one over chunks of rows, whose logits lie in
 dweight's own memory, for the log-sum-exps and dhidden; one over chunks of the vocabulary, which computes their logits
