@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import ligermodels
-from ligermodels.errors import PIPE_CLOSED, InputError, reader_left
+from ligermodels.errors import InputError
 from ligermodels.hub import resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import initialize_lora
@@ -242,8 +242,5 @@ if __name__ == "__main__":
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        reader_left()
-        sys.exit(PIPE_CLOSED)
     finally:
         parallel.stop()

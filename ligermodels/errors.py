@@ -37,9 +37,10 @@ class HubError(InputError):
     """A name for which there is no model to be had."""
 
 
-def reader_left() -> None:
-    """After a BrokenPipeError of stdout: else Python's own flush at its end complains as well."""
+def reader_left() -> int:
+    """After a BrokenPipeError of stdout, of which Python's own flush at its end would complain too: the exit status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return PIPE_CLOSED
 
 
 def cut(text: str, limit: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from ligermodels.cli import bench, export, generate, info, listing, verify
-from ligermodels.errors import PIPE_CLOSED, InputError, first_line, reader_left
+from ligermodels.errors import InputError, first_line, reader_left
 from ligermodels.flags import Parser
 
 UNUSABLE, INTERRUPTED = 2, 130  # the second as a shell reports SIGINT
@@ -26,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        reader_left()
-        return PIPE_CLOSED
+        return reader_left()
 
 
 def parser() -> Parser:

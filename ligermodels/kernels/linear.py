@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.op import Node, autocast, runs_kernels, traced
+from ligermodels.kernels.op import Node, autocast, matrix, runs_kernels, traced
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -55,7 +55,7 @@ def up_factors(b: Tensor, columns: Columns) -> tuple[Tensor, ...]:
 
 def pieces(y: Tensor, low: Tensor, b: Tensor, columns: Columns) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of each piece, as views: its columns of y [rows, N] and of low [rows, P r], and its rows of b."""
-    y, low = y.flatten(0, -2), low.flatten(0, -2)
+    y, low = matrix(y), matrix(low)
     for (start, stop), low_i, b_i in zip(columns, low.chunk(len(columns), 1), up_factors(b, columns), strict=True):
         yield y[:, start:stop], low_i, b_i
 
@@ -77,7 +77,7 @@ def linear_forward(
 
 def with_update(y: Tensor, low: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:
     """y with the update added, in new memory."""
-    rows, blocks, end = y.flatten(0, -2), [], 0
+    rows, blocks, end = matrix(y), [], 0
     for (start, stop), (y_i, low_i, b_i) in zip(columns, pieces(y, low, b, columns), strict=True):
         blocks += [rows[:, end:start], torch.addmm(y_i, low_i, b_i.t(), alpha=scale)]
         end = stop
@@ -90,11 +90,6 @@ def low_gradient(dy: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: floa
     for dy_i, dlow_i, b_i in pieces(dy, dlow, b, columns):
         dlow_i.addmm_(dy_i, b_i, beta=0, alpha=scale)
     return dlow
-
-
-def matrix(x: Tensor) -> Tensor:
-    """[..., N] as [rows, N], without the microseconds of a view where it is one."""
-    return x if x.ndim == 2 else x.flatten(0, -2)
 
 
 def input_gradient(dy: Tensor, weight: Tensor, dlow: Tensor | None = None, a: Tensor | None = None) -> Tensor:

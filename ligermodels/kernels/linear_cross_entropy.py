@@ -43,7 +43,7 @@ from ligermodels.kernels.cross_entropy import (
     reduce_losses,
     sweep,
 )
-from ligermodels.kernels.op import Node, autocast, cdiv, register, runs_kernels, traced
+from ligermodels.kernels.op import Node, autocast, cdiv, matrix, register, runs_kernels, traced
 from ligermodels.kernels.scaled import multiply_, scaled, scaled_pair
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
@@ -160,15 +160,11 @@ def _launch_backward(
     return dhidden, dweight
 
 
-def lean_elements(hidden: Tensor, weight: Tensor) -> int:
-    """Of the buffer of logits: at least a row of them, and 16 columns."""
-    least = max(round_up(weight.shape[0]), 16 * hidden.shape[0])
-    return max(min(LEAN_BYTES // hidden.element_size(), weight.numel() // 8), least)
-
-
-def lean_holds_all(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the buffer holds all logits, and none is computed again."""
-    return hidden.shape[0] <= aligned(lean_elements(hidden, weight) // round_up(weight.shape[0]))
+def lean_room(hidden: Tensor, weight: Tensor) -> tuple[int, bool]:
+    """Elements of the buffer of logits, at least a row of them and 16 columns, and whether it holds all of them."""
+    rows, row = hidden.shape[0], round_up(weight.shape[0])
+    elements = max(min(LEAN_BYTES // hidden.element_size(), weight.numel() // 8), row, 16 * rows)
+    return elements, rows <= aligned(elements // row)
 
 
 def _launch_lean(
@@ -182,9 +178,9 @@ def _launch_lean(
     dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=hidden.dtype, device=hidden.device)
     make = torch.empty if rows else torch.zeros
     dweight = make(weight.shape if weight_grad else 0, dtype=weight.dtype, device=weight.device)
-    elements, by_rows = lean_elements(hidden, weight), hidden_grad or lse is None
+    (elements, holds_all), by_rows = lean_room(hidden, weight), hidden_grad or lse is None
     buffer = torch.empty(elements, dtype=hidden.dtype, device=hidden.device)
-    once = by_rows and weight_grad and lean_holds_all(hidden, weight)
+    once = by_rows and weight_grad and holds_all  # no logits are computed again
     if by_rows:
         room = dweight.view(-1) if dweight.numel() > elements and not once else buffer
         for piece, logits in _chunks_of_logits(hidden, weight, buffer=room):
@@ -266,8 +262,8 @@ def _backward_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_gra
 
 @register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_lean, get_raw=True)
 def _lean_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options, **_) -> int:
-    by_rows = hidden_grad or lse is None
-    products = by_rows + hidden_grad + 2 * weight_grad - (by_rows and weight_grad and lean_holds_all(hidden, weight))
+    holds_all, by_rows = lean_room(hidden, weight)[1], hidden_grad or lse is None
+    products = by_rows + hidden_grad + 2 * weight_grad - (by_rows and weight_grad and holds_all)
     return 2 * hidden.numel() * weight.shape[0] * products
 
 
@@ -361,7 +357,7 @@ def linear_cross_entropy(
             hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
             z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
-    rows = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])  # a view is a node of the graph
+    rows = matrix(hidden)
     flat = targets.contiguous() if targets.ndim == 1 else targets.reshape(-1).contiguous()
     # Lean gradients wait for their upstream gradient in the inputs' dtype: in fp16 they might underflow before a loss
     # scale reaches them, and are taken in backward instead.

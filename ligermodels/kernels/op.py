@@ -240,9 +240,14 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def matrix(x: Tensor) -> Tensor:
+    """[..., N] as [rows, N], without the microseconds of a view, a node of the graph, where it is one."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
 def as_rows(x: Tensor) -> Tensor:
     """[..., N] as [rows, N] with unit stride along N and any stride between rows; a view where possible."""
-    x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    x = matrix(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

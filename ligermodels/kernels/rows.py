@@ -17,8 +17,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 MAX_COLUMNS = 65536
 FORWARD_TILE, BACKWARD_TILE = 2048, 4096  # elements, at least: short rows share a program
-FORWARD_NARROW = 1792  # elements of a forward tile that two warps hold: they wait for each other less than four
-FEWEST_WARPS, MOST_WARPS = 4, 16  # of a program
+FEWEST_WARPS, MOST_WARPS = 4, 16  # of a program, but for those of narrow tiles
+NARROW_WARPS, NARROW_TILE = 2, 1792  # of forward, elements at most: two wait for each other less than four
 # Of backward, by a program's warps: elements that a thread holds at most, with the weights' gradients and two values
 # more of each; and programs a multiprocessor, of which one works while another waits for a sum. Measured on an H200.
 BACKWARD_ELEMENTS = {4: 28, 8: 24, 16: 24}
@@ -133,7 +133,7 @@ def forward_tile(columns: int, elements: int, device: torch.device) -> dict[str,
     """What a kernel that holds whole rows is built with; elements: of a row a thread, at most."""
     warps = min(MOST_WARPS, max(FEWEST_WARPS, triton.next_power_of_2(cdiv(columns, 32 * elements))))
     tile = tile_of(columns, warps, FORWARD_TILE, device)
-    return tile | {"num_warps": 2} if tile["ROWS"] * columns <= FORWARD_NARROW else tile
+    return tile | {"num_warps": NARROW_WARPS} if tile["ROWS"] * columns <= NARROW_TILE else tile
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ligermodels.description import catalogue
-from ligermodels.errors import InputError, nearest
+from ligermodels.errors import InputError, nearest, reader_left
 from ligermodels.flags import Parser, above_zero, count, not_negative, number, one_of, positive, switch, whole
 from ligermodels.hub import list_architectures
 from ligermodels.training.data.sources import WITHOUT_FILES, parse_spec
@@ -144,13 +144,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.set_defaults(**read_flags(file, parser._actions))
         args = parsed(parser, argv)
     if args.model == "list":
-        print("\n".join(catalogue()), flush=True)
-        raise SystemExit(0)
+        raise SystemExit(list_models())
     if args.resume:
         args.output = args.resume
     refuse_contradictions(args)
     require(args.log_to)
     return args
+
+
+def list_models() -> int:
+    """Prints what `ligermodels list` prints; returns the exit status."""
+    try:
+        print("\n".join(catalogue()), flush=True)
+    except BrokenPipeError:
+        return reader_left()
+    return 0
 
 
 def parsed(parser: Flags, argv: Sequence[str]) -> argparse.Namespace:
