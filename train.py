@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 
 import ligermodels
+from ligermodels import distributed
 from ligermodels.errors import InputError
 from ligermodels.hub import resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.data import Data, open_data, supervised
-from ligermodels.training.data.tokens import GENERATION_CONFIG, save_tokenizer
+from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, save_tokenizer
 from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
 from ligermodels.training.optimizers.schedules import default_peak, learning_rate
 from ligermodels.training.reporting.curves import draw_curves
@@ -44,16 +45,17 @@ from ligermodels.training.runs.rescue import rescued
 from ligermodels.training.runs.resuming import refuse_other_data, refuse_resuming
 from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.training.runs.stopping import signals
-from ligermodels.training.scaling import float8, parallel
+from ligermodels.training.scaling import float8, fsdp
+from ligermodels.training.scaling.activation_checkpointing import keeps_gathered, recompute
 from ligermodels.training.scaling.compilation import compile_blocks
+from ligermodels.training.scaling.host_reads import read_later
 from ligermodels.training.scaling.out_of_memory import explained
-from ligermodels.training.scaling.recompute import keeps_gathered, recompute
 from ligermodels.weights.loading import load_weights
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def main(args: argparse.Namespace, world: parallel.World) -> None:
+def main(args: argparse.Namespace, world: distributed.World) -> None:
     refuse_resuming(args)
 
     # The model, without its weights yet. A frozen one is stored in the dtype that is computed in.
@@ -68,10 +70,10 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
 
     # What it learns from, and what that is going to need. Blocks are computed again as far as memory demands.
     data = open_data(args, folder, model.config.vocab_size, world)
-    states = None if args.states is None else DTYPES[args.states]
+    states = None if args.optimizer_state_dtype is None else DTYPES[args.optimizer_state_dtype]
     build = partial(build_optimizer, name=args.optimizer, states=states, weight_decay=args.weight_decay)
     needs = memory_needs(model, build(model), args, world, computed)
-    recomputed = recompute(model, args.recompute, world, needs)
+    recomputed = recompute(model, args.activation_checkpointing, world, needs)
     keep_gathered = keeps_gathered(world, needs, recomputed)
     needs = partial(needs, keep_gathered=keep_gathered)
     run = plan(
@@ -96,7 +98,7 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             float8.convert(model, world.device)
         if args.compile:
             compile_blocks(model)
-        parallel.shard(model, world, computed, replicas=args.replicas, keep_gathered=keep_gathered)
+        fsdp.shard(model, world, computed, replicas=args.dp_replicate, keep_gathered=keep_gathered)
         model.to_empty(device=world.device)
         if folder is None:
             model.initialize(args.seed)
@@ -144,21 +146,21 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
             batches = data.training.micro_batches(progress.rows, args.batch_size, args.micro_batch_size, world)
-            count = parallel.total(torch.stack([supervised(batch) for batch in batches]).sum())
+            count = distributed.total(torch.stack([supervised(batch) for batch in batches]).sum())
             loss = torch.zeros((), device=world.device)
             for number, batch in enumerate(batches, 1):
-                parallel.reduce_gradients(model, now=number == len(batches))
+                fsdp.reduce_gradients(model, now=number == len(batches))
                 share = model(**batch._asdict(), num_items_in_batch=count.clamp_min(1)).loss
                 share.backward()
                 loss += share.detach()
 
             # Nothing is updated from what is not finite; the host reads the numbers while the update runs.
             notes = [torch.full_like(loss, float(note)) for note in (stop.requested, checkpoints.failed)]
-            totals, norm = parallel.total(torch.stack([loss, *notes])), parallel.gradient_norm(model)
-            read = parallel.read_later(torch.cat([totals, norm[None]]))
+            totals, norm = distributed.total(torch.stack([loss, *notes])), fsdp.gradient_norm(model)
+            read = read_later(torch.cat([totals, norm[None]]))
             rate = learning_rate(args.schedule, progress.step, args.steps, args.warmup, peak)
             set_learning_rate(optimizer, rate)
-            clipped_step(optimizer, totals[0], norm, args.clip)
+            clipped_step(optimizer, totals[0], norm, args.max_grad_norm)
             optimizer.zero_grad()
             loss_value, told_to_stop, failed, norm_value = read()
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
@@ -201,10 +203,10 @@ def main(args: argparse.Namespace, world: parallel.World) -> None:
                 export(model, data, args, output, computed, world, metrics)
         if world.is_first:
             draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
-        parallel.wait_for_all()
+        distributed.wait_for_all()
 
 
-def dtypes(args: argparse.Namespace, world: parallel.World) -> tuple[torch.dtype, torch.dtype]:
+def dtypes(args: argparse.Namespace, world: distributed.World) -> tuple[torch.dtype, torch.dtype]:
     """What is computed in, and what trained weights are stored in: LoRA's are few enough for fp32.
 
     Whether fp32 products take tf32 is told to torch, for the process. How weights are stored is a setting of the run
@@ -212,12 +214,12 @@ def dtypes(args: argparse.Namespace, world: parallel.World) -> tuple[torch.dtype
     """
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     half = args.dtype == "bfloat16" and world.size == 1 and not args.lora_rank
-    args.weights = args.weights or ("bfloat16" if half else "float32")
-    return DTYPES[args.dtype], DTYPES[args.weights]
+    args.param_dtype = args.param_dtype or ("bfloat16" if half else "float32")
+    return DTYPES[args.dtype], DTYPES[args.param_dtype]
 
 
 def export(
-    model: CausalLM, data: Data, args: argparse.Namespace, output: Path, dtype: torch.dtype, world: parallel.World,
+    model: CausalLM, data: Data, args: argparse.Namespace, output: Path, dtype: torch.dtype, world: distributed.World,
     metrics: Metrics,
 ) -> None:  # fmt: skip
     """Writes the model, or what LoRA added to it, and says how to go on."""
@@ -235,12 +237,12 @@ def export(
 
 if __name__ == "__main__":
     try:
-        main(parse_arguments(sys.argv[1:]), parallel.start())
+        main(parse_arguments(sys.argv[1:]), distributed.start())
     except InputError as error:
-        if parallel.first_to_fail():
+        if distributed.first_to_fail():
             print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        parallel.stop()
+        distributed.stop()

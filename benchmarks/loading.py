@@ -31,8 +31,8 @@ from torch import Tensor
 
 from benchmarks import results
 from benchmarks.train_step import MODELS
-from ligermodels import hub
-from ligermodels.training.scaling import parallel
+from ligermodels import distributed, hub
+from ligermodels.training.scaling import fsdp
 from ligermodels.weights.files import INDEX_FILE, read_header
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.mapping import plan
@@ -58,9 +58,9 @@ def ligermodels(folder: Path) -> Landed:
 
 def ligermodels_sharded(folder: Path) -> Landed:
     """As train.py does it, on one rank of several."""
-    world = parallel.World(torch.device(DEVICE, torch.cuda.current_device()), dist.get_rank(), dist.get_world_size())
+    world = distributed.World(torch.device(DEVICE, torch.cuda.current_device()), dist.get_rank(), dist.get_world_size())
     model = hub.create(folder, dtype=torch.bfloat16, device="meta")
-    parallel.shard(model, world, torch.bfloat16)
+    fsdp.shard(model, world, torch.bfloat16)
     model.to_empty(device=world.device)
     load_weights(model, folder)
     return hub_tensors_of(model)
@@ -238,7 +238,7 @@ def read_so_far() -> dict[str, int]:
 
 def measure(provider: str, folder: Path, expected: dict[str, int]) -> dict:
     """One row; runs in a process of its own, whose memory and first-time costs are its own."""
-    parallel.start()
+    distributed.start()
     load = PROVIDERS[provider]
     with tempfile.TemporaryDirectory() as tiny:
         generate(TINY, Path(tiny) / "tiny")
@@ -316,7 +316,7 @@ def main() -> None:
         provider, expected = args.row
         row = measure(provider, args.folder, json.loads(Path(expected).read_text()))
         print(json.dumps(row) + "\n", end="", flush=True)  # at once: ranks share the pipe
-        parallel.stop()
+        distributed.stop()
         return
     if args.generate:
         generate(MODELS[args.generate], args.folder)

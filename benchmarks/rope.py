@@ -8,7 +8,7 @@ leave them: they need not touch the values.
 import torch
 
 from benchmarks.ops import Op, both, draw
-from ligermodels.kernels.heads import split_heads
+from ligermodels.kernels.qkv_heads import split_heads
 from ligermodels.kernels.rope import rope_reference
 
 MAIN = [(4, 4096, 32, 8, 128), (1, 64, 4, 2, 128)]  # the last is bound by the host

@@ -21,11 +21,12 @@ import torch
 
 from benchmarks import results, timing
 from benchmarks.train_step import MODELS
-from ligermodels import create
+from ligermodels import create, distributed
 from ligermodels.memory import training_memory
 from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
-from ligermodels.training.scaling import parallel
+from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
+from ligermodels.training.scaling.host_reads import read_later
 
 ROWS: dict[str, dict[str, Any]] = {  # what differs from bf16 weights on all GPUs
     "one GPU, bf16 weights": {"alone": True},
@@ -42,12 +43,12 @@ def measure(
     model_name: str, batch: int, length: int, steps: int, *, alone=False, stored=torch.bfloat16, compiled=False,
     keep_gathered=False,
 ) -> dict:  # fmt: skip
-    world = alone_here() if alone else parallel.start()
+    world = alone_here() if alone else distributed.start()
     model = create(MODELS[model_name], dtype=stored, device="meta")
     needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_gathered=keep_gathered)
     if compiled:
         compile_blocks(model)
-    parallel.shard(model, world, torch.bfloat16, keep_gathered=keep_gathered)
+    fsdp.shard(model, world, torch.bfloat16, keep_gathered=keep_gathered)
     model.to_empty(device=world.device)
     model.initialize(0)
     optimizer = build_optimizer(model)
@@ -57,10 +58,10 @@ def measure(
     count = torch.tensor(batch * (length - 1), device=world.device)
 
     def step() -> float:
-        loss = model(ids, ids, num_items_in_batch=parallel.total(count)).loss
+        loss = model(ids, ids, num_items_in_batch=distributed.total(count)).loss
         loss.backward()
-        loss, norm = parallel.total(loss.detach()), parallel.gradient_norm(model)
-        read = parallel.read_later(torch.stack([loss, norm]))
+        loss, norm = distributed.total(loss.detach()), fsdp.gradient_norm(model)
+        read = read_later(torch.stack([loss, norm]))
         clipped_step(optimizer, loss, norm, 1.0)
         optimizer.zero_grad()
         return read()[0]
@@ -81,16 +82,16 @@ def measure(
         "estimated_gib": round(needs.peak / 2**30, 1),
         "loss": round(loss, 4),
     }
-    parallel.wait_for_all()
-    parallel.stop()
+    distributed.wait_for_all()
+    distributed.stop()
     return row
 
 
-def alone_here() -> parallel.World:
+def alone_here() -> distributed.World:
     """This process by itself, on its GPU, with others beside it."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    return parallel.World(device)
+    return distributed.World(device)
 
 
 def run(row: str, gpus: int) -> list[dict]:

@@ -128,7 +128,7 @@ def hugging_face(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callab
 def ours(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callable[[float], None]]:
     import ligermodels
     from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
-    from ligermodels.training.scaling.parallel import gradient_norm
+    from ligermodels.training.scaling.fsdp import gradient_norm
 
     model = ligermodels.load(folder, dtype=torch.bfloat16, device=device).train()
     optimizer = build_optimizer(model, weight_decay=WEIGHT_DECAY)

@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--providers", nargs="+", choices=PROVIDERS, default=[name for name in PROVIDERS if "eager" not in name]
     )
-    parser.add_argument("--recompute", choices=("full", "none"), nargs="+", default=["full", "none"])
+    parser.add_argument("--activation-checkpointing", choices=("full", "none"), nargs="+", default=["full", "none"])
     parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "RECOMPUTE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
@@ -172,7 +172,7 @@ def main() -> None:
         return
 
     rows = []
-    for recompute in args.recompute:
+    for recompute in args.activation_checkpointing:
         for provider in args.providers:
             command = [sys.executable, "-m", "benchmarks.train_step", *sys.argv[1:], "--row", provider, recompute]
             result = subprocess.run(command, capture_output=True, text=True)

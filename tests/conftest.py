@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
 
 import pytest
 
-import ligermodels.kernels.op as op
-import ligermodels.kernels.scaled as scaled
+import ligermodels.kernels.launch as launch
+import ligermodels.kernels.rescale as scaled
 from tests import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,14 +39,14 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def reference_on_cpu(monkeypatch):
     """CPU tensors take the plain PyTorch reference, as they do for users; `kernels` turns the kernels on."""
-    monkeypatch.setattr(op, "interpreting", False)
+    monkeypatch.setattr(launch, "interpreting", False)
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def kernels(reference_on_cpu, monkeypatch):
     """Runs the Triton kernels: natively on a GPU, under the interpreter on a CPU."""
-    monkeypatch.setattr(op, "interpreting", DEVICE == "cpu")
+    monkeypatch.setattr(launch, "interpreting", DEVICE == "cpu")
 
 
 @pytest.fixture

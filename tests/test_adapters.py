@@ -15,7 +15,7 @@ from ligermodels.layers.lora import initialize_lora, updates
 from tests.cases import CASES
 from tests.layers.adapters import adapt
 from tests.layers.sharded_adapters import on_two_ranks
-from tests.oracle import reference_model, save_reference, tokens
+from tests.reference_model import reference_model, save_reference, tokens
 from tests.test_round_trip import FAMILIES, bits, parameters_equal, reread, weights
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

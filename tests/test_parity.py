@@ -8,11 +8,11 @@ import torch
 import ligermodels
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.weights.mapping import plan
-from tests import oracle
+from tests import reference_model as oracle
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
-from tests.oracle import labels_of, reference_model, save_reference, tokens
+from tests.reference_model import labels_of, reference_model, save_reference, tokens
 
 LEARNING_RATE = 0.5
 # Against the reference in fp64, our fp32 error may be this many times the reference's own: sums in other orders.

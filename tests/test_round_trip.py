@@ -16,7 +16,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import CASES
-from tests.oracle import reference_model, save_reference, tokens
+from tests.reference_model import reference_model, save_reference, tokens
 
 FAMILIES = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # the first case of each model_type
 MAY_BE_FILLED = ("rope_theta", "rope_scaling", "rope_local_base_freq")  # by an export, where the file has null

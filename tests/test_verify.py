@@ -13,7 +13,7 @@ from ligermodels.verify import parity, reference, round_trip
 from ligermodels.verify.certificate import file_name
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import CASES
-from tests.oracle import save_reference
+from tests.reference_model import save_reference
 from tests.tokenizer.folders import FORMS
 
 ARITHMETIC = ["fp32 logits", "fp32 loss", "fp32 gradients", "bf16 logits", "bf16 gradients", "greedy tokens"]

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ligermodels.configs.base import ACTIVATIONS, preset, tiny
+from ligermodels.configs.shared import UnitOffsetConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import ACTIVATIONS, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.shared_configs import UnitOffsetConfig
 
 
 @dataclass(kw_only=True)

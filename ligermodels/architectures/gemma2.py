@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.shared import SoftcapConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import SandwichLayer
-from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.shared_configs import SoftcapConfig
 
 
 @dataclass(kw_only=True)

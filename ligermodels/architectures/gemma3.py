@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.rope import Rope, mapping, read_ropes
+from ligermodels.configs.shared import SoftcapConfig
 from ligermodels.layers.attention import NormedAttention
 from ligermodels.layers.block import SandwichLayer
-from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.rope_parameters import Rope, mapping, read_ropes
-from ligermodels.layers.shared_configs import SoftcapConfig
 from ligermodels.layers.vision import SiglipProjector, SiglipTower, read_vision_config
 from ligermodels.weights.mapping import Rename, Rule, packed_projections
 

@@ -2,12 +2,12 @@
 
 from typing import ClassVar
 
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.shared import HalfRotaryConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.shared_configs import HalfRotaryConfig
 from ligermodels.weights.mapping import Rule, packed_qkv
 
 BASE = {"model_type": "glm", "rms_norm_eps": 1.5625e-07}

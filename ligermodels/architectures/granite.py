@@ -2,12 +2,12 @@
 
 from typing import ClassVar
 
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.shared import MultiplierConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import ScaledLayer
-from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.shared_configs import MultiplierConfig
 
 BASE = {"model_type": "granite", "rms_norm_eps": 1e-5}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.shared import MoEConfig, MultiplierConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import ScaledLayer
-from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
-from ligermodels.layers.shared_configs import MoEConfig, MultiplierConfig
 from ligermodels.weights.mapping import Rename, Rule, packed_projections
 
 

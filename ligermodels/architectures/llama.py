@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
+from ligermodels.configs.base import Config, preset, tiny
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import Config, preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 

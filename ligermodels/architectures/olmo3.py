@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.rope import Rope, read_ropes
+from ligermodels.configs.shared import SlidingConfig
 from ligermodels.layers.attention import RowNormedAttention
 from ligermodels.layers.block import PostNormLayer
-from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.rope_parameters import Rope, read_ropes
-from ligermodels.layers.shared_configs import SlidingConfig
 
 
 @dataclass(kw_only=True)

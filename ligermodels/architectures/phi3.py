@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.rope import FULL, Rope, read_rope
+from ligermodels.configs.shared import SlidingConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.rope_parameters import FULL, Rope, read_rope
-from ligermodels.layers.shared_configs import SlidingConfig
 from ligermodels.weights.mapping import Rule
 
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.shared import SparseStepConfig, SwitchedWindowConfig
 from ligermodels.layers.attention import NormedAttention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
-from ligermodels.layers.shared_configs import SparseStepConfig, SwitchedWindowConfig
 from ligermodels.weights.mapping import Rule, packed_projections, stacked_experts
 
 

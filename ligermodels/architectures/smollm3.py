@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.rope import FULL
+from ligermodels.configs.shared import SlidingConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.config import preset, tiny
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.rope_parameters import FULL
-from ligermodels.layers.shared_configs import SlidingConfig
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from ligermodels.cli import bench, export, generate, info, listing, verify
+from ligermodels.cli.flags import Parser
 from ligermodels.errors import InputError, first_line, reader_left
-from ligermodels.flags import Parser
 
 UNUSABLE, INTERRUPTED = 2, 130  # the second as a shell reports SIGINT
 

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from ligermodels import hub
+from ligermodels.cli.flags import not_negative, number, positive
 from ligermodels.cli.parsing import Commands, add_adapter, add_command, add_device, add_dtype, add_revision, load
 from ligermodels.errors import InputError
-from ligermodels.flags import not_negative, number, positive
-from ligermodels.generate import model_stop_tokens, stream
+from ligermodels.generation.decoding import model_stop_tokens, stream
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 

@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Iterator
 
+from ligermodels.cli.flags import positive
 from ligermodels.cli.parsing import Commands, add_command, add_dtype, add_revision
-from ligermodels.description import Description, describe
-from ligermodels.flags import positive
+from ligermodels.configs.shared import MoEConfig
+from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora
-from ligermodels.layers.shared_configs import MoEConfig
 from ligermodels.memory import count_parameters, inference_memory, training_memory
 from ligermodels.units import byte_size, counted, memory_size
 
@@ -21,7 +21,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--batch-size", type=positive, default=1, help="rows of a batch")
     parser.add_argument("--sequence-length", type=positive, default=2048, help="tokens of a row")
     add_dtype(parser, "of weights, gradients, AdamW's states and activations (default: that of the weights)")
-    parser.add_argument("--recompute", choices=["none", "full"], default="none", help="full: keep only blocks' inputs")
+    parser.add_argument(
+        "--activation-checkpointing", choices=["none", "full"], default="none", help="full: keep only blocks' inputs"
+    )
     parser.add_argument("--lora-rank", type=positive, default=16, help="of LoRA on all projections")
     add_revision(parser)
 
@@ -51,7 +53,7 @@ def facts(described: Description) -> Iterator[tuple[str, str]]:
 def memory(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     batch = args.batch_size, args.sequence_length, described.dtype
     model = described.model.to(described.dtype)
-    recompute = args.recompute == "full"
+    recompute = args.activation_checkpointing == "full"
     recomputed = model.config.num_hidden_layers if recompute else 0
     rows = f"at {args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
     recomputing = ", every block recomputed" if recompute else ""

@@ -3,7 +3,7 @@
 import argparse
 
 from ligermodels.cli.parsing import Commands, add_command
-from ligermodels.description import catalogue
+from ligermodels.hub.description import catalogue
 
 
 def add_to(commands: Commands) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ligermodels import hub
-from ligermodels.flags import Parser
+from ligermodels.cli.flags import Parser
 from ligermodels.layers.decoder import CausalLM
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from ligermodels.cli.flags import positive
 from ligermodels.cli.parsing import Commands, add_command, add_device
-from ligermodels.flags import positive
 
 
 def add_to(commands: Commands) -> None:

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.op import cdiv, kernel, register, runs_kernels, widen
+from ligermodels.kernels.dispatch import register, runs_kernels, widen
+from ligermodels.kernels.launch import cdiv, kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 1024  # elements of one program: 16 bytes a thread of each bf16 tensor

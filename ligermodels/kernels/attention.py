@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ligermodels.kernels.op import autocast, shared_memory, traced, widen
+from ligermodels.kernels.dispatch import autocast, traced, widen
+from ligermodels.kernels.launch import shared_memory
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,

@@ -17,20 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.early import await_previous, early, let_next_begin
-from ligermodels.kernels.op import (
-    Launcher,
-    Node,
-    as_rows,
-    cdiv,
-    kernel,
-    last_use,
-    register,
-    runs_kernels,
-    traced,
-    widen,
-)
-from ligermodels.kernels.scaled import multiply_
+from ligermodels.kernels.dispatch import Node, last_use, register, runs_kernels, traced, widen
+from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel
+from ligermodels.kernels.pdl import await_previous, early, let_next_begin
+from ligermodels.kernels.rescale import multiply_
 
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
 REDUCTIONS = ("mean", "sum", "none")

@@ -21,9 +21,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.expert_rows import gather_sum, sort_by_expert, spread
+from ligermodels.kernels.dispatch import Node, autocast, last_use, register, runs_kernels, widen
 from ligermodels.kernels.gated_activation import activate, check_gated, gated_activation_reference
-from ligermodels.kernels.grouped_linear import grouped_weight_gradient
+from ligermodels.kernels.grouped_gemm import grouped_weight_gradient
 from ligermodels.kernels.grouped_low_rank import (
     NO_UPDATE,
     GroupedLowRank,
@@ -32,7 +32,8 @@ from ligermodels.kernels.grouped_low_rank import (
     grouped_forward,
     grouped_low_gradient,
 )
-from ligermodels.kernels.op import Node, autocast, kernel, last_use, register, runs_kernels, widen
+from ligermodels.kernels.launch import kernel
+from ligermodels.kernels.permute import gather_sum, sort_by_expert, spread
 
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.early import await_previous, early
-from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, last_use, register, rows_of, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, last_use, register, runs_kernels, widen
+from ligermodels.kernels.launch import Launcher, cdiv, kernel, rows_of
+from ligermodels.kernels.pdl import await_previous, early
 
 MAX_TILE = 1024  # columns of one program of four warps
 

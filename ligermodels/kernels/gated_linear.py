@@ -8,6 +8,7 @@ gate_up [..., 2 I], W [N, I], b [N] -> y [..., N], all in one float dtype.
 
 from torch import Tensor
 
+from ligermodels.kernels.dispatch import Node, autocast, runs_kernels
 from ligermodels.kernels.gated_activation import (
     backward_of_saved,
     check_gated,
@@ -25,7 +26,6 @@ from ligermodels.kernels.linear import (
     up_gradient,
     weight_gradient,
 )
-from ligermodels.kernels.op import Node, autocast, runs_kernels
 
 
 def gated_linear_reference(

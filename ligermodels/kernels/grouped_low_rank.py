@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.grouped_linear import grouped_input_gradient, grouped_linear
+from ligermodels.kernels.grouped_gemm import grouped_input_gradient, grouped_linear
 
 
 class GroupedLowRank(NamedTuple):

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.op import Node, autocast, matrix, runs_kernels, traced
+from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, traced
+from ligermodels.kernels.launch import matrix
 
 Columns = tuple[tuple[int, int], ...]
 

@@ -43,8 +43,9 @@ from ligermodels.kernels.cross_entropy import (
     reduce_losses,
     sweep,
 )
-from ligermodels.kernels.op import Node, autocast, cdiv, matrix, register, runs_kernels, traced
-from ligermodels.kernels.scaled import multiply_, scaled, scaled_pair
+from ligermodels.kernels.dispatch import Node, autocast, register, runs_kernels, traced
+from ligermodels.kernels.launch import cdiv, matrix
+from ligermodels.kernels.rescale import multiply_, scaled, scaled_pair
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
 LOGITS_BYTES = 2**30

@@ -9,6 +9,7 @@ x, residual, h [..., H], norm's weight [H], W [N, H], b [N] -> y [..., N], all i
 
 from torch import Tensor
 
+from ligermodels.kernels.dispatch import Node, autocast, runs_kernels
 from ligermodels.kernels.linear import (
     NO_UPDATE,
     LowRank,
@@ -20,7 +21,6 @@ from ligermodels.kernels.linear import (
     up_gradient,
     weight_gradient,
 )
-from ligermodels.kernels.op import Node, autocast, runs_kernels
 from ligermodels.kernels.rms_norm import (
     add_rms_norm_forward,
     rms_norm_backward,

@@ -17,7 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.heads import (
+from ligermodels.kernels.dispatch import Node, register, runs_kernels
+from ligermodels.kernels.launch import cdiv, kernel, multiprocessors, rows_of
+from ligermodels.kernels.partial_sums import sum_partials
+from ligermodels.kernels.qkv_heads import (
     check_shapes,
     load_angles,
     load_heads,
@@ -26,8 +29,6 @@ from ligermodels.kernels.heads import (
     store_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import Node, cdiv, kernel, multiprocessors, register, rows_of, runs_kernels
-from ligermodels.kernels.partials import sum_partials
 from ligermodels.kernels.rms_norm import rms_norm_reference
 from ligermodels.kernels.rope import rotate_reference
 

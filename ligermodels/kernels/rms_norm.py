@@ -15,10 +15,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.early import await_previous, early, let_next_begin
-from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, rows_of, runs_kernels, widen
-from ligermodels.kernels.partials import sum_partials
-from ligermodels.kernels.rows import (
+from ligermodels.kernels.dispatch import Node, register, runs_kernels, widen
+from ligermodels.kernels.launch import Launcher, cdiv, kernel, rows_of
+from ligermodels.kernels.norm_tiles import (
     FEW_ROWS,
     backward_tile,
     check_weights,
@@ -29,6 +28,8 @@ from ligermodels.kernels.rows import (
     widened_again,
     zero_beyond,
 )
+from ligermodels.kernels.partial_sums import sum_partials
+from ligermodels.kernels.pdl import await_previous, early, let_next_begin
 
 FORWARD_ELEMENTS = {False: 28, True: 18}  # of a row a thread, at most, without and with the residual
 CHUNK = 4096

@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.early import await_previous, early
-from ligermodels.kernels.heads import (
+from ligermodels.kernels.dispatch import Node, register, runs_kernels, traced, widen
+from ligermodels.kernels.launch import Launcher, cdiv, kernel
+from ligermodels.kernels.pdl import await_previous, early
+from ligermodels.kernels.qkv_heads import (
     check_shapes,
     copy_heads,
     load_angles,
@@ -27,7 +29,6 @@ from ligermodels.kernels.heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.op import Launcher, Node, cdiv, kernel, register, runs_kernels, traced, widen
 
 FORWARD_PAIRS, BACKWARD_PAIRS = 512, 1024  # rotated by one program of four warps
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ligermodels.configs.base import Config
+from ligermodels.configs.rope import FULL
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rope import rope_, split_heads
-from ligermodels.layers.config import Config
 from ligermodels.layers.fused import linear, norm_then_linear
 from ligermodels.layers.kv_cache import LayerCache
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.rope_parameters import FULL
 
 
 @dataclass(frozen=True)

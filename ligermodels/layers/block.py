@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ligermodels.configs.base import Config
 from ligermodels.layers.attention import Attention, Positions
-from ligermodels.layers.config import Config
 from ligermodels.layers.kv_cache import LayerCache
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE

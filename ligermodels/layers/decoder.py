@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.configs.base import Config as AnyConfig
+from ligermodels.configs.shared import MoEConfig
 from ligermodels.kernels.attention import document_of
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
-from ligermodels.layers.config import Config as AnyConfig
 from ligermodels.layers.kv_cache import KVCache
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
-from ligermodels.layers.shared_configs import MoEConfig
 from ligermodels.weights.mapping import Rule, is_update, packed_projections
 from ligermodels.weights.sharding import keep_part
 

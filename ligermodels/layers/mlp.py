@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from ligermodels.layers.config import Config
+from ligermodels.configs.base import Config
 from ligermodels.layers.fused import gated_activation_then_linear, norm_then_linear
 from ligermodels.layers.norm import RMSNorm
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from ligermodels.configs.base import Config
 from ligermodels.kernels.experts import experts, route
-from ligermodels.layers.config import Config
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
 

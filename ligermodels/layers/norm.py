@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from ligermodels.configs.base import Config
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
-from ligermodels.layers.config import Config
 
 
 class RMSNorm(nn.Module):

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ligermodels.configs.rope import Rope
 from ligermodels.errors import ConfigError
-from ligermodels.layers.rope_parameters import Rope
 
 
 class RotaryEmbedding(nn.Module):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ligermodels.configs.fields import checked
 from ligermodels.errors import ConfigError
-from ligermodels.layers.fields import checked
 from ligermodels.layers.norm import RMSNorm
 
 DEFAULTS = {

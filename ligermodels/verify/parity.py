@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from ligermodels import hub
 from ligermodels.errors import CheckpointError
-from ligermodels.generate import generate
+from ligermodels.generation.decoding import generate
+from ligermodels.hub import models
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
 from ligermodels.verify import reference
@@ -109,7 +110,7 @@ class Errors:
 
 def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     """Loads each side once for each dtype."""
-    blueprint = hub.build(*hub.understood(read_config(folder), folder / CONFIG_FILE))
+    blueprint = models.build(*models.understood(read_config(folder), folder / CONFIG_FILE))
     names, ids = Names.of(blueprint), sample(folder, blueprint.config.vocab_size).to(device)
     prompt = ids[0, :PROMPT].tolist()
     truth_dtype = FP64 if fits_fp64(blueprint, device) else FP32

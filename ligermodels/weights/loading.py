@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan
-from ligermodels.weights.sharding import is_first
 from ligermodels.weights.streaming import Transfer, bit_equal, stream
 
 # Old files store what every reader recomputes from the configuration.

@@ -3,14 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-
-def is_first() -> bool:
-    """Whether this is rank 0, or a process alone."""
-    return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
 def reshard(model: Any) -> None:

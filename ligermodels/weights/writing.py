@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
+from ligermodels.distributed import is_first, raise_on_all
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import DTYPES
-from ligermodels.weights.sharding import is_first
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -52,11 +52,17 @@ def write_folder(
     advance them all the same, all return when the folder is there, and all raise where rank 0 could not write it.
     Raises CheckpointError where `folder` is in use or cannot be written; then nothing is left behind.
     """
-    first = is_first()
-    raise_error_of_first(failure(refuse_in_use, folder) if first else None, sharded)
-    error = failure(write_committed, folder, [write] if also is None else [write, also]) if first else None
+    writes = is_first()
+    settle = raise_on_all if sharded else raise_if_any
+    settle(failure(refuse_in_use, folder) if writes else None)
+    error = failure(write_committed, folder, [write] if also is None else [write, also]) if writes else None
     deque(tensors, maxlen=0)  # what is left of gathering; nothing is held on to
-    raise_error_of_first(error, sharded)
+    settle(error)
+
+
+def raise_if_any(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def failure(function: Callable[..., None], *arguments: Any) -> Exception | None:
@@ -65,17 +71,6 @@ def failure(function: Callable[..., None], *arguments: Any) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def raise_error_of_first(error: Exception | None, all_ask: bool) -> None:
-    """Raises the error of rank 0, which alone does what may fail, on every rank if all of them ask."""
-    messages = [None if error is None else str(error)]
-    if all_ask:
-        distributed.broadcast_object_list(messages, src=0)
-    if error is not None:
-        raise error
-    if messages[0] is not None:
-        raise CheckpointError(messages[0])
 
 
 def in_use(folder: Path) -> bool:

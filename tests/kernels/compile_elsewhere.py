@@ -17,8 +17,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ligermodels.kernels import op
-from ligermodels.kernels.rows import FEW_ROWS
+from ligermodels.kernels import launch
+from ligermodels.kernels.norm_tiles import FEW_ROWS
 from tests.kernels import ops
 from tests.kernels.kernels_of import assert_all_compiled, compiled_kernels, kernels
 
@@ -42,7 +42,7 @@ def be(capability: int, limit: int) -> None:
     triton.runtime.driver.set_active(driver)
     for kernel in kernels():
         type(kernel).__getitem__ = lambda self, grid: partial(getattr(self, "jit", self).warmup, grid=grid)
-    op.interpreting = True
+    launch.interpreting = True
     triton.knobs.runtime.interpret = False  # tiles are chosen for the device, not for the interpreter
     # Of tensors that hold nothing; those of half precision and few columns would take seconds.
     torch.mm = lambda a, b, out=None: a.new_empty(a.shape[0], b.shape[1]) if out is None else out

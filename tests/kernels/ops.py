@@ -16,6 +16,7 @@ from torch import Tensor
 from ligermodels.kernels.adamw import adamw_, adamw_reference
 from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
@@ -24,7 +25,6 @@ from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.kernels.linear import LowRank, low_rank_linear, low_rank_linear_reference
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
-from ligermodels.kernels.op import widen
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ligermodels.kernels.rms_norm import (
     READ_TWICE,

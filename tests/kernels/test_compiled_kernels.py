@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ligermodels.kernels import grouped_linear
+from ligermodels.kernels import grouped_gemm
 from tests.kernels.kernels_of import compiled_kernels
 from tests.kernels.ops import OPS, over, step_all
 
@@ -52,7 +52,7 @@ def test_no_kernel_is_compiled_for_another_batch_or_length(op):
 
 @pytest.mark.gpu
 def test_no_grouped_product_by_triton_is_compiled_for_another_batch_or_length(monkeypatch):
-    monkeypatch.setattr(grouped_linear, "GROUPED_MM_CAPABILITIES", ())
+    monkeypatch.setattr(grouped_gemm, "GROUPED_MM_CAPABILITIES", ())
     check_variants(OPS["experts"])
 
 

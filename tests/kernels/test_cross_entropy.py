@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from ligermodels.kernels import cross_entropy as module
 from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
-from ligermodels.kernels.scaled import rescale_
+from ligermodels.kernels.rescale import rescale_
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check, relative_error, run
 

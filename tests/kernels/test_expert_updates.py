@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
-from ligermodels.kernels.op import widen
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check
 from tests.kernels.test_experts import draw

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ligermodels.kernels.experts as module
+from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference, route
-from ligermodels.kernels.op import widen
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check
 from tests.kernels.test_linear import alive_at, saved_bytes

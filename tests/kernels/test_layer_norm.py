@@ -3,7 +3,7 @@ import torch
 
 from ligermodels.kernels import layer_norm as module
 from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
-from ligermodels.kernels.rows import FEW_ROWS
+from ligermodels.kernels.norm_tiles import FEW_ROWS
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import cross_entropy as cross_entropy_module
+from ligermodels.kernels import launch
 from ligermodels.kernels import linear_cross_entropy as module
-from ligermodels.kernels import op
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import (
     chunk_rows,
@@ -17,7 +17,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_reference,
     token_log_probs,
 )
-from ligermodels.kernels.scaled import multiply_, scaled, scaled_pair
+from ligermodels.kernels.rescale import multiply_, scaled, scaled_pair
 from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, relative_error
 from tests.kernels.test_cross_entropy import OPTIONS, TOGETHER, check_loss
@@ -312,7 +312,7 @@ def test_logits_beyond_one_chunk_never_exist(chunks_of_16, monkeypatch):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_the_cpu_runs_the_reference(monkeypatch, reduction):
-    monkeypatch.setattr(op, "interpreting", False)
+    monkeypatch.setattr(launch, "interpreting", False)
     inputs = [x.cpu() for x in draw(6, 17, 33, dtype=torch.float32)]
     expected = linear_cross_entropy_reference(*inputs, reduction=reduction, **TOGETHER)
     assert torch.equal(linear_cross_entropy(*inputs, reduction=reduction, **TOGETHER), expected)

@@ -81,7 +81,7 @@ def test_upstream_gradients_of_any_strides(whole_row):
 
 @pytest.mark.parametrize("on_kernels", [True, False])
 def test_shapes_that_do_not_fit_are_refused(on_kernels, monkeypatch):
-    monkeypatch.setattr("ligermodels.kernels.op.interpreting", on_kernels)
+    monkeypatch.setattr("ligermodels.kernels.launch.interpreting", on_kernels)
     inputs = draw_inputs(1, 2, (4, 2), 8, False, torch.float32)
     with pytest.raises(ValueError, match="and 4 pairs"):
         qk_norm_rope(*inputs, *angles(2, 6), 4, 2, 1e-6)

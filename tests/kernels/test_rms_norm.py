@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ligermodels.kernels import rms_norm as module
+from ligermodels.kernels.norm_tiles import FEW_ROWS
 from ligermodels.kernels.rms_norm import READ_TWICE, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from ligermodels.kernels.rows import FEW_ROWS
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 

@@ -131,7 +131,7 @@ def test_infinite_gradients_stay_where_they_are():
 
 @pytest.mark.parametrize("on_kernels", [True, False])
 def test_shapes_that_do_not_fit_are_refused(on_kernels, monkeypatch):
-    monkeypatch.setattr("ligermodels.kernels.op.interpreting", on_kernels)
+    monkeypatch.setattr("ligermodels.kernels.launch.interpreting", on_kernels)
     cos, sin = angles(2, 8)
     with pytest.raises(ValueError, match="no multiple of 3 heads"):
         rope_(torch.zeros(1, 2, 3 * 8 + 1, device=DEVICE), cos, sin, 1, 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.kernels import op
+from ligermodels.kernels import launch
 from ligermodels.layers.decoder import CausalLM
 from tests.cases import CASES
 from tests.conftest import DEVICE
@@ -45,7 +45,7 @@ def test_a_step_is_within_the_error_budget_of_plain_pytorch(name, monkeypatch):
         CHANGES[name](model)
     plain_loss, plain = step(model)  # on the CPU, where models are plain PyTorch
     oracle_loss, oracle = step(copy.deepcopy(model).double(), enabled=False)
-    monkeypatch.setattr(op, "interpreting", DEVICE == "cpu")
+    monkeypatch.setattr(launch, "interpreting", DEVICE == "cpu")
     loss, gradients = step(model.to(DEVICE))
     assert {loss.dtype, *(x.dtype for x in gradients)} == {torch.float32}
     assert error(gradients, oracle) <= FACTOR * error(plain, oracle)

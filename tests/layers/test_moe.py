@@ -6,12 +6,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 import ligermodels
-from ligermodels.layers.config import Config
+from ligermodels.configs.base import Config
 from ligermodels.layers.moe import MoE, load_balancing_loss
 from ligermodels.layers.norm import RMSNorm
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
-from tests.oracle import labels_of, tokens
+from tests.reference_model import labels_of, tokens
 
 HIDDEN, INNER, SHARED, NUM_EXPERTS, PER_TOKEN = 48, 20, 28, 6, 2
 

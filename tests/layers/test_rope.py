@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ligermodels import hub
 from ligermodels.architectures import ARCHITECTURES
+from ligermodels.hub import models as hub
 from tests.cases import CASES
 
 

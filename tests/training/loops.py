@@ -5,7 +5,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
 from ligermodels.training.optimizers.schedules import learning_rate
-from ligermodels.training.scaling.parallel import gradient_norm
+from ligermodels.training.scaling.fsdp import gradient_norm
 
 CLIP = 1.0
 

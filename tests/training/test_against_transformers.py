@@ -9,7 +9,7 @@ from torch import nn
 
 import ligermodels
 from ligermodels.training.data.corpus import conversations, vocabulary_texts
-from ligermodels.training.data.tokens import train_tokenizer
+from ligermodels.training.data.new_tokenizer import train_tokenizer
 from tests.training.loops import CLIP, in_steps, of_conversations, one_by_one, packed, padded, run, train
 
 STEPS, DOCUMENTS, WARMUP, PEAK, WEIGHT_DECAY = 50, 8, 10, 1e-2, 0.1

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.kernels import op
+from ligermodels.kernels import launch
 from ligermodels.training.data import corpus
 from ligermodels.training.data.corpus import asked_in_conversation, conversations, stories
-from ligermodels.training.data.tokens import train_tokenizer
+from ligermodels.training.data.new_tokenizer import train_tokenizer
 from ligermodels.training.reporting.skill import right_answers
 from tests.training.loops import in_steps, of_conversations, of_texts, padded, train
 
@@ -30,7 +30,7 @@ def small():
         patch.setattr(corpus, "ADDENDS", range(1, 4))
         patch.setattr(corpus, "MINUENDS", range(2, 7))
         patch.setattr(corpus, "TURNS", (1, 2))
-        patch.setattr(op, "interpreting", False)  # the base is trained before any test's own fixtures
+        patch.setattr(launch, "interpreting", False)  # the base is trained before any test's own fixtures
         yield
 
 

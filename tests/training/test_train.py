@@ -19,9 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import ligermodels
 from ligermodels import load_tokenizer
 from ligermodels.cli import main
+from ligermodels.distributed import World
 from ligermodels.training.data.corpus import stories
 from ligermodels.training.optimizers.schedules import learning_rate
-from ligermodels.training.scaling.parallel import World
 from tests.training.launching import TRAIN, losses, records, weights
 
 SMALL = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
@@ -112,11 +112,12 @@ def a_rank_holds(rows):
 SAVED = ["--checkpoint-every", "4"]
 SAME = {  # losses to rounding of the sums, and weights as near as Adam's first steps leave them; what shows the flags
     "accumulated, recomputed, tf32": (
-        ["--micro-batch-size", "1", "--recompute", "full", "--dtype", "tf32", "--profile", "4"], 1, blocks_run_twice,
+        ["--micro-batch-size", "1", "--activation-checkpointing", "full", "--dtype", "tf32", "--profile", "4"],
+        1, blocks_run_twice,
     ),
     "compiled": (["--compile", "--profile", "4"], 1, blocks_are_compiled),
     "two ranks": (SAVED, 2, a_rank_holds(512)),
-    "two copies, accumulated": (["--replicas", "2", "--micro-batch-size", "1", *SAVED], 2, a_rank_holds(1024)),
+    "two copies, accumulated": (["--dp-replicate", "2", "--micro-batch-size", "1", *SAVED], 2, a_rank_holds(1024)),
 }  # fmt: skip
 
 
@@ -139,9 +140,9 @@ def assert_same_model(one, other):
 
 
 OTHER = {  # flags, and how far the losses may be from those of AdamW in fp32
-    "muon, states in bfloat16": (["--optimizer", "muon", "--states", "bfloat16"], 0.1),
+    "muon, states in bfloat16": (["--optimizer", "muon", "--optimizer-state-dtype", "bfloat16"], 0.1),
     "adamw8bit, bfloat16 over fp32": (
-        ["--optimizer", "adamw8bit", "--dtype", "bfloat16", "--weights", "float32"],
+        ["--optimizer", "adamw8bit", "--dtype", "bfloat16", "--param-dtype", "float32"],
         0.02,
     ),
     "all in bfloat16": (["--dtype", "bfloat16"], 0.02),
@@ -164,7 +165,15 @@ def test_another_optimizer_or_dtype_learns_too(name, base, launcher):
 CHATS = ["--data", "more", *SMALL, "--steps", "3"]
 NEW, FINE = ["--model", "llama", *CHATS], ["--model", "base/model", *CHATS, *LORA]
 CHANGING = [
-    *((NEW, flag) for flag in (["--clip", "0.5"], ["--weight-decay", "0"], ["--states", "bfloat16"], ["--seed", "1"])),
+    *(
+        (NEW, flag)
+        for flag in (
+            ["--max-grad-norm", "0.5"],
+            ["--weight-decay", "0"],
+            ["--optimizer-state-dtype", "bfloat16"],
+            ["--seed", "1"],
+        )
+    ),
     *((NEW, flag) for flag in (["--packing", "off"], ["--validation-fraction", "0.2"], ["--warmup", "0"])),
     *((FINE, flag) for flag in (["--lora-alpha", "4"], ["--lora-dropout", "0.5"], ["--lora-targets", "q_proj"])),
 ]
@@ -199,14 +208,14 @@ def test_a_flag_that_changes_the_result_is_heeded(run, flag, unchanged, launcher
     ],
 )
 def test_what_is_computed_in_and_what_trained_weights_are_stored_in(dtype, weights, lora_rank, ranks, expected):
-    args = Namespace(dtype=dtype, weights=weights, lora_rank=lora_rank)
+    args = Namespace(dtype=dtype, param_dtype=weights, lora_rank=lora_rank)
     before = torch.get_float32_matmul_precision()
     try:
         computed, stored = runpy.run_path(str(TRAIN))["dtypes"](args, World(torch.device("cpu"), size=ranks))
         assert (torch.get_float32_matmul_precision(), f"{computed}", f"{stored}") == (
             expected[0], *(f"torch.{name}" for name in expected[1:])
         )  # fmt: skip
-        assert args.weights == expected[2]  # a setting of the run from here on
+        assert args.param_dtype == expected[2]  # a setting of the run from here on
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -364,7 +373,7 @@ REFUSED = {
     "no data": (["--model", "llama", "--data", "none.jsonl"], "none.jsonl"),
     "bad data, before broken weights": (["--model", "broken", "--data", "bad.jsonl"], "bad.jsonl:2:"),
     "little data": ([*LLAMA, "--sequence-length", "100000"], "less than one row"),
-    "copies of too few ranks": ([*LLAMA, "--replicas", "2"], "torchrun --nproc-per-node 2"),
+    "copies of too few ranks": ([*LLAMA, "--dp-replicate", "2"], "torchrun --nproc-per-node 2"),
     "broken weights": (["--model", "broken", "--data", "own.txt", *SMALL], "broken/model.safetensors"),
     "a folder that cannot be": ([*LLAMA, "--output", "own.txt/x"], "own.txt/x: not written: Not a directory"),
     "an adapter alone": (

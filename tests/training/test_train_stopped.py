@@ -94,7 +94,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_rows(stopped, straight, l
 
 
 def test_weights_keep_their_dtype_on_another_number_of_ranks(launcher):
-    """What a run without --weights stores them in depends on how many ranks began it."""
+    """What a run without --param-dtype stores them in depends on how many ranks began it."""
     half = [*LLAMA, "--dtype", "bfloat16", "--steps", "3", "--checkpoint-every", "2", "--output", "half"]
     launcher.well(*half, ranks=2)
     folder = launcher.folder / "half"
@@ -112,7 +112,7 @@ def test_changes_are_shown_and_refused_unless_they_are_allowed(stopped, launcher
     assert refused.stderr == (
         "train.py: --resume changed: learning_rate: 0.001, was not set: leave it, or add --allow-changes\n"
     )
-    unfit = launcher.run(*change, "--weights", "bfloat16", "--optimizer", "muon", "--allow-changes")
+    unfit = launcher.run(*change, "--param-dtype", "bfloat16", "--optimizer", "muon", "--allow-changes")
     other = "optimizer: muon, was adamw; weights: bfloat16, was float32"
     told = f"train.py: --resume changed: {other}: its checkpoints are of that; leave it, or begin another run\n"
     assert (unfit.status, unfit.stderr) == (2, told)

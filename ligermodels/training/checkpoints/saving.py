@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,14 +26,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.distributed import is_first, rank, same_on_all, world_size
+from ligermodels.errors import CheckpointError
 from ligermodels.training.checkpoints import files, state
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.weights.files import shortened
-from ligermodels.weights.sharding import is_first, reshard
+from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import not_written
 
-T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what less on the disk helps against
 
 # One process is all there is to a run without torchrun; the library warns of it each time.
@@ -112,7 +112,7 @@ class Checkpoints:
             "format": files.FORMAT,
             "progress": dataclasses.asdict(progress),
             "settings": dict(self.settings),
-            "ranks": state.ranks(),
+            "ranks": world_size(),
             "device": self.device.type,
             "optimizer": type(optimizer).__name__,
             "frozen": self.frozen,
@@ -147,8 +147,8 @@ class Checkpoints:
         Whether there were any."""
         if error.errno not in FULL:
             return False
-        replaced = self.together(files.committed_steps, self.folder)[: -max(1, self.keep - 1)]
-        self.together(self.remove, replaced)
+        replaced = same_on_all(files.committed_steps, self.folder, group=self.group)[: -max(1, self.keep - 1)]
+        same_on_all(self.remove, replaced, group=self.group)
         return bool(replaced)
 
     def remove(self, checkpoints: Iterable[Path]) -> None:
@@ -178,18 +178,18 @@ class Checkpoints:
         Raises CheckpointError on all ranks, before anything is changed, where a file is not the one that was written,
         the frozen weights are not those of the run, the optimizer is another, or names, shapes or dtypes differ.
         """
-        checkpoint = self.together(self.latest)
+        checkpoint = same_on_all(self.latest, group=self.group)
         if checkpoint is None:
             return None
         reshard(model)
-        self.together(files.verify, checkpoint, state.rank(), state.ranks())
+        same_on_all(files.verify, checkpoint, rank(), world_size(), group=self.group)
         record = files.read_record(checkpoint)
         self.frozen = state.frozen_weights(model)
         refuse_other_run(checkpoint, record, type(optimizer).__name__, self.frozen)
         tensors = state.trained_weights(model) | state.optimizer_state(model, optimizer)
         reader = HuggingFaceStorageReader(str(checkpoint))
-        self.together(refuse_misfits, checkpoint, reader.read_metadata().state_dict_metadata, tensors)
-        exact = record["ranks"] == state.ranks() and record["device"] == self.device.type
+        same_on_all(refuse_misfits, checkpoint, reader.read_metadata().state_dict_metadata, tensors, group=self.group)
+        exact = record["ranks"] == world_size() and record["device"] == self.device.type
         random = state.random_numbers(self.device) if exact else {}
         try:
             dcp.load(tensors | random, storage_reader=reader, **self.ranks)
@@ -200,28 +200,10 @@ class Checkpoints:
         else:
             say(
                 f"{checkpoint.name} is of {record['ranks']} x {record['device']}: weights, optimizer and data order "
-                f"are exact on {state.ranks()} x {self.device.type}, random numbers (dropout) begin anew"
+                f"are exact on {world_size()} x {self.device.type}, random numbers (dropout) begin anew"
             )
         self.committed = checkpoint
         return Progress(**record["progress"])
-
-    def together(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function` returns, which is the same on all ranks; raises on all where it raises on one."""
-        outcome: tuple[T | None, str | None]
-        try:
-            outcome = function(*arguments), None
-        except InputError as error:
-            outcome = None, str(error)
-        outcomes = [outcome] * state.ranks()
-        if self.group is not None:
-            distributed.all_gather_object(outcomes, outcome, group=self.group)
-        for _, message in outcomes:
-            if message is not None:
-                raise CheckpointError(message)
-        result = outcomes[0][0]
-        if any(other != result for other, _ in outcomes):
-            raise CheckpointError(f"{self.folder}: not the same on all ranks; choose a folder that all hosts share")
-        return cast(T, result)
 
 
 def cause(failure: CheckpointException) -> BaseException:

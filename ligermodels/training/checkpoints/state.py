@@ -11,21 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ligermodels.distributed import rank
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.weights.loading import local_part
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers, by their bytes
-
-
-def rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0
-
-
-def ranks() -> int:
-    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:

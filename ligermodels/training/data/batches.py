@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import JoinedRows, Piece
-from ligermodels.training.scaling.parallel import World
 from ligermodels.units import counted
 
 PROMPT = 16  # tokens

@@ -16,9 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ligermodels import tokenizer
+from ligermodels.distributed import local_rank, raise_on_all, waiting_group
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.data.progress import say
 from ligermodels.weights.writing import committed
@@ -38,13 +37,14 @@ def all_cached(wanted: Sequence[tuple[dict[str, Any], Callable[[Path], None]]]) 
     """The folders of several keys, as `cached`: the ranks wait for each other once, not for each folder."""
     folders = [cache_folder() / name_of(key) for key, _ in wanted]
     error = None
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if local_rank() == 0:
         try:
             for folder, (_, fill) in zip(folders, wanted, strict=True):
                 fill_once(folder, fill)
         except InputError as failed:
             error = failed
-    raise_error_of_any(error)
+    with waiting_group(LONGEST_WAIT) as group:
+        raise_on_all(error, group)
     return folders
 
 
@@ -91,19 +91,3 @@ def alone(file: Path) -> Iterator[None]:
             say(f"Waiting for another run, which makes what this one needs: {file.with_suffix('')}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def raise_error_of_any(error: InputError | None) -> None:
-    """Waits for all ranks, longer than a collective may otherwise take, and raises on each the error of any: the first
-    rank of each host does what may fail."""
-    errors = [None if error is None else str(error)]
-    if dist.is_initialized():
-        group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, None if error is None else str(error), group)
-        dist.destroy_process_group(group)
-    if error is not None:
-        raise error
-    for message in errors:
-        if message is not None:
-            raise InputError(message)

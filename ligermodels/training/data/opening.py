@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.batches import Training, Validation, rows_a_rank
@@ -18,7 +19,6 @@ from ligermodels.training.data.packing import rows_of
 from ligermodels.training.data.reader import Reader, Source
 from ligermodels.training.data.sources import Spec, parse_spec
 from ligermodels.training.data.split import Selection, without
-from ligermodels.training.scaling.parallel import World
 from ligermodels.units import counted
 
 TITLES = {"stories": "the embedded stories", "chats": "the embedded chats", RANDOM: "random tokens"}

@@ -3,7 +3,6 @@
 Of several ranks the first one speaks. Knows neither files nor records.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +11,7 @@ from typing import Self, TypeVar
 
 from tqdm import tqdm
 
+from ligermodels.distributed import is_first
 from ligermodels.units import byte_size, duration
 
 SILENT_SECONDS = 3.0  # before anything is shown
@@ -20,13 +20,8 @@ LINE_SECONDS = 60.0  # from line to line
 Item = TypeVar("Item")
 
 
-def speaks() -> bool:
-    """Whether this is the first rank, be there others or not."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def say(line: str) -> None:
-    if speaks():
+    if is_first():
         print(line, file=sys.stderr, flush=True)
 
 
@@ -40,7 +35,7 @@ class Progress:
         self.said = False
         self.before = 0
         self.position: Callable[[], int] | None = None
-        hidden = not speaks() or not sys.stderr.isatty()
+        hidden = not is_first() or not sys.stderr.isatty()
         self.bar = tqdm(
             desc=title, total=total, unit="B", unit_scale=True, delay=SILENT_SECONDS, disable=hidden, leave=False
         )

@@ -19,6 +19,7 @@ from ligermodels.training.data.cache import all_cached, cached
 from ligermodels.training.data.chat import documents
 from ligermodels.training.data.corpus import vocabulary_texts
 from ligermodels.training.data.embedded import EMBEDDED, EMBEDDED_VOCABULARY, RANDOM, Part, Question, random_data
+from ligermodels.training.data.new_tokenizer import END_OF_TEXT_ID, save_tokenizer, tokenizer_and_end, train_tokenizer
 from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Record
 from ligermodels.training.data.sources import HUB, TOKEN_SUFFIXES, WITHOUT_FILES, files_of, read, suffix_of
@@ -26,7 +27,6 @@ from ligermodels.training.data.split import Selection, all_of, hold_out, usual_f
 from ligermodels.training.data.store import TokenStore, open_store, write
 from ligermodels.training.data.tables import hub_files
 from ligermodels.training.data.token_files import open_indexed, open_tokens, stated_end, write_index
-from ligermodels.training.data.tokens import END_OF_TEXT_ID, save_tokenizer, tokenizer_and_end, train_tokenizer
 from ligermodels.units import counted
 
 # Of text that a new tokenizer is trained on, the first of the data: so many for each entry, and at most.

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.adamw import adamw_
-from ligermodels.kernels.op import runs_kernels
+from ligermodels.kernels.dispatch import runs_kernels
 
 
 class AdamW(torch.optim.AdamW):

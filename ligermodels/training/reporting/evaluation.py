@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import torch
 
-from ligermodels.generate import generate
+from ligermodels.distributed import World, total
+from ligermodels.generation.decoding import generate
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data import Data, Validation, supervised
 from ligermodels.training.reporting.metrics import Metrics
 from ligermodels.training.reporting.skill import prompt_ids, right_answers
 from ligermodels.training.runs.stopping import Stop
-from ligermodels.training.scaling.parallel import World, read_later, total
+from ligermodels.training.scaling.host_reads import read_later
 
 SAMPLE_TOKENS = 40
 

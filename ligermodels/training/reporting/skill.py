@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ligermodels.generate import generate
+from ligermodels.generation.decoding import generate
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 

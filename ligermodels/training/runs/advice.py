@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.batches import rows_a_rank
 from ligermodels.training.runs.folder import ADAPTER
 from ligermodels.training.runs.settings import SETTINGS_FILE
-from ligermodels.training.scaling.parallel import World
 
 
 def advice(args: argparse.Namespace, world: World, saved: Path, base: Path | None, *, chats: bool) -> list[str]:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ligermodels.description import catalogue
+from ligermodels.cli.flags import Parser, above_zero, count, not_negative, number, one_of, positive, switch, whole
 from ligermodels.errors import InputError, nearest, reader_left
-from ligermodels.flags import Parser, above_zero, count, not_negative, number, one_of, positive, switch, whole
 from ligermodels.hub import list_architectures
+from ligermodels.hub.description import catalogue
 from ligermodels.training.data.sources import WITHOUT_FILES, parse_spec
 from ligermodels.training.optimizers import OPTIMIZERS
 from ligermodels.training.optimizers.schedules import SCHEDULES
@@ -26,7 +26,7 @@ examples:
   python train.py --model llama:8b --dtype bfloat16 --steps 10 --no-export              speed and memory alone
   python train.py --model Qwen/Qwen3-8B --data chats.jsonl --dtype bfloat16 --lora-rank 16
   torchrun --nproc-per-node 8 train.py --model meta-llama/Meta-Llama-3-8B --data 'web/*.parquet=0.9' code.jsonl=0.1 \\
-      --dtype bfloat16 --recompute auto --checkpoint-every 500
+      --dtype bfloat16 --activation-checkpointing auto --checkpoint-every 500
   torchrun --nproc-per-node 4 train.py --resume runs/Meta-Llama-3-8B
 """
 
@@ -77,22 +77,26 @@ def flags() -> Flags:
     add("--batch-size", type=positive, default=4, help="rows a step, over all ranks and micro-batches")
     add("--micro-batch-size", type=positive, help="rows a rank computes at a time (default: its share of a step)")
     add("--optimizer", **choice(*OPTIMIZERS), default="adamw", help="adamw8bit needs torchao")
-    add("--states", **choice("float32", "bfloat16"), help="dtype of the optimizer's states (default: the weights')")
+    add(
+        "--optimizer-state-dtype",
+        **choice("float32", "bfloat16"),
+        help="dtype of the optimizer's states (default: the weights')",
+    )
     add("--learning-rate", type=above_zero, help="the peak (default: 1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width "
         "128, 1/width)")  # fmt: skip
     add("--schedule", **choice(*SCHEDULES), default="cosine", help="wsd: warmup, stable, decay")
     add("--warmup", type=count, default=30, help="steps to the peak")
     add("--weight-decay", type=not_negative, default=0.1, help="of matrices")
-    add("--clip", type=bound, default=1.0, help="largest gradient norm; inf: any")
+    add("--max-grad-norm", type=bound, default=1.0, help="largest gradient norm; inf: any")
     add("--dtype", **choice("float32", "tf32", "bfloat16"), default="float32", help="computed in")
     add(
-        "--weights", **choice("float32", "bfloat16"),
+        "--param-dtype", **choice("float32", "bfloat16"),
         help="dtype of those that are trained (default: bfloat16 for --dtype bfloat16 on one process, else float32; "
         "LoRA: float32)",
     )  # fmt: skip
     add("--float8", **flag, help="matrix products of the blocks in float8, through torchao; with --compile")
-    add("--recompute", **choice("none", "auto", "full"), default="none", help="blocks computed again in backward, not "
-        "kept; auto: as many as memory demands")  # fmt: skip
+    add("--activation-checkpointing", **choice("none", "auto", "full"), default="none", help="blocks that keep"
+        " only their inputs for backward and recompute the rest; auto: as many as memory demands")  # fmt: skip
     add("--compile", **flag, help="torch.compile each block")
     add("--seed", type=seed, default=0, help="of new weights, of the data's order and of dropout")
 
@@ -119,7 +123,12 @@ def flags() -> Flags:
     add("--keep-checkpoints", type=positive, default=2, help="the newest ones")
     add("--no-export", **flag, help="write no model at the end")
     add("--on-nan", **choice("stop", "skip"), default="stop", help="at a loss or gradient that is not finite")
-    add("--replicas", type=positive, default=1, help="copies of a sharded model, each shared by ranks / replicas ranks")
+    add(
+        "--dp-replicate",
+        type=positive,
+        default=1,
+        help="copies of a sharded model, each shared by ranks / replicas ranks",
+    )
 
     add = root.add_argument_group("what one sees").add_argument
     add("--eval-every", type=positive, default=550, help="steps between validations")
@@ -203,8 +212,11 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise InputError(f"--profile {args.profile}: the run has {counted(args.steps, 'step')}; name one of them")
     if args.validation_fraction is not None:
         refuse_idle_fraction(args)
-    if args.optimizer == "adamw8bit" and args.states:
-        raise InputError(f"--states {args.states}: --optimizer adamw8bit keeps its states in 8 bits: leave one out")
+    if args.optimizer == "adamw8bit" and args.optimizer_state_dtype:
+        raise InputError(
+            f"--optimizer-state-dtype {args.optimizer_state_dtype}: --optimizer adamw8bit has 8-bit states; "
+            "leave one of the two out"
+        )
     if args.float8 and not args.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if is_family and args.lora_rank and args.lora_export == "adapter":

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from torch import distributed
-
+from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError
-from ligermodels.weights.sharding import is_first
-from ligermodels.weights.writing import failure, in_use, not_written, raise_error_of_first, remove_empty
+from ligermodels.weights.writing import failure, in_use, not_written, remove_empty
 
 LOCK, CHECKPOINTS, MODEL, ADAPTER = "lock", "checkpoints", "model", "adapter"  # in it
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -31,7 +29,7 @@ def locked(folder: Path) -> Iterator[None]:
     held: list[TextIO] = []
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     error = failure(lambda: held.append(acquire(folder))) if is_first() else None
-    raise_error_of_first(error, distributed.is_initialized())
+    raise_on_all(error)
     try:
         yield
     except OSError as error:
@@ -79,13 +77,10 @@ def new_folder(wanted: Path | None, default: Path) -> Path:
     """
     if wanted is not None:
         error = failure(refuse_used, wanted) if is_first() else None
-        raise_error_of_first(error, distributed.is_initialized())
+        raise_on_all(error)
         return wanted
     numbered = (default.with_name(f"{default.name}-{number}") for number in itertools.count(2))
-    found = [next(folder for folder in itertools.chain([default], numbered) if not folder.exists())]
-    if distributed.is_initialized():
-        distributed.broadcast_object_list(found, src=0)
-    return found[0]
+    return from_first(next(folder for folder in itertools.chain([default], numbered) if not folder.exists()))
 
 
 def refuse_used(folder: Path) -> None:

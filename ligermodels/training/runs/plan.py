@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from ligermodels.distributed import World
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory import (
     Parameters,
@@ -30,8 +31,8 @@ from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.arguments import title
 from ligermodels.training.runs.folder import CHECKPOINTS
-from ligermodels.training.scaling.parallel import World, shards_of
-from ligermodels.training.scaling.recompute import Needs
+from ligermodels.training.scaling.activation_checkpointing import Needs
+from ligermodels.training.scaling.fsdp import shards_of
 from ligermodels.units import counted, memory_size
 
 MANY_EPOCHS = 10
@@ -162,7 +163,7 @@ class Plan:
         if total and self.memory.peak > total:
             yield (
                 f"{memory_size(self.memory.peak)} are more than the GPU has; lower --micro-batch-size or "
-                "--sequence-length, or take --recompute auto, --lora-rank or more ranks"
+                "--sequence-length, or take --activation-checkpointing auto, --lora-rank or more ranks"
             )
         yield from self.little_room()
 
@@ -194,7 +195,7 @@ def plan(
 ) -> Plan:
     """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
     trained = trained_parameters(model)
-    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, args.replicas)
+    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, args.dp_replicate)
     return Plan(
         args, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
@@ -241,5 +242,5 @@ def memory_needs(
     _, micro_batch_size = rows_a_rank(args.batch_size, args.micro_batch_size, world)
     return functools.partial(
         training_memory, model, batch_size=micro_batch_size, sequence_length=args.sequence_length, dtype=dtype,
-        shards=shards_of(world, args.replicas), states=state_bytes(optimizer),
+        shards=shards_of(world, args.dp_replicate), states=state_bytes(optimizer),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from ligermodels.training.runs.settings import SETTINGS_FILE, differences, read_
 from ligermodels.units import counted
 
 # Settings that say which tensors a checkpoint has, and in which dtypes: it fits no other.
-SAVED = ("weights", "optimizer", "states", "lora_rank", "lora_targets")
+SAVED = ("param_dtype", "optimizer", "optimizer_state_dtype", "lora_rank", "lora_targets")
 
 
 def refuse_resuming(args: argparse.Namespace) -> None:

@@ -20,8 +20,8 @@ ONLY_ON_THE_COMMAND_LINE = ("help", "config", "resume")
 NOT_SETTINGS = ("output", "resume", "config", "allow_changes", "dry_run")
 # Settings that leave the result of training as it is, but for the rounding of sums taken in another order.
 WITHOUT_EFFECT = (
-    *("allow_bad_lines", "micro_batch_size", "recompute", "compile", "lora_export", "checkpoint_every"),
-    *("keep_checkpoints", "no_export", "on_nan", "replicas", "eval_every", "log_to", "profile"),
+    *("allow_bad_lines", "micro_batch_size", "activation_checkpointing", "compile", "lora_export", "checkpoint_every"),
+    *("keep_checkpoints", "no_export", "on_nan", "dp_replicate", "eval_every", "log_to", "profile"),
 )
 
 

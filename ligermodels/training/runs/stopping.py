@@ -14,6 +14,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 
+from ligermodels.distributed import is_first, rank, under_torchrun
+
 PATIENCE = 20  # seconds that a rank may spend in one call once it has been told to stop: torchrun kills after 30
 OVER = 0  # no signal has this number
 
@@ -44,7 +46,7 @@ def signals() -> Iterator[Stop]:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # the system's own, which ends a wait inside a library too
         if number == signal.SIGHUP:
             silence(terminals)
-        if os.environ.get("RANK", "0") == "0":
+        if is_first():
             again = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
             os.write(2, f"\n{signal.Signals(number).name}: stopping after this step{again}\n".encode())
 
@@ -53,7 +55,7 @@ def signals() -> Iterator[Stop]:
         noted.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in noted}
     try:
-        with ending_when_stuck(noted, awake) if "RANK" in os.environ else nullcontext():
+        with ending_when_stuck(noted, awake) if under_torchrun() else nullcontext():
             yield stop
     finally:
         for number, handler in before.items():
@@ -77,7 +79,7 @@ def ending_when_stuck(noted: list[signal.Signals], awake: threading.Event) -> It
             if not awake.wait(PATIENCE):
                 lost = f"still waiting for other ranks {PATIENCE} s later: one of them is lost"
                 remedy = "--resume goes on from the last checkpoint"
-                os.write(2, f"rank {os.environ['RANK']}: told to stop, and {lost}; {remedy}\n".encode())
+                os.write(2, f"rank {rank()}: told to stop, and {lost}; {remedy}\n".encode())
                 os._exit(1)  # a wait inside a library can be left in no other way
 
     thread = threading.Thread(target=watch, daemon=True)

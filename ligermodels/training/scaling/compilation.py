@@ -8,7 +8,7 @@ where much of a block is not ours, such as float8 or a projection of the user's.
 import torch
 
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.training.scaling.parallel import blocks
+from ligermodels.training.scaling.fsdp import blocks
 
 # Of one block's code there are as many variants as the product of: the first block and the others, windowed and full
 # ones, computed again or not, training and validation, lengths seen once and lengths that change. torch gives up at 8.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.scaling.recompute import Needs
+from ligermodels.training.scaling.activation_checkpointing import Needs
 from ligermodels.units import memory_size
 
 
@@ -41,23 +41,24 @@ def explain_out_of_memory(
 def remedies(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: int, blocks: int) -> Iterator[str]:
     """Flags that are not set so yet, the cheapest first, with what would be needed where only activations change."""
     if recomputed < blocks:
-        yield f"--recompute full ({memory_size(needs(recomputed=blocks).peak)}), or auto for no more than it takes"
+        lowest = memory_size(needs(recomputed=blocks).peak)
+        yield f"--activation-checkpointing full ({lowest}), or auto for no more than it takes"
     if micro_batch_size > 1:
         half = micro_batch_size // 2
         then = memory_size(needs(batch_size=half, recomputed=recomputed).peak)
         yield f"--micro-batch-size {half} ({then}), accumulation makes up for it"
     if args.dtype != "bfloat16":
         yield "--dtype bfloat16"
-    elif args.weights == "float32" and args.lora_rank is None:
-        yield "--weights bfloat16"
+    elif args.param_dtype == "float32" and args.lora_rank is None:
+        yield "--param-dtype bfloat16"
     if args.optimizer == "adamw":
-        yield "--optimizer adamw8bit or --states bfloat16"
+        yield "--optimizer adamw8bit or --optimizer-state-dtype bfloat16"
     if args.lora_rank is None:
         yield "--lora-rank 16"
     shorter = needs(sequence_length=args.sequence_length // 2, recomputed=recomputed).peak
     yield f"--sequence-length {args.sequence_length // 2} ({memory_size(shorter)})"
-    if args.replicas > 1:
-        yield "--replicas 1"
+    if args.dp_replicate > 1:
+        yield "--dp-replicate 1"
     yield "more GPUs, among which torchrun shares weights, gradients and states"
 
 

@@ -14,12 +14,13 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 import ligermodels
+from ligermodels.distributed import World
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.checkpoints import Checkpoints, Progress, files
 from ligermodels.training.checkpoints import state as training_state
 from ligermodels.training.runs.folder import locked
 from ligermodels.training.runs.stopping import signals
-from ligermodels.training.scaling.parallel import World, shard
+from ligermodels.training.scaling.fsdp import shard
 from tests.training.checkpoints.checkpointing import (
     assert_same,
     new_optimizer,
@@ -30,7 +31,7 @@ from tests.training.checkpoints.checkpointing import (
     state_of,
     train,
 )
-from tests.training.scaling.test_parallel import config
+from tests.training.scaling.test_fsdp import config
 
 
 def goes_on_to_the_bit(folder, mesh, **options):

@@ -27,7 +27,7 @@ from tests.training.checkpoints.checkpointing import (
     state_of,
     train,
 )
-from tests.training.scaling.test_parallel import torchrun
+from tests.training.scaling.test_fsdp import torchrun
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # saving.py does; pytest forgets
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from ligermodels.distributed import World
 from ligermodels.training.data.batches import Training, Validation
 from ligermodels.training.data.packing import rows_of
 from ligermodels.training.data.split import all_of
 from ligermodels.training.data.store import open_store, write
-from ligermodels.training.scaling.parallel import World
 
 CPU = World(torch.device("cpu"))
 VOCABULARY = 10_000

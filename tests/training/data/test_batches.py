@@ -4,9 +4,9 @@ from collections import Counter
 import pytest
 import torch
 
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training.data.batches import Training, rows_a_rank, supervised
-from ligermodels.training.scaling.parallel import World
 from tests.conftest import DEVICE
 from tests.training.data.documents import CPU, Document, distinct, rows, training, validation
 

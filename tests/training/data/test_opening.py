@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training.data import embedded, open_data, reader, split, supervised, token_files
 from ligermodels.training.data.corpus import stories
-from ligermodels.training.data.tokens import save_tokenizer, train_tokenizer
-from ligermodels.training.scaling.parallel import World
+from ligermodels.training.data.new_tokenizer import save_tokenizer, train_tokenizer
 from tests.training.data.documents import CPU
 
 DEFAULTS = {

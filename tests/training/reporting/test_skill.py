@@ -3,7 +3,7 @@ import torch
 
 import ligermodels
 from ligermodels.training.data.corpus import vocabulary_texts
-from ligermodels.training.data.tokens import train_tokenizer
+from ligermodels.training.data.new_tokenizer import train_tokenizer
 from ligermodels.training.reporting import skill
 from ligermodels.training.reporting.skill import right_answers
 

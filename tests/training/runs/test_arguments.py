@@ -16,12 +16,12 @@ from tests.training.launching import ROOT
 FLAGS = {
     "model": "qwen2", "size": "tiny", "revision": None, "data": None, "validation_data": None,
     "validation_fraction": None, "sequence_length": 256, "packing": True, "allow_bad_lines": 0, "steps": 2200,
-    "batch_size": 4, "micro_batch_size": None, "optimizer": "adamw", "states": None, "learning_rate": None,
-    "schedule": "cosine", "warmup": 30, "weight_decay": 0.1, "clip": 1.0, "dtype": "float32", "weights": None,
-    "float8": False, "recompute": "none", "compile": False, "seed": 0, "lora_rank": None, "lora_alpha": 32.0,
+    "batch_size": 4, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None, "learning_rate": None,
+    "schedule": "cosine", "warmup": 30, "weight_decay": 0.1, "max_grad_norm": 1.0, "dtype": "float32", "param_dtype": None,
+    "float8": False, "activation_checkpointing": "none", "compile": False, "seed": 0, "lora_rank": None, "lora_alpha": 32.0,
     "lora_dropout": 0.0, "lora_targets": ["all-linear"], "lora_export": "merged", "output": None, "resume": None,
     "allow_changes": False, "config": None, "checkpoint_every": 0, "keep_checkpoints": 2, "no_export": False,
-    "on_nan": "stop", "replicas": 1, "eval_every": 550, "log_to": [], "profile": None, "dry_run": False,
+    "on_nan": "stop", "dp_replicate": 1, "eval_every": 550, "log_to": [], "profile": None, "dry_run": False,
 }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path)
         (["--learning-rate", "0"], ["--learning-rate: is '0'; must be a number above 0"]),
         (["--learning-rate", "nan"], ["--learning-rate: is 'nan'"]),
         (["--learning-rate", "inf"], ["--learning-rate: is 'inf'; must be a number above 0"]),
-        (["--clip", "0"], ["--clip: is '0'; must be a number above 0, or inf for none"]),
+        (["--max-grad-norm", "0"], ["--max-grad-norm: is '0'; must be a number above 0, or inf for none"]),
         (["--weight-decay", "inf"], ["--weight-decay: is 'inf'; must be a number, 0 or more"]),
         (["--validation-fraction", "1"], ["must be a number between 0 and 1"]),
         (["--lora-dropout", "1"], ["--lora-dropout: is '1'; must be a number from 0 to below 1"]),
@@ -108,7 +108,10 @@ def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path)
             ["--model", "qwen2", "--data", "stories=0.5", "chats=0.5", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of files in --data", "leave it out"],
         ),
-        (["--model", "qwen2", "--optimizer", "adamw8bit", "--states", "bfloat16"], ["--states bfloat16", "8 bits"]),
+        (
+            ["--model", "qwen2", "--optimizer", "adamw8bit", "--optimizer-state-dtype", "bfloat16"],
+            ["--optimizer-state-dtype bfloat16", "8 bits"],
+        ),
         (["--model", "some/model", "--size", "8b"], ["--size 8b goes with a family, which some/model is not"]),
         (["--model", "qwen2", "--revision", "main"], ["--revision main goes with a Hub id"]),
         (["--model", "qwen2", "--steps", "5", "--profile", "6"], ["--profile 6: the run has 5 steps"]),
@@ -178,8 +181,19 @@ def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
 
 
 EVERYTHING = [
-    *("--data", 'a "b".jsonl=0.5', "ü\\", "--learning-rate", "1e-5", "--compile", "--packing", "off", "--clip", "inf"),
-    *("--lora-rank", "8", "--lora-targets", "q_proj", "v_proj", "--micro-batch-size", "2", "--weights", "float32"),
+    *(
+        "--data",
+        'a "b".jsonl=0.5',
+        "ü\\",
+        "--learning-rate",
+        "1e-5",
+        "--compile",
+        "--packing",
+        "off",
+        "--max-grad-norm",
+        "inf",
+    ),
+    *("--lora-rank", "8", "--lora-targets", "q_proj", "v_proj", "--micro-batch-size", "2", "--param-dtype", "float32"),
 ]
 
 
@@ -209,7 +223,17 @@ def test_only_settings_that_change_the_result_are_differences():
     saved = settings(parse("--lora-rank", "8", "--data", "a"))
     args = parse(
         *("--data", "a", "b", "--learning-rate", "0.001", "--packing", "off"),
-        *("--micro-batch-size", "1", "--recompute", "full", "--compile", "--replicas", "2", "--log-to", "tensorboard"),
+        *(
+            "--micro-batch-size",
+            "1",
+            "--activation-checkpointing",
+            "full",
+            "--compile",
+            "--dp-replicate",
+            "2",
+            "--log-to",
+            "tensorboard",
+        ),
         *("--checkpoint-every", "5", "--eval-every", "5", "--on-nan", "skip", "--no-export", "--profile", "3"),
     )
     assert sorted(differences(saved, args)) == [

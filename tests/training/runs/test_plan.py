@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels.distributed import World
 from ligermodels.memory import training_memory
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs import plan as module
 from ligermodels.training.runs.arguments import parse_arguments, title
 from ligermodels.training.runs.folder import default_folder
 from ligermodels.training.runs.plan import plan
-from ligermodels.training.scaling.parallel import World
 from ligermodels.units import memory_size
 
 CPU = torch.device("cpu")

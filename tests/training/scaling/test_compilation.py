@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import ligermodels
 from ligermodels.training.scaling.compilation import compile_blocks
 from tests.layers.adapters import adapt
-from tests.training.scaling.test_parallel import config
+from tests.training.scaling.test_fsdp import config
 from tests.training.scaling.worker import compiling_by
 
 DOCUMENTS = [[5], [7, 9], [2, 9, 20], [1, 2, 3, 4]]  # where each batch's row of 32 tokens is cut

@@ -11,33 +11,33 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from tests.training.scaling.test_parallel import ROOT
+from tests.training.scaling.test_fsdp import ROOT
 
 LIMIT = 3  # seconds a rank waits for the others
 WORKER = f"""
 from datetime import timedelta
 import torch
-from ligermodels.training.scaling import parallel
-parallel.start(timedelta(seconds={LIMIT}))
-parallel.total(torch.zeros(()))
+from ligermodels import distributed
+distributed.start(timedelta(seconds={LIMIT}))
+distributed.total(torch.zeros(()))
 print("together", flush=True)
 while True:
-    parallel.total(torch.zeros(()))
+    distributed.total(torch.zeros(()))
 """
 TOLD_TO_STOP = """
 import signal, threading
 import torch
 from ligermodels.training.runs import stopping
-from ligermodels.training.scaling import parallel
+from ligermodels import distributed
 asked, ask = threading.Semaphore(0), signal.pthread_kill
 signal.pthread_kill = lambda *what: (asked.release(), ask(*what))
 stopping.PATIENCE = 2
-parallel.start()
+distributed.start()
 for _ in range(2):
     with stopping.signals() as stop:
-        parallel.total(torch.zeros(()))
+        distributed.total(torch.zeros(()))
         print("together", flush=True)
-        while not parallel.total(torch.tensor(float(stop.requested))):
+        while not distributed.total(torch.tensor(float(stop.requested))):
             pass
         if stop.requested:
             asked.acquire(), asked.acquire()

@@ -13,10 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import ligermodels
-from ligermodels.kernels import op
+from ligermodels import distributed
+from ligermodels.kernels import launch
 from ligermodels.layers.decoder import IGNORE_INDEX
 from ligermodels.training.optimizers import building as optimizers
-from ligermodels.training.scaling import parallel
+from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
 from tests import interpreter
 from tests.layers.adapters import adapt
@@ -63,7 +64,7 @@ def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, kee
     if compiled:
         with compiling_by("eager"):
             compile_blocks(model)
-    parallel.shard(model, world, getattr(torch, dtype), replicas=replicas, keep_gathered=keep_gathered)
+    fsdp.shard(model, world, getattr(torch, dtype), replicas=replicas, keep_gathered=keep_gathered)
     model.to_empty(device=world.device)
     model.initialize(1)
     return model.train()
@@ -73,7 +74,7 @@ def train(
     model, accumulate=1, batch_size=4, steps=4, dtype="float32", stored="float32", recomputed=0, lora=None,
     compiled=False, replicas=1, name="adamw", keep_gathered=False,
 ):  # fmt: skip
-    world = parallel.start()
+    world = distributed.start()
     model = build(model, world, dtype, stored, recomputed, lora, compiled, replicas, keep_gathered)
     optimizer = optimizers.build_optimizer(model, name)
     optimizers.set_learning_rate(optimizer, 1e-2)
@@ -81,14 +82,14 @@ def train(
     losses, norms = [], []
     for step in range(steps):
         batches = micro_batches(rows, step, accumulate, batch_size, world)
-        count = parallel.total(sum(supervised(labels) for _, labels in batches))
+        count = distributed.total(sum(supervised(labels) for _, labels in batches))
         loss = torch.zeros(())
         for number, (input_ids, labels) in enumerate(batches, 1):
-            parallel.reduce_gradients(model, now=number == accumulate)
+            fsdp.reduce_gradients(model, now=number == accumulate)
             share = model(input_ids, labels, num_items_in_batch=count).loss
             share.backward()
             loss += share.detach()
-        loss, norm = parallel.total(loss), parallel.gradient_norm(model)
+        loss, norm = distributed.total(loss), fsdp.gradient_norm(model)
         optimizers.clipped_step(optimizer, loss, norm, math.inf)  # the norm's last bit depends on the shards
         losses.append(float(loss))
         norms.append(float(norm))
@@ -102,12 +103,12 @@ def whole(tensor):
 
 
 if __name__ == "__main__":
-    if op.interpreting:
+    if launch.interpreting:
         interpreter.hasten()
-    world = parallel.start()
-    parallel.start = functools.partial(parallel.World, world.device, world.rank, world.size)
+    world = distributed.start()
+    distributed.start = functools.partial(distributed.World, world.device, world.rank, world.size)
     results = [train(**settings) for settings in json.loads(sys.argv[2])]
     if world.is_first:
         torch.save(results, sys.argv[1])
-    parallel.wait_for_all()
-    parallel.stop()
+    distributed.wait_for_all()
+    distributed.stop()

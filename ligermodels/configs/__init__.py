@@ -1,0 +1,1 @@
+"""config.json, read and checked: fields, RoPE in both spellings, what several families share."""

@@ -1,0 +1,197 @@
+"""What every family's config.json has in common.
+
+Field names are the Hub's. Defaults are those of the reference implementation, for files that leave a key out.
+Keys that change nothing are kept in `raw` and written back; keys that would change the maths and are not supported
+are refused by name. Must not know any architecture: each one subclasses `Config` with what it adds.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from ligermodels.configs.fields import checked
+from ligermodels.configs.rope import FULL, Rope, read_rope
+from ligermodels.errors import ConfigError
+
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+@dataclass(kw_only=True)
+class Config:
+    """The fields that most families have, with the defaults of the most; a family lists what it has otherwise.
+
+    Not frozen: trainers write fields of their own to a model's config.
+    """
+
+    model_type: str
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int  # as many as heads, where nothing else is said
+    head_dim: int  # hidden_size / num_attention_heads, where nothing else is said
+    max_position_embeddings: int = 2048
+    ropes: Mapping[str, Rope]  # by layer type; where all layers share one, it is that of the full ones
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    pad_token_id: int | None = None
+    attention_dropout: float = 0.0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    raw: Mapping[str, Any] = field(compare=False, repr=False)
+
+    default_rope_theta: ClassVar[float] = 10_000.0
+    default_partial_rotary_factor: ClassVar[float] = 1.0
+    partial_rotary: ClassVar[bool] = False  # whether the family may rotate the first part of each head only
+    also_named: ClassVar[Mapping[str, str]] = {}  # fields that the other version of transformers calls otherwise
+    # What enters the maths of the whole model; a family that departs from these says so.
+    norm_offset: ClassVar[float] = 0.0  # added to the weight of every norm
+
+    @property
+    def embedding_scale(self) -> float:
+        """Multiplies the embeddings."""
+        return 1.0
+
+    @property
+    def logit_scale(self) -> float:
+        """Multiplies the logits."""
+        return 1.0
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """Bounds the logits: softcap * tanh(logits / softcap)."""
+        return None
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Reads the content of a config.json; raises ConfigError naming the field."""
+        annotations = typing.get_type_hints(cls)
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in ("ropes", "raw")]
+        values = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
+        for name in names:
+            key = name if name in raw else cls.also_named.get(name, name)
+            if key in raw:
+                values[name] = checked(key, raw[key], annotations[name])
+        if values.get("num_key_value_heads") is None:
+            values["num_key_value_heads"] = values["num_attention_heads"]
+        if values.get("head_dim") is None:
+            values["head_dim"] = head_dim(values["hidden_size"], values["num_attention_heads"])
+        config = cls(**values, ropes=cls.read_ropes(raw), raw=dict(raw))
+        config.validate()
+        return config
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
+        return {FULL: read_rope(raw, cls.default_rope_theta, cls.default_partial_rotary_factor)}
+
+    def validate(self) -> None:
+        """Refuses what the reference would compute and we would not, and sizes that contradict each other."""
+        if self.raw.get("quantization_config"):
+            raise ConfigError(
+                "config.json: quantization_config: quantised checkpoints are not supported; load the original"
+            )
+        supported_activation("hidden_act", self.hidden_act)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"config.json: num_key_value_heads {self.num_key_value_heads} must divide "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            raise ConfigError(
+                f"config.json: pad_token_id {self.pad_token_id} must be less than vocab_size {self.vocab_size}, or null"
+            )
+        for rope in self.ropes.values():
+            self.validate_rope(rope)
+
+    def refuse(self, *names: str) -> None:
+        """Raises ConfigError where one of these fields, which would change the maths, is set."""
+        for name in names:
+            if getattr(self, name):
+                raise ConfigError(f"config.json: {name} {getattr(self, name)!r} is not supported; leave it out")
+
+    def one_per_layer(self, name: str) -> None:
+        """Raises ConfigError where a list of the layers is given and has another length."""
+        values = getattr(self, name)
+        if values is not None and len(values) != self.num_hidden_layers:
+            raise ConfigError(
+                f"config.json: {name} has {len(values)} entries; must have num_hidden_layers, {self.num_hidden_layers}"
+            )
+
+    def validate_rope(self, rope: Rope) -> None:
+        if rope.partial_rotary_factor != 1.0 and not self.partial_rotary:
+            raise ConfigError(
+                f"config.json: partial_rotary_factor {rope.partial_rotary_factor} must be 1: "
+                f"a {self.model_type} rotates whole heads"
+            )
+        rotary_dim = int(self.head_dim * rope.partial_rotary_factor)
+        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"config.json: head_dim {self.head_dim} * partial_rotary_factor {rope.partial_rotary_factor} must be "
+                "even and within the head: RoPE rotates pairs"
+            )
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(rope, name)
+            if factors and len(factors) != rotary_dim // 2:
+                raise ConfigError(
+                    f"config.json: {name} has {len(factors)} numbers; must be one for each of the "
+                    f"{rotary_dim // 2} rotated pairs"
+                )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def activation(self) -> str:
+        """The kernels' name of the activation."""
+        return supported_activation("hidden_act", self.hidden_act)
+
+    @property
+    def rope_switch(self) -> int | None:
+        """The length beyond which longrope takes other frequencies, for the tokens before it as well."""
+        switching = [rope for rope in self.ropes.values() if rope.rope_type == "longrope"]
+        if not switching:
+            return None
+        return switching[0].original_max_position_embeddings or self.max_position_embeddings
+
+
+def supported_activation(name: str, value: str) -> str:
+    if value not in ACTIVATIONS:
+        raise ConfigError(f"config.json: {name} {value!r} is not supported; one of {list(ACTIVATIONS)} is")
+    return ACTIVATIONS[value]
+
+
+def head_dim(hidden_size: int, num_attention_heads: int) -> int:
+    if hidden_size % num_attention_heads:
+        raise ConfigError(
+            f"config.json: num_attention_heads {num_attention_heads} must divide hidden_size {hidden_size} "
+            "where head_dim is not given"
+        )
+    return hidden_size // num_attention_heads
+
+
+def tiny(base: Mapping[str, Any]) -> dict:
+    """The preset that every family has: it trains on a laptop."""
+    return preset(base, 128, 384, 4, 4, 2) | {"vocab_size": 1024, "max_position_embeddings": 512}
+
+
+def preset(base: Mapping[str, Any], hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict:
+    """The content of a config.json with these sizes."""
+    return dict(base) | {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }

@@ -1,0 +1,179 @@
+"""Ranks: which one this is, the process group, sums over all of them, and errors that all of them raise.
+
+Every function also works in a single process without torchrun. Must not know models, files or data.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ligermodels.errors import InputError
+
+TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that has died or hangs ends the others by then
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all ranks. Without torchrun: rank 0 of 1."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def start(timeout: timedelta = TIMEOUT) -> World:
+    """Joins the process group that torchrun describes, if it started this process: NCCL on GPUs, gloo on CPUs.
+
+    timeout: how long a rank waits for the others in a collective before it ends with an error. A process group that
+    exists already is kept.
+    """
+    device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if under_torchrun() and not dist.is_initialized():
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend_of(device), timeout=timeout, device_id=device_id)
+    return World(device, rank(), world_size())
+
+
+def stop() -> None:
+    """Leaves the process group.
+
+    A sharded model that is garbage by now still holds the group in reference cycles, and with it gloo's threads, which
+    abort if they live to see the interpreter shut down. So garbage is collected first.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def backend_of(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ
+
+
+def rank() -> int:
+    """This process's rank, also before it has joined the process group."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def local_rank() -> int:
+    """This process's rank among those of its host."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def world_size() -> int:
+    """The number of ranks in the process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or a process alone."""
+    return rank() == 0
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has called this before: the one that has not tells the user."""
+    if not under_torchrun() or not dist.is_initialized():
+        return is_first()
+    return dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+
+
+def wait_for_all() -> None:
+    """A barrier. At the end of a run, a rank that leaves early closes connections that others may still be using."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of `x` over all ranks, on all ranks; a new tensor."""
+    x = x.clone()
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def smallest(x: Tensor) -> Tensor:
+    """The minimum of `x` over all ranks, on all ranks; a new tensor."""
+    x = x.clone()
+    if dist.is_initialized():
+        dist.all_reduce(x, op=dist.ReduceOp.MIN)
+    return x
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank, in the order of ranks, on all ranks. It is pickled on the way."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def from_first(value: T) -> T:
+    """The `value` of rank 0, on all ranks."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def raise_on_all(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank calls, with its error if it has one; where any rank has, every rank raises.
+
+    A rank raises its own error, else that of the first rank that has one: of the same class, or InputError where that
+    is not one of ours.
+    """
+    known = None if error is None else (type(error) if isinstance(error, InputError) else InputError, str(error))
+    errors = gather_objects(known, group)
+    if error is not None:
+        raise error
+    for found in filter(None, errors):
+        kind, message = found
+        raise kind(message)
+
+
+def same_on_all(function: Callable[..., T], *arguments: Any, group: dist.ProcessGroup | None = None) -> T:
+    """What `function` returns on every rank. An InputError that one rank raises is raised on all.
+
+    Raises InputError where ranks have different results.
+    """
+    result, error = None, None
+    try:
+        result = function(*arguments)
+    except InputError as raised:
+        error = raised
+    raise_on_all(error, group)
+    results = gather_objects(result, group)
+    if any(other != results[0] for other in results):
+        raise InputError(f"ranks disagree, {results[0]} and others; choose a folder that all hosts share")
+    return results[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def waiting_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
+    """A gloo process group of all ranks whose collectives wait so long; None in a process alone."""
+    if not dist.is_initialized():
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)

@@ -1,0 +1,5 @@
+"""Text generation with a key-value cache."""
+
+from ligermodels.generation.decoding import generate, stream
+
+__all__ = ["generate", "stream"]

@@ -1,0 +1,492 @@
+"""The real huggingface_hub client against a Hub of our own: what is asked of it, what is kept, what failures say."""
+
+import json
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from huggingface_hub import constants
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+import ligermodels
+from ligermodels import hub
+from ligermodels.cli import main
+from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
+from tests.cases import LLAMA
+from tests.hub.hub_server import INVALID, HubServer, etag
+
+NAME = "owner/model"
+SMALL = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tools.jinja",
+    "LICENSE",
+}
+INDEX = "model.safetensors.index.json"
+# What lies in real repositories beside what is read.
+OTHERS = (
+    "README.md",
+    "pytorch_model.bin",
+    "model.gguf",
+    "consolidated.safetensors",
+    "original/consolidated.00.pth",
+    "onnx/model.onnx",
+    "onnx/config.json",
+    "fp16/model.safetensors",
+    "modeling_llama.py",
+    "training_args.bin",
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny Llama in three files, whose words are w0 to w98."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    ligermodels.export(ligermodels.create(LLAMA), folder, max_shard_size=100_000)
+    tokenizer = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "additional_chat_templates").mkdir()
+    for name in SMALL - {"config.json", "tokenizer.json"}:
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(checkpoint):
+    """What the checkpoint's repository holds."""
+    own = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    assert {len(content) > 10_000 for name, content in own.items() if name.endswith(".safetensors")} == {True}
+    return own | {name: f"not to be read: {name}".encode() for name in OTHERS}
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A Hub, the client pointed at it with a cache of its own and no token, and no time spent in waiting."""
+    server = HubServer()
+    settings = {
+        "ENDPOINT": server.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": server.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_TOKEN_PATH": str(tmp_path / "token"),
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+        "DOWNLOAD_CHUNK_SIZE": 1024,
+    }
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def repository(server, files):
+    """The server with the checkpoint's repository."""
+    server.add(NAME, files)
+    return server
+
+
+def refusal(call, *args, error=HubError, **how) -> str:
+    with pytest.raises(error) as caught:
+        call(*args, **how)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def shards(files) -> list[str]:
+    return sorted(name for name in files if name.startswith("model-"))
+
+
+def names(folder) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def weights_asked_for(server) -> list:
+    return [request for request in server.requests if request.path.endswith(".safetensors") or "/cdn/" in request.path]
+
+
+def go_offline(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def same(model, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+# What is downloaded
+
+
+def test_info_downloads_config_json_and_the_index_alone(repository, files, capsys):
+    assert main(["info", NAME]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{shard}  {len(files[shard]) / 1000:.1f} KB" in out for shard in shards(files))
+    assert {Path(request.path).name for request in repository.requests if "/resolve/" in request.path} == {
+        "config.json",
+        INDEX,
+    }
+    assert not weights_asked_for(repository)
+
+
+def test_a_tokenizer_comes_without_weights_and_a_model_with_nothing_else(repository, checkpoint, files):
+    tokenizer = ligermodels.load_tokenizer(NAME)
+    assert tokenizer.encode("w5 w7") == [5, 7] and not weights_asked_for(repository)
+    model = ligermodels.load(NAME)
+    assert names(model.source) == {*SMALL, INDEX, *shards(files)} and len(shards(files)) == 3
+    assert same(model, ligermodels.load(checkpoint))
+    assert [repository.bytes_sent(files[shard]) for shard in shards(files)] == [len(files[s]) for s in shards(files)]
+
+
+@pytest.fixture
+def adapter(repository, files, tmp_path):
+    """The model that the Hub's owner/adapter makes of the repository's; it brings a tokenizer of its own."""
+    model = ligermodels.load(NAME)
+    ligermodels.add_lora(model, rank=2)
+    ligermodels.export_adapter(model, tmp_path / "adapter")
+    own = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
+    brought = {"tokenizer.json": files["tokenizer.json"].replace(b"w5", b"v5")}
+    repository.add("owner/adapter", own | {"optimizer.pt": b"x", "adapter_model.bin": b"x"} | brought)
+    return model
+
+
+def test_an_adapter_comes_as_its_two_files_and_its_tokenizer_and_names_the_base_it_belongs_to(repository, adapter):
+    before = len(repository.requests)
+    other = ligermodels.load(NAME)
+    ligermodels.load_adapter(other, "owner/adapter")
+    assert same(other, adapter) and other.source == adapter.source
+    asked = {request.path.rpartition("/")[2] for request in repository.requests[before:] if "/resolve/" in request.path}
+    assert asked & {"optimizer.pt", "adapter_model.bin"} == set()
+    assert asked >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
+    settings = json.loads((hub.adapter_folder("owner/adapter") / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == NAME
+    assert ligermodels.load_tokenizer(NAME, adapter="owner/adapter").encode("v5 w7") == [5, 7]
+
+
+def test_what_is_cached_is_not_asked_for_again(repository):
+    folder = hub.resolve(NAME)
+    repository.requests.clear()
+    assert hub.resolve(NAME) == folder
+    assert [request.path for request in repository.requests] == [f"/api/models/{NAME}/revision/main"]
+
+
+def test_a_single_file_is_preferred_to_shards(server, files):
+    server.add(NAME, files | {"model.safetensors": files[shards(files)[0]]})
+    assert names(hub.resolve(NAME)) == {*SMALL, INDEX, "model.safetensors"}
+
+
+def test_revisions_are_branches_tags_and_commits(server, files):
+    first = server.add(NAME, files | {"LICENSE": b"first"}, "v1", "release/1")
+    second = server.add(NAME, files | {"LICENSE": b"second"})
+    for revision, text in {
+        "v1": "first",
+        "release/1": "first",
+        first: "first",
+        None: "second",
+        second: "second",
+    }.items():
+        folder = hub.resolve(NAME, revision=revision)
+        assert (folder / "LICENSE").read_text() == text, revision
+        assert (folder.name == first) == (text == "first")
+    message = refusal(hub.resolve, NAME, revision="v9")
+    assert message == f"{NAME}: has no revision 'v9'; see {server.endpoint}/{NAME}/commits"
+
+
+def test_progress_is_shown_for_weights_that_come_and_only_for_them(repository, monkeypatch, capfd):
+    monkeypatch.setenv("TQDM_POSITION", "-1")  # shows the client's bars where there is no terminal
+    ligermodels.load_tokenizer(NAME)
+    assert not capfd.readouterr().err
+    hub.resolve(NAME)
+    assert "Fetching 3 files: 100%" in capfd.readouterr().err
+    hub.resolve(NAME)
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "export"])
+def test_the_command_line_resolves_a_model_and_its_adapter_once(repository, adapter, command, tmp_path, capsys):
+    generated = ["--prompt", "v5", "--max-new-tokens", "1", "--device", "cpu"]
+    repository.requests.clear()
+    last = generated if command == "generate" else [str(tmp_path / "merged")]
+    assert main([command, NAME, *last, "--adapter", "owner/adapter"]) == 0
+    assert capsys.readouterr().out.startswith("v5" if command == "generate" else f"{tmp_path / 'merged'}: ")
+    asked = {request.path for request in repository.asked("GET", "/revision/main")}
+    assert asked == {f"/api/models/{name}/revision/main" for name in (NAME, "owner/adapter")}
+    assert len(repository.asked("GET", "/revision/main")) == 2
+
+
+# Refused before weights are downloaded
+
+
+def test_a_repository_without_safetensors_is_refused(server, files):
+    server.add(NAME, {name: files[name] for name in (*SMALL, *OTHERS)})
+    message = refusal(hub.resolve, NAME)
+    assert f"{NAME}: has no weights in safetensors, but pytorch_model.bin, model.gguf, consolidated.saf" in message
+    assert "only model.safetensors, or model.safetensors.index.json with its shards, is read" in message
+    assert not weights_asked_for(server) and not server.bytes_sent(files["pytorch_model.bin"])
+
+
+def test_shards_that_the_repository_lacks_are_named(server, files):
+    _, *rest = shards(files)
+    server.add(NAME, {name: content for name, content in files.items() if name not in rest})
+    message = refusal(hub.resolve, NAME)
+    assert f"{INDEX} names files that the repository does not have: {', '.join(rest)};" in message
+    assert not weights_asked_for(server)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"model_type": "gpt2"}, HubError, "config.json: model_type 'gpt2' is not supported"),
+        ({"num_key_value_heads": 4}, ConfigError, "num_key_value_heads"),
+        (None, HubError, f"{NAME}: has no config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(server, files, change, error, words):
+    config = {"config.json": json.dumps(LLAMA | change).encode()} if change else {}
+    server.add(NAME, {name: content for name, content in files.items() if name != "config.json"} | config)
+    assert words in refusal(hub.resolve, NAME, error=error)
+    assert not weights_asked_for(server)
+
+
+def test_an_index_that_leads_elsewhere_is_refused(server, files):
+    server.add(NAME, files | {INDEX: json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode()})
+    assert "weight_map names '../../x.safetensors'" in refusal(hub.resolve, NAME, error=CheckpointError)
+    assert not weights_asked_for(server)
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("where", ["argument", "environment", "file"])
+def test_a_token_goes_to_the_hub_and_to_nobody_else(server, files, monkeypatch, where):
+    server.add(NAME, files, private=True, readers=frozenset({"a-token"}))
+    if where == "environment":
+        monkeypatch.setenv("HF_TOKEN", "a-token")
+    if where == "file":
+        Path(constants.HF_TOKEN_PATH).write_text("a-token\n")
+    hub.resolve(NAME, token="a-token" if where == "argument" else None)
+    asked = [request for request in server.requests if NAME in request.path]
+    assert {request.token for request in asked} == {"a-token"}
+    assert {request.token for request in server.asked("GET", "/cdn/")} == {None}
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        (None, "is gated and there is no token; accept its licence at {page}, then set HF_TOKEN"),
+        (
+            "another-token",
+            "is gated and the token in HF_TOKEN has no right to it (Access to model owner/model is ",
+        ),
+        ("another-token", "accept its licence and ask for access at {page} with its account"),
+        ("revoked", f"the Hub does not accept the token in HF_TOKEN ({INVALID}); make another at "),
+    ],
+)
+def test_no_token_a_token_without_rights_and_an_invalid_one_are_told_apart(server, files, monkeypatch, token, words):
+    server.add(NAME, files, gated=True, readers=frozenset({"a-token"}))
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert words.format(page=f"{server.endpoint}/{NAME}") in refusal(hub.resolve, NAME)
+    assert hub.resolve(NAME, token="a-token").is_dir()
+
+
+def test_a_token_of_narrow_scope_gets_the_words_of_the_hub(repository):
+    repository.spoil("GET", "/revision/main", times=9, status=403)
+    assert "the Hub refuses the token passed (spoiled); see " in refusal(hub.resolve, NAME, token="a-token")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("meta-llama/Llama-3-8B", "'meta-llama/Meta-Llama-3-8B'"),
+        ("qwen2.5-7b", "'Qwen/Qwen2.5-7B'"),
+        ("lama", "'llama'"),
+        (NAME, None),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_and_is_not_replaced(server, capsys, name, meant):
+    for token, access in {None: "private, which needs HF_TOKEN", "a-token": "the token passed cannot see it"}.items():
+        message = refusal(hub.resolve, name, token=token)
+        ending = f"did you mean {meant}?" if meant else "check the spelling"
+        assert message == f"{name}: is not a repository of the Hub, or {access}; {ending}"
+    assert main(["generate", name, "--prompt", "w5", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert all("meta-llama/Meta" not in request.path and "Qwen/Q" not in request.path for request in server.requests)
+
+
+@pytest.mark.parametrize(
+    "name", ["./no/folder", "a/b/c", "/no/such/folder", "~/no/such", "~nobody/x", Path("no/folder")]
+)
+def test_what_looks_like_a_path_is_not_sent_to_the_hub(server, name):
+    assert refusal(hub.resolve, name) == f"{name}: is neither a folder nor a Hub name such as 'owner/model'"
+    assert not server.requests
+
+
+def test_a_folder_typed_wrong_gets_the_nearest_beside_it(server, tmp_path, monkeypatch):
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for typed in ("./models/llma", "models/llma", f"{tmp_path}/models/llma"):
+        assert "/llama'?" in refusal(hub.resolve, typed)
+    assert {request.path for request in server.requests} <= {"/api/models/models/llma/revision/main"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("owner/mod el", "is neither a folder nor a Hub name such as 'owner/model'"),
+        ("https://huggingface.co/owner/model", "is a URL; pass the Hub's name for it, such as 'owner/model'"),
+        ("llama", "is an architecture, which has no weights to load"),
+        ("model" * 60, "is neither a folder nor a Hub name such as 'owner/model'"),
+        (__file__, "is a file; pass the folder that it lies in"),
+    ],
+)
+def test_other_things_that_are_no_name(server, name, words):
+    assert words in refusal(hub.resolve, name)
+    assert not server.requests
+
+
+def test_an_existing_folder_is_used_as_it_is(server, tmp_path):
+    assert hub.resolve(tmp_path) == hub.resolve(str(tmp_path)) == tmp_path
+    assert not server.requests
+
+
+# Without the Hub
+
+
+@pytest.fixture(params=["offline", "unreachable", "failing"])
+def without_hub(request, server, monkeypatch):
+    """Call it to be without the Hub from then on; the way that messages say so."""
+
+    def leave():
+        server.requests.clear()
+        if request.param == "offline":
+            go_offline(monkeypatch)
+            return "HF_HUB_OFFLINE is set, and the cache "
+        if request.param == "unreachable":
+            server.stop()
+            return f"{server.endpoint} cannot be reached (Connect"
+        server.spoil("GET", "", times=99, status=503)
+        return "the Hub answers "
+
+    return leave
+
+
+def test_without_the_hub_the_cache_serves(repository, without_hub):
+    folder, commit = hub.resolve(NAME), hub.resolve(NAME).name
+    without_hub()
+    assert hub.resolve(NAME) == hub.resolve(NAME, revision=commit) == folder
+    assert ligermodels.load_tokenizer(NAME).encode("w5") == [5]
+
+
+def test_without_the_hub_what_is_not_cached_is_named(repository, without_hub, files):
+    ligermodels.load_tokenizer(NAME)
+    why = without_hub()
+    message = refusal(hub.resolve, NAME)
+    assert message.startswith(f"{NAME}: {why}") and f"does not hold {', '.join(shards(files))}; " in message
+    assert not weights_asked_for(repository)
+
+
+def test_without_the_hub_and_without_anything_cached(server, without_hub):
+    why = without_hub()
+    message = refusal(hub.resolve, "meta-llama/Llama-3-8B")
+    assert message.startswith(f"meta-llama/Llama-3-8B: {why}")
+    assert f"the cache {constants.HF_HUB_CACHE} does not hold revision 'main'" in message
+    assert "did you mean 'meta-llama/Meta-Llama-3-8B'?" in message
+    assert "does not hold revision 'v2'" in refusal(hub.resolve, "meta-llama/Meta-Llama-3-8B", revision="v2")
+    assert "did you mean" not in refusal(hub.resolve, "meta-llama/Meta-Llama-3-8B")
+
+
+def test_offline_a_cache_that_lacks_a_small_file_names_it(repository, monkeypatch):
+    (hub.resolve(NAME) / "generation_config.json").unlink()
+    go_offline(monkeypatch)
+    message = refusal(hub.resolve, NAME)
+    assert "HF_HUB_OFFLINE is set" in message and "generation_config.json" in message
+
+
+# Interrupted
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(repository, files):
+    content = files[shards(files)[1]]
+    repository.spoil("GET", f"/cdn/{etag(content)}", cut=50_000)
+    folder = hub.resolve(NAME)
+    assert (folder / shards(files)[1]).read_bytes() == content
+    whole, rest = repository.asked("GET", f"/cdn/{etag(content)}")
+    begin = int(rest.range.removeprefix("bytes=").removesuffix("-"))
+    assert whole.range is None and 50_000 - 1024 < begin <= 50_000  # the client keeps whole chunks, here of 1024 bytes
+    assert repository.bytes_sent(content) == 50_000 + len(content) - begin
+
+
+def test_a_connection_that_is_reset_is_tried_again(repository, files):
+    content = files[shards(files)[1]]
+    repository.spoil("GET", f"/cdn/{etag(content)}", cut=50_000, reset=True)
+    assert (hub.resolve(NAME) / shards(files)[1]).read_bytes() == content
+
+
+def test_a_download_that_failed_leaves_nothing_partial_and_goes_on_with_what_is_missing(repository, files):
+    first, second, third = (files[shard] for shard in shards(files))
+    repository.spoil("GET", f"/cdn/{etag(second)}", cut=50_000)
+    repository.spoil("GET", f"/cdn/{etag(second)}", cut=0, times=99)
+    message = refusal(ligermodels.load, NAME)
+    assert message.startswith(f"{NAME}: ") and shards(files)[1] in message and "what is complete is kept" in message
+    (snapshot,) = Path(constants.HF_HUB_CACHE).glob("models--owner--model/snapshots/*")
+    assert not (snapshot / shards(files)[1]).exists() and (snapshot / shards(files)[0]).exists()
+
+    repository.faults.clear()
+    before = repository.bytes_sent(first), repository.bytes_sent(third)
+    folder = hub.resolve(NAME)
+    assert [(folder / shard).read_bytes() for shard in shards(files)] == [first, second, third]
+    assert (repository.bytes_sent(first), repository.bytes_sent(third)) == before == (len(first), len(third))
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_is_busy_for_a_while_is_waited_for(repository, files, status):
+    content = files[shards(files)[0]]
+    for method, path in (
+        ("GET", "/revision/main"),
+        ("GET", "/tree/" + next(iter(repository.repositories[NAME].commits))),
+        ("HEAD", "/tokenizer.json"),
+        ("GET", "/tokenizer.json"),
+        ("HEAD", "/" + shards(files)[0]),
+        ("GET", f"/cdn/{etag(content)}"),
+    ):
+        repository.spoil(method, path, status=status)
+    assert names(hub.resolve(NAME)) == {*SMALL, INDEX, *shards(files)}
+    assert not repository.faults and repository.bytes_sent(content) == len(content)
+
+
+def test_two_processes_download_each_file_once(repository, files):
+    """Both have asked for the largest file before either may have it."""
+    processes = [multiprocessing.get_context("fork").Process(target=hub.resolve, args=(NAME,)) for _ in range(2)]
+    largest = max((files[shard] for shard in shards(files)), key=len)
+    repository.gates["HEAD", next(name for name in files if files[name] == largest)] = threading.Barrier(2)
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert repository.bytes_sent(largest) == len(largest)
+    folder = hub.resolve(NAME)
+    assert all((folder / shard).read_bytes() == files[shard] for shard in shards(files))
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
+
+
+def test_any_other_failure_is_an_error_of_one_line(server, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    server.add(NAME, {"config.json": b"{}"})
+    message = refusal(hub.resolve, NAME, error=InputError)
+    assert "could not be downloaded (NotADirectoryError:" in message and os.fspath(tmp_path) in message

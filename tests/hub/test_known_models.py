@@ -1,0 +1,39 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from ligermodels.hub.known_models import KNOWN_MODELS, nearest, simplified
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("meta-llama/Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+        ("llama3-8b", "meta-llama/Meta-Llama-3-8B"),
+        ("meta-llama/Llama-3-8B-instruct", "meta-llama/Meta-Llama-3-8B-Instruct"),
+        ("meta-llama/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("qwen2.5-7b", "Qwen/Qwen2.5-7B"),
+        ("Qwen/Qwen25-7B", "Qwen/Qwen2.5-7B"),
+        ("mistral/Mistral-7B-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("google/gemma2-2b", "google/gemma-2-2b"),
+        ("phi-4-mini", "microsoft/Phi-4-mini-instruct"),
+        ("gpt2", None),
+        ("google-bert/bert-base-uncased", None),
+    ],
+)
+def test_the_nearest_known_model(typed, meant):
+    assert nearest(typed, KNOWN_MODELS) == meant
+
+
+def test_every_id_is_one_of_the_hub_and_no_two_are_spelled_alike():
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", name) for name in KNOWN_MODELS)
+    assert len({simplified(name) for name in KNOWN_MODELS}) == len(KNOWN_MODELS)
+
+
+def test_the_models_that_the_readme_names_are_known():
+    named = set(re.findall(r"\]\(https://huggingface\.co/([\w.-]+/[\w.-]+)\)", README.read_text(encoding="utf-8")))
+    assert len(named) > 15 and named <= set(KNOWN_MODELS)

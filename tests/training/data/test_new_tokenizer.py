@@ -1,0 +1,96 @@
+import json
+
+import pytest
+from tokenizers import Tokenizer as LibraryTokenizer
+
+import ligermodels
+from ligermodels.architectures import ARCHITECTURES
+from ligermodels.errors import InputError
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.training.data.corpus import conversations, vocabulary_texts
+from ligermodels.training.data.new_tokenizer import SPECIAL, save_tokenizer, tokenizer_and_end, train_tokenizer
+from ligermodels.verify import reference
+from ligermodels.verify.text import TEXTS, text_checks
+
+WITH_PRESETS = [name for name, architecture in ARCHITECTURES.items() if architecture.SIZES]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(vocabulary_texts(), 1024)
+
+
+def test_the_embedded_texts_give_1024_entries_of_which_the_first_three_are_special(tokenizer):
+    assert tokenizer.vocab_size == 1024
+    assert [tokenizer.tokenizer.token_to_id(token) for token in SPECIAL] == [0, 1, 2]
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert train_tokenizer(vocabulary_texts(), 1024).tokenizer.to_str() == tokenizer.tokenizer.to_str()
+
+
+def test_a_text_begins_with_end_of_text_and_each_digit_is_a_token(tokenizer):
+    ids = tokenizer.encode("Ada hat 12 Äpfel.")
+    assert ids[0] == 0
+    assert tokenizer.decode(ids) == "Ada hat 12 Äpfel."
+    assert tokenizer.encode("A\u0308pfel") == tokenizer.encode("Äpfel")
+    pieces = [tokenizer.tokenizer.id_to_token(index) for index in tokenizer.encode(" 7 + 15 = 22.")]
+    assert pieces == ["<|endoftext|>", *["Ġ", "7", "Ġ+", "Ġ", "1", "5", "Ġ=", "Ġ", "2", "2", "."]]
+
+
+@pytest.mark.parametrize("name", WITH_PRESETS)
+def test_transformers_reads_the_same_from_the_folder_of_every_family(name, tokenizer, tmp_path):
+    """For Qwen 2 it builds a tokenizer of its own, of which only vocabulary and merges are the folder's."""
+    ligermodels.export(ligermodels.create(name, size="tiny"), tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
+    checks = text_checks(tmp_path)
+    assert [check.passed for check in checks] == [True, True], checks
+    theirs = reference.load_tokenizer(tmp_path)
+    for messages in conversations(seed=3, count=4):
+        ids, said = tokenizer.apply_chat_template_with_mask(messages)
+        read = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert (read["input_ids"], [bool(said) for said in read["assistant_masks"]]) == (ids, said)
+        assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
+    assert theirs.eos_token_id == theirs.pad_token_id == 0
+
+
+def test_the_assistant_says_its_messages_and_the_end_of_its_turns(tokenizer):
+    for messages in conversations(seed=4, count=10):
+        ids, said = tokenizer.apply_chat_template_with_mask(messages)
+        spoken = tokenizer.decode([i for i, s in zip(ids, said, strict=True) if s], skip_special_tokens=False)
+        assert spoken == "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
+
+
+@pytest.mark.parametrize("given", ["tools", "tool_calls"])
+def test_tools_are_refused_as_the_template_would_leave_them_out(given, tokenizer):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    said = {"role": "assistant", "content": "12"} | ({"tool_calls": [call]} if given == "tool_calls" else {})
+    tools = [{"type": "function", "function": {"name": "add"}}] if given == "tools" else None
+    with pytest.raises(InputError, match="not for this template; take a model whose chat template writes them"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "5 + 7?"}, said], tools=tools)
+
+
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_system_which_callers_explain(tokenizer, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        save_tokenizer(tokenizer, tmp_path / "none")
+
+
+def test_a_saved_tokenizer_is_read_back_as_it_was_and_ends_generation_with_a_text_or_a_turn(tokenizer, tmp_path):
+    save_tokenizer(tokenizer, tmp_path)
+    read = Tokenizer.from_folder(tmp_path)
+    assert read.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    assert (read.named, read.special_ids) == (tokenizer.named, tokenizer.special_ids)
+    assert read.chat_template == tokenizer.chat_template
+    library = LibraryTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert library.to_str() == tokenizer.tokenizer.to_str()
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": [0, 2]}
+
+
+def test_the_end_of_text_is_config_jsons_then_generation_config_jsons_and_else_an_error(tokenizer, tmp_path):
+    save_tokenizer(tokenizer, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text('{"eos_token_id": 5}')
+    assert tokenizer_and_end(tmp_path)[1] == 5
+    config.write_text("{}")
+    assert tokenizer_and_end(tmp_path)[1] == 0
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(InputError, match=r"config\.json: eos_token_id is None"):
+        tokenizer_and_end(tmp_path)
