@@ -36,6 +36,7 @@ OF_THE_COMMAND = ("config", "dry_run")
 def parse_arguments(argv):
     config = command.config_of(cli.parser().parse_command(["train", *argv]))
     refuse_contradictions(config)
+    require(config.log_to)
     return config
 
 
@@ -96,7 +97,7 @@ def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path)
         ([], ["--model is missing", "--model list"]),
         (["--learnig-rate", "1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
         (["--learnig-rate=1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
-        (["--lr", "1"], ["--lr: no such flag; --help shows them all"]),
+        (["--lr", "1"], ["--lr: no such flag; --help lists them all"]),
         (["extra.jsonl"], ["extra.jsonl: belongs to no flag"]),
         (["--steps", "-3"], ["--steps: is '-3'; must be a whole number above zero"]),
         (["--steps", "1.5"], ["--steps: is '1.5'"]),
@@ -122,7 +123,7 @@ def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path)
             ["--model", "qwen2", "--validation-data", "v.txt", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of --data", "leave one out"],
         ),
-        (["--model", "qwen2", "--validation-fraction", "0.1"], ["random are validated on data of their own"]),
+        (["--model", "qwen2", "--validation-fraction", "0.1"], ["random have validation data of their own"]),
         (
             ["--model", "qwen2", "--data", "stories=0.5", "chats=0.5", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of files in --data", "leave it out"],
