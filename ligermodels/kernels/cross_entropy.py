@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, last_use, register, runs_kernels, traced, widen
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel
-from ligermodels.kernels.pdl import await_previous, early, let_next_begin
+from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.rescale import multiply_
 
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
@@ -123,14 +123,14 @@ def _kernel(
     logits_stride, dlogits_stride, scale_stride, columns, pieces, first,
     ignore_index, softcap, logit_scale, z_loss, label_smoothing, share, upstream,
     SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr,
-    SCALED: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, EARLY: tl.constexpr,
+    SCALED: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """LOSS: one program sweeps a row for loss and lse; else lse is read, and one program takes one BLOCK of a row.
 
     GRADIENT writes dlogits, which may lie over the logits: each element is read and written by the same thread. After
     LOSS it sweeps backwards, as what was read last is the likeliest to be in a cache.
     """
-    await_previous(EARLY)
+    wait_for_previous_kernel(PDL)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     begin = tl.program_id(0) % pieces * BLOCK
     end = columns if LOSS else tl.minimum(begin + BLOCK, columns)
@@ -188,11 +188,11 @@ def _kernel(
 @kernel(do_not_specialize=["rows", "ignore_index"])
 def _reduce_kernel(
     losses_ptr, targets_ptr, total_ptr, factor_ptr, rows, ignore_index,
-    COUNT: tl.constexpr, SUM: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    COUNT: tl.constexpr, SUM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the factor, 1 / supervised targets where these COUNT, else 1, and the SUM of the losses times it."""
-    await_previous(EARLY)
-    let_next_begin(EARLY)
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
     count = tl.zeros([TILE], tl.int32)
     total = tl.zeros([TILE], tl.float32)
     for start in range(0, rows, TILE):
@@ -235,7 +235,7 @@ def _sweep(
     """What launches a sweep of such rows, and the columns of one step."""
     block, warps, vector = tile_of(columns, loss, gradient, aligned, itemsize)
     launch = _kernel.bind(
-        LOSS=loss, GRADIENT=gradient, BLOCK=block, VECTOR=vector, num_warps=warps, **options, **early(device)
+        LOSS=loss, GRADIENT=gradient, BLOCK=block, VECTOR=vector, num_warps=warps, **options, **pdl_constants(device)
     )
     return launch, block
 
@@ -297,7 +297,7 @@ def cross_entropy_in_place(logits: Tensor, targets: Tensor, scale: Tensor | floa
 
 @functools.cache
 def _reduction(count: bool, total: bool, device: torch.device) -> Launcher:
-    return _reduce_kernel.bind(COUNT=count, SUM=total, TILE=REDUCE_TILE, **early(device))
+    return _reduce_kernel.bind(COUNT=count, SUM=total, TILE=REDUCE_TILE, **pdl_constants(device))
 
 
 def _launch_mean_factor(targets: Tensor, ignore_index: int) -> Tensor:

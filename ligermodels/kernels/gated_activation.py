@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, last_use, register, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, cdiv, kernel, rows_of
-from ligermodels.kernels.pdl import await_previous, early
+from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
 MAX_TILE = 1024  # columns of one program of four warps
 
@@ -92,10 +92,10 @@ def _forward_kernel(
 @kernel()
 def _backward_kernel(
     dy_ptr, gate_up_ptr, dgate_up_ptr, y_ptr, dy_stride, gate_up_stride,
-    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program computes TILE columns of one row's dgate and dup, and of y again where it is asked to."""
-    await_previous(EARLY)
+    wait_for_previous_kernel(PDL)
     row, column, mask = _place(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
     dgate_ptr = dgate_up_ptr + row * (2 * COLUMNS) + column
@@ -137,7 +137,9 @@ def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
 def _backward(columns: int, activation: str, emit: bool, device: torch.device) -> tuple[Launcher, int]:
     """What launches backward, and how many tiles cover a row."""
     tiles, tile = tiles_of(columns)
-    launch = _backward_kernel.bind(COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile, **early(device))
+    launch = _backward_kernel.bind(
+        COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile, **pdl_constants(device)
+    )
     return launch, tiles
 
 
