@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, last_use, register, runs_kernels, traced, widen
+from ligermodels.kernels.dispatch import Node, is_last_use, is_traced, register, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
-from ligermodels.kernels.rescale import multiply_
+from ligermodels.kernels.rescale import scale_gradient_
 
 FP16_SCALE = 2.0**10  # of gradients that wait for their upstream gradient: out of fp16's subnormals, and exact
 REDUCTIONS = ("mean", "sum", "none")
@@ -368,7 +368,7 @@ class _CrossEntropy(Node):
     def backward(ctx, dloss):
         logits, targets, lse, factor = ctx.saved_tensors
         saved = logits, targets, lse, dloss, factor, *ctx.options
-        over = ctx.temporary and last_use(logits, dloss)
+        over = ctx.temporary and is_last_use(logits, dloss)
         dlogits = _launch_backward(*saved, inplace=True) if over else cross_entropy_backward(*saved)
         return dlogits, *[None] * 8
 
@@ -394,7 +394,7 @@ class _CrossEntropyInPlace(Node):
     def backward(ctx, dloss):
         gradient, factor = ctx.saved_tensors
         scale = dloss if factor is None else dloss * factor
-        return multiply_(gradient, scale / FP16_SCALE if ctx.waits else scale), *[None] * 7
+        return scale_gradient_(gradient, scale / FP16_SCALE if ctx.waits else scale), *[None] * 7
 
 
 def cross_entropy_of_temporary(logits: Tensor, targets: Tensor, reduction: str, *options) -> Tensor:
@@ -425,7 +425,7 @@ def cross_entropy(
             label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
     options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
-    if inplace and torch.is_grad_enabled() and logits.requires_grad and not traced((logits,)):
+    if inplace and torch.is_grad_enabled() and logits.requires_grad and not is_traced((logits,)):
         rows = as_rows(logits)
         if rows.stride(0) < rows.shape[1]:  # expanded: rows that share their memory
             rows = rows.contiguous()

@@ -51,7 +51,7 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if takes_part else x
 
 
-def traced(args: tuple[Any, ...]) -> bool:
+def is_traced(args: tuple[Any, ...]) -> bool:
     """Whether a compiler, a dispatch mode or a tensor subclass must see the call as a registered op.
 
     args: those of the call, a tensor first.
@@ -61,10 +61,10 @@ def traced(args: tuple[Any, ...]) -> bool:
     return args[0].is_meta or not PLAIN.issuperset(map(type, args))
 
 
-def last_use(*tensors: Tensor) -> bool:
+def is_last_use(*tensors: Tensor) -> bool:
     """Whether a node's backward may write over what it saved: neither something that traces nor a backward to come, of
     a graph that is kept, reads it again. tensors: those that backward works on."""
-    return not traced(tensors) and not torch._C._autograd._get_current_graph_task_keep_graph()
+    return not is_traced(tensors) and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]
     registered = getattr(torch.ops.ligermodels, name).default
 
     def call(*args: Any) -> Any:
-        return registered(*args) if traced(args) else launcher(*args)
+        return registered(*args) if is_traced(args) else launcher(*args)
 
     return call
 

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, last_use, register, runs_kernels, widen
-from ligermodels.kernels.launch import Launcher, cdiv, kernel, rows_of
+from ligermodels.kernels.dispatch import Node, is_last_use, register, runs_kernels, widen
+from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
 MAX_TILE = 1024  # columns of one program of four warps
@@ -128,7 +128,7 @@ def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
     launch, columns, tiles = _forward(width, activation)
     y = gate_up.new_empty(*batch, columns)
     if size := y.numel():
-        gate_up, stride = rows_of(gate_up, width)
+        gate_up, stride = as_rows_with_stride(gate_up, width)
         launch(size // columns * tiles, gate_up, y, stride)
     return y
 
@@ -152,7 +152,7 @@ def _launch_backward(
     if size := dy.numel():
         columns = dy.shape[-1]
         launch, tiles = _backward(columns, activation, emit, dy.device)
-        (dy, dy_stride), (gate_up, stride) = rows_of(dy, columns), rows_of(gate_up, 2 * columns)
+        (dy, dy_stride), (gate_up, stride) = as_rows_with_stride(dy, columns), as_rows_with_stride(gate_up, 2 * columns)
         launch(size // columns * tiles, dy, gate_up, dgate_up, dgate_up if y is None else y, dy_stride, stride)
     return dgate_up, y
 
@@ -182,7 +182,7 @@ def backward_of_saved(
 
     inplace: dgate_up into gate_up's memory and y into dy's, where this is their last use.
     """
-    if not (inplace and gate_up.is_contiguous() and last_use(gate_up, dy)):
+    if not (inplace and gate_up.is_contiguous() and is_last_use(gate_up, dy)):
         return gated_activation_backward(dy, gate_up, activation, emit)
     gradients = _launch_backward(dy, gate_up, activation, emit, inplace=True)
     torch.autograd.graph.increment_version(gate_up)  # so that autograd objects if another node saved it

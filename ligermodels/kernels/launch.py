@@ -125,18 +125,18 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def matrix(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     """[..., N] as [rows, N], without the microseconds of a view, a node of the graph, where it is one."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def as_rows(x: Tensor) -> Tensor:
     """[..., N] as [rows, N] with unit stride along N and any stride between rows; a view where possible."""
-    x = matrix(x)
+    x = as_matrix(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def rows_of(x: Tensor, columns: int) -> tuple[Tensor, int]:
+def as_rows_with_stride(x: Tensor, columns: int) -> tuple[Tensor, int]:
     """x [..., columns] with unit stride along them, and the stride between rows; x itself where it is contiguous."""
     if x.is_contiguous():
         return x, columns

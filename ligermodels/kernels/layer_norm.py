@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, register, runs_kernels, widen
-from ligermodels.kernels.launch import Launcher, cdiv, kernel, rows_of
+from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.norm_tiles import (
     FEW_ROWS,
     backward_tile,
@@ -136,7 +136,7 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
     columns = x.shape[-1]
     check_weights("layer_norm", columns, weight, bias)
     launch, tile_rows = _forward(columns, bias is not None, x.device)
-    x, x_stride = rows_of(x, columns)
+    x, x_stride = as_rows_with_stride(x, columns)
     rows = x.numel() // columns
     stats = x.new_empty(2, rows, dtype=torch.float32)
     if rows:
@@ -169,7 +169,7 @@ def _launch_backward(
         columns, x.itemsize, few, x.device, input_grad, weight_grad, bias_grad
     )
     programs = min(cdiv(rows, tile_rows), most)
-    (dy, dy_stride), (x, x_stride) = rows_of(dy, columns), rows_of(x, columns)
+    (dy, dy_stride), (x, x_stride) = as_rows_with_stride(dy, columns), as_rows_with_stride(x, columns)
     summed = [] if few else [gradient for gradient in (dweight, dbias) if gradient is not None]
     partials = stats.new_empty(programs, len(summed) * columns) if summed else stats
     if rows:

@@ -43,9 +43,9 @@ from ligermodels.kernels.cross_entropy import (
     reduce_losses,
     sweep,
 )
-from ligermodels.kernels.dispatch import Node, autocast, register, runs_kernels, traced
-from ligermodels.kernels.launch import cdiv, matrix
-from ligermodels.kernels.rescale import multiply_, scaled, scaled_pair
+from ligermodels.kernels.dispatch import Node, autocast, is_traced, register, runs_kernels
+from ligermodels.kernels.launch import as_matrix, cdiv
+from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
 LOGITS_BYTES = 2**30
@@ -286,9 +286,9 @@ class _ReducedLoss(Node):
         (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
         scale = dloss, factor, 1 / GRADIENT_SCALE, ctx.dtype
         if hidden_grad and weight_grad:
-            return *scaled_pair(dhidden, dweight, *scale), *[None] * 9
-        dhidden = scaled(dhidden, *scale) if hidden_grad else None
-        dweight = scaled(dweight, *scale) if weight_grad else None
+            return *rescale_pair(dhidden, dweight, *scale), *[None] * 9
+        dhidden = rescale(dhidden, *scale) if hidden_grad else None
+        dweight = rescale(dweight, *scale) if weight_grad else None
         return dhidden, dweight, *[None] * 9
 
 
@@ -310,7 +310,7 @@ class _LeanLoss(Node):
     @staticmethod
     def backward(ctx, dloss):
         pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        return *[multiply_(gradient, dloss) if wanted else None for gradient, wanted in pairs], *[None] * 9
+        return *[scale_gradient_(gradient, dloss) if wanted else None for gradient, wanted in pairs], *[None] * 9
 
 
 class _RowLosses(Node):
@@ -358,7 +358,7 @@ def linear_cross_entropy(
             hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
             z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
-    rows = matrix(hidden)
+    rows = as_matrix(hidden)
     flat = targets.contiguous() if targets.ndim == 1 else targets.reshape(-1).contiguous()
     # Lean gradients wait for their upstream gradient in the inputs' dtype: in fp16 they might underflow before a loss
     # scale reaches them, and are taken in backward instead.
@@ -369,7 +369,7 @@ def linear_cross_entropy(
     if lean:
         return _LeanLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
     size = rows.shape[0], rows.shape[1], weight.shape[0]
-    if not traced((rows, weight, flat)) and keeps_logits(*size, rows.dtype, *wanted):
+    if not is_traced((rows, weight, flat)) and keeps_logits(*size, rows.dtype, *wanted):
         return cross_entropy_of_temporary(torch.mm(rows, weight.T), flat, reduction, *options)
     return _ReducedLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
 

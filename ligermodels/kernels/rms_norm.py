@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, register, runs_kernels, widen
-from ligermodels.kernels.launch import Launcher, cdiv, kernel, rows_of
+from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.norm_tiles import (
     FEW_ROWS,
     backward_tile,
@@ -166,8 +166,8 @@ def _launch_forward(
     y = x.new_empty(*x.shape, dtype=dtype or wide)
     hidden = y if residual is None else x.new_empty(*x.shape, dtype=wide)
     launch, tile_rows = _forward(columns, add, x.device)
-    x, x_stride = rows_of(x, columns)
-    residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual, columns)
+    x, x_stride = as_rows_with_stride(x, columns)
+    residual, residual_stride = (x, x_stride) if residual is None else as_rows_with_stride(residual, columns)
     rows = x.numel() // columns
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows and not add and columns in READ_TWICE:
@@ -223,8 +223,8 @@ def _launch_backward(
     kind = columns, hidden.itemsize, few, hidden.device, add, input_grad, weight_grad, emit
     launch, tile_rows, most, over_columns = _backward(*kind)
     programs = min(cdiv(rows, tile_rows), most)
-    (dy, dy_stride), (hidden, hidden_stride) = rows_of(dy, columns), rows_of(hidden, columns)
-    dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden, columns)
+    (dy, dy_stride), (hidden, hidden_stride) = as_rows_with_stride(dy, columns), as_rows_with_stride(hidden, columns)
+    dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else as_rows_with_stride(dhidden, columns)
     summed = [] if dweight is None or few else [dweight]
     partials = rstd.new_empty(programs, columns) if summed else rstd
     if rows:

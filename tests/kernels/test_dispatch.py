@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 from ligermodels.kernels import launch as launch_module
-from ligermodels.kernels.dispatch import Node, traced
+from ligermodels.kernels.dispatch import Node, is_traced
 from ligermodels.kernels.launch import Variants, _kinds_of, kernel
 from tests.conftest import DEVICE
 
@@ -103,11 +103,11 @@ class Subclass(torch.Tensor):
 
 def test_fake_meta_and_subclassed_tensors_are_traced_and_plain_ones_are_not():
     x = torch.ones(2)
-    assert not traced((x, torch.nn.Parameter(x), 1.0))
-    assert traced((x.to("meta"), 1.0))
-    assert traced((x, 1.0, x.as_subclass(Subclass)))
+    assert not is_traced((x, torch.nn.Parameter(x), 1.0))
+    assert is_traced((x.to("meta"), 1.0))
+    assert is_traced((x, 1.0, x.as_subclass(Subclass)))
     with torch._subclasses.FakeTensorMode():
-        assert traced((torch.ones(2),))
+        assert is_traced((torch.ones(2),))
 
 
 class Twice(Node):
