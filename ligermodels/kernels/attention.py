@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ligermodels.kernels.dispatch import autocast, traced, widen
+from ligermodels.kernels.dispatch import autocast, is_traced, widen
 from ligermodels.kernels.launch import shared_memory
 
 SDPA_BACKENDS = [
@@ -81,7 +81,7 @@ def attention(
             return flex_attention_with_softcap(q, k, v, scale, window, softcap, cu_seqlens)
         if softcap is None and q.dtype in (torch.float16, torch.bfloat16):
             return varlen_flash_attention(q, k, v, scale, window, cu_seqlens, max_seqlen, dropout)
-    if cu_seqlens is not None and q.is_cpu and position_ids is None and not traced((q, k, v)):
+    if cu_seqlens is not None and q.is_cpu and position_ids is None and not is_traced((q, k, v)):
         return attention_by_document(q, k, v, cu_seqlens, scale=scale, window=window, softcap=softcap, dropout=dropout)
     if softcap is not None:
         return attention_reference(q, k, v, scale, window, softcap, cu_seqlens, position_ids)

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, last_use, register, runs_kernels, traced, widen
+from ligermodels.kernels.dispatch import Node, is_last_use, is_traced, register, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
-from ligermodels.kernels.rescale import multiply_
+from ligermodels.kernels.rescale import scale_gradient_
 
 # Scale of fp16 gradients stored before the upstream gradient is known. Keeps them out of fp16's subnormals; exact.
 FP16_SCALE = 2.0**10
@@ -391,7 +391,7 @@ class _CrossEntropy(Node):
     def backward(ctx, dloss):
         logits, targets, lse, factor = ctx.saved_tensors
         saved = logits, targets, lse, dloss, factor, *ctx.options
-        inplace = ctx.temporary and last_use(logits, dloss)
+        inplace = ctx.temporary and is_last_use(logits, dloss)
         dlogits = _launch_backward(*saved, inplace=True) if inplace else cross_entropy_backward(*saved)
         return dlogits, *[None] * 8
 
@@ -418,7 +418,7 @@ class _CrossEntropyInPlace(Node):
     def backward(ctx, dloss):
         gradient, factor = ctx.saved_tensors
         scale = dloss if factor is None else dloss * factor
-        return multiply_(gradient, scale / FP16_SCALE if ctx.defers_factor else scale), *[None] * 7
+        return scale_gradient_(gradient, scale / FP16_SCALE if ctx.defers_factor else scale), *[None] * 7
 
 
 def cross_entropy_of_temporary(logits: Tensor, targets: Tensor, reduction: str, *options) -> Tensor:
@@ -450,7 +450,7 @@ def cross_entropy(
             label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
     options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
-    if inplace and torch.is_grad_enabled() and logits.requires_grad and not traced((logits,)):
+    if inplace and torch.is_grad_enabled() and logits.requires_grad and not is_traced((logits,)):
         rows = as_rows(logits)
         if rows.stride(0) < rows.shape[1]:  # expanded: rows share memory
             rows = rows.contiguous()

@@ -24,7 +24,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast, last_use, register, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, autocast, is_last_use, register, runs_kernels, widen
 from ligermodels.kernels.gated_activation import activate, check_gate_up, gated_activation_reference
 from ligermodels.kernels.grouped_gemm import grouped_weight_gradient
 from ligermodels.kernels.grouped_low_rank import (
@@ -192,7 +192,7 @@ def product_backward_from_saved(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """experts_product_backward for a node that owns gate_up and dproduct: in place if this is their last use."""
     inputs = dproduct, gate_up, weight, row, activation, input_grad, weight_grad, emit
-    if not last_use(gate_up, dproduct):
+    if not is_last_use(gate_up, dproduct):
         return experts_product_backward(*inputs)
     return _launch_product_backward(*inputs, inplace=True)
 

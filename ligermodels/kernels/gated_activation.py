@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, last_use, register, runs_kernels, widen
-from ligermodels.kernels.launch import Launcher, cdiv, kernel, rows_of
+from ligermodels.kernels.dispatch import Node, is_last_use, register, runs_kernels, widen
+from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
 MAX_TILE_COLUMNS = 1024  # of one program, which has four warps
@@ -136,7 +136,7 @@ def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
     launch, columns, tiles = _forward_launcher(width, activation)
     y = gate_up.new_empty(*batch, columns)
     if size := y.numel():
-        gate_up, stride = rows_of(gate_up, width)
+        gate_up, stride = as_rows_with_stride(gate_up, width)
         launch(size // columns * tiles, gate_up, y, stride)
     return y
 
@@ -161,7 +161,7 @@ def _launch_backward(
     if size := dy.numel():
         columns = dy.shape[-1]
         launch, tiles = _backward_launcher(columns, activation, emit, dy.device)
-        (dy, dy_stride), (gate_up, stride) = rows_of(dy, columns), rows_of(gate_up, 2 * columns)
+        (dy, dy_stride), (gate_up, stride) = as_rows_with_stride(dy, columns), as_rows_with_stride(gate_up, 2 * columns)
         launch(size // columns * tiles, dy, gate_up, dgate_up, dgate_up if y is None else y, dy_stride, stride)
     return dgate_up, y
 
@@ -191,7 +191,7 @@ def backward_from_saved(
 
     inplace: dgate_up takes the memory of gate_up and y that of dy, if this is their last use.
     """
-    if not (inplace and gate_up.is_contiguous() and last_use(gate_up, dy)):
+    if not (inplace and gate_up.is_contiguous() and is_last_use(gate_up, dy)):
         return gated_activation_backward(dy, gate_up, activation, emit)
     gradients = _launch_backward(dy, gate_up, activation, emit, inplace=True)
     torch.autograd.graph.increment_version(gate_up)  # so that autograd raises if another node saved it

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, traced
-from ligermodels.kernels.launch import matrix
+from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
+from ligermodels.kernels.launch import as_matrix
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -59,7 +59,7 @@ def split_b(b: Tensor, columns: Columns) -> tuple[Tensor, ...]:
 
 def split_by_projection(y: Tensor, low: Tensor, b: Tensor, columns: Columns) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Views of each projection: its columns of y [rows, N], its columns of low [rows, P r] and its rows of b."""
-    y, low = matrix(y), matrix(low)
+    y, low = as_matrix(y), as_matrix(low)
     for (start, stop), low_i, b_i in zip(columns, low.chunk(len(columns), 1), split_b(b, columns), strict=True):
         yield y[:, start:stop], low_i, b_i
 
@@ -72,7 +72,7 @@ def linear_forward(
     if a is None or b is None:
         return y, None
     low = F.linear(x, a)
-    if traced((x,)):  # not in place: selective checkpointing may have saved what F.linear returned
+    if is_traced((x,)):  # not in place: selective checkpointing may have saved what F.linear returned
         return add_update(y, low, b, columns, scale), low
     for y_i, low_i, b_i in split_by_projection(y, low, b, columns):
         y_i.addmm_(low_i, b_i.t(), alpha=scale)
@@ -81,7 +81,7 @@ def linear_forward(
 
 def add_update(y: Tensor, low: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:
     """y plus the update, in new memory."""
-    rows, blocks, end = matrix(y), [], 0
+    rows, blocks, end = as_matrix(y), [], 0
     for (start, stop), (y_i, low_i, b_i) in zip(columns, split_by_projection(y, low, b, columns), strict=True):
         blocks += [rows[:, end:start], torch.addmm(y_i, low_i, b_i.t(), alpha=scale)]
         end = stop
@@ -98,20 +98,20 @@ def low_gradient(dy: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: floa
 
 def input_gradient(dy: Tensor, weight: Tensor, dlow: Tensor | None = None, a: Tensor | None = None) -> Tensor:
     """dx [..., K] = dy W + dlow A; without an update dy W."""
-    dx = torch.mm(matrix(dy), weight)
+    dx = torch.mm(as_matrix(dy), weight)
     if dlow is not None and a is not None:
-        dx.addmm_(matrix(dlow), a)
+        dx.addmm_(as_matrix(dlow), a)
     return dx if dy.ndim == 2 else dx.view(*dy.shape[:-1], weight.shape[1])
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dW [N, K] = dyᵀ x; with dlow in place of dy, dA [P r, K]."""
-    return torch.mm(matrix(dy).t(), matrix(x))
+    return torch.mm(as_matrix(dy).t(), as_matrix(x))
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
     """db [N] = Σ dy over all rows."""
-    return matrix(dy).sum(0)
+    return as_matrix(dy).sum(0)
 
 
 def up_gradient(dy: Tensor, low: Tensor, b: Tensor, columns: Columns, scale: float) -> Tensor:

@@ -44,9 +44,9 @@ from ligermodels.kernels.cross_entropy import (
     reduce_losses,
     reduce_rows,
 )
-from ligermodels.kernels.dispatch import Node, autocast, register, runs_kernels, traced
-from ligermodels.kernels.launch import cdiv, matrix
-from ligermodels.kernels.rescale import multiply_, scaled, scaled_pair
+from ligermodels.kernels.dispatch import Node, autocast, is_traced, register, runs_kernels
+from ligermodels.kernels.launch import as_matrix, cdiv
+from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: keeps them out of fp16's subnormals; exact
 MAX_LOGITS_BYTES = 2**30  # of one chunk
@@ -292,9 +292,9 @@ class _ReducedLoss(Node):
         (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.needed
         scale = dloss, factor, 1 / GRADIENT_SCALE, ctx.dtype
         if hidden_grad and weight_grad:
-            return *scaled_pair(dhidden, dweight, *scale), *[None] * 9
-        dhidden = scaled(dhidden, *scale) if hidden_grad else None
-        dweight = scaled(dweight, *scale) if weight_grad else None
+            return *rescale_pair(dhidden, dweight, *scale), *[None] * 9
+        dhidden = rescale(dhidden, *scale) if hidden_grad else None
+        dweight = rescale(dweight, *scale) if weight_grad else None
         return dhidden, dweight, *[None] * 9
 
 
@@ -316,7 +316,7 @@ class _LowMemoryLoss(Node):
     @staticmethod
     def backward(ctx, dloss):
         pairs = zip(ctx.saved_tensors, ctx.needed, strict=True)
-        return *[multiply_(gradient, dloss) if needed else None for gradient, needed in pairs], *[None] * 9
+        return *[scale_gradient_(gradient, dloss) if needed else None for gradient, needed in pairs], *[None] * 9
 
 
 class _RowLosses(Node):
@@ -368,7 +368,7 @@ def linear_cross_entropy(
             hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
             z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
-    rows = matrix(hidden)
+    rows = as_matrix(hidden)
     flat = targets.contiguous() if targets.ndim == 1 else targets.reshape(-1).contiguous()
     # With low_memory, gradients are stored in the inputs' dtype before the upstream gradient is known. In fp16 they
     # could underflow before a loss scale reaches them; they are computed in backward instead.
@@ -379,7 +379,7 @@ def linear_cross_entropy(
     if low_memory:
         return _LowMemoryLoss.apply(rows, weight, flat, reduction == "mean", *needed, *options)
     size = rows.shape[0], rows.shape[1], weight.shape[0]
-    if not traced((rows, weight, flat)) and keeps_logits(*size, rows.dtype, *needed):
+    if not is_traced((rows, weight, flat)) and keeps_logits(*size, rows.dtype, *needed):
         return cross_entropy_of_temporary(torch.mm(rows, weight.T), flat, reduction, *options)
     return _ReducedLoss.apply(rows, weight, flat, reduction == "mean", *needed, *options)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, register, runs_kernels, traced, widen
+from ligermodels.kernels.dispatch import Node, is_traced, register, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.qkv_heads import (
@@ -234,7 +234,7 @@ class _Rope(Node):
         # Whoever traces may keep the projection, and the op's output, to replay the one without the other (selective
         # checkpointing does): then nothing is written in place. In eager mode it is the projection's own memory, which
         # no linear saves; views of a detached alias are fresh outputs to autograd.
-        if traced((qkv,)):
+        if is_traced((qkv,)):
             qkv = rope_forward(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
         else:
             qkv = qkv.detach()

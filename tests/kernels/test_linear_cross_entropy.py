@@ -17,7 +17,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_reference,
     token_log_probs,
 )
-from ligermodels.kernels.rescale import multiply_, scaled, scaled_pair
+from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
 from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, relative_error
 from tests.kernels.test_cross_entropy import OPTIONS, TOGETHER, check_loss
@@ -275,8 +275,8 @@ def test_scaling_a_pair_is_bit_identical_to_scaling_each_alone(rows):
     """Both tensors are larger than the span of one program and end inside a span."""
     pair = torch.randn(rows, 17, device=DEVICE), torch.randn(300, 17, device=DEVICE)
     scale = torch.tensor(0.375, device=DEVICE), torch.tensor(7.0, device=DEVICE), 2.0, torch.float16
-    for got, x in zip(scaled_pair(*pair, *scale), pair, strict=True):
-        assert torch.equal(got, scaled(x, *scale))
+    for got, x in zip(rescale_pair(*pair, *scale), pair, strict=True):
+        assert torch.equal(got, rescale(x, *scale))
         assert torch.equal(got, (5.25 * x).half())
 
 
@@ -288,10 +288,10 @@ def test_scaling_beyond_two_to_the_31_elements(columns):
     x[-1] = torch.randn(columns, device=DEVICE)
     two, one = torch.tensor([2.0, 1.0], device=DEVICE)
     for scale in (
-        lambda: scaled(x, two, None, 1.0, x.dtype),
-        lambda: scaled_pair(x, x[:1], two, one, 1.0, x.dtype)[0],
-        lambda: scaled_pair(x[:1], x, two, one, 1.0, x.dtype)[1],
-        lambda: multiply_(x.clone(), two),
+        lambda: rescale(x, two, None, 1.0, x.dtype),
+        lambda: rescale_pair(x, x[:1], two, one, 1.0, x.dtype)[0],
+        lambda: rescale_pair(x[:1], x, two, one, 1.0, x.dtype)[1],
+        lambda: scale_gradient_(x.clone(), two),
     ):
         result = scale()
         assert torch.equal(result[-1], 2 * x[-1]) and not result[:-1].any()
