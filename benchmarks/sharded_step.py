@@ -1,10 +1,11 @@
-"""Whole training steps on one GPU and on several: tokens/s and peak memory of full fine-tuning, computed in bf16.
+"""Whole training steps on one GPU and under FSDP2 on several: tokens/s and peak memory of full fine-tuning.
 
     python -m benchmarks.sharded_step --model llama-3-8b --batch 8 --length 2048 --gpus 2
 
-Each row is a run of its own under torchrun on the same GPUs: random weights, random tokens, equally many on each GPU;
-median of the timed steps after a warm-up. Clipping and the sums over ranks are those of train.py. What one GPU does
-alone is measured on all of them at once: those of a host differ by 1.5 %, and together they go at the slowest's pace.
+The compute dtype is bf16. Each row is a separate torchrun launch on the same GPUs, with random weights and the same
+number of random tokens on each GPU; the time is the median of the timed steps after a warm-up. Gradient clipping and
+the all-reduces are those of train.py. The single-GPU rows run on all GPUs at the same time, independently: the GPUs of
+one host differ by 1.5 %, and under FSDP2 all ranks run at the speed of the slowest.
 """
 
 import argparse
@@ -28,9 +29,9 @@ from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.host_reads import read_later
 
-ROWS: dict[str, dict[str, Any]] = {  # what differs from bf16 weights on all GPUs
-    "one GPU, bf16 weights": {"alone": True},
-    "one GPU, bf16 weights, compiled blocks": {"alone": True, "compiled": True},
+ROWS: dict[str, dict[str, Any]] = {  # differences from bf16 weights sharded over all GPUs
+    "one GPU, bf16 weights": {"independent": True},
+    "one GPU, bf16 weights, compiled blocks": {"independent": True, "compiled": True},
     "fp32 weights": {"stored": torch.float32},
     "fp32 weights, kept gathered": {"stored": torch.float32, "keep_gathered": True},
     "bf16 weights": {},
@@ -40,10 +41,10 @@ WARM_UP = 3
 
 
 def measure(
-    model_name: str, batch: int, length: int, steps: int, *, alone=False, stored=torch.bfloat16, compiled=False,
+    model_name: str, batch: int, length: int, steps: int, *, independent=False, stored=torch.bfloat16, compiled=False,
     keep_gathered=False,
 ) -> dict:  # fmt: skip
-    world = alone_here() if alone else distributed.start()
+    world = independent_world() if independent else distributed.start()
     model = create(MODELS[model_name], dtype=stored, device="meta")
     needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_gathered=keep_gathered)
     if compiled:
@@ -87,15 +88,15 @@ def measure(
     return row
 
 
-def alone_here() -> distributed.World:
-    """This process by itself, on its GPU, with others beside it."""
+def independent_world() -> distributed.World:
+    """A world of one rank on this process's GPU, independent of the other processes of the launch."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return distributed.World(device)
 
 
 def run(row: str, gpus: int) -> list[dict]:
-    """What the ranks say: each for itself where they are alone, else the first for all."""
+    """The rows of one launch: one per rank if the ranks are independent, otherwise that of rank 0."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     command = [*launcher, "-m", "benchmarks.sharded_step", *sys.argv[1:], "--row", row]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -107,9 +108,9 @@ def run(row: str, gpus: int) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
-    parser.add_argument("--batch", type=int, default=8, help="rows a GPU")
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per GPU and step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after a warm-up of {WARM_UP}")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks import in_turns, ops, plot, results, suite, table, timing
-from benchmarks.checks import FACTOR, ROUNDING, Truth, after, evaluate, fresh_inputs
-from benchmarks.ops import OPS, Op, Provider, both, draw
+from benchmarks.checks import MAX_ERROR_RATIO, ROUNDING_ERROR, ReferenceResult, after, evaluate, fresh_inputs
+from benchmarks.ops import OPS, Op, Provider, random_input, work_per_pass
 from ligermodels import cli
 
 SMALL = {
@@ -47,16 +47,16 @@ def op(monkeypatch):
         monkeypatch.setattr(module, "OPS", only)
     monkeypatch.setattr(results, "environment", lambda: ENVIRONMENT)
     monkeypatch.setattr(timing, "ceilings", lambda: {timing.COPY: 4000.0, timing.MATMUL: 600.0})
-    monkeypatch.setattr(timing, "sets_beyond_cache", lambda size: 2)
+    monkeypatch.setattr(timing, "num_input_sets", lambda size: 2)
     monkeypatch.setattr(timing, "measure", lambda function, sets, passes: (dict.fromkeys(passes, TIMING), 3 * 2**20))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    op = Op("double", [(4, 8), (64, 8)], lambda *shape: [draw(*shape)], lambda x: 2 * x, work)
+    op = Op("double", [(4, 8), (64, 8)], lambda *shape: [random_input(*shape)], lambda x: 2 * x, work)
     op.provider("pytorch")(lambda *shape: lambda x: x + x)
     return op
 
 
 def work(rows, columns):
-    return both(4e9, 8e9)
+    return work_per_pass(4e9, 8e9)
 
 
 def rows_by_provider(op):
@@ -78,11 +78,11 @@ def test_plain_pytorch_and_ours_are_right_in_every_layout(name, request):
     if name.endswith("_backward"):  # calls the kernel itself
         request.getfixturevalue("kernels")
     op, shape = OPS[name], SMALL[name]
-    truth = Truth(op, shape)
+    reference_result = ReferenceResult(op, shape)
     for provider in ("pytorch", "ligermodels"):
         make, _, layout = op.providers[provider]
         result = evaluate(after(layout, make(*shape)), fresh_inputs(op, shape))
-        assert truth.error_of(result) <= FACTOR, provider
+        assert reference_result.error_ratio(result) <= MAX_ERROR_RATIO, provider
 
 
 def test_a_provider_that_is_not_installed_or_fails_is_listed_with_its_reason(op):
@@ -137,14 +137,14 @@ def test_a_wrong_provider_is_marked_wrong_and_not_timed(op, fault):
 
 def test_the_error_is_a_multiple_of_what_the_reference_makes_in_bf16():
     op = OPS["rms_norm"]
-    truth = Truth(op, (32, 64))
-    oracle = truth.oracle
-    off = 1 + 3 * truth.plain[0]
-    assert truth.error_of(oracle) == 0.0
-    assert truth.error_of([off * oracle[0], *oracle[1:]]) == pytest.approx(
-        3 * truth.plain[0] / max(truth.plain[0], ROUNDING), rel=1e-3
+    reference_result = ReferenceResult(op, (32, 64))
+    oracle = reference_result.oracle
+    off = 1 + 3 * reference_result.plain[0]
+    assert reference_result.error_ratio(oracle) == 0.0
+    assert reference_result.error_ratio([off * oracle[0], *oracle[1:]]) == pytest.approx(
+        3 * reference_result.plain[0] / max(reference_result.plain[0], ROUNDING_ERROR), rel=1e-3
     )
-    assert 0.5e-3 < truth.plain[0] < 4e-3
+    assert 0.5e-3 < reference_result.plain[0] < 4e-3
 
 
 def test_rates_and_shares_of_the_ceiling(op):
@@ -166,9 +166,9 @@ def test_a_matrix_product_is_counted_in_tflops_and_another_limit_is_timed_in_the
 
 
 def test_memory_may_leave_out_the_gradients(op):
-    op.beyond_gradients = True
+    op.exclude_gradients = True
     op.provider("pytorch", shapes=[(64, 8)])(lambda *shape: lambda x: x + x)
-    op.shapes, op.inputs = [(64, 8)], lambda rows, columns: [draw(rows, columns, 1024)]  # a gradient of 1 MiB
+    op.shapes, op.inputs = [(64, 8)], lambda rows, columns: [random_input(rows, columns, 1024)]  # a gradient of 1 MiB
     assert rows_by_provider(op)["pytorch"][2]["peak_mib"] == 2.0
 
 
@@ -211,17 +211,17 @@ def test_a_pass_times_its_own_part_and_accumulates_no_gradient(kind, expected):
 
     leaves = [torch.ones(3, requires_grad=True) for _ in range(2)]
     sets = [timing.Inputs([x], [x], [torch.ones(3)]) for x in leaves]
-    call = timing.caller(Logged.apply, sets, kind)
+    call = timing.make_call(Logged.apply, sets, kind)
     for _ in range(2):
         call(Recorder(log, "begin"), Recorder(log, "end"))
     assert log == 2 * expected
     assert all(x.grad is None for x in leaves)
 
 
-@pytest.mark.parametrize("overwritten", [True, False])
-def test_inputs_that_a_provider_writes_over_are_put_back_after_each_call(op, overwritten):
+@pytest.mark.parametrize("restore_inputs", [True, False])
+def test_inputs_that_a_provider_writes_over_are_put_back_after_each_call(op, restore_inputs):
     seen = []
-    op.overwritten = overwritten
+    op.restore_inputs = restore_inputs
 
     @op.provider("greedy", layout=lambda x: (x.detach(),))
     def greedy(*shape):
@@ -231,20 +231,20 @@ def test_inputs_that_a_provider_writes_over_are_put_back_after_each_call(op, ove
 
         return double
 
-    sets = suite.timed_inputs(suite.Case(op, (4, 8)), op.providers["greedy"], greedy())
-    call = timing.caller(greedy(), sets[:1], "forward")
+    sets = suite.make_input_sets(suite.Case(op, (4, 8)), op.providers["greedy"], greedy())
+    call = timing.make_call(greedy(), sets[:1], "forward")
     del seen[:]
     for _ in range(3):
-        call(timing.Stamp(), timing.Stamp())
-    assert len(set(seen)) == (1 if overwritten else 3)
+        call(timing.HostEvent(), timing.HostEvent())
+    assert len(set(seen)) == (1 if restore_inputs else 3)
 
 
 def test_inputs_rotate_beyond_twice_the_cache(monkeypatch):
     properties = type("Properties", (), {"L2_cache_size": 60 * 2**20})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     for mib in (1, 7, 59, 60, 119, 120, 500):
-        sets = timing.sets_beyond_cache(mib * 2**20)
-        assert sets * mib > 120 or sets == timing.MOST_CALLS, mib
+        sets = timing.num_input_sets(mib * 2**20)
+        assert sets * mib > 120 or sets == timing.MAX_CALLS, mib
         assert sets == 1 or (sets - 1) * mib <= 120, mib
 
 
@@ -274,7 +274,7 @@ def test_providers_take_turns_and_those_that_fail_or_are_wrong_are_listed(op, mo
 
 
 def test_long_calls_are_repeated_less_often():
-    assert [timing.repetitions(ms) for ms in (0.01, 20.0, 1000.0)] == [30, 25, 3]
+    assert [timing.num_calls(ms) for ms in (0.01, 20.0, 1000.0)] == [30, 25, 3]
     assert list(timing.batches(25)) == [10, 10, 5]
 
 
@@ -292,7 +292,7 @@ def test_a_batch_held_up_once_is_repeated_behind_a_longer_sleep(monkeypatch):
     assert device_times(True, True) == (10 * [1.0] + 10 * [2.0], True, [3.0, 3.0])
     assert device_times(False, True, True) == (10 * [2.0] + 10 * [3.0], True, [3.0, 6.0, 3.0])
     assert device_times(False, False, False) == (10 * [2.0] + 10 * [3.0], False, [3.0, 6.0, 3.0])
-    longest = timing.LONGEST_SLEEP
+    longest = timing.MAX_SLEEP_MS
     assert device_times(False, True, sleep=longest) == (10 * [1.0] + 10 * [2.0], False, [longest, longest])
 
 
@@ -353,7 +353,9 @@ def test_what_is_drawn_is_the_last_pass_from_the_smallest_shape_to_the_largest()
 
 def test_plots_are_drawn_of_the_newest_report_of_each_op(op, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plot, "draw", lambda report, path, draw=plot.draw: (drawn.append(report), draw(report, path)))
+    monkeypatch.setattr(
+        plot, "draw", lambda report, path, draw=plot.draw: (drawn.append(report), random_input(report, path))
+    )
     report = suite.run_op(op, op.providers)
     for date, rows in (("2026-01-02T03:04:05", []), ("2026-01-03T00:00:00", report["rows"])):
         results.save(tmp_path, "double", report | {"date": date, "rows": rows})
