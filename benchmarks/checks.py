@@ -1,7 +1,8 @@
 """Correctness check of a provider: its outputs and gradients against the op's reference implementation in fp32.
 
 The relative error (Frobenius norm) of each tensor may be at most MAX_ERROR_RATIO times the error of the reference
-implementation in bf16, or MAX_ERROR_RATIO times ROUNDING_ERROR, whichever is larger. Knows no particular op or provider.
+implementation in bf16, or MAX_ERROR_RATIO times ROUNDING_ERROR, whichever is larger.
+Knows no particular op or provider.
 """
 
 import math

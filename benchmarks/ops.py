@@ -60,10 +60,10 @@ class Op:
         shapes: Sequence[Shape] | None = None,
         layout: Callable = lambda *inputs: inputs,
     ):
-        """Decorator that registers a function of the shape. It imports what it needs and returns a callable on the inputs.
+        """Decorator that registers a provider: a function of the shape that returns a callable on the inputs.
 
-        shapes: the shapes to run; all of the op's by default. layout: converts the op's inputs to the form in which
-        this provider would receive them in a model. It is not timed.
+        The function imports the provider's library itself. shapes: the shapes to run (default: all of the op).
+        layout: converts the op's inputs to the form in which this provider would get them in a model. It is not timed.
         """
 
         def register(make: Callable[..., Callable]) -> Callable[..., Callable]:

@@ -10,27 +10,27 @@ from pathlib import Path
 from benchmarks import results
 
 PROVIDERS = ("liger", "quack", "torch.compile", "ligermodels", "cut-cross-entropy", "transformers", "pytorch")
-COLOURS = {provider: f"C{index}" for index, provider in enumerate(PROVIDERS)}  # the same in every plot
+COLOURS = {provider: f"C{index}" for index, provider in enumerate(PROVIDERS)}  # the same colours in every plot
 PANELS = {"share": "% of the limit", "peak_mib": "peak memory, MiB"}
 SCALE = {"share": 100.0, "peak_mib": 1.0}
 
 
 def timed_rows(report: dict) -> list[dict]:
-    """The rows of the op's last pass, which are those with a peak of memory, from the smallest shape to the largest."""
+    """The rows of the op's last pass (the only ones with peak memory), from the smallest shape to the largest."""
     rows = [row for row in report["rows"] if "peak_mib" in row]
     return sorted(rows, key=lambda row: math.prod(map(int, row["shape"].split("x"))))
 
 
 def lines(report: dict, quantity: str) -> dict[str, dict[str, float]]:
-    """{provider: {shape: value}}; a shape at which a provider was not timed is not there."""
-    drawn: dict[str, dict[str, float]] = {}
+    """{provider: {shape: value}}. Shapes at which a provider was not timed are omitted."""
+    values_by_provider: dict[str, dict[str, float]] = {}
     for row in timed_rows(report):
-        drawn.setdefault(row["provider"], {})[row["shape"]] = SCALE[quantity] * row[quantity]
-    return drawn
+        values_by_provider.setdefault(row["provider"], {})[row["shape"]] = SCALE[quantity] * row[quantity]
+    return values_by_provider
 
 
 def style(provider: str) -> dict:
-    """A variant, as "ligermodels, in place", has its provider's colour, dashed."""
+    """The line style. A variant such as "ligermodels, in place" has the colour of its provider and is dashed."""
     base, _, variant = provider.partition(", ")
     return {"color": COLOURS.get(base), "linestyle": "--" if variant else "-"}
 
@@ -46,7 +46,9 @@ def draw(report: dict, path: Path) -> None:
             places = [shapes.index(shape) for shape in values]
             axes.plot(places, list(values.values()), marker="o", label=provider, **style(provider))
         axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=7)
-        axes.set_ylim(bottom=min(0.0, 1.1 * axes.dataLim.ymin))  # below zero: in place, and gradients are left out
+        axes.set_ylim(
+            bottom=min(0.0, 1.1 * axes.dataLim.ymin)
+        )  # negative: computed in place, and gradients are subtracted
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7)

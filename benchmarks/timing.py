@@ -44,7 +44,7 @@ def restore(inputs: Inputs) -> None:
 
 
 class Timing(NamedTuple):
-    """One pass: device time (median, 20th and 80th percentile), host time, and whether the host stayed ahead of the GPU."""
+    """One pass: device time (median, 20th and 80th percentile), host time, and whether the host ran ahead of it."""
 
     ms: float
     ms_20: float

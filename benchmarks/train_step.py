@@ -109,8 +109,8 @@ PROVIDERS = {
 }
 
 
-def build_optimizer(provider: str, model):
-    """torch's fused AdamW, so that providers differ only in the model; our own AdamW for "ligermodels and its AdamW"."""
+def make_optimizer(provider: str, model):
+    """torch's fused AdamW, so that only the models differ; our AdamW for the provider "ligermodels and its AdamW"."""
     if provider != "ligermodels and its AdamW":
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     from ligermodels.training.optimizers.adamw import AdamW
@@ -124,7 +124,7 @@ def measure(provider: str, model_name: str, batch: int, length: int, checkpointi
     raw = MODELS[model_name]
     model = PROVIDERS[provider](raw, checkpointing)
     attention = getattr(model.config, "_attn_implementation", None)
-    optimizer = build_optimizer(provider, model)
+    optimizer = make_optimizer(provider, model)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
 
     def step():

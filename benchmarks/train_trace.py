@@ -24,8 +24,7 @@ Interval = tuple[float, float]
 
 
 class Activity(NamedTuple):
-    """Times of one GPU in milliseconds per step; `waiting` is the longest gap between kernels of the compute stream, in
-    milliseconds."""
+    """Times of one GPU in ms per step. waiting: the longest gap between kernels of the compute stream, in ms."""
 
     step: float
     computing: float
@@ -39,22 +38,16 @@ class Activity(NamedTuple):
 
 
 def activity(events: Iterable[dict[str, Any]], steps: int) -> Activity:
-    """Activity of the GPU. events: those of a Chrome trace, with times in microseconds. steps: number of traced steps."""
+    """events: those of a Chrome trace, with times in microseconds. steps: the number of traced steps."""
     streams: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("cat") in GPU_CATEGORIES:
             streams[event["args"]["stream"]].append(event)
-    compute_stream = max(
-        streams, key=lambda stream: sum(e["dur"] for e in streams[stream] if not is_communication(e["name"]))
-    )
+    compute_stream = max(streams, key=lambda stream: compute_time(streams[stream]))
     computing = union(interval(event) for event in streams[compute_stream])
     start, end = computing[0][0], computing[-1][1]
-    clipped = [
-        (max(a, start), min(b, end))
-        for stream in streams
-        if stream != compute_stream
-        for a, b in map(interval, streams[stream])
-    ]
+    elsewhere = itertools.chain.from_iterable(streams[stream] for stream in streams if stream != compute_stream)
+    clipped = [(max(a, start), min(b, end)) for a, b in map(interval, elsewhere)]
     others = union((a, b) for a, b in clipped if a < b)
     covered = total_length(union([*computing, *others]))
     gaps = [b[0] - a[1] for a, b in itertools.pairwise(computing)]
@@ -65,6 +58,10 @@ def activity(events: Iterable[dict[str, Any]], steps: int) -> Activity:
         others_exposed=(covered - total_length(computing)) / 1e3 / steps,
         waiting=max(gaps, default=0.0) / 1e3,
     )
+
+
+def compute_time(events: Iterable[dict[str, Any]]) -> float:
+    return sum(event["dur"] for event in events if not is_communication(event["name"]))
 
 
 def is_communication(name: str) -> bool:
