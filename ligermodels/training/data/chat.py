@@ -1,4 +1,4 @@
-"""Tokenization of records: token ids, and a mask of the supervised tokens.
+"""Tokenisation of records: token ids, and a mask of the supervised tokens.
 
 A text is supervised as a whole, a prompt with its completion on the completion only (completion-only loss), and a
 conversation on what the assistant says (assistant mask).
@@ -29,7 +29,7 @@ from ligermodels.tokenizer.chat_template import choose
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Record, Text
 from ligermodels.training.data.store import Document
 
-TOKENIZATION_RECORDS = 1024  # tokenized at a time
+TOKENIZATION_RECORDS = 1024  # tokenised at a time
 TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred bytes a token
 EXCERPT_CHARACTERS = 30
 
@@ -41,7 +41,9 @@ class RewrittenTurnError(InputError):
     """A chat template changes an earlier turn when more messages follow."""
 
 
-def tokenize_records(records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines) -> Iterator[Document]:
+def tokenize_records(
+    records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines
+) -> Iterator[Document]:
     """The documents of the records, in their order; each has at least one supervised token.
 
     Each piece of a long text gives a document, which begins with the last token of the piece before it. end: the
@@ -57,7 +59,7 @@ def tokenize_records(records: Iterable[Record], tokenizer: Tokenizer, end: int, 
 
 
 def record_batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
-    """Batches of records to tokenize at once, on all cores."""
+    """Batches of records to tokenise at once, on all cores."""
     batch: list[OneKind] = []
     characters = 0
     for record in records:
@@ -113,7 +115,9 @@ def conversation_documents(
         if not tokenizer.templates:
             remedy = "put its chat_template.jinja there, or give texts, or prompts with completions"
             raise InputError(f"{batch[0].place}: {tokenizer.file.parent} has no chat template for messages; {remedy}")
-        rendered = (bad_lines.attempt(render_conversation, conversation, tokenizer, special) or [] for conversation in batch)
+        rendered = (
+            bad_lines.attempt(render_conversation, conversation, tokenizer, special) or [] for conversation in batch
+        )
         chats = list(itertools.chain.from_iterable(rendered))
         encodings = tokenizer.tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         for chat, encoding in zip(chats, encodings, strict=True):

@@ -85,7 +85,10 @@ FOLLOW_UP_TEMPLATES: dict[tuple[str, ...], tuple[str, ...]] = {
         "And what if {gone} of them {loss}?",
     ),
 }
-ANSWER_TEMPLATES: dict[tuple[str, ...], str] = {SUMS: "{first} + {second} = {sum}.", DIFFERENCES: "{many} - {gone} = {rest}."}
+ANSWER_TEMPLATES: dict[tuple[str, ...], str] = {
+    SUMS: "{first} + {second} = {sum}.",
+    DIFFERENCES: "{many} - {gone} = {rest}.",
+}
 SYSTEM_PROMPTS = ("You are good at sums.", "You listen to stories and count.", "Answer with a calculation.")
 TURN_COUNTS = (1, 2, 3)
 VOCABULARY_STORIES, VOCABULARY_CONVERSATIONS = 4000, 500

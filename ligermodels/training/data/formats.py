@@ -14,8 +14,14 @@ from typing import Any, TextIO
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.records import ACCEPTED_FIELDS, RECORD_FIELDS, RECORD_FORMATS, BadLines, Record
-from ligermodels.training.data.records import parse_record
+from ligermodels.training.data.records import (
+    ACCEPTED_FIELDS,
+    RECORD_FIELDS,
+    RECORD_FORMATS,
+    BadLines,
+    Record,
+    parse_record,
+)
 from ligermodels.training.data.streams import describe_invalid_utf8, open_stream, open_text_stream, refuse_placeholder
 from ligermodels.training.packages import needs
 

@@ -23,7 +23,7 @@ class Mixture:
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self.sizes, self.shares, self.seed = tuple(sizes), integer_shares(weights), seed % 2**64
-        self.permutations: dict[int, tuple[int, np.ndarray]] = {}  # source -> (its current epoch, the order of its rows)
+        self.permutations: dict[int, tuple[int, np.ndarray]] = {}  # source -> (epoch, the order of its rows)
 
     @property
     def rows_per_epoch(self) -> list[float]:
@@ -66,7 +66,7 @@ def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def mixture_block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each entry of a block [MIXTURE_BLOCK]: its source, and how many earlier entries of the block have that source.
+    """For each entry of a block [MIXTURE_BLOCK]: its source, and how many earlier entries of the block have it.
 
     The n entries of a source are spread evenly, one at a random place in each n-th part of the block (stratified
     sampling), so that any stretch of the sequence has the given weights to within a few rows.

@@ -87,5 +87,5 @@ def read_tokenizer_and_end(folder: Path) -> tuple[Tokenizer, int]:
     if isinstance(end, list) and end:
         end = end[0]
     if not isinstance(end, int):
-        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is {end!r}; it must be the id of the token that ends a document")
+        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is {end!r}; it must be the end-of-text token")
     return Tokenizer.from_folder(folder), end

@@ -1,6 +1,6 @@
 """The documents of a source, by its name, and which of them are for validation.
 
-Texts are tokenized once, into the user's cache, and memory-mapped from there by all ranks. This module knows nothing
+Texts are tokenised once, into the user's cache, and memory-mapped from there by all ranks. This module knows nothing
 about rows.
 """
 
@@ -109,12 +109,12 @@ class SourceReader:
         key: dict[str, Any],
         size: int | None,
     ) -> TokenStore:
-        """The store of tokenized records. key: what the records depend on. size: bytes to read, for the progress."""
+        """The store of tokenised records. key: what the records depend on. size: bytes to read, for the progress."""
         tokenizer, end = self.tokenizer
 
         def fill(folder: Path) -> None:
             bad_lines = BadLines(self.config.allow_bad_lines)
-            with ReadingProgress(f"Tokenizing {title}", size) as progress:
+            with ReadingProgress(f"Tokenising {title}", size) as progress:
                 documents = tokenize_records(read(bad_lines, progress), tokenizer, end, bad_lines)
                 write_store(progress.track(documents), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad_lines.skipped))
@@ -126,10 +126,7 @@ class SourceReader:
     def token_file_stores(self, files: Sequence[Path]) -> list[TokenStore]:
         arrays, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
         requests = [
-            (
-                self.cache_key([file], end=end),
-                functools.partial(write_index, tokens, end, self.vocab_size, str(file)),
-            )
+            (self.cache_key([file], end=end), functools.partial(write_index, tokens, end, self.vocab_size, str(file)))
             for file, tokens, end in zip(files, arrays, ends, strict=True)
         ]
         indexed = zip(arrays, files, cached_folders(requests), strict=True)
@@ -192,7 +189,7 @@ class SourceReader:
         """Raises InputError if all sources together have too many bad lines; each source checks only its own."""
         if self.skipped > self.config.allow_bad_lines:
             raise InputError(
-                f"--data: {counted(self.skipped, 'bad line')}, more than --allow-bad-lines {self.config.allow_bad_lines}"
+                f"--data: {counted(self.skipped, 'bad line')}, but --allow-bad-lines {self.config.allow_bad_lines}"
             )
 
 

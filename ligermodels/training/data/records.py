@@ -148,7 +148,10 @@ RECORD_FORMATS: dict[tuple[str, ...], Callable[[RecordFields, str], Record]] = {
     ("instruction", "output"): from_alpaca,
     ("prompt", "completion"): from_prompt_completion,
 }
-RECORD_FIELDS = (*(field for fields in RECORD_FORMATS for field in fields), "text", "input", "history", "system", "tools")
+RECORD_FIELDS = (
+    *(field for fields in RECORD_FORMATS for field in fields),
+    *("text", "input", "history", "system", "tools"),
+)
 ACCEPTED_FIELDS = ", ".join(" with ".join(fields) for fields in RECORD_FORMATS) + " or text"
 
 

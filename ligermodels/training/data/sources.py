@@ -109,7 +109,7 @@ def read_records(name: str, bad_lines: BadLines, progress: ReadingProgress) -> I
 
 
 def split_long_text(text: Text) -> Iterator[Text]:
-    """The text itself, or its pieces if it is very long: tokenizing needs a hundred times the memory of the text."""
+    """The text itself, or its pieces if it is very long: tokenising needs a hundred times the memory of the text."""
     if len(text.text) <= LONG_CHARACTERS:
         yield text
     else:

@@ -27,7 +27,7 @@ NO_NUMBER = -1
 
 
 class Document(NamedTuple):
-    """A tokenized document.
+    """A tokenised document.
 
     ids: with the end-of-text token or whatever else ends the document. supervised: whether each token is in the loss;
     None for all. The value for the first token has no effect: that token is context. place: where the document was
