@@ -30,7 +30,11 @@ def write(file, *lines):
 
 
 def read(name, allowed=0):
-    return list(sources.read_records(str(name), BadLines(allowed), ReadingProgress("", None)))
+    return read_counting(name, BadLines(allowed))
+
+
+def read_counting(name, bad_lines):
+    return list(sources.read_records(str(name), bad_lines, ReadingProgress("", None)))
 
 
 def messages(*given, **fields):

@@ -90,9 +90,12 @@ def test_a_run_that_waits_for_another_prints_a_line(cache_of_its_own, monkeypatc
     printed = []
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.setattr(
-            cache, "print_status", lambda line: printed.append(line) or fcntl.flock(lock, fcntl.LOCK_UN)
-        )
+
+        def unlock(line):
+            printed.append(line)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(cache, "print_status", unlock)
         assert cached_folder({}, fill_and_note) == folder
     assert printed == [f"Waiting for another run that is preparing the same data: {folder}"]
 
@@ -102,14 +105,14 @@ def fail_on_full_disk(folder):
 
 
 def test_the_error_for_a_full_disk_names_the_variable_that_moves_the_cache(cache_of_its_own):
-    with pytest.raises(InputError, match="No space left on device; .*; XDG_CACHE_HOME sets the folder of the cache"):
+    with pytest.raises(InputError, match=r"No space left on device; .*; XDG_CACHE_HOME sets the folder of the cache"):
         cached_folder({}, fail_on_full_disk)
     assert [file.suffix for file in cache_folder().iterdir()] == [".lock"]
 
 
 def test_ranks_synchronise_once_for_several_folders(cache_of_its_own, monkeypatch):
     synchronised = []
-    monkeypatch.setattr(cache, "raise_error_of_any", synchronised.append)
+    monkeypatch.setattr(cache, "raise_on_all", lambda error, group: synchronised.append(error))
     folders = cached_folders([({"a": value}, fill_and_note) for value in (1, 2, 1)])
     assert folders[0] == folders[2] != folders[1] and all((folder / "content").exists() for folder in folders)
     assert synchronised == [None] and (cache_folder() / "notes").read_text() == "filled filled "

@@ -10,11 +10,11 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data import chat, sources
 from ligermodels.training.data.chat import tokenize_records
-from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
 from ligermodels.training.data.store import Document
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import FORMS, TEXTS, write_folder
+from tests.training.data.source_files import read, read_counting
 
 END = 7
 SYSTEM = {"role": "system", "content": "You are terse."}
@@ -142,7 +142,7 @@ def test_an_answer_of_weight_zero_is_context_only(tmp_path):
         documents_of(tokenizer, conversation(ASKED, SAID | {"weight": 0}))
     marked = tokenizer_of(tmp_path / "b", "smollm 3")
     with pytest.raises(
-        InputError, match=r"d\.jsonl:1: .*a weight of 0 cannot be used with a chat template that has {% generation %}"
+        InputError, match=r"d\.jsonl:1: .*a weight of 0 cannot be used with a chat template that has {% gen"
     ):
         documents_of(marked, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
 
@@ -151,7 +151,7 @@ THINK = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt's 21 degre
 
 
 def test_an_answer_that_the_template_changes_when_more_turns_follow_gets_its_own_document(tmp_path):
-    """Its context is that of generation: Qwen 3 drops earlier reasoning, and writes an empty one before the last answer."""
+    """Its context is that of generation: Qwen 3 drops earlier reasoning and adds an empty one to the last answer."""
     tokenizer = tokenizer_of(tmp_path / "qwen", "qwen 3")
     first, last = documents_of(tokenizer, conversation(ASKED, THINK, ASKED_AGAIN, SAID_AGAIN, line=4))
     (alone,) = documents_of(tokenizer, conversation(ASKED, THINK, line=4))
@@ -178,7 +178,7 @@ def test_a_template_that_changes_the_question_of_an_answer_is_refused_naming_lin
         (
             [SYSTEM, ASKED],
             None,
-            "field messages: no assistant message with a weight other than 0: nothing is supervised",
+            "field messages: no assistant message with a weight other than 0: nothing",
         ),
         ([SAID, ASKED], None, r"field messages\[0\].role is 'assistant'; a message must come before an answer"),
         (TURNS, "{{ messages[0].content }}", r"field messages\[1\]: the chat template writes nothing for it"),
@@ -264,9 +264,7 @@ def test_the_pieces_of_a_long_text_have_the_tokens_of_the_whole_text_each_a_targ
     text += " ".join(lines * 3)  # a line longer than a piece
     (tmp_path / "a.txt").write_text(text)
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path / form, form))
-    pieces = documents_of(
-        tokenizer, *sources.read_records(str(tmp_path / "a.txt"), BadLines(0), ReadingProgress("", None))
-    )
+    pieces = documents_of(tokenizer, *read(tmp_path / "a.txt"))
     assert len(pieces) > 10
     joined = pieces[0].ids
     for piece in pieces[1:]:
@@ -319,9 +317,7 @@ def test_a_file_becomes_token_ids_and_masks(tmp_path):
         "\n".join(json.dumps(line) for line in ({"messages": TURNS}, {"text": "It's"}, {"messages": TURNS[:2]}))
     )
     bad = BadLines(0)
-    turns, text, turn = tokenize_records(
-        sources.read_records(str(file), bad, ReadingProgress("", None)), tokenizer, END, bad
-    )
+    turns, text, turn = tokenize_records(read_counting(file, bad), tokenizer, END, bad)
     assert (turns.place, text.place, turn.place) == (f"{file}:1", f"{file}:2", f"{file}:3")
     assert supervised_texts(tokenizer, turns)[:1] == supervised_texts(tokenizer, turn) == ["It's 21 degrees.<|im_end|>"]
     assert text.supervised is None

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ligermodels.training.data import embedded_stories
+from ligermodels.training.data import embedded_stories as grammar
 from ligermodels.training.data.embedded_stories import (
     Story,
     conversation_question,
@@ -38,20 +38,11 @@ def follow(digits, radices, options):
 
 @pytest.fixture
 def tiny_grammar(monkeypatch):
-    for name in (
-        "CHARACTER_NAMES",
-        "ANIMALS",
-        "PLACES",
-        "THINGS",
-        "LOSSES",
-        "OPENINGS",
-        "SUMS",
-        "DIFFERENCES",
-        "ENDINGS",
-    ):
-        monkeypatch.setattr(embedded_stories, name, getattr(embedded_stories, name)[:2])
-    monkeypatch.setattr(embedded_stories, "ADDENDS", range(1, 4))
-    monkeypatch.setattr(embedded_stories, "MINUENDS", range(2, 5))
+    word_lists = ("CHARACTER_NAMES", "ANIMALS", "PLACES", "THINGS", "LOSSES")
+    for name in (*word_lists, "OPENINGS", "SUMS", "DIFFERENCES", "ENDINGS"):
+        monkeypatch.setattr(grammar, name, getattr(grammar, name)[:2])
+    monkeypatch.setattr(grammar, "ADDENDS", range(1, 4))
+    monkeypatch.setattr(grammar, "MINUENDS", range(2, 5))
 
 
 def test_all_stories_of_a_tiny_grammar_have_probabilities_that_sum_to_one(tiny_grammar):
@@ -61,22 +52,22 @@ def test_all_stories_of_a_tiny_grammar_have_probabilities_that_sum_to_one(tiny_g
 
 
 def derivations(text):
-    """(number of derivations, nats of one), found by regular expressions; shares only the word lists with the grammar."""
+    """(number of derivations, nats of one), found by regular expressions; shares only word lists with the grammar."""
     words = {
-        "hero": embedded_stories.CHARACTER_NAMES, "friend": embedded_stories.CHARACTER_NAMES, "animal": embedded_stories.ANIMALS, "place": embedded_stories.PLACES,
-        "thing": embedded_stories.THINGS, "loss": embedded_stories.LOSSES,
+        "hero": grammar.CHARACTER_NAMES, "friend": grammar.CHARACTER_NAMES, "animal": grammar.ANIMALS,
+        "place": grammar.PLACES, "thing": grammar.THINGS, "loss": grammar.LOSSES,
     }  # fmt: skip
     found = []
     for events, opening, ending in itertools.product(
-        (embedded_stories.SUMS, embedded_stories.DIFFERENCES),
-        range(len(embedded_stories.OPENINGS)),
-        range(len(embedded_stories.ENDINGS)),
+        (grammar.SUMS, grammar.DIFFERENCES),
+        range(len(grammar.OPENINGS)),
+        range(len(grammar.ENDINGS)),
     ):
         for event in events:
-            template = " ".join((embedded_stories.OPENINGS[opening], event, embedded_stories.ENDINGS[ending]))
+            template = " ".join((grammar.OPENINGS[opening], event, grammar.ENDINGS[ending]))
             slots = match(template, text, words)
             if slots:
-                choices = [2, len(embedded_stories.OPENINGS), len(events), len(embedded_stories.ENDINGS)]
+                choices = [2, len(grammar.OPENINGS), len(events), len(grammar.ENDINGS)]
                 choices += [len(words[slot]) - (slot == "friend") for slot in slots if slot in words]
                 choices += [12, 12] if "sum" in slots else [23, int(slots["many"]) - 1]
                 found.append(sum(math.log(n) for n in choices))
@@ -105,11 +96,11 @@ def test_each_story_has_one_derivation_and_its_nats_match_an_independent_count()
 def test_no_value_of_a_slot_is_a_prefix_of_another():
     """Otherwise a story could be read in two ways although only one template matches."""
     for values in (
-        embedded_stories.CHARACTER_NAMES,
-        embedded_stories.ANIMALS,
-        embedded_stories.PLACES,
-        embedded_stories.THINGS,
-        embedded_stories.LOSSES,
+        grammar.CHARACTER_NAMES,
+        grammar.ANIMALS,
+        grammar.PLACES,
+        grammar.THINGS,
+        grammar.LOSSES,
     ):
         assert not [(a, b) for a, b in itertools.permutations(values, 2) if b.startswith(a)]
 

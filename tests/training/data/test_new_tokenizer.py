@@ -78,9 +78,7 @@ def test_a_tokenizer_that_cannot_be_written_raises_the_os_error_which_callers_ex
         save_tokenizer(tokenizer, tmp_path / "none")
 
 
-def test_a_saved_tokenizer_is_read_back_unchanged_and_generation_stops_at_the_end_of_a_text_or_turn(
-    tokenizer, tmp_path
-):
+def test_a_saved_tokenizer_is_read_back_unchanged_and_generation_stops_after_a_text_or_turn(tokenizer, tmp_path):
     save_tokenizer(tokenizer, tmp_path)
     read = Tokenizer.from_folder(tmp_path)
     assert read.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)

@@ -5,10 +5,21 @@ import json
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import sources
-from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
-from tests.training.data.source_files import ANSWER, CALL, CALLED, PART, TERSE, TOOL, TURNS, USER, messages, read, write
+from tests.training.data.source_files import (
+    ANSWER,
+    CALL,
+    CALLED,
+    PART,
+    TERSE,
+    TOOL,
+    TURNS,
+    USER,
+    messages,
+    read,
+    read_counting,
+    write,
+)
 
 ALPACA = {"instruction": "Add.", "input": "2 + 2?", "output": "4"}
 
@@ -93,7 +104,7 @@ def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
         ),
         (
             messages(USER, ANSWER | {"weight": 0.5}),
-            ":2: field messages[1].weight is 0.5; must be 0 (context only) or 1",
+            ":2: field messages[1].weight is 0.5; must be 0 (context only)",
         ),
         (messages(USER, ANSWER, tools={}), ":2: field tools is an object; must be a list of objects"),
         (messages(USER, ANSWER, tools="["), ":2: field tools is a string that is not JSON"),
@@ -117,7 +128,7 @@ def test_the_error_for_a_bad_line_names_it_and_only_allowed_ones_are_skipped(tmp
     with pytest.raises(InputError, match=r"a\.jsonl:4:.*\(--allow-bad-lines 1, 1 skipped before\)$"):
         read(name, allowed=1)
     bad = BadLines(2)
-    assert list(sources.read_records(name, bad, ReadingProgress("", None))) == [
+    assert read_counting(name, bad) == [
         Text("a", f"{name}:1"),
         Text("b", f"{name}:3"),
     ]
@@ -127,6 +138,6 @@ def test_the_error_for_a_bad_line_names_it_and_only_allowed_ones_are_skipped(tmp
 def test_all_sources_share_one_limit_of_bad_lines(tmp_path):
     names = [write(tmp_path / f"{letter}.jsonl", {"text": letter}, b"{") for letter in "ab"]
     bad = BadLines(1)
-    assert [record.text for record in sources.read_records(names[0], bad, ReadingProgress("", None))] == ["a"]
+    assert [record.text for record in read_counting(names[0], bad)] == ["a"]
     with pytest.raises(InputError, match=r"b\.jsonl:2:2: not JSON"):
-        list(sources.read_records(names[1], bad, ReadingProgress("", None)))
+        read_counting(names[1], bad)

@@ -100,7 +100,7 @@ def test_a_folder_and_a_glob_pattern_give_their_files_in_order(tmp_path):
     [
         (
             "no.txt",
-            r"no\.txt: no file, folder or glob pattern matches; data files are \.txt, .*; or give stories, chats",
+            r"no\.txt: no file, folder or glob pattern matches; .* \.txt, .*; or give stories, chats",
         ),
         ("*.txt", "no file, folder or glob pattern matches"),
         (
