@@ -360,7 +360,7 @@ def test_a_run_is_logged_where_that_is_asked_for(launcher):
 def test_ranks_that_fail_alike_say_so_once(launcher):
     done = launcher.run(*LLAMA, "--batch-size", "3", ranks=2)
     assert done.statuses == [2, 2]
-    assert done.stderr == "ligermodels: --batch-size 3 is no multiple of 2 ranks: change one of them\n"
+    assert done.stderr == "ligermodels: --batch-size 3 is not a multiple of 2 ranks: change one of them\n"
 
 
 REFUSED = {

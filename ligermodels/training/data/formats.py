@@ -36,7 +36,7 @@ COLON_OUTSIDE_BRACKETS = re.compile(r":(?![^\[]*\])")
 TABLE_BATCH_ROWS = 1024
 
 
-def read_json(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_json_file(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     """The records of a JSON file, which is an array if its first character is "[", and JSON lines otherwise."""
     with open_stream(file, progress) as stream:
         refuse_placeholder(file, stream)
@@ -210,8 +210,7 @@ def load_hub_dataset(name: str) -> Any:
     """
     path, *options = COLON_OUTSIDE_BRACKETS.split(name.removeprefix(HUB_PREFIX))
     if not path or len(options) > 2:
-        layouts = " or ".join(f"{HUB_PREFIX}NAME{rest}" for rest in ("", ":SPLIT", ":CONFIGURATION:SPLIT"))
-        raise InputError(f"--data {name}: must be {layouts}")
+        raise InputError(f"--data {name}: must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
     split = options.pop() if options else "train"
     datasets = needs("datasets", name)
     try:

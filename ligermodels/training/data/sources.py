@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats import HUB_PREFIX, read_hub_dataset, read_json, read_parquet
+from ligermodels.training.data.formats import HUB_PREFIX, read_hub_dataset, read_json_file, read_parquet
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines, Conversation, Record, Text
 from ligermodels.training.data.streams import DECOMPRESSORS, open_text_stream
@@ -159,8 +159,8 @@ def last_split_point(text: str) -> int:
 
 STREAMED: dict[str, Callable[[Path, BadLines, ReadingProgress], Iterator[Record]]] = {
     ".txt": read_text_file,
-    ".jsonl": read_json,
-    ".json": read_json,
+    ".jsonl": read_json_file,
+    ".json": read_json_file,
 }
 COMPRESSED = {f"{kind}{suffix}": reader for kind, reader in STREAMED.items() for suffix in DECOMPRESSORS}
 READERS = STREAMED | COMPRESSED | {".parquet": read_parquet}

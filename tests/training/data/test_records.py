@@ -78,7 +78,7 @@ def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
         (b"[" * 100_000, ":2: JSON that cannot be decoded: maximum recursion depth"),
         (b'{"text": ' + b"1" * 5000 + b"}", ":2: JSON that cannot be decoded: Exceeds the limit"),
         (b'{"text": "\xc3\xa4\xff"}', ":2:12: byte 0xff is not UTF-8 (invalid start byte)"),
-        (b'{"text": "a \\uD83D"}', ":2: holds half of a surrogate pair"),
+        (b'{"text": "a \\uD83D"}', ":2: has half of a surrogate pair"),
         ([1], ":2: is a list; must be an object"),
         (
             {"txt": "a", "id": 1},
@@ -111,7 +111,7 @@ def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
         ({"conversations": []}, ":2: field conversations is an empty list; must be a list of at least one"),
         ({"conversations": [{"from": "bing", "value": "4"}]}, "[0].from is 'bing'; must be one of human, gpt, system"),
         ({"conversations": [{"from": "gpt"}]}, ":2: field conversations[0].value is null; must be a string"),
-        ({"conversations": ["a"]}, ":2: field conversations[0] is a string; must be an object as"),
+        ({"conversations": ["a"]}, ":2: field conversations[0] is a string; must be an object such as"),
         (ALPACA | {"output": 4}, ":2: field output is a number; must be a string"),
         (ALPACA | {"input": ["2"]}, ":2: field input is a list; must be a string"),
         (ALPACA | {"history": [["1 + 1?", "2"]]}, ":2: field history is not supported; give all turns as messages"),
