@@ -30,7 +30,7 @@ from ligermodels.kernels.norm_tiles import (
     zero_beyond,
 )
 from ligermodels.kernels.partial_sums import sum_partials
-from ligermodels.kernels.pdl import await_previous, let_next_begin
+from ligermodels.kernels.pdl import launch_dependents, wait_for_previous_kernel
 
 FORWARD_ELEMENTS = 40  # of a row a thread, at most: fewer warps wait for each other's two sums
 
@@ -45,11 +45,11 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 @kernel(do_not_specialize=["rows"])
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, x_stride, rows, eps,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program norms ROWS whole rows."""
-    await_previous(EARLY)
-    let_next_begin(EARLY)
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
@@ -71,15 +71,15 @@ def _backward_kernel(
     dy_ptr, x_ptr, stats_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, dbias_ptr,
     dy_stride, x_stride, rows,
     INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, FEW: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw and db in registers.
 
     From the last tile to the first: what was written or read last before may still be in the cache. Of FEW rows each
     program takes one; those beyond sum dw and db over columns instead.
     """
-    await_previous(EARLY)
-    let_next_begin(EARLY)
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
     if FEW:  # noqa: SIM102  a constant: of other kernels the branch is no part
         if tl.program_id(0) >= rows:
             sum_columns(

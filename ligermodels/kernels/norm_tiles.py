@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import cdiv, multiprocessors, shared_memory
-from ligermodels.kernels.pdl import early
+from ligermodels.kernels.pdl import pdl_constants
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
@@ -125,7 +125,7 @@ def tile_of(columns: int, warps: int, least: int, device: torch.device) -> dict[
         raise ValueError(f"norm: rows of {columns} elements; at most {MAX_COLUMNS} fit one program")
     width = triton.next_power_of_2(columns)
     rows = max(1, least // width)
-    return {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "num_warps": warps} | early(device)
+    return {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "num_warps": warps} | pdl_constants(device)
 
 
 @functools.cache

@@ -19,22 +19,22 @@ HOPPER = 9, 0
 
 
 @functools.cache
-def early(device: torch.device) -> dict[str, bool]:
-    """Constants to launch a kernel with that begins by `await_previous`."""
+def pdl_constants(device: torch.device) -> dict[str, bool]:
+    """Constants to launch a kernel with that begins by `wait_for_previous_kernel`."""
     if device.type == "cpu" or torch.version.hip or torch.cuda.get_device_capability(device) < HOPPER:
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @triton.jit
-def await_previous(EARLY: tl.constexpr):
+def wait_for_previous_kernel(PDL: tl.constexpr):
     """To be called before any load or store: an early program may read what is being written, or write what is read."""
-    if EARLY:
+    if PDL:
         gdc_wait()
 
 
 @triton.jit
-def let_next_begin(EARLY: tl.constexpr):
+def launch_dependents(PDL: tl.constexpr):
     """The kernel behind may begin as soon as all programs have come here or ended."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import register, traced
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
-from ligermodels.kernels.pdl import await_previous, early
+from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
 # Elements of one step and of one program, and warps. In place most programs find a 1 and stop: let them be few.
 OUT_OF_PLACE_TILE = 1024, 1024, 4
@@ -33,10 +33,10 @@ def _scale_span(x_ptr, out_ptr, scale, first, columns, BLOCK: tl.constexpr, SPAN
 @kernel(do_not_specialize=["scale_stride"])
 def _kernel(
     x_ptr, scale_ptr, other_ptr, out_ptr, x_stride, out_stride, scale_stride, columns, factor,
-    IN_PLACE: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    IN_PLACE: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program scales SPAN columns of a row."""
-    await_previous(EARLY)
+    wait_for_previous_kernel(PDL)
     spans = tl.cdiv(columns, SPAN)
     row = (tl.program_id(0) // spans).to(tl.int64)
     scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32) * factor
@@ -51,10 +51,10 @@ def _kernel(
 @kernel(do_not_specialize=["x_rows", "y_rows"])
 def _pair_kernel(
     x_ptr, y_ptr, scale_ptr, other_ptr, x_out_ptr, y_out_ptr, x_rows, y_rows, columns, factor,
-    BLOCK: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program scales SPAN elements of x or, behind those, of y."""
-    await_previous(EARLY)
+    wait_for_previous_kernel(PDL)
     scale = tl.load(scale_ptr) * factor * tl.load(other_ptr)
     x_elements, y_elements = x_rows.to(tl.int64) * columns, y_rows.to(tl.int64) * columns
     x_spans = tl.cdiv(x_elements, SPAN)
@@ -69,7 +69,9 @@ def _pair_kernel(
 def _one(in_place: bool, other: bool, device: torch.device) -> tuple[Launcher, int]:
     """What scales one tensor, and the columns of a program."""
     block, span, warps = IN_PLACE_TILE if in_place else OUT_OF_PLACE_TILE
-    launch = _kernel.bind(IN_PLACE=in_place, OTHER=other, BLOCK=block, SPAN=span, num_warps=warps, **early(device))
+    launch = _kernel.bind(
+        IN_PLACE=in_place, OTHER=other, BLOCK=block, SPAN=span, num_warps=warps, **pdl_constants(device)
+    )
     return launch, span
 
 
@@ -77,7 +79,7 @@ def _one(in_place: bool, other: bool, device: torch.device) -> tuple[Launcher, i
 def _pair(device: torch.device) -> tuple[Launcher, int]:
     """What scales two, and the elements of a program."""
     block, span, warps = OUT_OF_PLACE_TILE
-    return _pair_kernel.bind(BLOCK=block, SPAN=span, num_warps=warps, **early(device)), span
+    return _pair_kernel.bind(BLOCK=block, SPAN=span, num_warps=warps, **pdl_constants(device)), span
 
 
 def _launch(x: Tensor, scale: Tensor, other: Tensor | None, factor: float, out: Tensor, in_place: bool) -> None:

@@ -29,7 +29,7 @@ from ligermodels.kernels.norm_tiles import (
     zero_beyond,
 )
 from ligermodels.kernels.partial_sums import sum_partials
-from ligermodels.kernels.pdl import await_previous, early, let_next_begin
+from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 
 FORWARD_ELEMENTS = {False: 28, True: 18}  # of a row a thread, at most, without and with the residual
 CHUNK = 4096
@@ -52,11 +52,11 @@ def add_rms_norm_reference(
 @kernel(do_not_specialize=["rows"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, hidden_ptr, rstd_ptr, x_stride, residual_stride, rows, eps, offset,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program norms ROWS whole rows."""
-    await_previous(EARLY)
-    let_next_begin(EARLY)
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
     mask = (row < rows) & (column < COLUMNS)
@@ -76,11 +76,11 @@ def _forward_kernel(
 @kernel()
 def _forward_by_chunks_kernel(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, eps, offset,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program norms one row, of which it holds a chunk: so few registers that twice the programs are at work."""
-    await_previous(EARLY)
-    let_next_begin(EARLY)
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, CHUNK)
     squares = tl.zeros([CHUNK], tl.float32)
@@ -101,15 +101,15 @@ def _backward_kernel(
     dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, y_ptr,
     dy_stride, dhidden_stride, hidden_stride, rows, offset,
     ADD: tl.constexpr, INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr, FEW: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One of a few persistent programs: strides over row tiles, keeps its share of dw in registers.
 
     From the last tile to the first: what was written or read last before may still be in the cache. Of FEW rows each
     program takes one; those beyond sum dw over columns instead.
     """
-    await_previous(EARLY)
-    let_next_begin(EARLY)
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
     if FEW:  # noqa: SIM102  a constant: of other kernels the branch is no part
         if tl.program_id(0) >= rows:
             sum_columns(
@@ -171,7 +171,7 @@ def _launch_forward(
     rows = x.numel() // columns
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows and not add and columns in READ_TWICE:
-        constants = {"COLUMNS": columns, "CHUNK": CHUNK, "num_warps": 16, **early(x.device)}
+        constants = {"COLUMNS": columns, "CHUNK": CHUNK, "num_warps": 16, **pdl_constants(x.device)}
         _forward_by_chunks_kernel.bind(**constants)(rows, x, weight.contiguous(), y, rstd, x_stride, eps, offset)
     elif rows:
         launch(
