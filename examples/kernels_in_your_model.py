@@ -21,7 +21,7 @@ LARGER = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads":
 
 
 def use_fused_kernels(model: LlamaForCausalLM) -> None:
-    """Replaces the norms and MLPs by modules that share their weights, except gate_proj and up_proj: they are packed."""
+    """Replaces norms and MLPs by modules that share their weights; gate_proj and up_proj are packed into one."""
     size, eps = model.config.hidden_size, model.config.rms_norm_eps
     replace(model.model, "norm", nn.RMSNorm(size, eps, device="meta"))
     for layer in model.model.layers:

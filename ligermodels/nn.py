@@ -1,15 +1,15 @@
 """Drop-in modules over the fused ops: they own their weights, and take and return plain tensors.
 
-| module                   | replaces                                                  | parameters                           |
-|--------------------------|-----------------------------------------------------------|--------------------------------------|
-| `RMSNorm`                | LlamaRMSNorm; Gemma's with offset=1                       | `weight`                             |
-| `LayerNorm`              | torch.nn.LayerNorm over one dimension                     | `weight`, `bias`                     |
-| `GatedMLP`               | LlamaMLP, Phi3MLP, GemmaMLP                               | `gate_up_proj`, `down_proj`          |
-| `RotaryEmbedding`        | RoPE's cos and sin, and their application                 | none                                 |
-| `CrossEntropyLoss`       | torch.nn.CrossEntropyLoss over logits [..., V]            | none                                 |
-| `LinearCrossEntropyLoss` | the output projection and torch.nn.CrossEntropyLoss       | none; takes the projection's weight  |
-| `Experts`                | MixtralExperts, Qwen3MoeExperts                           | `gate_up_proj`, `down_proj`          |
-| `MoE`                    | MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock             | `gate.weight`, `experts`             |
+| module                   | replaces                                       | parameters                          |
+|--------------------------|------------------------------------------------|-------------------------------------|
+| `RMSNorm`                | LlamaRMSNorm; Gemma's with offset=1            | `weight`                            |
+| `LayerNorm`              | torch.nn.LayerNorm over one dimension          | `weight`, `bias`                    |
+| `GatedMLP`               | LlamaMLP, Phi3MLP, GemmaMLP                    | `gate_up_proj`, `down_proj`         |
+| `RotaryEmbedding`        | RoPE's cos and sin, and their application      | none                                |
+| `CrossEntropyLoss`       | torch.nn.CrossEntropyLoss over logits [..., V] | none                                |
+| `LinearCrossEntropyLoss` | the output projection and the loss             | none; takes the projection's weight |
+| `Experts`                | MixtralExperts, Qwen3MoeExperts                | `gate_up_proj`, `down_proj`         |
+| `MoE`                    | MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock  | `gate.weight`, `experts`            |
 
 Parameter names are those of the modules that they replace, so that `load_state_dict` takes the weights over.
 `device` and `dtype` are as in torch.nn. Dispatch, dtypes and numerics are those of `ligermodels.ops`. Must not know
@@ -75,6 +75,9 @@ class LayerNorm(nn.Module):
 
     Raises ValueError where normalized_shape has more than one dimension.
     """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,

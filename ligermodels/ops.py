@@ -36,22 +36,24 @@ Double backward is refused with a RuntimeError: `torch.func` differentiates twic
 Must not know any model. `docs/kernels.md` has examples, `ligermodels.nn` the modules that own weights.
 """
 
-from torch import Tensor, contiguous_format
+import torch
+from torch import Tensor
 
-from ligermodels.kernels import attention as attention_op
 from ligermodels.kernels import experts as experts_op
-from ligermodels.kernels import gated_linear as gated_linear_op
 from ligermodels.kernels import layer_norm as layer_norm_op
-from ligermodels.kernels import norm_linear as norm_linear_op
 from ligermodels.kernels import qk_norm_rope as qk_norm_rope_op
 from ligermodels.kernels import rms_norm as rms_norm_op
 from ligermodels.kernels.adamw import adamw_
+from ligermodels.kernels.attention import attention
 from ligermodels.kernels.cross_entropy import cross_entropy
-from ligermodels.kernels.dispatch import runs_kernels, traced
+from ligermodels.kernels.dispatch import runs_kernels
+from ligermodels.kernels.experts import experts
 from ligermodels.kernels.gated_activation import gated_activation, geglu, swiglu
+from ligermodels.kernels.gated_linear import gated_linear
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.linear import LowRank, low_rank_linear
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, token_log_probs
+from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.rope import rope_
 
 __all__ = [
@@ -110,34 +112,32 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     return layer_norm_op.layer_norm(x, weight, bias, eps)
 
 
-def apply_rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:
+def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of separate queries and keys, out of place: (rotated q, rotated k).
 
     q [B, T, H, D], k [B, T, Hkv, D] float, any strides; cos, sin fp32 [T, R/2], which the batch shares, or [B, T, R/2]
-    or [B T, R/2], a row for each token; R <= D even -> contiguous tensors of the shapes and dtypes of q and k. The first
-    R dimensions of a head are rotated in pairs (j, j + R/2), or (2j, 2j + 1) if interleaved; the others are copied.
+    or [B T, R/2], a row for each token; R <= D is even -> contiguous tensors of the shapes and dtypes of q and k. The
+    first R dimensions of a head are rotated in pairs (j, j + R/2), or (2j, 2j + 1) if interleaved; the others are
+    copied.
 
     Hugging Face's layout is [B, H, T, D], and its cos and sin [B, T, D] hold each angle twice: pass q.transpose(1, 2),
     k.transpose(1, 2), cos[..., : D // 2].float() and sin[..., : D // 2].float().
 
     Cost on a GPU: two launches and two copies forward, because q and k are copied before they are rotated in place;
-    two launches backward, without a copy. `rope_` rotates the packed projection in place by one launch, without a copy.
+    two launches backward, without a copy. torch.compile adds a copy of each. `rope_` rotates the packed projection in
+    place by one launch, without a copy.
     Raises ValueError where the shapes disagree. Su et al. 2021, https://arxiv.org/abs/2104.09864.
     """
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"apply_rope: q {list(q.shape)} and k {list(k.shape)}; needed [B, T, H, D] and [B, T, Hkv, D]"
-        )
+        raise ValueError(f"apply_rope: q {list(q.shape)} and k {list(k.shape)}; needed [B, T, H, D] and [B, T, Hkv, D]")
     cos, sin = cos.flatten(0, -2).contiguous(), sin.flatten(0, -2).contiguous()
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [B, T, H, D] as a packed projection of H query heads, no key heads and no value heads."""
-    if runs_kernels(x) and not traced((x,)):  # else rope_ leaves its input as it is
-        x = x.clone(memory_format=contiguous_format)
+    if runs_kernels(x):  # in place; the reference implementation leaves its input alone
+        x = x.clone(memory_format=torch.contiguous_format)
     rotated, _, _ = rope_(x.flatten(2), cos, sin, x.shape[2], 0, interleaved)
     return rotated
 
@@ -157,33 +157,6 @@ def qk_norm_rope(
     return qk_norm_rope_op.qk_norm_rope(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
 
 
-def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None,
-    eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Residual add, RMSNorm and linear as one autograd node: (linear(rms_norm(hidden)), hidden), hidden = x + residual.
-
-    x, residual [..., H] float (residual None: hidden is x), norm_weight [H], weight [N, H], bias [N] or None, low_rank:
-    a LoRA update of the linear -> ([..., N] in weight's dtype, hidden [..., H]). The normed rows are not kept for
-    backward but computed again. Raises ValueError on a GPU where the norm's shapes disagree and where H exceeds 65536.
-    """
-    return norm_linear_op.norm_linear(x, residual, norm_weight, weight, bias, eps, offset, low_rank)
-
-
-def gated_linear(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu",
-    low_rank: LowRank | None = None, *, inplace: bool = False,
-) -> Tensor:  # fmt: skip
-    """Gated activation and linear as one autograd node: linear(activation(gate) * up, weight, bias).
-
-    gate_up [..., 2 I] float, the gate's columns first, weight [N, I], bias [N] or None, activation "silu", "gelu_tanh"
-    or "gelu", low_rank: a LoRA update of the linear -> [..., N]. activation(gate) * up is not kept for backward but
-    computed again. inplace: backward writes gate_up's gradient over gate_up, so nobody else may read it. Raises
-    ValueError for any other activation and for an odd width. Shazeer 2020, https://arxiv.org/abs/2002.05202.
-    """
-    return gated_linear_op.gated_linear(gate_up, weight, bias, activation, low_rank, inplace=inplace)
-
-
 def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
     """Top-k router: (weights [T, k] fp32, expert indices [T, k] int64) of router logits [T, E] float.
 
@@ -191,41 +164,3 @@ def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tenso
     sum (Mixtral). Plain PyTorch on every device.
     """
     return experts_op.route(logits, k, normalize)
-
-
-def experts(
-    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
-    gate_up_update: GroupedLowRank | None = None, down_update: GroupedLowRank | None = None,
-) -> Tensor:  # fmt: skip
-    """Mixture of gated experts: Σ over a token's experts e of expert_weight * down_e (activation(gate_e x) * up_e x).
-
-    x [T, H] float, expert_index [T, k] int64 in 0 … E - 1, expert_weight [T, k] fp32 (both as `route` returns them),
-    gate_up [E, 2 I, H], the gate's rows first, down [E, H, I] in x's dtype, activation "silu", "gelu_tanh" or "gelu",
-    LoRA updates of the two projections -> [T, H] in x's dtype. No token is dropped, and the host does not wait for the
-    routing. Raises ValueError for any other activation, an odd 2 I and where the shapes disagree.
-    """
-    return experts_op.experts(
-        x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update
-    )
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None,
-    softcap: float | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-    position_ids: Tensor | None = None, dropout: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Causal attention with grouped-query heads; the fastest of SDPA, FlashAttention and FlexAttention that applies.
-
-    q [B, T, Hq, D], k, v [B, S, Hkv, D] float, unit stride along D, Hq a multiple of Hkv -> [B, T, Hq, D].
-    scale: of the scores; None for D^-0.5.
-    window: sliding window, the number of keys that a query sees, itself included.
-    softcap: scores become softcap * tanh(scores / softcap).
-    cu_seqlens: int32 [documents + 1] offsets of the documents packed into one row (B = 1); max_seqlen: the longest.
-    position_ids: [B, T] positions of the queries where k and v are a cache and key j is at position j.
-    dropout: probability that an attention weight is dropped.
-    Raises ValueError for packed documents in more than one row, and for dropout together with a softcap.
-    """
-    return attention_op.attention(
-        q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale, window=window, softcap=softcap,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, position_ids=position_ids, dropout=dropout,
-    )  # fmt: skip
