@@ -112,10 +112,10 @@ def _backward_kernel(
 
 
 class RowTiles(NamedTuple):
-    """How one row is split: `count` tiles of `columns` columns each."""
+    """How a row is split between programs."""
 
-    count: int
-    columns: int
+    tiles: int
+    tile_columns: int
 
 
 @functools.cache

@@ -105,16 +105,16 @@ def _chunks_of_logits(
     rows, vocab = hidden.shape[0], weight.shape[0]
     width = round_up_to_tile(vocab)
     if buffer is None:
-        chunk = min(chunk_rows(rows, vocab, sums, hidden.dtype), rows)
-        buffer = torch.empty(chunk, width, dtype=hidden.dtype, device=hidden.device)
+        size = min(chunk_rows(rows, vocab, sums, hidden.dtype), rows)
+        buffer = torch.empty(size, width, dtype=hidden.dtype, device=hidden.device)
     else:
-        chunk = round_down_to_tile(buffer.numel() // width)
-        buffer = buffer[: chunk * width].view(chunk, width)
+        size = round_down_to_tile(buffer.numel() // width)
+        buffer = buffer[: size * width].view(size, width)
     buffer = buffer if width == vocab else buffer[:, :vocab]
-    for start in range(0, rows, max(chunk, 1)):
-        piece = slice(start, min(start + chunk, rows))
-        logits = slice_rows(buffer, slice(0, piece.stop - start))
-        yield piece, torch.mm(slice_rows(hidden, piece), weight.T, out=logits)
+    for start in range(0, rows, max(size, 1)):
+        chunk = slice(start, min(start + size, rows))
+        logits = slice_rows(buffer, slice(0, chunk.stop - start))
+        yield chunk, torch.mm(slice_rows(hidden, chunk), weight.T, out=logits)
 
 
 def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
@@ -135,12 +135,12 @@ def _empty_gradients(hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_g
 
 
 def _accumulate_gradients_(
-    dhidden: Tensor, dweight: Tensor, dlogits: Tensor, hidden: Tensor, weight: Tensor, piece: slice
+    dhidden: Tensor, dweight: Tensor, dlogits: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
 ) -> None:
     if dhidden.numel():
-        _accumulate_(slice_rows(dhidden, piece), dlogits, weight, beta=0)
+        _accumulate_(slice_rows(dhidden, chunk), dlogits, weight, beta=0)
     if dweight.numel():
-        _accumulate_(dweight, dlogits.T, slice_rows(hidden, piece), beta=int(piece.start > 0))
+        _accumulate_(dweight, dlogits.T, slice_rows(hidden, chunk), beta=int(chunk.start > 0))
 
 
 def _launch_forward(
@@ -149,11 +149,11 @@ def _launch_forward(
     loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     lse = torch.empty_like(loss)
     dhidden, dweight = _empty_gradients(hidden, weight, hidden_grad, weight_grad)
-    for piece, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
+    for chunk, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
         dlogits = logits if hidden_grad or weight_grad else None
-        row_data = slice_rows(targets, piece), slice_rows(loss, piece), slice_rows(lse, piece)
+        row_data = slice_rows(targets, chunk), slice_rows(loss, chunk), slice_rows(lse, chunk)
         launch_cross_entropy(logits, *row_data, GRADIENT_SCALE, dlogits, *options)
-        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
+        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, chunk)
     return loss, lse, dhidden, dweight
 
 
@@ -162,10 +162,10 @@ def _launch_backward(
     hidden_grad: bool, weight_grad: bool, *options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dhidden, dweight = _empty_gradients(hidden, weight, hidden_grad, weight_grad)
-    for piece, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
-        row_data = slice_rows(targets, piece), None, slice_rows(lse, piece), slice_rows(scale, piece)
+    for chunk, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
+        row_data = slice_rows(targets, chunk), None, slice_rows(lse, chunk), slice_rows(scale, chunk)
         launch_cross_entropy(logits, *row_data, logits, *options)
-        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
+        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, chunk)
     return dhidden, dweight
 
 
@@ -192,13 +192,13 @@ def _launch_low_memory(
     single_pass = row_pass and weight_grad and holds_all  # no logits are recomputed
     if row_pass:
         memory = dweight.view(-1) if dweight.numel() > elements and not single_pass else buffer
-        for piece, logits in _chunks_of_logits(hidden, weight, buffer=memory):
+        for chunk, logits in _chunks_of_logits(hidden, weight, buffer=memory):
             dlogits = logits if hidden_grad or single_pass else None
-            piece_loss = slice_rows(loss, piece) if lse is None else None
-            row_data = slice_rows(targets, piece), piece_loss, slice_rows(row_lse, piece), slice_rows(scale, piece)
+            chunk_loss = slice_rows(loss, chunk) if lse is None else None
+            row_data = slice_rows(targets, chunk), chunk_loss, slice_rows(row_lse, chunk), slice_rows(scale, chunk)
             launch_cross_entropy(logits, *row_data, dlogits, *options)
             if hidden_grad:
-                torch.mm(logits, weight, out=slice_rows(dhidden, piece))
+                torch.mm(logits, weight, out=slice_rows(dhidden, chunk))
             if single_pass:  # there is only one chunk
                 torch.mm(logits.T, hidden, out=dweight)
     if weight_grad and rows and not single_pass:
@@ -212,13 +212,13 @@ def _compute_dweight_by_vocab_(
 ) -> None:  # fmt: skip
     """All rows, one chunk of the vocabulary at a time: each element of dweight is one fp32 sum, rounded once."""
     rows, vocab = hidden.shape[0], weight.shape[0]
-    chunk = round_down_to_tile(buffer.numel() // rows)
-    for start in range(0, vocab, chunk):
-        piece = slice(start, min(start + chunk, vocab))
-        logits = buffer[: rows * (piece.stop - start)].view(rows, -1)
-        torch.mm(hidden, weight[piece].T, out=logits)
+    size = round_down_to_tile(buffer.numel() // rows)
+    for start in range(0, vocab, size):
+        classes = slice(start, min(start + size, vocab))
+        logits = buffer[: rows * (classes.stop - start)].view(rows, -1)
+        torch.mm(hidden, weight[classes].T, out=logits)
         launch_cross_entropy(logits, targets, None, lse, scale, logits, *options, first_class=start, vocab=vocab)
-        torch.mm(logits.T, hidden, out=dweight[piece])
+        torch.mm(logits.T, hidden, out=dweight[classes])
 
 
 def _fake_forward(hidden, weight, targets, hidden_grad, weight_grad, *options):
