@@ -75,11 +75,11 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     needs = memory_needs(model, build(model), args, world, computed)
     recomputed = recompute(model, args.activation_checkpointing, world, needs)
     keep_gathered = keeps_gathered(world, needs, recomputed)
-    needs = partial(needs, keep_gathered=keep_gathered)
+    needs = partial(needs, keep_unsharded=keep_gathered)
     run = plan(
         model, args, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.passes, validation_rows=len(data.validation), recomputed=recomputed,
-        memory=needs(recomputed=recomputed),
+        memory=needs(checkpointed_blocks=recomputed),
     )  # fmt: skip
     if args.dry_run:
         return print(run.text()) if world.is_first else None

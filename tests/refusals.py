@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ligermodels
-from ligermodels.errors import LONGEST, InputError
+from ligermodels.errors import MAX_MESSAGE_CHARACTERS, InputError
 
 SECONDS, MIB = 1.0, 256  # where a file is as large as they may be
 
@@ -20,7 +20,7 @@ def refusal_of(folder: Path, **options: Any) -> str:
     with measured(SECONDS, MIB), pytest.raises(InputError) as caught:
         ligermodels.load(folder, **options)
     message = str(caught.value)
-    assert message.isprintable() and len(message) <= 2 * LONGEST, message
+    assert message.isprintable() and len(message) <= 2 * MAX_MESSAGE_CHARACTERS, message
     return message
 
 

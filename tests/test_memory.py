@@ -92,7 +92,7 @@ def test_states_of_any_optimizer_count_on_the_meta_device_too():
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     assert state_bytes(optimizer) == nbytes(model.parameters())
-    needs = training_memory(model, 1, 8, torch.bfloat16, shards=2, states=state_bytes(optimizer))
+    needs = training_memory(model, 1, 8, torch.bfloat16, shards=2, optimizer_states=state_bytes(optimizer))
     assert needs.states == nbytes(model.parameters()) // 2
 
 
@@ -139,9 +139,9 @@ MEASURED_SHARDED = {
     "half of the blocks recomputed": (torch.bfloat16, {"recomputed": 16}, 75.3),
     "fp32 LoRA on a bf16 base, one GPU": (torch.bfloat16, {}, 64.5),
     "fp32 weights on two GPUs": (torch.float32, {"shards": 2}, 96.8),
-    "fp32 weights on two GPUs, kept gathered": (torch.float32, {"shards": 2, "keep_gathered": True}, 109.4),
+    "fp32 weights on two GPUs, kept gathered": (torch.float32, {"shards": 2, "keep_unsharded": True}, 109.4),
     "bf16 weights on two GPUs": (torch.bfloat16, {"shards": 2}, 74.4),
-    "bf16 weights on two GPUs, kept gathered": (torch.bfloat16, {"shards": 2, "keep_gathered": True}, 87.0),
+    "bf16 weights on two GPUs, kept gathered": (torch.bfloat16, {"shards": 2, "keep_unsharded": True}, 87.0),
 }
 
 
@@ -160,5 +160,5 @@ def test_the_peak_is_within_three_percent_of_what_a_gpu_needed(name):
     raw, batch_size, recompute, measured = MEASURED[name]
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="meta")
     recomputed = raw["num_hidden_layers"] if recompute else 0
-    peak = training_memory(model, batch_size, 2048, torch.bfloat16, recomputed=recomputed).peak
+    peak = training_memory(model, batch_size, 2048, torch.bfloat16, checkpointed_blocks=recomputed).peak
     assert peak / 2**30 == pytest.approx(measured, rel=0.03)

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from ligermodels.errors import nearest
+from ligermodels.errors import did_you_mean
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -62,7 +62,9 @@ def number(holds: Callable[[float], bool], rule: str) -> Callable[[str], float]:
 def one_of(*names: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in names:
-            raise argparse.ArgumentTypeError(f"is {text!r}; must be one of {', '.join(names)}{nearest(text, names)}")
+            raise argparse.ArgumentTypeError(
+                f"is {text!r}; must be one of {', '.join(names)}{did_you_mean(text, names)}"
+            )
         return text
 
     return read

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
-from ligermodels.configs.rope import FULL, SLIDING, Rope
+from ligermodels.configs.rope import FULL_ATTENTION, SLIDING_ATTENTION, Rope
 from ligermodels.errors import ConfigError, HubError
 from tests.cases import CASES
 
@@ -29,7 +29,10 @@ SIZES = {
 VISION = {"vision_config": {"vision_use_head": False}}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-NESTED = {FULL: {"rope_type": "default", "rope_theta": 9.0}, SLIDING: {"rope_type": "default", "rope_theta": 8.0}}
+NESTED = {
+    FULL_ATTENTION: {"rope_type": "default", "rope_theta": 9.0},
+    SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 8.0},
+}
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 TWO_ROPES = ("gemma3", "gemma3_text", "olmo3")  # by layer type
@@ -49,7 +52,7 @@ def read(model_type, **fields):
 def refusals():
     """Model type, fields, and what the refusal must name: the field, its value where it has one, the remedy."""
     for name in ARCHITECTURES:
-        yield name, {"rope_scaling": {"type": "ntk"}}, ["rope_scaling", "'ntk'", "there is", "linear"]
+        yield name, {"rope_scaling": {"type": "ntk"}}, ["rope_scaling", "'ntk'", "choose from", "linear"]
         yield name, {"rope_scaling": {"type": "linear"}}, ["rope_scaling", "'linear'", "lacks factor", "add"]
         yield name, {"rope_scaling": 5}, ["rope_scaling", "5", "must be an object"]
         yield name, {"quantization_config": {"bits": 4}}, ["quantization_config", "load the original"]
@@ -61,10 +64,10 @@ def refusals():
             yield name, {"rope_parameters": NESTED}, ["rope_parameters", "give one"]
         else:
             yield name, {"rope_parameters": LINEAR}, ["rope_parameters", "by layer type"]
-            yield name, {"rope_parameters": {FULL: 5}}, [FULL, "5", "must be an object"]
+            yield name, {"rope_parameters": {FULL_ATTENTION: 5}}, [FULL_ATTENTION, "5", "must be an object"]
         if name not in PARTIAL:
             rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
-            rope = {FULL: rope, SLIDING: rope} if name in TWO_ROPES else rope
+            rope = {FULL_ATTENTION: rope, SLIDING_ATTENTION: rope} if name in TWO_ROPES else rope
             yield name, {"rope_parameters": rope}, ["partial_rotary_factor", "0.5", "must be 1"]
         activation = "hidden_activation" if name in ("gemma2", "gemma3", "gemma3_text") else "hidden_act"
         yield name, {activation: "relu"}, [activation, "'relu'", "'silu'"]
@@ -73,17 +76,21 @@ def refusals():
     yield "phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["rope_scaling", "lacks long_factor"]
     yield "phi3", {"rope_scaling": LONG | {"long_factor": [1.0] * 5}}, ["long_factor", "5", "must be", "4"]
     yield "phi3", {"rope_scaling": LONG, "partial_rotary_factor": 0.75}, ["short_factor", "4", "must be", "3"]
-    yield "phi3", {"embd_pdrop": 0.1}, ["embd_pdrop", "0.1", "leave it out"]
-    yield "phi3", {"resid_pdrop": 0.1}, ["resid_pdrop", "0.1", "leave it out"]
-    yield "mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise", "0.1", "leave it out"]
+    yield "phi3", {"embd_pdrop": 0.1}, ["embd_pdrop", "0.1", "remove it"]
+    yield "phi3", {"resid_pdrop": 0.1}, ["resid_pdrop", "0.1", "remove it"]
+    yield "mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise", "0.1", "remove it"]
     yield "smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "2", "must have", "8"]
-    yield "gemma2", {"attention_dropout": 0.1}, ["attention_dropout", "0.1", "leave it out"]
-    yield "gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30.0", "leave it out"]
+    yield "gemma2", {"attention_dropout": 0.1}, ["attention_dropout", "0.1", "remove it"]
+    yield "gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30.0", "remove it"]
     for name in (*GEMMAS, "gemma3"):
-        yield name, {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True", "leave it out"]
+        yield name, {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True", "remove it"]
     for name in ("mistral", "qwen2", "qwen3_moe", "gemma2", "gemma3", "olmo3", "phi3", "smollm3"):
-        yield name, {"layer_types": [FULL] * 7}, ["layer_types", "7", "must have num_hidden_layers", "8"]
-        yield name, {"layer_types": [FULL] * 7 + ["chunked"]}, ["layer_types", "'chunked'", repr(SLIDING)]
+        yield name, {"layer_types": [FULL_ATTENTION] * 7}, ["layer_types", "7", "must have num_hidden_layers", "8"]
+        yield (
+            name,
+            {"layer_types": [FULL_ATTENTION] * 7 + ["chunked"]},
+            ["layer_types", "'chunked'", repr(SLIDING_ATTENTION)],
+        )
     for name in MOE:
         experts = "num_experts" if name.startswith("qwen") else "num_local_experts"
         yield name, {experts: 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", "5", experts, "4"]
@@ -158,13 +165,13 @@ def windows(config):
 def reference_windows(reference):
     """Families without layer_types give their window, if any, to all layers."""
     window = getattr(reference, "sliding_window", None) or None
-    types = getattr(reference, "layer_types", None) or [SLIDING] * reference.num_hidden_layers
-    return [window if kind == SLIDING else None for kind in types]
+    types = getattr(reference, "layer_types", None) or [SLIDING_ATTENTION] * reference.num_hidden_layers
+    return [window if kind == SLIDING_ATTENTION else None for kind in types]
 
 
 def reference_ropes(reference):
     parameters = reference.rope_parameters
-    nested = parameters if FULL in parameters else {FULL: parameters}
+    nested = parameters if FULL_ATTENTION in parameters else {FULL_ATTENTION: parameters}
     return {k: (r["rope_type"], r["rope_theta"], r.get("partial_rotary_factor", 1.0)) for k, r in nested.items()}
 
 
@@ -172,7 +179,7 @@ def reference_ropes(reference):
 def test_no_rope_layers_and_sparse_layers_are_as_in_the_reference(model_type):
     config, reference = read(model_type), AutoConfig.for_model(model_type, **SIZES)
     if hasattr(reference, "no_rope_layers"):
-        assert [int(config.rotates(i)) for i in range(8)] == reference.no_rope_layers == [1, 1, 1, 0] * 2
+        assert [int(config.has_rope(i)) for i in range(8)] == reference.no_rope_layers == [1, 1, 1, 0] * 2
     if hasattr(reference, "decoder_sparse_step"):
         assert [config.is_sparse(i) for i in range(8)] == [True] * 8
 
@@ -245,7 +252,16 @@ def test_what_transformers_4_saves_reads_as_what_5_saves(model_type, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "gemma3", "olmo3"])
 def test_layer_types_rule_where_the_file_has_them(model_type):
-    types = [FULL, FULL, SLIDING, FULL, SLIDING, SLIDING, FULL, FULL]
+    types = [
+        FULL_ATTENTION,
+        FULL_ATTENTION,
+        SLIDING_ATTENTION,
+        FULL_ATTENTION,
+        SLIDING_ATTENTION,
+        SLIDING_ATTENTION,
+        FULL_ATTENTION,
+        FULL_ATTENTION,
+    ]
     config = read(model_type, layer_types=types, sliding_window=5)
     assert windows(config) == [NO, NO, YES, NO, YES, YES, NO, NO]
 
@@ -293,7 +309,9 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
     ],
 )
 def test_ropes_are_read_from_both_spellings(model_type, fields, full, sliding):
-    assert read(model_type, **fields).ropes == {FULL: full} | ({SLIDING: sliding} if sliding else {})
+    assert read(model_type, **fields).ropes == {FULL_ATTENTION: full} | (
+        {SLIDING_ATTENTION: sliding} if sliding else {}
+    )
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
@@ -302,7 +320,7 @@ def test_longrope_of_phi3_by_any_name_switches_at_the_length_of_the_top_level(na
     config = read("phi3", rope_scaling=LONG | {"type": name} | inside, original_max_position_embeddings=6)
     factors = {"short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4}
     expected = Rope(rope_theta=1e4, rope_type="longrope", original_max_position_embeddings=6, **factors)
-    assert config.ropes == {FULL: expected} and config.rope_switch == 6
+    assert config.ropes == {FULL_ATTENTION: expected} and config.longrope_switch_length == 6
 
 
 def test_the_new_spelling_of_the_dtype_wins(tmp_path):

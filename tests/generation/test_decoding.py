@@ -6,7 +6,7 @@ import torch
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation.decoding import model_stop_tokens
-from ligermodels.generation.sampling import sample
+from ligermodels.generation.sampling import sample_tokens
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
 
@@ -16,12 +16,12 @@ LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0]], device=DEVICE)
 def frequencies(draws=4000, **options):
     generator = torch.Generator(DEVICE).manual_seed(0)
     options = {"temperature": 1.0, "top_k": None, "top_p": None} | options
-    tokens = sample(LOGITS.expand(draws, 4), generator=generator, **options)
+    tokens = sample_tokens(LOGITS.expand(draws, 4), generator=generator, **options)
     return torch.bincount(tokens.cpu(), minlength=4) / draws
 
 
 def test_temperature_zero_takes_the_likeliest():
-    assert sample(LOGITS, 0.0, None, None, None).tolist() == [1]
+    assert sample_tokens(LOGITS, 0.0, None, None, None).tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ligermodels.layers.lora import LoRALinear, updates
+from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.lora_targets import add_lora
 
 RANK, ALPHA = 4, 6.0
@@ -11,7 +11,7 @@ RANK, ALPHA = 4, 6.0
 def adapt(model, **settings):
     """LoRA on every projection of every block, B drawn at random; all else frozen."""
     add_lora(model, **({"rank": RANK, "alpha": ALPHA} | settings))
-    for layer in updates(model):
+    for layer in lora_modules(model):
         nn.init.normal_(layer.lora_B, std=0.02)
     return model
 

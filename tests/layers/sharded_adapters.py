@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 import ligermodels
 from ligermodels.errors import CheckpointError
-from ligermodels.layers.lora import initialize_lora, updates
+from ligermodels.layers.lora import initialize_lora, lora_modules
 from ligermodels.weights.loading import load_weights
 
 
@@ -33,7 +33,7 @@ def on_two_ranks(rank, base, folder):
     model = sharded(base)
     ligermodels.export_adapter(model, folder / "new")
     ligermodels.load_adapter(model, folder / "adapter")
-    assert all(isinstance(layer.lora_B, DTensor) for layer in updates(model))
+    assert all(isinstance(layer.lora_B, DTensor) for layer in lora_modules(model))
     ligermodels.export_adapter(model, folder / "adapter-2")
     ligermodels.export(model, folder / "merged-2", dtype=torch.bfloat16, max_shard_size="20KB")
     for wrong, settings in {

@@ -15,7 +15,7 @@ def step(recompute, raw=LLAMA, change=lambda model: model):
     torch.manual_seed(0)
     model = change(ligermodels.create(raw, device=DEVICE))
     if recompute:
-        model.recompute_in_backward()
+        model.checkpoint_activations()
     ids = torch.randint(3, 99, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).loss.backward()

@@ -16,7 +16,7 @@ from tests.layers.adapters import adapt
 HALF = DTYPES[-1]
 
 
-CHANGES = {"gemma2": None, "qwen2_moe": None, "llama-tied": adapt, "llama": CausalLM.recompute_in_backward}
+CHANGES = {"gemma2": None, "qwen2_moe": None, "llama-tied": adapt, "llama": CausalLM.checkpoint_activations}
 
 
 def build(name):

@@ -5,7 +5,7 @@ from torch import nn
 
 import ligermodels
 from ligermodels.kernels.linear import LowRank
-from ligermodels.layers.fused import weights_of
+from ligermodels.layers.fused import fusible_weights
 from ligermodels.layers.lora import LoRALinear
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
@@ -109,7 +109,7 @@ def test_lora_trains_alike_fused_composed_and_over_a_replaced_linear():
 def test_lora_trains_alike_fused_and_without_kernels_in_every_kind_of_block(name, monkeypatch):
     raw = CASES[name] | {"num_hidden_layers": 1}
     fused = gradients(adapt, raw)
-    monkeypatch.setattr("ligermodels.layers.fused.weights_of", lambda projection, dtype: None)
+    monkeypatch.setattr("ligermodels.layers.fused.fusible_weights", lambda projection, dtype: None)
     assert_equal(fused, gradients(adapt, raw), 8)
 
 
@@ -120,15 +120,15 @@ def test_a_step_with_lora_compiles_as_one_graph_with_equal_gradients():
 
 @pytest.mark.usefixtures("kernels")
 def test_a_block_with_lora_is_recomputed_to_the_same_gradients():
-    assert_equal(gradients(lambda model: adapt(model).recompute_in_backward()), gradients(adapt), ADAPTERS)
+    assert_equal(gradients(lambda model: adapt(model).checkpoint_activations()), gradients(adapt), ADAPTERS)
 
 
 def test_only_a_plain_linear_and_lora_over_one_are_read_by_a_node():
     plain = nn.Linear(4, 6)
-    weight, bias, low_rank = weights_of(plain, torch.float32)
+    weight, bias, low_rank = fusible_weights(plain, torch.float32)
     assert weight is plain.weight and bias is plain.bias and low_rank is None
     lora = LoRALinear(plain, rank=2, alpha=3.0, dropout=0.1).eval()
-    assert weights_of(lora, torch.float32) == (weight, bias, LowRank(lora.lora_A, lora.lora_B, ((0, 6),), 1.5))
+    assert fusible_weights(lora, torch.float32) == (weight, bias, LowRank(lora.lora_A, lora.lora_B, ((0, 6),), 1.5))
     watched, watched_backward = nn.Linear(4, 6), nn.Linear(4, 6)
     watch(watched, [])
     watched_backward.register_full_backward_hook(lambda module, dx, dy: None)
@@ -141,4 +141,4 @@ def test_only_a_plain_linear_and_lora_over_one_are_read_by_a_node():
         LoRALinear(watched, 2, 3.0),
         LoRALinear(ScaledLinear(4, 6), 2, 3.0),
     ):
-        assert weights_of(other, torch.float32) is None, other
+        assert fusible_weights(other, torch.float32) is None, other

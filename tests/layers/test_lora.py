@@ -7,8 +7,8 @@ from torch import nn
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.layers.fused import linear
-from ligermodels.layers.lora import LoRALinear, updates
+from ligermodels.layers.fused import apply_linear
+from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.lora_targets import add_lora
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
@@ -47,10 +47,10 @@ def test_dropout_falls_on_the_input_of_the_update_alone():
     dropped = F.dropout(x, 0.5)
     torch.manual_seed(1)
     expected = layer.base_layer(x) + ALPHA / RANK * (dropped @ layer.lora_A.T) @ layer.lora_B.T
-    torch.testing.assert_close(linear(layer, x), expected)
+    torch.testing.assert_close(apply_linear(layer, x), expected)
     layer.eval()
     merged = layer.base_layer(x) + ALPHA / RANK * (x @ layer.lora_A.T) @ layer.lora_B.T
-    torch.testing.assert_close(linear(layer, x), merged)
+    torch.testing.assert_close(apply_linear(layer, x), merged)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -102,7 +102,7 @@ def test_targets_are_the_hubs_projections(targets, expected):
 def test_where_the_hub_stores_packed_the_packed_projection_is_the_target():
     phi3 = ligermodels.create(CASES["phi3"])
     with pytest.raises(
-        InputError, match=r"'q_proj' is no projection .* there are: down_proj, gate_up_proj, o_proj, qkv_"
+        InputError, match=r"'q_proj' is not a projection .* from: down_proj, gate_up_proj, o_proj, qkv_"
     ):
         add_lora(phi3, targets="q_proj")
     add_lora(phi3, targets="qkv_proj")
@@ -125,15 +125,15 @@ def test_all_linear_of_a_mixture_of_experts_is_attention_and_the_shared_expert()
         (
             "llama",
             ["q_proj", "lm_head"],
-            "'lm_head' is no projection that can have LoRA; there are: down_proj, gate_proj",
+            "'lm_head' is not a projection that can have LoRA; choose from: down_proj, gate_proj",
         ),
-        ("llama", "embed_tokens", "'embed_tokens' is no projection"),
-        ("llama", "proj", "'proj' is no projection"),
-        ("llama", "input_layernorm", "'input_layernorm' is no projection"),
-        ("mixtral", ["w1"], "'w1' is no projection .* routed experts by the name 'experts'"),
-        ("qwen3_moe", "mlp.gate", "'mlp.gate' is no projection"),
+        ("llama", "embed_tokens", "'embed_tokens' is not a projection"),
+        ("llama", "proj", "'proj' is not a projection"),
+        ("llama", "input_layernorm", "'input_layernorm' is not a projection"),
+        ("mixtral", ["w1"], "'w1' is not a projection .* routed experts are selected by the name 'experts'"),
+        ("qwen3_moe", "mlp.gate", "'mlp.gate' is not a projection"),
         ("llama", ["q_proj", "experts"], "'experts': the model has no routed experts"),
-        ("qwen2_moe", "up_proj", r"'up_proj' names .*mlp\.experts\.0\.up_proj too, .* as in 'shared_expert\.up_proj'"),
+        ("qwen2_moe", "up_proj", r"'up_proj' also names .*mlp\.experts\.0\.up_proj, .* as in 'shared_expert\.up_proj'"),
     ],
 )
 def test_what_cannot_have_lora_is_refused_and_the_model_left_alone(name, targets, message):
@@ -145,7 +145,9 @@ def test_what_cannot_have_lora_is_refused_and_the_model_left_alone(name, targets
 
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 2.5}, {"alpha": 0}, {"dropout": 1.0}, {"dropout": -0.1}])
 def test_settings_that_mean_nothing_are_refused(settings):
-    with pytest.raises(InputError, match="rank must be a whole number above 0, alpha be above 0, dropout lie between"):
+    with pytest.raises(
+        InputError, match="rank must be a whole number above 0, alpha must be above 0, dropout must be at least 0"
+    ):
         add_lora(ligermodels.create(LLAMA), **settings)
 
 
@@ -174,6 +176,6 @@ def test_a_model_on_meta_gets_the_base_it_would_have_without_lora_and_updates_of
     assert all(torch.equal(p, weights.pop(name)) for name, p in plain.named_parameters()) and not weights
     ids = torch.randint(3, 99, (2, 16))
     assert torch.equal(model.eval()(ids).logits, plain.eval()(ids).logits)
-    assert all(not layer.lora_B.any() for layer in updates(model))
-    first, *others = (layer.lora_A for layer in updates(model))
+    assert all(not layer.lora_B.any() for layer in lora_modules(model))
+    first, *others = (layer.lora_A for layer in lora_modules(model))
     assert first.any() and all(not torch.equal(first, other) for other in others if other.shape == first.shape)

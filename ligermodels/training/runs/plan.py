@@ -195,7 +195,9 @@ def plan(
 ) -> Plan:
     """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
     trained = trained_parameters(model)
-    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, args.dp_replicate)
+    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.optimizer_states * shards_of(
+        world, args.dp_replicate
+    )
     return Plan(
         args, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
@@ -242,5 +244,5 @@ def memory_needs(
     _, micro_batch_size = rows_a_rank(args.batch_size, args.micro_batch_size, world)
     return functools.partial(
         training_memory, model, batch_size=micro_batch_size, sequence_length=args.sequence_length, dtype=dtype,
-        shards=shards_of(world, args.dp_replicate), states=state_bytes(optimizer),
+        shards=shards_of(world, args.dp_replicate), optimizer_states=state_bytes(optimizer),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ligermodels.errors import InputError, first_line, nearest
+from ligermodels.errors import InputError, did_you_mean, first_line
 
 SETTINGS_FILE = "train.toml"
 ONLY_ON_THE_COMMAND_LINE = ("help", "config", "resume")
@@ -41,7 +41,9 @@ def read_flags(file: Path, flags: Iterable[argparse.Action]) -> dict[str, Any]:
     known = {flag.dest: flag for flag in flags if flag.dest not in ONLY_ON_THE_COMMAND_LINE}
     for key in content:
         if key not in known:
-            raise InputError(f"{file}: {key}: no such flag{nearest(key, known)}; `python train.py --help` shows them")
+            raise InputError(
+                f"{file}: {key}: no such flag{did_you_mean(key, known)}; `python train.py --help` shows them"
+            )
     return {key: converted(known[key], value, f"{file}: {key}") for key, value in content.items()}
 
 
