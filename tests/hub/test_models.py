@@ -16,7 +16,7 @@ from tests.weights.tiny import LAYERS, RAW, Tiny, randomized
 class FakeConfig:
     raw: dict
     tie_word_embeddings: bool
-    also_named: ClassVar = {}
+    alternative_names: ClassVar = {}
     num_hidden_layers: ClassVar = LAYERS
 
     @classmethod
