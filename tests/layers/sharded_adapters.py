@@ -1,4 +1,4 @@
-"""LoRA in a model that two ranks share; without an import of what sets tests up, so that a new process starts fast."""
+"""LoRA in a model sharded over two ranks. Does not import tests.conftest, so that a new process starts fast."""
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -11,7 +11,7 @@ from ligermodels.weights.loading import load_weights
 
 
 def sharded(base, lora=True):
-    """As a trainer starts: built on the meta device, given LoRA, sharded, then filled."""
+    """A model as in training: built on the meta device, LoRA added, sharded, then loaded."""
     model = ligermodels.create(base, device="meta")
     if lora:
         ligermodels.add_lora(model, rank=4, alpha=6.0)
@@ -42,7 +42,7 @@ def on_two_ranks(rank, base, folder):
         folder / "too-large": {"dtype": torch.float16},
     }.items():
         if settings:
-            torch.nn.init.constant_(model.model.norm.weight, 1e6)  # the last parameter but for the head, which is tied
+            torch.nn.init.constant_(model.model.norm.weight, 1e6)  # the last parameter: the head is tied
         try:
             ligermodels.export(model, wrong, **settings)
         except CheckpointError as error:
