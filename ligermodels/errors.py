@@ -61,10 +61,10 @@ def first_line(error: BaseException | str) -> str:
 def suggest(wrong: str, choices: Iterable[str]) -> str:
     """The end of a message about an unknown name: the closest choice, if one is close, and the list of all choices."""
     choices = sorted(choices)
-    return f"{did_you_mean(wrong, choices)}; choose from: {', '.join(choices)}"
+    return f"{suggest_closest(wrong, choices)}; choose from: {', '.join(choices)}"
 
 
-def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
+def suggest_closest(wrong: str, choices: Iterable[str]) -> str:
     """The end of a message about an unknown name: the closest choice, or an empty string if none is close."""
     names = {name.lstrip("-"): name for name in choices}  # leading dashes would make all flags similar to each other
     close = difflib.get_close_matches(wrong[:MAX_WORD_CHARACTERS].lstrip("-"), names, n=1)

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from ligermodels.errors import did_you_mean
+from ligermodels.errors import suggest_closest
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -63,7 +63,7 @@ def one_of(*names: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in names:
             raise argparse.ArgumentTypeError(
-                f"is {text!r}; must be one of {', '.join(names)}{did_you_mean(text, names)}"
+                f"is {text!r}; must be one of {', '.join(names)}{suggest_closest(text, names)}"
             )
         return text
 

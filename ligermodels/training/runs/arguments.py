@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ligermodels.cli.flags import Parser, above_zero, count, not_negative, number, one_of, positive, switch, whole
-from ligermodels.errors import InputError, did_you_mean, silence_closed_stdout
+from ligermodels.errors import InputError, silence_closed_stdout, suggest_closest
 from ligermodels.hub import list_architectures
 from ligermodels.hub.description import catalogue
 from ligermodels.training.data.sources import WITHOUT_FILES, parse_spec
@@ -176,7 +176,7 @@ def parsed(parser: Flags, argv: Sequence[str]) -> argparse.Namespace:
         name = word.partition("=")[0]
         if not name.startswith("-"):
             raise InputError(f"{name}: belongs to no flag; `python train.py --help` shows them all")
-        raise InputError(f"{name}: no such flag{did_you_mean(name, option_names(parser))}; --help shows them all")
+        raise InputError(f"{name}: no such flag{suggest_closest(name, option_names(parser))}; --help shows them all")
     for action in parser._actions:
         given = [word for word in argv if word.partition("=")[0] in action.option_strings]
         if action.nargs in ("+", "*") and len(given) > 1:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ligermodels.errors import InputError, did_you_mean, first_line
+from ligermodels.errors import InputError, first_line, suggest_closest
 
 SETTINGS_FILE = "train.toml"
 ONLY_ON_THE_COMMAND_LINE = ("help", "config", "resume")
@@ -42,7 +42,7 @@ def read_flags(file: Path, flags: Iterable[argparse.Action]) -> dict[str, Any]:
     for key in content:
         if key not in known:
             raise InputError(
-                f"{file}: {key}: no such flag{did_you_mean(key, known)}; `python train.py --help` shows them"
+                f"{file}: {key}: no such flag{suggest_closest(key, known)}; `python train.py --help` shows them"
             )
     return {key: converted(known[key], value, f"{file}: {key}") for key, value in content.items()}
 
