@@ -47,8 +47,8 @@ def test_with_lora_the_last_matrix_product_is_not_recomputed_either():
     per_token = 2 * (hidden * qkv + hidden * hidden + hidden * 2 * inner)
     narrow = 2 * RANK * (hidden * (3 + 1 + 2) + inner)
     wide = 2 * RANK * (qkv + hidden + 2 * inner + hidden)
-    # The unfused down projection's backward products with B and dlow A. In the fused node FLOP counters do not see them,
-    # because it computes them in place.
+    # The unfused down projection's backward products with B and dlow A. FLOP counters do not see those of the fused
+    # node, which are in place.
     unfused = 2 * RANK * (2 * hidden + inner)
     assert recomputed - once == 3 * ROWS * LENGTH * (per_token + narrow + wide + unfused)
 
