@@ -17,7 +17,7 @@ from ligermodels.layers.norm import RMSNorm
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of a batch's tokens, and what is computed from them once for all layers."""
+    """Positions of the tokens of a batch, with the rotary cos and sin; computed once for all layers."""
 
     position_ids: Tensor  # [B or 1, T]
     angles: Mapping[str, tuple[Tensor, Tensor]]  # layer type -> (cos, sin), each [B * T or T, R / 2] fp32

@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         return self.norm(x, residual)[0], routers
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token embeddings [B, T, H]. The scale is rounded to their dtype, as those models were trained."""
+        """Token embeddings [B, T, H], times the scale, which is rounded to their dtype as in the models' training."""
         x = self.embed_tokens(input_ids)
         return x if self.embedding_scale == 1.0 else x * x.new_full((), self.embedding_scale)
 
