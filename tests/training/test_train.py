@@ -214,7 +214,7 @@ def test_the_parameter_dtype_follows_the_compute_dtype_lora_and_the_ranks(dtype,
     try:
         config = loop.with_param_dtype(config, World(torch.device("cpu"), size=ranks))
         assert torch.get_float32_matmul_precision() == expected[0]
-        assert (loop.DTYPES[config.dtype], config.param_dtype) == (getattr(torch, expected[1]), expected[2])
+        assert (loop.TORCH_DTYPES[config.dtype], config.param_dtype) == (getattr(torch, expected[1]), expected[2])
     finally:
         torch.set_float32_matmul_precision(before)
 
