@@ -18,7 +18,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that has died or hangs ends the others by then
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def smallest(x: Tensor) -> Tensor:
     return x
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """The `value` of every rank, in the order of ranks, on all ranks. It is pickled on the way."""
     if not dist.is_initialized():
         return [value]
@@ -126,7 +126,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def from_first(value: T) -> T:
+def from_first(value: Value) -> Value:
     """The `value` of rank 0, on all ranks."""
     values = [value]
     if dist.is_initialized():
@@ -149,7 +149,7 @@ def raise_on_all(error: Exception | None, group: dist.ProcessGroup | None = None
         raise kind(message)
 
 
-def same_on_all(function: Callable[..., T], *arguments: Any, group: dist.ProcessGroup | None = None) -> T:
+def same_on_all(function: Callable[..., Value], *arguments: Any, group: dist.ProcessGroup | None = None) -> Value:
     """What `function` returns on every rank. An InputError that one rank raises is raised on all.
 
     Raises InputError where ranks have different results.

@@ -42,38 +42,38 @@ def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | Non
         raise HubError(f"{name}: is an architecture; pass one of its presets, {presets or 'of which it has none'}")
     folder = local_folder(name, revision)
     if folder is not None:
-        files = local_sizes(folder)
+        files = local_weight_sizes(folder)
     else:
-        folder = models.small_files(name, revision, None, files=(CONFIG_FILE, INDEX_FILE))
+        folder = models.fetch_all_but_weights(name, revision, None, files=(CONFIG_FILE, INDEX_FILE))
         if not (folder / CONFIG_FILE).exists():
             raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the format of transformers are read")
         files = weight_sizes(name, folder, token=None)
     raw = read_config(folder)
-    model = models.build(*models.understood(raw, folder / CONFIG_FILE))
-    return Description(model, dtype or dtype_of(raw, folder), files)
+    model = models.build_on_meta(*models.select_architecture(raw, folder / CONFIG_FILE))
+    return Description(model, dtype or weight_dtype(raw, folder), files)
 
 
-def local_sizes(folder: Path) -> dict[str, int | None]:
+def local_weight_sizes(folder: Path) -> dict[str, int | None]:
     names = [SINGLE_FILE] if (folder / SINGLE_FILE).exists() else indexed_files(folder)
     return {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
 
 
-def dtype_of(raw: Mapping[str, Any], folder: Path) -> torch.dtype:
+def weight_dtype(raw: Mapping[str, Any], folder: Path) -> torch.dtype:
     """Where config.json does not say it, that of the weights, which a Hub id's folder may lack."""
     if any(raw.get(key) for key in DTYPE_KEYS):
-        return models.stored_dtype(dict(raw), Checkpoint(folder, {}))
+        return models.checkpoint_dtype(dict(raw), Checkpoint(folder, {}))
     if (folder / SINGLE_FILE).exists():
-        return models.stored_dtype(dict(raw), open_checkpoint(folder))
+        return models.checkpoint_dtype(dict(raw), open_checkpoint(folder))
     raise HubError(f"{folder / CONFIG_FILE}: field dtype is missing; pass --dtype")
 
 
-def catalogue() -> Iterator[str]:
+def architecture_lines() -> Iterator[str]:
     """A line for each architecture: its presets and how many parameters these have."""
     for name, architecture in sorted(ARCHITECTURES.items()):
-        presets = [f"{size} ({parameters(name, size)})" for size in architecture.SIZES]
+        presets = [f"{size} ({preset_parameters(name, size)})" for size in architecture.SIZES]
         yield f"{name:12} {', '.join(presets) or 'from a checkpoint'}"
 
 
-def parameters(architecture: str, size: str) -> str:
+def preset_parameters(architecture: str, size: str) -> str:
     model = models.create(architecture, size=size, device="meta")
     return parameter_count(sum(parameter.numel() for parameter in model.parameters()))

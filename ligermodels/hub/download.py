@@ -18,23 +18,23 @@ from huggingface_hub import HfApi, constants, errors, get_token, snapshot_downlo
 from tqdm import tqdm
 
 from ligermodels.errors import HubError, InputError, first_line
-from ligermodels.hub.known_models import nearest
+from ligermodels.hub.known_models import nearest_model
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.adapters import ADAPTER_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
-from ligermodels.weights.exporting import COPIED, TOKENIZER_FILES
+from ligermodels.weights.exporting import COPIED_FILES, TOKENIZER_FILES
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, read_weight_map, shortened
 
 # All but weights: what a model is built from, and what its export takes along.
-FILES = (CONFIG_FILE, INDEX_FILE, *COPIED)
+MODEL_FILES = (CONFIG_FILE, INDEX_FILE, *COPIED_FILES)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-BUSY = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which the Hub may well answer
-PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
+RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which the Hub may well answer
+RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
-class Silent(tqdm):
+class SilentProgress(tqdm):
     """Progress of what takes no time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | Non
     if "://" in name:
         raise HubError(f"{name}: is a URL; pass the Hub's name for it, such as 'owner/model'")
     if isinstance(name_or_folder, Path):
-        raise HubError(f"{name}: is neither a folder nor a Hub name such as 'owner/model'{did_you_mean(name, ())}")
+        raise HubError(f"{name}: is neither a folder nor a Hub name such as 'owner/model'{suggestion(name, ())}")
     return None
 
 
@@ -68,7 +68,7 @@ def fetch_files(
     revision: str | None,
     token: str | None,
     known: Iterable[str] = (),
-    files: Iterable[str] = FILES,
+    files: Iterable[str] = MODEL_FILES,
 ) -> Path:
     """A snapshot folder of the Hub's cache with a repository's `files`, downloaded where they are absent.
 
@@ -76,13 +76,13 @@ def fetch_files(
     files: names or patterns, by default of all that is not weights. Where the Hub cannot be reached, or is not to be,
     the cache must have them all. Raises HubError.
     """
-    with explained(name, revision, token, known=known):
-        return download(name, files, revision, token, tqdm_class=Silent)
+    with hub_errors(name, revision, token, known=known):
+        return download(name, files, revision, token, tqdm_class=SilentProgress)
 
 
 def fetch_adapter(name: str, *, revision: str | None, token: str | None) -> Path:
     """As `fetch_files`, with the two files of a LoRA adapter, and those of a tokenizer beside it. Raises HubError."""
-    with explained(name, revision, token):
+    with hub_errors(name, revision, token):
         files = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
         return download(name, files, revision, token)
 
@@ -96,8 +96,8 @@ def fetch_weights(name: str, folder: Path, *, token: str | None) -> None:
     if not missing:
         return
     commit = folder.name
-    with explained(name, commit, token, missing=missing):
-        stored = listing(name, commit, token)
+    with hub_errors(name, commit, token, missing=missing):
+        stored = list_files(name, commit, token)
         if SINGLE_FILE in stored:
             missing = [SINGLE_FILE]
         elif INDEX_FILE not in stored:
@@ -110,7 +110,7 @@ def fetch_weights(name: str, folder: Path, *, token: str | None) -> None:
         if absent:
             raise HubError(
                 f"{name}: {INDEX_FILE} names files that the repository does not have: {shortened(absent)}; "
-                f"see {page(name)}/tree/{commit} and take another revision"
+                f"see {hub_page(name)}/tree/{commit} and take another revision"
             )
         download(name, missing, commit, token)
 
@@ -120,8 +120,8 @@ def weight_sizes(name: str, folder: Path, *, token: str | None) -> dict[str, int
 
     None where the repository does not have a file that its index names. Raises HubError.
     """
-    with explained(name, folder.name, token):
-        stored = listing(name, folder.name, token)
+    with hub_errors(name, folder.name, token):
+        stored = list_files(name, folder.name, token)
     if SINGLE_FILE in stored:
         return {SINGLE_FILE: stored[SINGLE_FILE]}
     return {shard: stored.get(shard) for shard in indexed_files(folder)}
@@ -132,7 +132,7 @@ def indexed_files(folder: Path) -> list[str]:
     return sorted(set(read_weight_map(folder).values())) if (folder / INDEX_FILE).exists() else []
 
 
-def listing(name: str, revision: str, token: str | None) -> dict[str, int | None]:
+def list_files(name: str, revision: str, token: str | None) -> dict[str, int | None]:
     """The files of a repository's root with their bytes, and its folders. It raises what `snapshot_download` would."""
 
     def ask() -> dict[str, int | None]:
@@ -140,7 +140,7 @@ def listing(name: str, revision: str, token: str | None) -> dict[str, int | None
         return {entry.path: getattr(entry, "size", None) for entry in entries}
 
     try:
-        return patiently(ask)
+        return with_retries(ask)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise
     except Exception as error:
@@ -159,29 +159,31 @@ def missing_weights(folder: Path) -> list[str]:
 def download(name: str, files: Iterable[str], revision: str | None, token: str | None, **how: Any) -> Path:
     """The snapshot folder with those of the repository's files that `files` names, as patterns."""
     return Path(
-        patiently(lambda: snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), **how))
+        with_retries(lambda: snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), **how))
     )
 
 
-def patiently(call: Callable[[], T]) -> T:
+def with_retries(call: Callable[[], Result]) -> Result:
     """Calls again, after a pause, where the Hub is too busy or the connection broke; what is complete is kept."""
-    for pause in PAUSES:
+    for pause in RETRY_PAUSES:
         try:
             return call()
         except Exception as error:
-            if not passing(error):
+            if not is_transient(error):
                 raise
         time.sleep(pause)
     return call()
 
 
-def passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether the same call may well succeed a little later."""
-    return status(error) in BUSY or any(isinstance(cause, ConnectionResetError) for cause in causes(error))
+    return http_status(error) in RETRIED_STATUSES or any(
+        isinstance(cause, ConnectionResetError) for cause in error_chain(error)
+    )
 
 
 @contextmanager
-def explained(
+def hub_errors(
     name: str,
     revision: str | None,
     token: str | None,
@@ -195,34 +197,34 @@ def explained(
     except InputError:
         raise
     except Exception as error:  # the client lets through the errors of its HTTP library, which differs by version
-        raise HubError(f"{name}: {reason(error, name, revision, token, shortened(missing), known)}") from error
+        raise HubError(f"{name}: {failure_reason(error, name, revision, token, shortened(missing), known)}") from error
 
 
-def reason(
+def failure_reason(
     error: Exception, name: str, revision: str | None, token: str | None, missing: str, known: Iterable[str]
 ) -> str:
     """Why a download failed, and what to do."""
     has_token = bool(token or get_token())
     match error:
         case errors.HFValidationError():
-            return f"is neither a folder nor a Hub name such as 'owner/model'{did_you_mean(name, known)}"
+            return f"is neither a folder nor a Hub name such as 'owner/model'{suggestion(name, known)}"
         case errors.GatedRepoError() if has_token:
-            granted = f"ask for access at {page(name)} with its account"
-            return f"is gated and {origin(token)} has no right to it{answer(error)}; accept its licence and {granted}"
+            granted = f"ask for access at {hub_page(name)} with its account"
+            return f"is gated and {token_source(token)} has no right to it{hub_message(error)}; accept its licence and {granted}"
         case errors.GatedRepoError():
-            return f"is gated and there is no token; accept its licence at {page(name)}, then set HF_TOKEN"
-        case _ if isinstance(error, errors.RepositoryNotFoundError) or (status(error) == 401 and not has_token):
-            access = f"{origin(token)} cannot see it" if has_token else "private, which needs HF_TOKEN"
-            return f"is not a repository of the Hub, or {access}{did_you_mean(name, known) or '; check the spelling'}"
+            return f"is gated and there is no token; accept its licence at {hub_page(name)}, then set HF_TOKEN"
+        case _ if isinstance(error, errors.RepositoryNotFoundError) or (http_status(error) == 401 and not has_token):
+            access = f"{token_source(token)} cannot see it" if has_token else "private, which needs HF_TOKEN"
+            return f"is not a repository of the Hub, or {access}{suggestion(name, known) or '; check the spelling'}"
         case errors.RevisionNotFoundError():
-            return f"has no revision {revision!r}; see {page(name)}/commits"
-        case _ if status(error) == 401:
+            return f"has no revision {revision!r}; see {hub_page(name)}/commits"
+        case _ if http_status(error) == 401:
             tokens = f"{constants.ENDPOINT}/settings/tokens"
-            return f"the Hub does not accept {origin(token)}{answer(error)}; make another at {tokens}, or go without"
-        case _ if status(error) == 403:
-            return f"the Hub refuses {origin(token)}{answer(error)}; see {page(name)}"
+            return f"the Hub does not accept {token_source(token)}{hub_message(error)}; make another at {tokens}, or go without"
+        case _ if http_status(error) == 403:
+            return f"the Hub refuses {token_source(token)}{hub_message(error)}; see {hub_page(name)}"
         case errors.LocalEntryNotFoundError():
-            return not_cached(error, revision, missing) + did_you_mean(name, known)
+            return not_cached(error, revision, missing) + suggestion(name, known)
     failed = f"{missing or 'it'} could not be downloaded"
     return f"{failed} ({type(error).__name__}: {first_line(error)}); what is complete is kept: try again"
 
@@ -243,44 +245,44 @@ def not_cached(error: Exception, revision: str | None, missing: str) -> str:
     return f"{why}, and the cache {constants.HF_HUB_CACHE} does not hold {what}; {remedy}, or pass a folder"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """The name among those known, and the folders beside where `name` would lie, that was most likely meant."""
     beside = [str(path) for path in Path(os.path.expanduser(name)).parent.glob("*") if os.path.isdir(path)]
-    meant = nearest(name, [*beside, *known])
+    meant = nearest_model(name, [*beside, *known])
     return f"; did you mean {meant!r}?" if meant and meant != name else ""
 
 
-def page(name: str) -> str:
+def hub_page(name: str) -> str:
     return f"{constants.ENDPOINT}/{name}"
 
 
-def origin(token: str | None) -> str:
+def token_source(token: str | None) -> str:
     """What to call the token in an error: where it came from."""
     if token:
         return "the token passed"
     return "the token in HF_TOKEN" if os.environ.get("HF_TOKEN") else f"the token in {constants.HF_TOKEN_PATH}"
 
 
-def status(error: BaseException) -> int | None:
+def http_status(error: BaseException) -> int | None:
     """The HTTP status that an error of the client, or what caused it, came with."""
-    refusal = refused(error)
+    refusal = hub_refusal(error)
     return refusal.response.status_code if refusal else None
 
 
-def refused(error: BaseException) -> errors.HfHubHTTPError | None:
+def hub_refusal(error: BaseException) -> errors.HfHubHTTPError | None:
     """The Hub's own refusal among the causes of an error."""
-    of_the_hub = (cause for cause in causes(error) if isinstance(cause, errors.HfHubHTTPError))
+    of_the_hub = (cause for cause in error_chain(error) if isinstance(cause, errors.HfHubHTTPError))
     return next((cause for cause in of_the_hub if cause.response is not None), None)
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error, what caused it, what caused that."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def answer(error: BaseException) -> str:
+def hub_message(error: BaseException) -> str:
     """The Hub's own words, in brackets."""
-    refusal = refused(error)
+    refusal = hub_refusal(error)
     return f" ({first_line(refusal.server_message)})" if refusal and refusal.server_message else ""

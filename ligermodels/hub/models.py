@@ -12,7 +12,7 @@ import torch
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
 from ligermodels.errors import CheckpointError, HubError, hint
-from ligermodels.hub.download import FILES, fetch_adapter, fetch_files, fetch_weights, local_folder
+from ligermodels.hub.download import MODEL_FILES, fetch_adapter, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import updates
@@ -20,13 +20,13 @@ from ligermodels.layers.lora_targets import insert, projections
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
-from ligermodels.weights.adapters import fill_updates, fitted, read_adapter, write_adapter
+from ligermodels.weights.adapters import fill_updates, match_adapter, read_adapter, write_adapter
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import Checkpoint, open_checkpoint
-from ligermodels.weights.loading import FLOATS, fill_weights, fit_weights, refuse_meta
+from ligermodels.weights.loading import FLOAT_DTYPES, fill_weights, plan_loading, refuse_meta_parameters
 
-LEAST_TENSORS = 4  # of a layer in any layout: a norm, attention's two sides, a feed-forward layer
+MIN_TENSORS_PER_LAYER = 4  # of a layer in any layout: a norm, attention's two sides, a feed-forward layer
 
 
 def list_architectures() -> list[str]:
@@ -52,11 +52,11 @@ def load(
     """
     folder = resolve(name_or_folder, revision=revision, token=token)
     raw, generation_config = read_config(folder), read_generation_config(folder)
-    architecture, config = understood(raw, folder / CONFIG_FILE)
+    architecture, config = select_architecture(raw, folder / CONFIG_FILE)
     checkpoint = open_checkpoint(folder)
     refuse_layers_without_tensors(config, checkpoint)
-    model = build(architecture, config).to(dtype or stored_dtype(raw, checkpoint))
-    fit = fit_weights(model, checkpoint, allow_unexpected=allow_unexpected)
+    model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
+    fit = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
     fill_weights(model.to_empty(device=device), fit)
     model.source, model.generation_config = folder, generation_config
     return model.eval()
@@ -77,7 +77,9 @@ def load_tokenizer(
     """
     folder = local_folder(name_or_folder, revision)
     if folder is None or not has_tokenizer(folder):
-        folder = local_model(name_or_folder, revision) or small_files(str(name_or_folder), revision, token)
+        folder = local_model_folder(name_or_folder, revision) or fetch_all_but_weights(
+            str(name_or_folder), revision, token
+        )
     brought = None if adapter is None else adapter_folder(adapter, token=token)
     tokenizer = Tokenizer.from_folder(brought if brought and has_tokenizer(brought) else folder)
     config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
@@ -100,8 +102,8 @@ def create(
     architecture_or_config: a name of `list_architectures()`, which needs a `size` among its presets; or a config.json
     as a dict, its path or that of its folder.
     """
-    raw, origin = raw_config(architecture_or_config, size)
-    model = build(*understood(raw, origin)).to(dtype)
+    raw, origin = read_preset_or_config(architecture_or_config, size)
+    model = build_on_meta(*select_architecture(raw, origin)).to(dtype)
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)
@@ -133,7 +135,9 @@ def export_adapter(model: CausalLM, folder: str | Path, *, also: Callable[[Path]
 
     Calls, `also` and errors are as with `export`; InputError where the model has no LoRA.
     """
-    write_adapter(model, projections(model), folder, None if model.source is None else hub_name(model.source), also)
+    write_adapter(
+        model, projections(model), folder, None if model.source is None else base_model_name(model.source), also
+    )
 
 
 def load_adapter(
@@ -146,11 +150,11 @@ def load_adapter(
     Raises HubError, or CheckpointError naming what does not fit: features beyond plain and rank-stabilised LoRA,
     tensors that are missing, unexpected or misshapen, updates of routers, embeddings or the head.
     """
-    refuse_meta(model)
+    refuse_meta_parameters(model)
     folder = adapter_folder(name_or_folder, revision=revision, token=token)
     adapter = read_adapter(folder)
     layouts = [projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
-    layout, settings = fitted(adapter, layouts)
+    layout, settings = match_adapter(adapter, layouts)
     if not any(updates(model)):
         insert(model, settings)
     fill_updates(model, adapter, layout, settings)
@@ -163,7 +167,7 @@ def adapter_folder(name_or_folder: str | Path, *, revision: str | None = None, t
     return folder or fetch_adapter(str(name_or_folder), revision=revision, token=token)
 
 
-def hub_name(folder: Path) -> str:
+def base_model_name(folder: Path) -> str:
     """What others know a folder's model by: its name on the Hub, where the folder is of the Hub's cache."""
     *_, repository, snapshots, _ = ("", "", *folder.absolute().parts)
     if snapshots == "snapshots" and repository.startswith("models--"):
@@ -171,13 +175,13 @@ def hub_name(folder: Path) -> str:
     return str(folder)
 
 
-def build(architecture: type[CausalLM], config: Config) -> CausalLM:
+def build_on_meta(architecture: type[CausalLM], config: Config) -> CausalLM:
     """The model of a configuration on the meta device, in fp32."""
     with torch.device("meta"):
         return architecture(config)
 
 
-def understood(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM], Config]:
+def select_architecture(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM], Config]:
     """The architecture of a raw configuration, and what that makes of it. Raises HubError or ConfigError."""
     model_type = raw.get("model_type")
     if model_type not in list_architectures():
@@ -188,14 +192,14 @@ def understood(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM],
 
 def refuse_layers_without_tensors(config: Config, checkpoint: Checkpoint) -> None:
     """To build thousands of layers takes seconds, so this must be known before."""
-    if config.num_hidden_layers * LEAST_TENSORS > len(checkpoint.tensors):
+    if config.num_hidden_layers * MIN_TENSORS_PER_LAYER > len(checkpoint.tensors):
         raise CheckpointError(
             f"{checkpoint.folder / CONFIG_FILE}: num_hidden_layers is {config.num_hidden_layers}, but the weights are "
             f"{len(checkpoint.tensors)} tensors; correct it, or download the weights again"
         )
 
 
-def raw_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[dict[str, Any], str | Path]:
+def read_preset_or_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[dict[str, Any], str | Path]:
     """The configuration that `create` was asked for, and what to call it in errors."""
     if isinstance(source, str) and source in ARCHITECTURES:
         sizes = ARCHITECTURES[source].SIZES
@@ -217,11 +221,13 @@ def raw_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[d
     return read_config(folder), folder / CONFIG_FILE
 
 
-def stored_dtype(raw: dict[str, Any], checkpoint: Checkpoint) -> torch.dtype:
+def checkpoint_dtype(raw: dict[str, Any], checkpoint: Checkpoint) -> torch.dtype:
     name = raw.get("dtype") or raw.get("torch_dtype")
     if name is None:
-        return next((tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in FLOATS), torch.float32)
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+        return next(
+            (tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in FLOAT_DTYPES), torch.float32
+        )
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
     if not isinstance(name, str) or name not in dtypes:
         file = checkpoint.folder / CONFIG_FILE
         raise CheckpointError(f"{file}: dtype {name!r} is not one of {', '.join(dtypes)}; pass a dtype")
@@ -235,21 +241,21 @@ def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: s
     Its configuration comes first: a model that cannot be built is refused before its weights are downloaded.
     Raises HubError, ConfigError or CheckpointError.
     """
-    folder = local_model(name_or_folder, revision)
+    folder = local_model_folder(name_or_folder, revision)
     if folder is not None:
         return folder
     name = str(name_or_folder)
     if name in ARCHITECTURES:
         raise HubError(f"{name}: is an architecture, which has no weights to load; create one, or pass a checkpoint")
-    folder = small_files(name, revision, token)
+    folder = fetch_all_but_weights(name, revision, token)
     if not (folder / CONFIG_FILE).exists():
         raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the format of transformers are read")
-    understood(read_config(folder), folder / CONFIG_FILE)
+    select_architecture(read_config(folder), folder / CONFIG_FILE)
     fetch_weights(name, folder, token=token)
     return folder
 
 
-def local_model(name_or_folder: str | Path, revision: str | None) -> Path | None:
+def local_model_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
     """As `local_folder`. Raises CheckpointError where it holds an adapter alone, or models in folders of their own."""
     folder = local_folder(name_or_folder, revision)
     if folder is None or (folder / CONFIG_FILE).exists():
@@ -264,7 +270,9 @@ def local_model(name_or_folder: str | Path, revision: str | None) -> Path | None
     return folder
 
 
-def small_files(name: str, revision: str | None, token: str | None, files: Iterable[str] = FILES) -> Path:
+def fetch_all_but_weights(
+    name: str, revision: str | None, token: str | None, files: Iterable[str] = MODEL_FILES
+) -> Path:
     """The snapshot of a Hub repository without its weights. files: those of it that are wanted."""
     known = KNOWN_MODELS if "/" in name else (*KNOWN_MODELS, *ARCHITECTURES)  # a bare name may mean an architecture
     return fetch_files(name, revision=revision, token=token, known=known, files=files)

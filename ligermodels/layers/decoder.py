@@ -22,8 +22,8 @@ from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
-from ligermodels.weights.mapping import Rule, is_update, packed_projections
-from ligermodels.weights.sharding import keep_part
+from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
+from ligermodels.weights.sharding import copy_local_shard
 
 IGNORE_INDEX = -100
 
@@ -210,7 +210,7 @@ class CausalLM(nn.Module, ABC):
         device = self.model.embed_tokens.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if is_update(name):
+            if is_lora_parameter(name):
                 continue
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             if name.endswith("bias"):
@@ -219,7 +219,7 @@ class CausalLM(nn.Module, ABC):
                 value.fill_(1.0 - getattr(self.get_submodule(name.rpartition(".")[0]), "offset", 0.0))
             else:
                 value.normal_(0.0, self.config.initializer_range, generator=generator)
-            keep_part(parameter, value)
+            copy_local_shard(parameter, value)
         initialize_lora(self, generator)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ligermodels.kernels.experts import experts
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.linear import Columns, LowRank, low_rank_update
-from ligermodels.weights.sharding import keep_part
+from ligermodels.weights.sharding import copy_local_shard
 
 if TYPE_CHECKING:
     from ligermodels.layers.moe import Experts
@@ -131,7 +131,7 @@ def reset_update(update: LoRALinear | GroupedUpdate, generator: torch.Generator 
     Where the parameters are sharded, every rank draws all of A and keeps its part: give equal generators.
     """
     a = torch.empty(update.lora_A.shape, dtype=update.lora_A.dtype, device=update.lora_A.device)
-    keep_part(update.lora_A, nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator))
+    copy_local_shard(update.lora_A, nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator))
     nn.init.zeros_(update.lora_B)
 
 

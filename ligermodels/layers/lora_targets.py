@@ -15,9 +15,9 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.linear import Columns
 from ligermodels.layers.lora import LoRAExperts, LoRALinear, updates
 from ligermodels.layers.moe import Experts, MoE
-from ligermodels.weights.adapter_config import is_named
-from ligermodels.weights.adapters import Packed, Settings
-from ligermodels.weights.mapping import Rule, pieces_of, plan
+from ligermodels.weights.adapter_config import matches_suffix
+from ligermodels.weights.adapters import LoRASettings, Packed
+from ligermodels.weights.mapping import Rule, pieces_of, plan_pieces
 
 if TYPE_CHECKING:
     from ligermodels.layers.decoder import CausalLM
@@ -51,14 +51,14 @@ def add_lora(
             "above 0, dropout lie between 0 and 1"
         )
     settings = {
-        linear: Settings(columns, rank, alpha, dropout, dtype) for linear, columns in chosen(model, targets).items()
+        linear: LoRASettings(columns, rank, alpha, dropout, dtype) for linear, columns in chosen(model, targets).items()
     }
     if dropout and settings.keys() & expert_projections(model).keys():
         raise InputError(f"add_lora: dropout is {dropout}; must be 0 where the experts are among the targets")
     insert(model, settings)
 
 
-def insert(model: "CausalLM", settings: Mapping[str, Settings]) -> None:
+def insert(model: "CausalLM", settings: Mapping[str, LoRASettings]) -> None:
     """Puts LoRA on the linears named, freezing everything else. Raises InputError where that comes too late."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InputError("the model is sharded; give it LoRA before that")
@@ -135,7 +135,7 @@ def chosen(model: "CausalLM", targets: str | Sequence[str]) -> dict[str, Columns
     for target in named:
         refuse_unfit(target, names, model)
     if ALL_LINEAR not in wanted:
-        names = {name for name in names if is_named(name, named)}
+        names = {name for name in names if matches_suffix(name, named)}
     if EXPERTS in wanted:
         available |= stacked
         names |= {name for packed in stacked.values() for name in packed.columns}
@@ -148,7 +148,7 @@ def chosen(model: "CausalLM", targets: str | Sequence[str]) -> dict[str, Columns
 
 def refuse_unfit(target: str, names: set[str], model: "CausalLM") -> None:
     """A target must name projections, and nothing in the blocks beside them."""
-    fitting = sorted(name for name in names if is_named(name, [target]))
+    fitting = sorted(name for name in names if matches_suffix(name, [target]))
     if not fitting:
         there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in sorted(names)))
         raise InputError(
@@ -156,8 +156,8 @@ def refuse_unfit(target: str, names: set[str], model: "CausalLM") -> None:
             "embeddings, lm_head and routers cannot have it, routed experts by the name 'experts'"
         )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name.startswith(BLOCKS)}
-    others = {piece.tensor.rpartition(".")[0] for piece in plan(shapes, model.weight_rules())} - names
-    unfit = sorted(name for name in others if is_named(name, [target]))
+    others = {piece.tensor.rpartition(".")[0] for piece in plan_pieces(shapes, model.weight_rules())} - names
+    unfit = sorted(name for name in others if matches_suffix(name, [target]))
     if unfit:
         raise InputError(
             f"targets: {target!r} names {unfit[0]} too, which cannot have LoRA; "

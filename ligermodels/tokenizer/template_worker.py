@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 
-class TooLong(Exception):
+class OutputTooLong(Exception):
     """The text has more characters than it may."""
 
 
@@ -40,7 +40,7 @@ class Output:
     def add(self, piece: str, characters: int) -> None:
         self.length += len(piece)
         if self.length > characters:
-            raise TooLong(f"makes more than {characters} characters")
+            raise OutputTooLong(f"makes more than {characters} characters")
         self.pieces.append(piece)
 
 
@@ -113,30 +113,30 @@ def new_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-compiled = functools.lru_cache(maxsize=16)(new_environment().from_string)
+compile_template = functools.lru_cache(maxsize=16)(new_environment().from_string)
 # What Python reads from files at first use: a codec for string literals, two modules for filters, the time zone.
 FIRST_USES = '{{ "x" | pprint | wordwrap }}{{ strftime_now("%c") }}'
 
 
-def answer(request: bytes) -> dict[str, Any]:
+def handle_request(request: bytes) -> dict[str, Any]:
     """The reply to a request, from whose beginning the seconds count."""
     try:
         fields = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, fields["seconds"])  # nobody handles SIGPROF: it ends the process
-        return render(fields["template"], fields["variables"], fields["characters"])
+        return render_template(fields["template"], fields["variables"], fields["characters"])
     except MemoryError as error:
         return {"error": "needs more memory than it may use", "line": line_of(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"is not a Jinja template: {error.message}", "line": error.lineno}
-    except (jinja2.TemplateError, TooLong) as error:
+    except (jinja2.TemplateError, OutputTooLong) as error:
         return {"error": str(error), "line": line_of(error)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "line": line_of(error)}
 
 
-def render(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
+def render_template(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
     output = Generation.output = Output()
-    for piece in compiled(template).generate(variables):
+    for piece in compile_template(template).generate(variables):
         output.add(piece, characters)
     return {"text": "".join(output.pieces), "spans": output.spans}
 
@@ -151,10 +151,10 @@ def line_of(error: BaseException) -> int | None:
     return line
 
 
-def confine(memory: int) -> None:
+def set_limits(memory: int) -> None:
     """memory: in bytes, of address space."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    compiled(FIRST_USES).render()
+    compile_template(FIRST_USES).render()
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
@@ -162,12 +162,12 @@ def confine(memory: int) -> None:
 
 def serve() -> None:
     for request in iter(sys.stdin.buffer.readline, b""):
-        reply = json.dumps(answer(request), ensure_ascii=False)
+        reply = json.dumps(handle_request(request), ensure_ascii=False)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
         sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    confine(int(sys.argv[1]))
+    set_limits(int(sys.argv[1]))
     serve()

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.tokenizer.chat_template import DEFAULT, Rendered, choose, render
-from ligermodels.tokenizer.files import CONFIG, TokenizerFiles, read_tokenizer
+from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, Rendered, choose_template, render_chat
+from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, TokenizerFiles, read_tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
 
 
-def token_named(name: str) -> property:
+def special_token(name: str) -> property:
     """The special token's text, None where there is none. It may be set, to a token of the vocabulary."""
 
     def get(self: "Tokenizer") -> str | None:
@@ -28,7 +28,7 @@ def token_named(name: str) -> property:
     return property(get, put)
 
 
-def id_of(name: str) -> property:
+def special_token_id(name: str) -> property:
     """The special token's id, None where there is none."""
 
     def get(self: "Tokenizer") -> int | None:
@@ -45,10 +45,10 @@ class Tokenizer:
     model_max_length: None where there is no limit.
     """
 
-    bos_token, bos_token_id = token_named("bos_token"), id_of("bos_token")
-    eos_token, eos_token_id = token_named("eos_token"), id_of("eos_token")
-    pad_token, pad_token_id = token_named("pad_token"), id_of("pad_token")
-    unk_token, unk_token_id = token_named("unk_token"), id_of("unk_token")
+    bos_token, bos_token_id = special_token("bos_token"), special_token_id("bos_token")
+    eos_token, eos_token_id = special_token("eos_token"), special_token_id("eos_token")
+    pad_token, pad_token_id = special_token("pad_token"), special_token_id("pad_token")
+    unk_token, unk_token_id = special_token("unk_token"), special_token_id("unk_token")
 
     def __init__(self, files: TokenizerFiles) -> None:
         self.tokenizer, self.file, self.named = files.tokenizer, files.file, dict(files.named)
@@ -70,14 +70,14 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The template that chats are rendered with unless another is named."""
-        return self.templates[DEFAULT].source if DEFAULT in self.templates else None
+        return self.templates[DEFAULT_TEMPLATE].source if DEFAULT_TEMPLATE in self.templates else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """add_special_tokens: what the tokenizer puts before and after a text, such as bos."""
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            raise not_encodable([text]) from None
+            raise encoding_error([text]) from None
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Each text as `encode` gives it, on all cores."""
@@ -85,7 +85,7 @@ class Tokenizer:
         try:
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
-            raise not_encodable(texts) from None
+            raise encoding_error(texts) from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -112,7 +112,9 @@ class Tokenizer:
             raise InputError(f"side: is {side!r}; must be 'left' or 'right'")
         if self.pad_token_id is None:
             fix = "set tokenizer.pad_token, for example to tokenizer.eos_token"
-            raise InputError(f"{self.file.with_name(CONFIG)}: field pad_token is missing, which padding needs; {fix}")
+            raise InputError(
+                f"{self.file.with_name(TOKENIZER_CONFIG_FILE)}: field pad_token is missing, which padding needs; {fix}"
+            )
         longest = max(map(len, batch), default=0)
         width = longest if length is None else length
         if longest > width:
@@ -159,8 +161,8 @@ class Tokenizer:
         chat_template: str | None = None,
         **options: Any,
     ) -> Rendered:
-        template = choose(self.templates, chat_template, tools is not None, self.file.parent)
-        return render(template, messages, **(self.named | {"tools": tools, "documents": documents} | options))
+        template = choose_template(self.templates, chat_template, tools is not None, self.file.parent)
+        return render_chat(template, messages, **(self.named | {"tools": tools, "documents": documents} | options))
 
 
 class DecodeStream:
@@ -204,7 +206,7 @@ class DecodeStream:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def not_encodable(texts: Sequence[Any]) -> InputError:
+def encoding_error(texts: Sequence[Any]) -> InputError:
     """Says which text is none: JSON may hold halves of surrogate pairs, such as \\ud83d, alone."""
     for index, text in enumerate(texts):
         if not isinstance(text, str):

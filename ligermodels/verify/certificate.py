@@ -15,7 +15,7 @@ import torch
 import ligermodels
 from ligermodels.verify import reference
 
-STYLE = """
+PAGE_STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 3em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; width: 100% } td, th { text-align: left; vertical-align: top; padding: .4em .8em;
 border-bottom: 1px solid #ddd } .passed { color: #17692f } .failed { color: #b00020; font-weight: bold }
@@ -51,7 +51,9 @@ class Certificate:
         return all(check.passed is not False for check in self.checks)
 
 
-def write(output: Path, model: str, folder: Path, device: str, date: str, checks: Sequence[Check]) -> Certificate:
+def write_certificate(
+    output: Path, model: str, folder: Path, device: str, date: str, checks: Sequence[Check]
+) -> Certificate:
     """Writes both files into `output`, named for the model."""
     kind = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
     facts = {
@@ -84,16 +86,16 @@ def file_name(model: str) -> str:
 def as_json(certificate: Certificate) -> dict[str, Any]:
     checks = [
         {"name": check.name, "outcome": check.outcome, "result": check.result, "criterion": check.criterion}
-        | ({"measured": plain(check.measured)} if check.measured else {})
+        | ({"measured": rounded(check.measured)} if check.measured else {})
         for check in certificate.checks
     ]
     return {"passed": certificate.passed, **certificate.facts, "checks": checks}
 
 
-def plain(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Numbers to four digits; those that JSON does not know as text."""
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, float):
         return float(f"{value:.4g}") if math.isfinite(value) else str(value)
     return value
@@ -109,7 +111,7 @@ def as_page(certificate: Certificate) -> str:
         for check in certificate.checks
     )
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{PAGE_STYLE}</style>\n'
         f'<h1>{title}: <span class="{verdict}">{verdict}</span></h1>\n'
         f"<table><tr><th>check<th>outcome<th>result<th>criterion{rows}</table>\n"
         f"<p>An error is ‖x − truth‖ / ‖truth‖. All numbers are in {html.escape(certificate.json.name)}.</p>\n"

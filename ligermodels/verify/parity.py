@@ -30,32 +30,34 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Check
-from ligermodels.verify.text import TEXTS, has_tokenizer
+from ligermodels.verify.text import TEXTS, has_tokenizer_json
 from ligermodels.weights.config_file import CONFIG_FILE, read_config
-from ligermodels.weights.mapping import Piece, plan
+from ligermodels.weights.mapping import Piece, plan_pieces
 
 FP32_FACTOR, BF16_FACTOR = 4.0, 1.5
-FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
-EPS = torch.finfo(FP32).eps
-ROWS, LENGTH, PROMPT = 2, 64, 16  # tokens compared, and of them those that are continued
+EPS = torch.finfo(torch.float32).eps
+BATCH_ROWS, ROW_TOKENS, PROMPT_TOKENS = 2, 64, 16  # tokens compared, and of them those that are continued
 LOGITS, LOSS = "logits", "loss"
-USABLE = 0.6  # of the free memory, for weights and gradients in fp64
+USABLE_MEMORY = 0.6  # of the free memory, for weights and gradients in fp64
 
 Measured = Iterator[tuple[str, Tensor]]
 Gradients = Callable[[nn.Module], Measured]
 
 
 @dataclass(frozen=True)
-class Names:
+class HubNames:
     """How the gradients of either side come to be known by the Hub's names. pieces: by parameter of ours."""
 
     pieces: Mapping[str, Sequence[Piece]]
     layouts: Sequence[Mapping[str, Sequence[Piece]]]
 
     @classmethod
-    def of(cls, model: CausalLM) -> "Names":
+    def of(cls, model: CausalLM) -> "HubNames":
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        layouts = [grouped(plan(shapes, rules)) for rules in (model.weight_rules(), *model.other_weight_rules())]
+        layouts = [
+            group_by_parameter(plan_pieces(shapes, rules))
+            for rules in (model.weight_rules(), *model.other_weight_rules())
+        ]
         return cls(layouts[0], layouts)
 
     def ours(self, model: nn.Module) -> Measured:
@@ -65,7 +67,7 @@ class Names:
 
     def theirs(self, model: nn.Module) -> Measured:
         """Raises CheckpointError where none of the family's layouts is that of the reference's memory."""
-        known, gradients = dict(reference.parameters(model)), reference.gradients(model)
+        known, gradients = dict(reference.named_parameters(model)), reference.gradients(model)
         for layout in self.layouts:
             if all(piece.tensor in known for pieces in layout.values() for piece in pieces):
                 break
@@ -74,18 +76,18 @@ class Names:
             raise CheckpointError(f"transformers {reference.version()} has no parameter {missing} in memory")
         for name, pieces in layout.items():
             if all(piece.tensor in gradients for piece in pieces):
-                yield from self.cut(name, packed(pieces, gradients))
+                yield from self.cut(name, assemble_parameter(pieces, gradients))
 
     def cut(self, name: str, gradient: Tensor) -> Measured:
         for piece in self.pieces[name]:
             yield piece.tensor, gradient[piece.index].reshape(piece.shape)
 
 
-def grouped(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+def group_by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return {name: list(group) for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter)}
 
 
-def packed(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> Tensor:
+def assemble_parameter(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> Tensor:
     """The parameter that consists of these pieces."""
     shape = [max(piece.index[axis].stop for piece in pieces) for axis in range(len(pieces[0].index))]
     whole = tensors[pieces[0].tensor].new_empty(shape)
@@ -110,25 +112,31 @@ class Errors:
 
 def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     """Loads each side once for each dtype."""
-    blueprint = models.build(*models.understood(read_config(folder), folder / CONFIG_FILE))
-    names, ids = Names.of(blueprint), sample(folder, blueprint.config.vocab_size).to(device)
-    prompt = ids[0, :PROMPT].tolist()
-    truth_dtype = FP64 if fits_fp64(blueprint, device) else FP32
+    blueprint = models.build_on_meta(*models.select_architecture(read_config(folder), folder / CONFIG_FILE))
+    names, ids = HubNames.of(blueprint), sample_tokens(folder, blueprint.config.vocab_size).to(device)
+    prompt = ids[0, :PROMPT_TOKENS].tolist()
+    truth_dtype = torch.float64 if fits_fp64(blueprint, device) else torch.float32
     truth: dict[str, Tensor] = {}
 
     def theirs(dtype: torch.dtype) -> Errors:
-        model = reference.load(folder, dtype, device)
-        tokens = reference.continued(model, prompt, new_tokens, device) if dtype is FP32 else []
+        model = reference.load_reference_model(folder, dtype, device)
+        tokens = reference.greedy_continuation(model, prompt, new_tokens, device) if dtype is torch.float32 else []
         return compare(measure(model, ids, names.theirs), truth, tokens)
 
     def ours(dtype: torch.dtype) -> Errors:
         model = hub.load(folder, dtype=dtype, device=device)
-        tokens = generate(model, [prompt], max_new_tokens=new_tokens, stop_tokens=())[0] if dtype is FP32 else []
+        tokens = (
+            generate(model, [prompt], max_new_tokens=new_tokens, stop_tokens=())[0] if dtype is torch.float32 else []
+        )
         return compare(measure(model, ids, names.ours), truth, tokens)
 
-    exact, plain_bf16 = freed(theirs, truth_dtype), freed(theirs, BF16)
-    plain = freed(theirs, FP32) if truth_dtype is FP64 else scaled(exact, plain_bf16, blueprint)
-    result, result_bf16 = freed(ours, FP32), freed(ours, BF16)
+    exact, plain_bf16 = run_and_free(theirs, truth_dtype), run_and_free(theirs, torch.bfloat16)
+    plain = (
+        run_and_free(theirs, torch.float32)
+        if truth_dtype is torch.float64
+        else estimated_fp32_errors(exact, plain_bf16, blueprint)
+    )
+    result, result_bf16 = run_and_free(ours, torch.float32), run_and_free(ours, torch.bfloat16)
     routed = any(isinstance(module, MoE) for module in blueprint.modules())
     return [
         *fp32_checks(result, plain, str(truth_dtype).removeprefix("torch.")),
@@ -137,7 +145,7 @@ def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     ]
 
 
-def freed(run: Callable[[torch.dtype], Errors], dtype: torch.dtype) -> Errors:
+def run_and_free(run: Callable[[torch.dtype], Errors], dtype: torch.dtype) -> Errors:
     """What `run` returns, once the memory of its model is free."""
     errors = run(dtype)
     gc.collect()
@@ -150,8 +158,8 @@ def fits_fp64(model: nn.Module, device: str) -> bool:
     host = available_host_memory()
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return 16 * count < USABLE * free and 8 * count < USABLE * host
-    return 24 * count < USABLE * host  # with the gradients that are kept
+        return 16 * count < USABLE_MEMORY * free and 8 * count < USABLE_MEMORY * host
+    return 24 * count < USABLE_MEMORY * host  # with the gradients that are kept
 
 
 def available_host_memory() -> int:
@@ -161,14 +169,14 @@ def available_host_memory() -> int:
     return 1024 * int(fields["MemAvailable"].split()[0])
 
 
-def sample(folder: Path, vocab_size: int) -> Tensor:
+def sample_tokens(folder: Path, vocab_size: int) -> Tensor:
     """Token ids [ROWS, LENGTH]: of texts in many languages, or drawn at random where there is no tokenizer."""
-    count = ROWS * LENGTH
-    if not has_tokenizer(folder):
-        return torch.randint(vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    count = BATCH_ROWS * ROW_TOKENS
+    if not has_tokenizer_json(folder):
+        return torch.randint(vocab_size, (BATCH_ROWS, ROW_TOKENS), generator=torch.Generator().manual_seed(0))
     tokenizer = hub.load_tokenizer(folder)
     ids = [token for text in TEXTS for token in tokenizer.encode(text)]
-    return torch.tensor((ids * count)[:count]).view(ROWS, LENGTH)
+    return torch.tensor((ids * count)[:count]).view(BATCH_ROWS, ROW_TOKENS)
 
 
 def measure(model: nn.Module, ids: Tensor, gradients: Gradients) -> Measured:
@@ -199,10 +207,10 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     return ((value.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
 
 
-def scaled(exact: Errors, plain_bf16: Errors, model: CausalLM) -> Errors:
+def estimated_fp32_errors(exact: Errors, plain_bf16: Errors, model: CausalLM) -> Errors:
     """What the reference's error in fp32 may be, from that in bf16."""
     longest_sum = max(max(parameter.shape) for parameter in model.model.layers.parameters())
-    ratio = EPS / torch.finfo(BF16).eps * math.sqrt(longest_sum)
+    ratio = EPS / torch.finfo(torch.bfloat16).eps * math.sqrt(longest_sum)
     return Errors({what: error * ratio for what, error in plain_bf16.of.items()}, exact.tokens)
 
 
@@ -216,7 +224,7 @@ def fp32_checks(ours: Errors, plain: Errors, truth: str) -> Iterator[Check]:
             criterion, {"error": ours.of[what], "allowed": allowed[what]},
         )  # fmt: skip
     gradients = ours.gradients
-    worst = max(gradients, key=lambda what: against(gradients[what], allowed[what]))
+    worst = max(gradients, key=lambda what: error_ratio(gradients[what], allowed[what]))
     wrong = [what for what in gradients if not gradients[what] <= allowed[what]]
     count = f"{len(wrong)} of {len(gradients)} beyond" if wrong else f"all {len(gradients)} within"
     measured = {what: {"error": gradients[what], "allowed": allowed[what]} for what in gradients}
@@ -227,7 +235,7 @@ def fp32_checks(ours: Errors, plain: Errors, truth: str) -> Iterator[Check]:
     )  # fmt: skip
 
 
-def against(error: float, allowed: float) -> float:
+def error_ratio(error: float, allowed: float) -> float:
     return error / allowed if math.isfinite(error) else math.inf
 
 

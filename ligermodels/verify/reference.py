@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 
-OLDEST = 5  # major version: the first whose experts run by a plain loop if asked to
+MIN_MAJOR_VERSION = 5  # major version: the first whose experts run by a plain loop if asked to
 
 
-def require() -> None:
+def require_transformers() -> None:
     """Raises InputError where there is nothing to compare with."""
-    remedy = f"pip install 'transformers>={OLDEST}'"
+    remedy = f"pip install 'transformers>={MIN_MAJOR_VERSION}'"
     if importlib.util.find_spec("transformers") is None:
         raise InputError(f"verify: transformers, which it compares with, is not installed: {remedy}")
-    if int(version().partition(".")[0]) < OLDEST:
+    if int(version().partition(".")[0]) < MIN_MAJOR_VERSION:
         raise InputError(f"verify: transformers {version()} is too old to compare with: {remedy}")
 
 
@@ -27,7 +27,7 @@ def version() -> str:
     return importlib.metadata.version("transformers")
 
 
-def load(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
+def load_reference_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     """Its model in evaluation mode, with nothing of it fused. Raises CheckpointError."""
     from transformers import AutoModelForCausalLM
 
@@ -35,32 +35,32 @@ def load(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **plain)
     except Exception as error:  # of any kind, as its code is another for each family
-        raise unusable(folder, error) from error
+        raise loading_error(folder, error) from error
     model.config.get_text_config().use_cache = False
     return model.to(device).eval()
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_reference_tokenizer(folder: Path) -> Any:
     """Its tokenizer. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise unusable(folder, error) from error
+        raise loading_error(folder, error) from error
 
 
-def unusable(folder: Path, error: Exception) -> CheckpointError:
+def loading_error(folder: Path, error: Exception) -> CheckpointError:
     reason = f"{type(error).__name__}: {first_line(error)}"
     return CheckpointError(f"{folder}: transformers {version()} cannot load it: {reason}")
 
 
-def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return model.named_parameters()
 
 
 @torch.no_grad()
-def continued(model: nn.Module, prompt: Sequence[int], new_tokens: int, device: str) -> list[int]:
+def greedy_continuation(model: nn.Module, prompt: Sequence[int], new_tokens: int, device: str) -> list[int]:
     """The likeliest next token, again and again, each time from the whole text: no cache, no settings of the folder."""
     ids = torch.tensor([list(prompt)], device=device)
     for _ in range(new_tokens):
@@ -68,14 +68,14 @@ def continued(model: nn.Module, prompt: Sequence[int], new_tokens: int, device: 
     return ids[0, len(prompt) :].tolist()
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def render_conversation(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode_text(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """By the names in memory, without parameters that the text does not reach."""
-    return {name: parameter.grad for name, parameter in parameters(model) if parameter.grad is not None}
+    return {name: parameter.grad for name, parameter in named_parameters(model) if parameter.grad is not None}

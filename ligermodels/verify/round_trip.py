@@ -9,9 +9,9 @@ from ligermodels import hub
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.verify.certificate import Check
 from ligermodels.weights.config_file import read_config
-from ligermodels.weights.exporting import COPIED
+from ligermodels.weights.exporting import COPIED_FILES
 from ligermodels.weights.files import shortened, tensor_hashes
-from ligermodels.weights.loading import STALE, tied_tensors
+from ligermodels.weights.loading import STALE_BUFFERS, tied_tensors
 
 
 def round_trip_checks(folder: Path, device: str) -> list[Check]:
@@ -27,7 +27,7 @@ def tensors_check(model: CausalLM, folder: Path, written: Path) -> Check:
     """Of a tied tensor that the folder has twice, and of what readers recompute, nothing is written."""
     before, after = tensor_hashes(folder), tensor_hashes(written)
     copies = tied_tensors(model, model.weight_rules())
-    left_out = {name for name in before.keys() - after.keys() if STALE.fullmatch(name) or name in copies}
+    left_out = {name for name in before.keys() - after.keys() if STALE_BUFFERS.fullmatch(name) or name in copies}
     expected = {name: digest for name, digest in before.items() if name not in left_out}
     changed = sorted(name for name in expected.keys() | after.keys() if expected.get(name) != after.get(name))
     missing = f"; tied or recomputed, and not written: {shortened(sorted(left_out))}" if left_out else ""
@@ -39,7 +39,7 @@ def tensors_check(model: CausalLM, folder: Path, written: Path) -> Check:
 
 
 def config_check(folder: Path, written: Path) -> Check:
-    before, after = (flat(read_config(path)) for path in (folder, written))
+    before, after = (flatten_fields(read_config(path)) for path in (folder, written))
     changed = sorted(key for key, value in before.items() if value is not None and after.get(key) != value)
     added = sorted(key for key in after if before.get(key) is None and after[key] is not None)
     result = f"{len(changed)} differ: {shortened(changed)}" if changed else f"all {len(before)} equal"
@@ -49,17 +49,17 @@ def config_check(folder: Path, written: Path) -> Check:
     )  # fmt: skip
 
 
-def flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_fields(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Fields of fields by their path."""
     result: dict[str, Any] = {}
     for key, value in fields.items():
         inner = isinstance(value, Mapping) and value
-        result |= flat(value, f"{prefix}{key}.") if inner else {prefix + key: value}
+        result |= flatten_fields(value, f"{prefix}{key}.") if inner else {prefix + key: value}
     return result
 
 
 def files_check(folder: Path, written: Path) -> Check:
-    names = sorted({str(file.relative_to(folder)) for pattern in COPIED for file in folder.glob(pattern)})
+    names = sorted({str(file.relative_to(folder)) for pattern in COPIED_FILES for file in folder.glob(pattern)})
     changed = [
         name
         for name in names

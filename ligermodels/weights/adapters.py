@@ -21,23 +21,23 @@ from torch.distributed.tensor import DTensor
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.adapter_config import (
     ADAPTER_CONFIG_FILE,
-    adapter_config,
-    is_named,
+    compose_adapter_config,
+    matches_suffix,
+    rank_and_alpha,
     read_adapter_config,
-    strength,
-    targets_by_name,
+    target_names,
 )
-from ligermodels.weights.exporting import LowRankLinear, hub_tensors
+from ligermodels.weights.exporting import LowRankModule, hub_tensors
 from ligermodels.weights.files import StoredTensor, read_header, safe_file, shortened
-from ligermodels.weights.loading import FLOATS, HubModel
-from ligermodels.weights.mapping import Piece, is_update, plan
-from ligermodels.weights.sharding import keep_part, reshard
+from ligermodels.weights.loading import FLOAT_DTYPES, HubModule
+from ligermodels.weights.mapping import Piece, is_lora_parameter, plan_pieces
+from ligermodels.weights.sharding import copy_local_shard, reshard
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
-TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-Span = tuple[int, int]  # start, stop
+ADAPTER_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+ColumnSpan = tuple[int, int]  # start, stop
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class Packed:
     """
 
     in_features: int
-    columns: Mapping[str, Span]
+    columns: Mapping[str, ColumnSpan]
     groups: int = 1
     parameter: str | None = None
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoRASettings:
     """A linear's update without its values: alpha / rank * B A of `rank`, for each span of columns of its output."""
 
-    columns: tuple[Span, ...]
+    columns: tuple[ColumnSpan, ...]
     rank: int
     alpha: float
     dropout: float
@@ -74,23 +74,23 @@ class Adapter:
     tensors: Mapping[str, StoredTensor]
 
 
-def updated(model: HubModel, projections: Iterable[str]) -> dict[str, LowRankLinear]:
+def low_rank_modules(model: HubModule, projections: Iterable[str]) -> dict[str, LowRankModule]:
     """Those of the linears that have an update. Raises InputError where something else has one too."""
     every = dict(model.named_modules())  # of experts without an update, a projection is a parameter
     modules = {linear: every[linear] for linear in projections if hasattr(every.get(linear), "lora_A")}
-    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters() if is_update(name)}
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters() if is_lora_parameter(name)}
     others = sorted(owners - modules.keys())
     if others:
         raise InputError(f"{shortened(others)}: has LoRA, for which adapters have no name; export the model merged")
     return modules
 
 
-def pieces_of_updates(modules: Mapping[str, LowRankLinear], projections: Mapping[str, Packed]) -> list[Piece]:
+def adapter_pieces(modules: Mapping[str, LowRankModule], projections: Mapping[str, Packed]) -> list[Piece]:
     """The tensors of an adapter and their boxes of lora_A and lora_B, those of one parameter side by side."""
-    return [piece for linear, module in modules.items() for piece in update_pieces(linear, module, projections[linear])]
+    return [piece for linear, module in modules.items() for piece in module_pieces(linear, module, projections[linear])]
 
 
-def update_pieces(linear: str, module: LowRankLinear, packed: Packed) -> Iterator[Piece]:
+def module_pieces(linear: str, module: LowRankModule, packed: Packed) -> Iterator[Piece]:
     names = {span: name for name, span in packed.columns.items()}
     if not names.keys() >= set(module.columns):
         raise InputError(f"{linear}: LoRA on columns {module.columns}, which are no projections: {packed.columns}")
@@ -112,7 +112,7 @@ def tensor_name(projection: str, factor: str) -> str:
 
 @torch.no_grad()
 def write_adapter(
-    model: HubModel,
+    model: HubModule,
     projections: Mapping[str, Packed],
     folder: str | Path,
     base_model: str | None,
@@ -125,17 +125,17 @@ def write_adapter(
     CheckpointError as export_weights does.
     """
     reshard(model)
-    modules = updated(model, projections)
+    modules = low_rank_modules(model, projections)
     if not modules:
         raise InputError("the model has no LoRA to export; add_lora gives it some")
-    pieces = pieces_of_updates(modules, projections)
+    pieces = adapter_pieces(modules, projections)
     parameters = {f"{name}.{x}": getattr(module, x) for name, module in modules.items() for x in ("lora_A", "lora_B")}
     entries = [Entry(piece.tensor, parameters[piece.parameter].dtype, piece.shape) for piece in pieces]
     # Larger dtypes first, so that every tensor is aligned to its own.
     order = sorted(range(len(pieces)), key=lambda index: -entries[index].dtype.itemsize)
     entries, pieces = [entries[index] for index in order], [pieces[index] for index in order]
     tensors = hub_tensors(model, parameters, pieces, None)
-    config = config_of(modules, projections, modules_of(model), base_model)
+    config = adapter_config_of(modules, projections, hub_module_names(model), base_model)
 
     def write(temporary: Path) -> None:
         write_safetensors(temporary / ADAPTER_FILE, entries, tensors)
@@ -145,15 +145,15 @@ def write_adapter(
     write_folder(Path(folder).absolute(), write, tensors, sharded, also)
 
 
-def modules_of(model: HubModel) -> set[str]:
+def hub_module_names(model: HubModule) -> set[str]:
     """What the Hub calls everything in a model that has a weight."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    tensors = (piece.tensor for piece in plan(shapes, model.weight_rules()))
+    tensors = (piece.tensor for piece in plan_pieces(shapes, model.weight_rules()))
     return {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
 
 
-def config_of(
-    modules: Mapping[str, LowRankLinear],
+def adapter_config_of(
+    modules: Mapping[str, LowRankModule],
     projections: Mapping[str, Packed],
     all_modules: set[str],
     base_model: str | None,
@@ -169,7 +169,7 @@ def config_of(
     alphas = {name: module.alpha for name, module in owners.items()}
     dropout = max(module.dropout for module in modules.values())
     parameters = {name for linear in modules if (name := projections[linear].parameter) is not None}
-    return adapter_config(ranks, alphas, dropout, all_modules, parameters, base_model)
+    return compose_adapter_config(ranks, alphas, dropout, all_modules, parameters, base_model)
 
 
 def read_adapter(folder: str | Path) -> Adapter:
@@ -180,28 +180,28 @@ def read_adapter(folder: str | Path) -> Adapter:
     return Adapter(folder, read_adapter_config(folder), read_header(safe_file(folder, ADAPTER_FILE)))
 
 
-def fitted(
+def match_adapter(
     adapter: Adapter, layouts: Sequence[Mapping[str, Packed]]
-) -> tuple[Mapping[str, Packed], dict[str, Settings]]:
+) -> tuple[Mapping[str, Packed], dict[str, LoRASettings]]:
     """The first of a model's layouts that knows all projections of the adapter, and what is updated there, and how.
 
     Raises CheckpointError where it does not fit, by the first layout if by none: every tensor must belong to a
     projection, and every projection have both of its tensors; also each that the configuration targets by name, unless
     it restricts those further. Of experts both projections have an update, or neither.
     """
-    found = {match[1] for match in map(TENSOR.fullmatch, adapter.tensors) if match}
+    found = {match[1] for match in map(ADAPTER_TENSOR.fullmatch, adapter.tensors) if match}
     known = ({name for packed in layout.values() for name in packed.columns} for layout in layouts)
     layout = next((layout for layout, names in zip(layouts, known, strict=True) if found <= names), layouts[0])
-    refuse_misfits(adapter, layout)
-    return layout, settings_of(adapter, layout)
+    refuse_mismatched_adapter(adapter, layout)
+    return layout, lora_settings(adapter, layout)
 
 
-def settings_of(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[str, Settings]:
+def lora_settings(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[str, LoRASettings]:
     """Raises CheckpointError where projections that are packed together are updated differently."""
     settings = {}
     for linear, packed in projections.items():
         names = [name for name in packed.columns if tensor_name(name, "A") in adapter.tensors]
-        strengths = {strength(adapter.config, packed.parameter or name) for name in names}
+        strengths = {rank_and_alpha(adapter.config, packed.parameter or name) for name in names}
         if len(strengths) > 1:
             raise CheckpointError(
                 f"{adapter.folder / ADAPTER_CONFIG_FILE}: rank_pattern and alpha_pattern must not tell "
@@ -211,18 +211,18 @@ def settings_of(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[str
             rank, alpha = strengths.pop()
             dtype = adapter.tensors[tensor_name(names[0], "A")].dtype
             dropout = float(adapter.config.get("lora_dropout", 0.0))
-            settings[linear] = Settings(tuple(packed.columns[name] for name in names), rank, alpha, dropout, dtype)
+            settings[linear] = LoRASettings(tuple(packed.columns[name] for name in names), rank, alpha, dropout, dtype)
     return settings
 
 
-def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
+def refuse_mismatched_adapter(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
     stored, config = adapter.tensors, adapter.config
     shapes: dict[str, tuple[int, int]] = {}
     for packed in projections.values():
         for name, (start, stop) in packed.columns.items():
-            rank = packed.groups * strength(config, packed.parameter or name)[0]
+            rank = packed.groups * rank_and_alpha(config, packed.parameter or name)[0]
             shapes |= {tensor_name(name, "A"): (rank, packed.in_features), tensor_name(name, "B"): (stop - start, rank)}
-    found = {match[1] for match in map(TENSOR.fullmatch, stored) if match}
+    found = {match[1] for match in map(ADAPTER_TENSOR.fullmatch, stored) if match}
     stacked = {
         name.removesuffix(".base_layer")
         for packed in projections.values()
@@ -230,8 +230,8 @@ def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
         for name in packed.columns
     }
     found |= {name + below for name in stacked & found for below in ("", ".base_layer")}
-    targets = targets_by_name(config) or ()
-    found |= {name for packed in projections.values() for name in packed.columns if is_named(name, targets)}
+    targets = target_names(config) or ()
+    found |= {name for packed in projections.values() for name in packed.columns if matches_suffix(name, targets)}
     needed = [tensor_name(name, factor) for name in sorted(found) for factor in "AB"]
     faults = {
         "missing": [name for name in needed if name in shapes and name not in stored],
@@ -241,7 +241,9 @@ def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
             for name, tensor in stored.items()
             if name in shapes and tensor.shape != shapes[name]
         ],
-        "not floating": [f"{name} is {tensor.dtype}" for name, tensor in stored.items() if tensor.dtype not in FLOATS],
+        "not floating": [
+            f"{name} is {tensor.dtype}" for name, tensor in stored.items() if tensor.dtype not in FLOAT_DTYPES
+        ],
     }
     said = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
     if said or not stored:
@@ -251,7 +253,9 @@ def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
         )
 
 
-def refuse_others(adapter: Adapter, modules: Mapping[str, LowRankLinear], settings: Mapping[str, Settings]) -> None:
+def refuse_different_lora(
+    adapter: Adapter, modules: Mapping[str, LowRankModule], settings: Mapping[str, LoRASettings]
+) -> None:
     """Where a model has updates, the adapter must have the same."""
     ours = {linear: (module.columns, module.rank, module.scale) for linear, module in modules.items()}
     theirs = {linear: (own.columns, own.rank, own.alpha / own.rank) for linear, own in settings.items()}
@@ -266,15 +270,15 @@ def refuse_others(adapter: Adapter, modules: Mapping[str, LowRankLinear], settin
 
 @torch.no_grad()
 def fill_updates(
-    model: HubModel, adapter: Adapter, projections: Mapping[str, Packed], settings: Mapping[str, Settings]
+    model: HubModule, adapter: Adapter, projections: Mapping[str, Packed], settings: Mapping[str, LoRASettings]
 ) -> None:
     """Fills the updates of a model with the adapter's, of DTensors each rank its part. Raises CheckpointError where the
     model has others."""
-    modules = updated(model, projections)
-    refuse_others(adapter, modules, settings)
+    modules = low_rank_modules(model, projections)
+    refuse_different_lora(adapter, modules, settings)
     with safe_open(adapter.folder / ADAPTER_FILE, framework="pt") as stored:
-        for name, pieces in itertools.groupby(pieces_of_updates(modules, projections), key=lambda p: p.parameter):
+        for name, pieces in itertools.groupby(adapter_pieces(modules, projections), key=lambda p: p.parameter):
             linear, _, factor = name.rpartition(".")
             parameter = getattr(modules[linear], factor)
             value = torch.cat([stored.get_tensor(piece.tensor) for piece in pieces])
-            keep_part(parameter, value.to(parameter.device, parameter.dtype))
+            copy_local_shard(parameter, value.to(parameter.device, parameter.dtype))

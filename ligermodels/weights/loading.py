@@ -20,16 +20,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
-from ligermodels.weights.mapping import Piece, Rule, plan
-from ligermodels.weights.streaming import Transfer, bit_equal, stream
+from ligermodels.weights.mapping import Piece, Rule, plan_pieces
+from ligermodels.weights.streaming import Transfer, bit_equal, run_transfers
 
 # Old files store what every reader recomputes from the configuration.
-STALE = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
-MORE_PIECES = 10_000  # than there are tensors: from so many on, what is missing is not listed
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+STALE_BUFFERS = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+EXTRA_PIECES = 10_000  # than there are tensors: from so many on, what is missing is not listed
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class HubModel(Protocol):
+class HubModule(Protocol):
     """What loading and exporting ask of a module: its parameters, and how the Hub knows them."""
 
     @property
@@ -57,7 +57,7 @@ class HubModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Fit:
+class LoadPlan:
     """Which tensors of a checkpoint fill which boxes of a model's parameters.
 
     copies: tied tensors that are stored again -> those they must equal. unexpected: tensors that fill nothing.
@@ -69,7 +69,7 @@ class Fit:
     unexpected: list[str]
 
 
-def load_weights(model: HubModel, folder: str | Path, *, allow_unexpected: bool = False) -> None:
+def load_weights(model: HubModule, folder: str | Path, *, allow_unexpected: bool = False) -> None:
     """Fills the parameters of `model`, in their own dtypes and where they are, from the safetensors of `folder`.
 
     model: its parameters may be DTensors, but not on the meta device.
@@ -80,45 +80,45 @@ def load_weights(model: HubModel, folder: str | Path, *, allow_unexpected: bool 
     of the wrong shape or not floating; ValueError where the model is not ready to be filled.
     """
     refuse_unready(model)
-    fill_weights(model, fit_weights(model, open_checkpoint(folder), allow_unexpected=allow_unexpected))
+    fill_weights(model, plan_loading(model, open_checkpoint(folder), allow_unexpected=allow_unexpected))
 
 
 @torch.no_grad()
-def fill_weights(model: HubModel, fit: Fit) -> None:
+def fill_weights(model: HubModule, fit: LoadPlan) -> None:
     """The second half of load_weights: fills the parameters as `fit` says, which may have been found on another device.
 
     Raises CheckpointError where tied tensors are stored twice and differ, or a file cannot be read.
     """
-    refuse_unequal(fit.checkpoint, fit.copies)
+    refuse_unequal_copies(fit.checkpoint, fit.copies)
     folder, stored = fit.checkpoint.folder, fit.checkpoint.tensors
-    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
-    transfers = (transfer_of(*parts[piece.parameter], piece, stored[piece.tensor]) for piece in fit.pieces)
-    stream(filter(None, transfers), f"Loading {folder.name}", quiet=not is_first())
+    parts = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
+    transfers = (local_transfer(*parts[piece.parameter], piece, stored[piece.tensor]) for piece in fit.pieces)
+    run_transfers(filter(None, transfers), f"Loading {folder.name}", quiet=not is_first())
     if fit.unexpected and is_first():
         warnings.warn(
             f"{folder}: left out, as the model has no place for them: {shortened(fit.unexpected)}", stacklevel=2
         )
 
 
-def fit_weights(model: HubModel, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> Fit:
+def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> LoadPlan:
     """The first half of load_weights: compares names, shapes and dtypes. The model may be on the meta device."""
-    rules, planned = layout_of(checkpoint, model)
+    rules, planned = select_layout(checkpoint, model)
     pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     known = pieces.keys() | copies.keys()
-    unexpected = [name for name in checkpoint.tensors if name not in known and not STALE.fullmatch(name)]
-    refuse_misfits(checkpoint, pieces, [] if allow_unexpected else unexpected)
-    return Fit(checkpoint, planned, copies, unexpected)
+    unexpected = [name for name in checkpoint.tensors if name not in known and not STALE_BUFFERS.fullmatch(name)]
+    refuse_mismatched_tensors(checkpoint, pieces, [] if allow_unexpected else unexpected)
+    return LoadPlan(checkpoint, planned, copies, unexpected)
 
 
-def layout_of(checkpoint: Checkpoint, model: HubModel) -> tuple[tuple[Rule, ...], list[Piece]]:
+def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule, ...], list[Piece]]:
     """The first of the model's layouts of which the checkpoint lacks no tensor, or the Hub's own where it lacks some of
     each: its rules, and the pieces they make."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    limit = len(checkpoint.tensors) + MORE_PIECES  # a plan of so many lacks some, and need not be longer
+    limit = len(checkpoint.tensors) + EXTRA_PIECES  # a plan of so many lacks some, and need not be longer
     tried: list[tuple[tuple[Rule, ...], list[Piece]]] = []
     for rules in (model.weight_rules(), *model.other_weight_rules()):
-        pieces = plan(shapes, rules, at_most=limit)
+        pieces = plan_pieces(shapes, rules, at_most=limit)
         if all(piece.tensor in checkpoint.tensors for piece in pieces):
             return rules, pieces
         tried.append((rules, pieces))
@@ -130,7 +130,7 @@ def layout_of(checkpoint: Checkpoint, model: HubModel) -> tuple[tuple[Rule, ...]
     return tried[0]
 
 
-def transfer_of(local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor) -> Transfer | None:
+def local_transfer(local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor) -> Transfer | None:
     """What of a piece lies in this rank's part of its parameter, if anything; local, offset: as of local_part."""
     starts = [max(box.start, begin) for box, begin in zip(piece.index, offset, strict=True)]
     stops = [min(box.stop, begin + n) for box, begin, n in zip(piece.index, offset, local.shape, strict=True)]
@@ -143,7 +143,7 @@ def transfer_of(local: Tensor, offset: tuple[int, ...], piece: Piece, stored: St
     return Transfer(piece.tensor, stored, tuple(source), local[tuple(target)].view(shape))
 
 
-def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and the offset of that in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.dim()
@@ -151,30 +151,30 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local().detach(), compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
 
 
-def tied_tensors(model: HubModel, rules: tuple[Rule, ...]) -> dict[str, str]:
+def tied_tensors(model: HubModule, rules: tuple[Rule, ...]) -> dict[str, str]:
     """The Hub names under which a tied parameter would be stored again -> those under which it is stored."""
     owner = {id(parameter): name for name, parameter in model.named_parameters()}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if owner[id(parameter)] != name:
-            copies, originals = (plan({n: parameter.shape}, rules) for n in (name, owner[id(parameter)]))
+            copies, originals = (plan_pieces({n: parameter.shape}, rules) for n in (name, owner[id(parameter)]))
             tied |= {copy.tensor: original.tensor for copy, original in zip(copies, originals, strict=True)}
     return tied
 
 
-def refuse_meta(model: HubModel) -> None:
+def refuse_meta_parameters(model: HubModule) -> None:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ValueError(f"parameters on the meta device: {shortened(meta)}; call model.to_empty(device=...) first")
 
 
-def refuse_unready(model: HubModel) -> None:
-    refuse_meta(model)
+def refuse_unready(model: HubModule) -> None:
+    refuse_meta_parameters(model)
     if model.config.tie_word_embeddings and not tied_tensors(model, model.weight_rules()):
         raise ValueError("tie_word_embeddings is true, but the model shares no parameter: tie it again after to_empty")
 
 
-def refuse_misfits(checkpoint: Checkpoint, pieces: Mapping[str, Piece], unexpected: list[str]) -> None:
+def refuse_mismatched_tensors(checkpoint: Checkpoint, pieces: Mapping[str, Piece], unexpected: list[str]) -> None:
     stored = checkpoint.tensors
     missing = [name for name in pieces if name not in stored]
     others = [f"{name} ({stored[name].file.name})" for name in unexpected]
@@ -187,7 +187,7 @@ def refuse_misfits(checkpoint: Checkpoint, pieces: Mapping[str, Piece], unexpect
     dtypes = [
         f"{name} is {stored[name].dtype} ({stored[name].file.name})"
         for name in fitting
-        if stored[name].dtype not in FLOATS
+        if stored[name].dtype not in FLOAT_DTYPES
     ]
     faults = {"missing": missing, "unexpected": others, "misshapen": shapes, "not floating (quantized?)": dtypes}
     found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
@@ -198,7 +198,7 @@ def refuse_misfits(checkpoint: Checkpoint, pieces: Mapping[str, Piece], unexpect
         )
 
 
-def refuse_unequal(checkpoint: Checkpoint, copies: Mapping[str, str]) -> None:
+def refuse_unequal_copies(checkpoint: Checkpoint, copies: Mapping[str, str]) -> None:
     for copy, original in copies.items():
         if not bit_equal(checkpoint, copy, original):
             raise CheckpointError(

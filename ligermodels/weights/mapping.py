@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 # A linear with a low-rank update keeps the one it was, whose names the rules speak of, as `base_layer`.
 BASE_LAYER = ".base_layer."
-UPDATES = (".lora_A", ".lora_B")
+UPDATE_SUFFIXES = (".lora_A", ".lora_B")
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Rename:
     rules: tuple[Rule, ...] = ()
 
     def pieces(self, name: str, shape: Shape) -> Iterable[Piece] | None:
-        if translator(self.ours, name) is None:
+        if name_translator(self.ours, name) is None:
             return None
         return (replace(piece, tensor=self.renamed(piece.tensor)) for piece in pieces_of(name, shape, self.rules))
 
     def renamed(self, tensor: str) -> str:
-        translate = translator(self.ours, tensor)
+        translate = name_translator(self.ours, tensor)
         if translate is None:
             raise ValueError(f"{tensor} is not below {self.ours}, which its rule renames to {self.hub}")
         return translate(self.hub)
@@ -75,14 +75,14 @@ class Concat:
     sizes: tuple[int, ...] | None = None
 
     def pieces(self, name: str, shape: Shape) -> list[Piece] | None:
-        translate = translator(self.ours, name)
+        translate = name_translator(self.ours, name)
         if translate is None:
             return None
         sizes = self.sizes or (shape[0] // len(self.hub),) * len(self.hub)
         if len(sizes) != len(self.hub) or sum(sizes) != shape[0]:
             raise ValueError(f"{name} has {shape[0]} rows, which its rule splits into {sizes} for {self.hub}")
         return [
-            Piece(translate(hub), name, (slice(stop - size, stop), *whole(shape[1:])), (size, *shape[1:]))
+            Piece(translate(hub), name, (slice(stop - size, stop), *full_box(shape[1:])), (size, *shape[1:]))
             for hub, size, stop in zip(self.hub, sizes, accumulate(sizes), strict=True)
         ]
 
@@ -98,7 +98,7 @@ class Stack:
     hub: tuple[str, ...]
 
     def pieces(self, name: str, shape: Shape) -> Iterable[Piece] | None:
-        translate = translator(self.ours, name)
+        translate = name_translator(self.ours, name)
         if translate is None:
             return None
         experts, rows, *rest = shape
@@ -109,7 +109,7 @@ class Stack:
             Piece(
                 translate(hub, expert),
                 name,
-                (slice(expert, expert + 1), slice(row, row + part), *whole(tuple(rest))),
+                (slice(expert, expert + 1), slice(row, row + part), *full_box(tuple(rest))),
                 (part, *rest),
             )
             for expert in range(experts)
@@ -117,7 +117,9 @@ class Stack:
         )
 
 
-def plan(parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule], *, at_most: int | None = None) -> list[Piece]:
+def plan_pieces(
+    parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule], *, at_most: int | None = None
+) -> list[Piece]:
     """The pieces of all parameters, those of one parameter side by side, or the first `at_most`.
 
     parameters: shapes by name. Raises ValueError where a rule does not fit a shape or two pieces claim one tensor.
@@ -127,7 +129,7 @@ def plan(parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule], *, at_m
     pieces: list[Piece] = []
     owner: dict[str, str] = {}
     for name, shape in parameters.items():
-        if is_update(name):
+        if is_lora_parameter(name):
             continue
         for piece in pieces_of(name.replace(BASE_LAYER, "."), tuple(shape), rules):
             if piece.tensor in owner:
@@ -139,9 +141,9 @@ def plan(parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule], *, at_m
     return pieces
 
 
-def is_update(name: str) -> bool:
+def is_lora_parameter(name: str) -> bool:
     """Whether a parameter belongs to a low-rank update."""
-    return name.endswith(UPDATES)
+    return name.endswith(UPDATE_SUFFIXES)
 
 
 def pieces_of(name: str, shape: Shape, rules: Iterable[Rule]) -> Iterable[Piece]:
@@ -149,14 +151,14 @@ def pieces_of(name: str, shape: Shape, rules: Iterable[Rule]) -> Iterable[Piece]
         pieces = rule.pieces(name, shape)
         if pieces is not None:
             return pieces
-    return [Piece(name, name, whole(shape), shape)]
+    return [Piece(name, name, full_box(shape), shape)]
 
 
-def whole(shape: Shape) -> tuple[slice, ...]:
+def full_box(shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in shape)
 
 
-def translator(pattern: str, name: str) -> Callable[..., str] | None:
+def name_translator(pattern: str, name: str) -> Callable[..., str] | None:
     """Where `name` matches `pattern`: the function from another pattern to what `name` is called under it.
 
     That pattern may have more numbers than `pattern`; they are the function's further arguments.

@@ -16,14 +16,14 @@ def reshard(model: Any) -> None:
             module.reshard()
 
 
-def whole(parameter: Tensor) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
     """All of a parameter, on its device. Of a DTensor every rank asks for it, and gets it."""
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
-def keep_part(parameter: Tensor, value: Tensor) -> None:
+def copy_local_shard(parameter: Tensor, value: Tensor) -> None:
     """Copies into a parameter its part of a value that every rank has whole; nothing is communicated."""
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

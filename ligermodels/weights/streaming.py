@@ -22,12 +22,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import AGAIN, Checkpoint, StoredTensor
+from ligermodels.weights.files import DOWNLOAD_AGAIN, Checkpoint, StoredTensor
 
 BUFFER_BYTES = 16 * 2**20
 THREADS = 8
 BUFFERS = 12  # one to read into for each thread, and those that are copied from meanwhile
-ALIGNMENT = 16  # bytes, of what shares a buffer, so that each can be viewed in its dtype
+BUFFER_ALIGNMENT = 16  # bytes, of what shares a buffer, so that each can be viewed in its dtype
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Transfer:
     @property
     def room(self) -> int:
         """The bytes it takes of a buffer."""
-        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        return -(-self.nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
 
 
-def stream(transfers: Iterable[Transfer], label: str, quiet: bool = False) -> None:
+def run_transfers(transfers: Iterable[Transfer], label: str, quiet: bool = False) -> None:
     """Carries out all transfers; when it returns, everything is in place.
 
     label: of the progress bar that a terminal shows after a second, unless `quiet`.
@@ -60,24 +60,26 @@ def stream(transfers: Iterable[Transfer], label: str, quiet: bool = False) -> No
     ordered = sorted(transfers, key=lambda transfer: (transfer.stored.file, transfer.stored.begin))
     total = sum(transfer.nbytes for transfer in ordered)
     with (
-        opened({transfer.stored.file for transfer in ordered}) as files,
+        open_data_files({transfer.stored.file for transfer in ordered}) as files,
         tqdm(desc=label, total=total, unit="B", unit_scale=True, delay=1, disable=quiet or None) as progress,
     ):
         for device in {transfer.target.device for transfer in ordered}:
-            for nbytes in stream_to(device, [x for x in ordered if x.target.device == device], files):
+            for nbytes in run_transfers_to(device, [x for x in ordered if x.target.device == device], files):
                 progress.update(nbytes)
 
 
-def stream_to(device: torch.device, transfers: Iterable[Transfer], files: Mapping[Path, "DataFile"]) -> Iterator[int]:
+def run_transfers_to(
+    device: torch.device, transfers: Iterable[Transfer], files: Mapping[Path, "DataFile"]
+) -> Iterator[int]:
     """Carries out the transfers to one device; yields the number of bytes of each batch that is done."""
-    batches = list(batched(part for transfer in transfers for part in split(transfer)))
+    batches = list(batch_transfers(part for transfer in transfers for part in split_transfer(transfer)))
     inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
 
     def move(batch: list[Transfer]) -> int:
         with torch.inference_mode(inference), ring.buffer() as buffer:
             position = 0
             for transfer in batch:
-                fill(transfer, files[transfer.stored.file], buffer[position : position + transfer.nbytes])
+                read_transfer(transfer, files[transfer.stored.file], buffer[position : position + transfer.nbytes])
                 position += transfer.room
         return sum(transfer.nbytes for transfer in batch)
 
@@ -85,7 +87,7 @@ def stream_to(device: torch.device, transfers: Iterable[Transfer], files: Mappin
         yield from pool.map(move, batches)
 
 
-def split(transfer: Transfer) -> Iterator[Transfer]:
+def split_transfer(transfer: Transfer) -> Iterator[Transfer]:
     """Parts of it that fit a buffer, along the outermost dimension where that does."""
     if transfer.nbytes <= BUFFER_BYTES:
         yield transfer
@@ -97,10 +99,10 @@ def split(transfer: Transfer) -> Iterator[Transfer]:
         target = transfer.target[(slice(None),) * dim + (slice(start, start + step),)]
         begin = box[dim].start + start
         part = slice(begin, begin + target.shape[dim])
-        yield from split(replace(transfer, box=(*box[:dim], part, *box[dim + 1 :]), target=target))
+        yield from split_transfer(replace(transfer, box=(*box[:dim], part, *box[dim + 1 :]), target=target))
 
 
-def batched(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
+def batch_transfers(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
     """Runs of transfers that share a buffer."""
     batch: list[Transfer] = []
     filled = 0
@@ -150,10 +152,10 @@ class Ring:
             self.buffers.put((buffer, wait))
 
 
-def fill(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
+def read_transfer(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
     """Reads one transfer, through a buffer of its size unless the target's memory takes the bytes as they are."""
     target, dtype = transfer.target, transfer.stored.dtype
-    places = runs(transfer.stored, transfer.box)
+    places = contiguous_runs(transfer.stored, transfer.box)
     if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
         file.read(transfer.name, places, target.as_strided((target.numel(),), (1,)).view(torch.uint8))
         return
@@ -164,7 +166,7 @@ def fill(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
     target.copy_(staged, non_blocking=True)
 
 
-def runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
+def contiguous_runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
     """Where a box lies in its file's data: offset and length, in bytes, of each contiguous run, in the box's order."""
     shape, box = (1, *stored.shape), (slice(0, 1), *box)
     strides = [math.prod(shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(shape))]
@@ -197,12 +199,14 @@ class DataFile:
             except OSError as error:
                 raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error.strerror}") from error
             if not count:
-                raise CheckpointError(f"{self.path}: truncated while it was read, within tensor {name}; {AGAIN}")
+                raise CheckpointError(
+                    f"{self.path}: truncated while it was read, within tensor {name}; {DOWNLOAD_AGAIN}"
+                )
             view, offset = view[count:], offset + count
 
 
 @contextmanager
-def opened(paths: Iterable[Path]) -> Iterator[dict[Path, DataFile]]:
+def open_data_files(paths: Iterable[Path]) -> Iterator[dict[Path, DataFile]]:
     with ExitStack() as stack:
         yield {path: DataFile(path, stack.enter_context(path.open("rb", buffering=0)).fileno()) for path in paths}
 
@@ -213,7 +217,7 @@ def bit_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     size = math.prod(a.shape) * a.dtype.itemsize
-    with opened({a.file, b.file}) as files:
+    with open_data_files({a.file, b.file}) as files:
         for start in range(0, size, BUFFER_BYTES):
             length = min(BUFFER_BYTES, size - start)
             blocks = torch.empty(2, length, dtype=torch.uint8, device="cpu")

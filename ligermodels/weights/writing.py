@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ligermodels.distributed import is_first, raise_on_all
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import DTYPES
+from ligermodels.weights.files import SAFETENSORS_DTYPES
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class Entry(NamedTuple):
@@ -55,7 +55,7 @@ def write_folder(
     writes = is_first()
     settle = raise_on_all if sharded else raise_if_any
     settle(failure(refuse_in_use, folder) if writes else None)
-    error = failure(write_committed, folder, [write] if also is None else [write, also]) if writes else None
+    error = failure(write_atomically, folder, [write] if also is None else [write, also]) if writes else None
     deque(tensors, maxlen=0)  # what is left of gathering; nothing is held on to
     settle(error)
 
@@ -82,19 +82,19 @@ def refuse_in_use(folder: Path) -> None:
     try:
         used = in_use(folder)
     except OSError as error:
-        raise not_written(folder, error) from error
+        raise write_error(folder, error) from error
     if used:
         raise CheckpointError(f"{folder}: exists and is not an empty folder; export to another, or remove it")
 
 
-def write_committed(folder: Path, writers: Iterable[Callable[[Path], None]]) -> None:
-    with committed(folder) as temporary:
+def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]]) -> None:
+    with atomic_folder(folder) as temporary:
         for write in writers:
             write(temporary)
 
 
 @contextmanager
-def committed(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `folder` if all went well; else it is removed, as are parents made for it."""
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     parents: list[Path] = []
@@ -107,11 +107,11 @@ def committed(folder: Path) -> Iterator[Path]:
         commit(temporary, folder)
         done = True
     except OSError as error:
-        raise not_written(folder, error) from error
+        raise write_error(folder, error) from error
     finally:
         if not done:
             shutil.rmtree(temporary, ignore_errors=True)
-            remove_empty(parents)
+            remove_empty_folders(parents)
 
 
 def commit(temporary: Path, folder: Path) -> None:
@@ -122,12 +122,12 @@ def commit(temporary: Path, folder: Path) -> None:
     sync(folder.parent)
 
 
-def not_written(folder: Path, error: OSError, remedy: str = "or choose another folder") -> CheckpointError:
+def write_error(folder: Path, error: OSError, remedy: str = "or choose another folder") -> CheckpointError:
     """remedy: what else helps, but room."""
     return CheckpointError(f"{folder}: not written: {error.strerror or error}; make room there, {remedy}")
 
 
-def remove_empty(folders: Iterable[Path]) -> None:
+def remove_empty_folders(folders: Iterable[Path]) -> None:
     """Innermost first, as far as nobody else has put anything there."""
     try:
         for folder in folders:
@@ -160,10 +160,10 @@ def write_safetensors(
         stream.write(len(text).to_bytes(8, "little") + text)
         for _, blocks in zip(entries, tensors, strict=False):
             for block in blocks:
-                stream.write(bytes_of(block))
+                stream.write(block_bytes(block))
 
 
-def bytes_of(block: Tensor) -> memoryview:
+def block_bytes(block: Tensor) -> memoryview:
     """A block's elements in row order; of one that lies so on the host, its own memory."""
     return block.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ligermodels.hub.known_models import KNOWN_MODELS, nearest, simplified
+from ligermodels.hub.known_models import KNOWN_MODELS, nearest_model, normalized_name
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -26,12 +26,12 @@ README = Path(__file__).parents[2] / "README.md"
     ],
 )
 def test_the_nearest_known_model(typed, meant):
-    assert nearest(typed, KNOWN_MODELS) == meant
+    assert nearest_model(typed, KNOWN_MODELS) == meant
 
 
 def test_every_id_is_one_of_the_hub_and_no_two_are_spelled_alike():
     assert all(re.fullmatch(r"[\w-]+/[\w.-]+", name) for name in KNOWN_MODELS)
-    assert len({simplified(name) for name in KNOWN_MODELS}) == len(KNOWN_MODELS)
+    assert len({normalized_name(name) for name in KNOWN_MODELS}) == len(KNOWN_MODELS)
 
 
 def test_the_models_that_the_readme_names_are_known():

@@ -75,8 +75,8 @@ def test_export_takes_a_dtype_and_a_shard_size(tmp_path):
 
 def test_a_model_goes_by_its_name_on_the_hub_where_it_lies_in_its_cache(tmp_path):
     cached = tmp_path / "models--meta-llama--Llama-3.2-1B" / "snapshots" / "4e20de36"
-    assert models.hub_name(cached) == "meta-llama/Llama-3.2-1B"
-    assert models.hub_name(tmp_path / "my--model") == str(tmp_path / "my--model")
+    assert models.base_model_name(cached) == "meta-llama/Llama-3.2-1B"
+    assert models.base_model_name(tmp_path / "my--model") == str(tmp_path / "my--model")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ligermodels.errors import InputError
 from ligermodels.weights import exporting, writing
-from ligermodels.weights.exporting import export_weights, size_in_bytes, split
+from ligermodels.weights.exporting import export_weights, size_in_bytes, split_into_shards
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.writing import Entry
@@ -154,7 +154,7 @@ def test_mixed_dtypes_stay_aligned(tmp_path):
 
 def test_shards_are_filled_up_and_a_larger_tensor_stands_alone():
     entries = [Entry(str(size), torch.uint8, (size,)) for size in (3, 3, 1, 9, 3, 2, 2)]
-    shards = [[entry.shape[0] for entry in shard] for shard in split(entries, 6)]
+    shards = [[entry.shape[0] for entry in shard] for shard in split_into_shards(entries, 6)]
     assert shards == [[3, 3], [1], [9], [3, 2], [2]]
 
 
@@ -314,9 +314,9 @@ def test_the_host_holds_no_more_than_a_block_beside_one_parameter(tmp_path, monk
         most.append(len(alive))
         return copy
 
-    blocks, converted = [], exporting.converted
-    monkeypatch.setattr(exporting, "whole", gathered)
-    monkeypatch.setattr(exporting, "converted", lambda *args: (blocks.append(args[1].nbytes), converted(*args))[1])
+    blocks, converted = [], exporting.cast_block
+    monkeypatch.setattr(exporting, "full_tensor", gathered)
+    monkeypatch.setattr(exporting, "cast_block", lambda *args: (blocks.append(args[1].nbytes), converted(*args))[1])
     monkeypatch.setattr(exporting, "BLOCK_BYTES", 60)
     gc.disable()
     export_weights(model, tmp_path / "out", dtype=torch.bfloat16)

@@ -87,7 +87,7 @@ def test_long_lists_are_shortened():
 
 @pytest.mark.parametrize("block", [1, 7, 2**20])
 def test_the_hash_of_a_tensor_is_that_of_its_bytes(folder, monkeypatch, block):
-    monkeypatch.setattr(files, "HASHED_BYTES", block)
+    monkeypatch.setattr(files, "HASH_BLOCK_BYTES", block)
     expected = {name: hashlib.sha256(bytes(x.flatten().view(torch.uint8).tolist())) for name, x in TENSORS.items()}
     assert tensor_hashes(folder) == {name: digest.hexdigest() for name, digest in expected.items()}
 
@@ -97,7 +97,7 @@ def test_a_file_that_is_cut_short_while_it_is_hashed_is_named(folder):
     os.truncate(folder / SINGLE_FILE, (folder / SINGLE_FILE).stat().st_size - 1)
     last = max(stored.values(), key=lambda tensor: tensor.begin)
     with pytest.raises(CheckpointError, match=f"{folder / SINGLE_FILE}: truncated while it was read"):
-        files.hash_of(last)
+        files.sha256_of(last)
 
 
 def test_a_file_below_the_folder_may_be_a_link_to_the_cache_alone(tmp_path):

@@ -16,7 +16,7 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.weights.files import open_checkpoint
-from ligermodels.weights.loading import layout_of
+from ligermodels.weights.loading import select_layout
 from tests.cases import CASES
 from tests.refusals import measured
 from tests.weights.raw_files import safetensors_bytes
@@ -108,7 +108,7 @@ def assert_holds(model, folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     parameters = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
-    for piece in layout_of(checkpoint, model)[1]:
+    for piece in select_layout(checkpoint, model)[1]:
         with safe_open(checkpoint.tensors[piece.tensor].file, framework="pt") as stored:
             expected = stored.get_tensor(piece.tensor)
         box = parameters[piece.parameter].detach()[piece.index]

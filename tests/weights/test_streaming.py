@@ -12,8 +12,8 @@ from benchmarks.loading import HostMemory
 from ligermodels.errors import CheckpointError
 from ligermodels.weights import streaming
 from ligermodels.weights.files import SINGLE_FILE, open_checkpoint
-from ligermodels.weights.loading import FLOATS
-from ligermodels.weights.streaming import Transfer, bit_equal, runs, stream
+from ligermodels.weights.loading import FLOAT_DTYPES
+from ligermodels.weights.streaming import Transfer, bit_equal, contiguous_runs, run_transfers
 from tests.conftest import DEVICE
 
 # Of a tensor [5, 4, 6]: all of it, whole rows, the right part of each row, a box cut on every side, one element, the
@@ -48,18 +48,18 @@ def nan_filled(shape, dtype, strided):
     return whole[..., ::2] if strided else whole
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_every_box_arrives_in_every_dtype_and_layout(tmp_path, buffers, read_lengths, dtype):
     x = (torch.randn(5, 4, 6, dtype=torch.float64) * 100).to(dtype)
     files = stored(tmp_path, {"x": x, "scalar": torch.tensor(3.25, dtype=dtype), "empty": torch.empty(0, 2)})
     cases = [
         Transfer("x", files["x"], box, nan_filled(x[box].shape, target, strided))
-        for box, target, strided in itertools.product(BOXES, FLOATS, (False, True))
+        for box, target, strided in itertools.product(BOXES, FLOAT_DTYPES, (False, True))
     ]
     scalars = [
-        Transfer("scalar", files["scalar"], (), torch.zeros((), dtype=target, device=DEVICE)) for target in FLOATS
+        Transfer("scalar", files["scalar"], (), torch.zeros((), dtype=target, device=DEVICE)) for target in FLOAT_DTYPES
     ]
-    stream([*cases, *scalars], "test")
+    run_transfers([*cases, *scalars], "test")
     for case in cases:
         assert torch.equal(case.target.cpu(), x[case.box].to(case.target.dtype)), case
     assert all(scalar.target == 3.25 for scalar in scalars)
@@ -70,7 +70,7 @@ def test_runs_are_as_long_as_they_can_be(tmp_path):
     files = stored(tmp_path, {"a": torch.zeros(2, dtype=torch.float64), "x": torch.zeros(5, 4, 6)})
     begin = files["x"].begin
     assert begin == 16
-    found = [list(runs(files["x"], box)) for box in BOXES]
+    found = [list(contiguous_runs(files["x"], box)) for box in BOXES]
     assert found[:3] == [[(begin, 480)], [(begin + 96, 288)], [(begin + 2 * 96 + 24, 48)]]
     assert found[3] == [(begin + 24 * row + 12, 12) for row in range(20)]
     assert found[4] == [(begin + 96 * i + 24 * j + 8, 8) for i in range(1, 5) for j in range(1, 3)]
@@ -84,7 +84,7 @@ def test_small_tensors_share_a_buffer_and_large_ones_take_several(tmp_path, monk
     x = torch.arange(40.0)
     files = stored(tmp_path, {"a": x[:3].clone(), "b": x[:5].clone(), "c": x})
     boxes = [Transfer(n, files[n], (slice(0, size),), torch.zeros(size)) for n, size in (("a", 3), ("b", 5), ("c", 40))]
-    batches = list(streaming.batched(part for box in boxes for part in streaming.split(box)))
+    batches = list(streaming.batch_transfers(part for box in boxes for part in streaming.split_transfer(box)))
     assert [[(part.name, part.nbytes) for part in batch] for batch in batches] == [
         [("a", 12), ("b", 20)],
         [("c", 64)],
@@ -100,7 +100,7 @@ def test_tensors_of_different_dtypes_share_a_buffer(tmp_path):
     for name, x in tensors.items():
         (tmp_path / name).mkdir()
         boxes.append(Transfer(name, stored(tmp_path / name, {name: x})[name], (slice(0, 3),), torch.zeros(3)))
-    stream(boxes, "test")
+    run_transfers(boxes, "test")
     assert all(torch.equal(box.target, tensors[box.name].float()) for box in boxes)
 
 
@@ -108,9 +108,9 @@ def test_a_file_cut_short_after_its_header_was_checked_is_named_with_the_tensor(
     files = stored(tmp_path, {"first": torch.zeros(8), "last": torch.zeros(8)})
     os.truncate(tmp_path / SINGLE_FILE, os.path.getsize(tmp_path / SINGLE_FILE) - 1)
     whole = (slice(0, 8),)
-    stream([Transfer("first", files["first"], whole, torch.empty(8))], "test")
+    run_transfers([Transfer("first", files["first"], whole, torch.empty(8))], "test")
     with pytest.raises(CheckpointError, match=rf"{tmp_path / SINGLE_FILE}: truncated .* within tensor last; download"):
-        stream([Transfer("last", files["last"], whole, torch.empty(8))], "test")
+        run_transfers([Transfer("last", files["last"], whole, torch.empty(8))], "test")
 
 
 def test_a_disk_error_is_named_with_the_tensor_and_ends_what_is_queued(tmp_path, monkeypatch):
@@ -127,7 +127,7 @@ def test_a_disk_error_is_named_with_the_tensor_and_ends_what_is_queued(tmp_path,
     with pytest.raises(
         CheckpointError, match=rf"{tmp_path / SINGLE_FILE}: tensor x cannot be read: Input/output error"
     ):
-        stream([Transfer("x", files["x"], (slice(0, 1600),), torch.empty(1600))], "test")
+        run_transfers([Transfer("x", files["x"], (slice(0, 1600),), torch.empty(1600))], "test")
     assert len(asked) < 100
 
 
@@ -136,7 +136,7 @@ def test_reads_that_come_back_short_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda descriptor, views, offset: preadv(descriptor, [views[0][:5]], offset))
     x = torch.randn(7, 3)
     target = torch.empty(7, 3)
-    stream([Transfer("x", stored(tmp_path, {"x": x})["x"], (slice(0, 7), slice(0, 3)), target)], "test")
+    run_transfers([Transfer("x", stored(tmp_path, {"x": x})["x"], (slice(0, 7), slice(0, 3)), target)], "test")
     assert torch.equal(target, x)
 
 
@@ -155,7 +155,7 @@ def test_the_progress_bar_counts_the_bytes(tmp_path, monkeypatch, quiet):
 
     monkeypatch.setattr(streaming, "tqdm", Bar)
     files = stored(tmp_path, {"x": torch.zeros(100, 2)})
-    stream([Transfer("x", files["x"], (slice(10, 90), slice(0, 2)), torch.empty(80, 2))], "Loading x", quiet)
+    run_transfers([Transfer("x", files["x"], (slice(10, 90), slice(0, 2)), torch.empty(80, 2))], "Loading x", quiet)
     [(bar, options)] = bars
     assert (options["desc"], options["total"], bar.counted) == ("Loading x", 640, 640)
     assert options["disable"] is (True if quiet else None)  # None: shown on a terminal only
@@ -166,7 +166,7 @@ def test_targets_of_inference_mode_are_filled(tmp_path):
     files = stored(tmp_path, {"x": x})
     with torch.inference_mode():
         targets = [torch.empty(6, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.float64)]
-        stream([Transfer("x", files["x"], (slice(0, 6),), target) for target in targets], "test")
+        run_transfers([Transfer("x", files["x"], (slice(0, 6),), target) for target in targets], "test")
         assert all(torch.equal(target.cpu(), x.to(target.dtype)) for target in targets)
 
 
@@ -198,7 +198,7 @@ def test_the_host_holds_the_buffers_and_no_more(tmp_path, monkeypatch):
     target = torch.ones(size, dtype=torch.bfloat16, device=DEVICE)
     files = open_checkpoint(tmp_path).tensors
     with HostMemory() as memory:
-        stream([Transfer(name, files[name], (slice(0, size),), target)], "test")
+        run_transfers([Transfer(name, files[name], (slice(0, size),), target)], "test")
     assert not target.any()
     assert memory.peak < 4 * streaming.BUFFERS * 2**20
 
@@ -215,5 +215,5 @@ def test_buffers_for_a_gpu_are_pinned_and_waited_for(tmp_path, monkeypatch):
         assert buffer.is_pinned() and torch.cuda.current_stream() == ring.stream
     for dtype in (torch.float32, torch.bfloat16):
         target = torch.zeros(2**24, dtype=dtype, device="cuda")
-        stream([Transfer("x", files["x"], (slice(0, 2**24),), target)], "test")
+        run_transfers([Transfer("x", files["x"], (slice(0, 2**24),), target)], "test")
         assert torch.equal(target.cpu(), x.to(dtype))

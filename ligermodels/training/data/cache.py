@@ -20,7 +20,7 @@ from ligermodels import tokenizer
 from ligermodels.distributed import local_rank, raise_on_all, waiting_group
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.data.progress import say
-from ligermodels.weights.writing import committed
+from ligermodels.weights.writing import atomic_folder
 
 LONGEST_WAIT = timedelta(days=2)  # for another rank to fill a folder
 
@@ -70,7 +70,7 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
             for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             try:
-                with committed(folder) as temporary:
+                with atomic_folder(folder) as temporary:
                     fill(temporary)
             except CheckpointError as error:
                 raise InputError(f"{error}, by XDG_CACHE_HOME") from error

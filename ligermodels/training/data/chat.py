@@ -21,7 +21,7 @@ from tokenizers import Encoding
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.chat_template import choose
+from ligermodels.tokenizer.chat_template import choose_template
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Record, Text
 
 BATCH_RECORDS = 1024
@@ -201,7 +201,7 @@ def answer(conversation: Conversation, index: int, whole: str, tokenizer: Tokeni
 
 
 def changed(conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer) -> Rewritten:
-    template = choose(tokenizer.templates, None, conversation.tools is not None, tokenizer.file.parent)
+    template = choose_template(tokenizer.templates, None, conversation.tools is not None, tokenizer.file.parent)
     same = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
     now, once = (text[same : same + SHOWN_CHARACTERS] for text in (whole, part))
     return Rewritten(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ligermodels.cli.flags import Parser, above_zero, count, not_negative, number, one_of, positive, switch, whole
 from ligermodels.errors import InputError, nearest, reader_left
 from ligermodels.hub import list_architectures
-from ligermodels.hub.description import catalogue
+from ligermodels.hub.description import architecture_lines
 from ligermodels.training.data.sources import WITHOUT_FILES, parse_spec
 from ligermodels.training.optimizers import OPTIMIZERS
 from ligermodels.training.optimizers.schedules import SCHEDULES
@@ -164,7 +164,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def list_models() -> int:
     """Prints what `ligermodels list` prints; returns the exit status."""
     try:
-        print("\n".join(catalogue()), flush=True)
+        print("\n".join(architecture_lines()), flush=True)
     except BrokenPipeError:
         return reader_left()
     return 0

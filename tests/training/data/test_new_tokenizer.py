@@ -43,7 +43,7 @@ def test_transformers_reads_the_same_from_the_folder_of_every_family(name, token
     save_tokenizer(tokenizer, tmp_path)
     checks = text_checks(tmp_path)
     assert [check.passed for check in checks] == [True, True], checks
-    theirs = reference.load_tokenizer(tmp_path)
+    theirs = reference.load_reference_tokenizer(tmp_path)
     for messages in conversations(seed=3, count=4):
         ids, said = tokenizer.apply_chat_template_with_mask(messages)
         read = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
