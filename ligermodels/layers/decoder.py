@@ -4,7 +4,6 @@ Must not know any architecture; each one subclasses `CausalLM` and says in `laye
 """
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -23,6 +22,7 @@ from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
+from ligermodels.weights.module import HubModule
 from ligermodels.weights.sharding import copy_local_shard
 
 IGNORE_INDEX = -100
@@ -100,19 +100,15 @@ class Head(nn.Linear):
         return linear_cross_entropy(hidden, self.weight, targets, **options)
 
 
-class CausalLM(nn.Module, ABC):
+class CausalLM(HubModule, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
     accepts_loss_kwargs = True  # tells Hugging Face's Trainer to pass num_items_in_batch
     Config: ClassVar[type[AnyConfig]] = AnyConfig
-    hub_class: ClassVar[str]  # the reference implementation's name, for config.json's `architectures`
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets by name, each the content of a config.json
 
     def __init__(self, config: AnyConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.source: Path | None = None  # the folder the model was loaded from
-        self.generation_config: dict[str, Any] = {}  # its generation_config.json
+        super().__init__(config)
         self.model = Decoder(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -134,10 +130,6 @@ class CausalLM(nn.Module, ABC):
     def weight_rules(self) -> tuple[Rule, ...]:
         """How parameters are made from the checkpoint's tensors: those of all layers packed, which most store apart."""
         return packed_projections(self.config)
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """Further layouts of the checkpoint that loading accepts; an export writes that of `weight_rules`."""
-        return ()
 
     def forward(
         self,

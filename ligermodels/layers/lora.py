@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from ligermodels.kernels.experts import experts
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.linear import Columns, LowRank, low_rank_update
+from ligermodels.weights.module import LowRankModule
 from ligermodels.weights.sharding import copy_local_shard
 
 if TYPE_CHECKING:
     from ligermodels.layers.moe import Experts
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(LowRankModule):
     """A linear with an update of its own for each of the projections that are packed in it.
 
     base_layer: an ordinary Linear, or what has taken its place; the caller freezes its parameters.
@@ -75,7 +76,7 @@ class LoRALinear(nn.Module):
         return f"rank={self.rank}, scale={self.scale}, columns={self.columns}, dropout={self.dropout}"
 
 
-class GroupedUpdate(nn.Module):
+class GroupedUpdate(LowRankModule):
     """The update of one projection, a stacked weight [E, N, K]: alpha / rank * B_e A_e for each of E experts.
 
     Parameters: lora_A [E r, K], one A_e after another; lora_B [N, r E], column j E + e being column j of B_e.

@@ -1,6 +1,7 @@
-"""adapter_config.json of LoRA in PEFT's format: read with a refusal of all that is not done here, and composed.
+"""adapter_config.json of LoRA in PEFT's format: reads it, refuses unsupported settings, and composes it for an export.
 
-A projection is named by the Hub, in full or by an end of its name. Knows field names; no tensor, no layer.
+Projections have their Hub names, in full or as a suffix of the name that begins after a dot. Knows field names; must
+not know tensors or layers.
 """
 
 import re
@@ -15,8 +16,8 @@ from ligermodels.weights.files import read_json, safe_file
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 MODULE_NAME = re.compile(r"\^?[\w.-]+")
 
-# What a configuration may say beside what is read of it: how the update began, and where it was meant to go, which the
-# tensors themselves tell. Anything else that is set changes what is computed.
+# Fields that do not change the result: how the update was initialised, and its targets, which the tensors show. Any
+# other field that is not in READ_FIELDS is refused if it is set.
 IGNORED_FIELDS = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -48,14 +49,14 @@ READ_FIELDS = {
     "target_parameters",
     "use_rslora",
 }
-PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}  # of PEFT
-SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal")  # other ways to begin take the update out of the base
+PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}
+SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others also change the base weights
 
 Number = TypeVar("Number", int, float)
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The folder's adapter_config.json, with PEFT's defaults. Raises CheckpointError naming the file and the field."""
+    """The folder's adapter_config.json with PEFT's defaults. Raises CheckpointError naming the file and the field."""
     file = safe_file(folder, ADAPTER_CONFIG_FILE)
     config = PEFT_DEFAULTS | read_json(file)
     refuse_unsupported(config, file)
@@ -63,6 +64,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
+    """Raises CheckpointError for the first field that is unsupported or has an invalid value."""
+
     def refuse(field: str, rule: str) -> None:
         raise CheckpointError(f"{file}: {field} is {config.get(field)!r}; {rule}")
 
@@ -74,18 +77,18 @@ def refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
     if config.get("bias", "none") != "none":
         refuse("bias", "must be 'none': trained biases are not supported")
     if config.get("init_lora_weights", True) not in SUPPORTED_INITS:
-        refuse("init_lora_weights", "it changed the base weights; convert the adapter with PEFT's save_pretrained")
+        refuse("init_lora_weights", "it changes the base weights; convert the adapter with PEFT's save_pretrained")
     if not isinstance(config.get("use_rslora", False), bool):
         refuse("use_rslora", "must be true or false")
     if not is_number(dropout := config.get("lora_dropout", 0.0)) or not 0 <= dropout < 1:
-        refuse("lora_dropout", "must be a number from 0 to below 1")
+        refuse("lora_dropout", "must be a number of at least 0 and below 1")
     for field in ("r", "lora_alpha"):
         if not is_positive(config[field]):
             refuse(field, "must be a number above zero")
     for field in ("rank_pattern", "alpha_pattern"):
         by_name = config.get(field) or {}
         if not isinstance(by_name, dict) or not all(MODULE_NAME.fullmatch(name) for name in by_name):
-            refuse(field, "must be an object by names of modules; other patterns are not supported")
+            refuse(field, "must be an object with module names as keys; other patterns are not supported")
         if not all(map(is_positive, by_name.values())):
             refuse(field, "its values must be numbers above zero")
     parameters = config.get("target_parameters")
@@ -107,14 +110,14 @@ def is_positive(value: Any) -> bool:
 
 
 def rank_and_alpha(config: Mapping[str, Any], projection: str) -> tuple[int, float]:
-    """Rank and alpha of a projection, alpha such that the scale is alpha / rank."""
+    """Rank and alpha of a projection. With use_rslora, alpha is multiplied by √rank, so the scale is alpha / rank."""
     rank = int(value_for(config.get("rank_pattern"), projection, config["r"]))
     alpha = float(value_for(config.get("alpha_pattern"), projection, config["lora_alpha"]))
     return rank, alpha * rank**0.5 if config.get("use_rslora") else alpha
 
 
 def value_for(patterns: Mapping[str, float] | None, projection: str, default: float) -> float:
-    """The first that names the projection; a leading ^ asks for its whole name."""
+    """The value of the first pattern that matches the projection. A leading ^ means that the full name must match."""
     for name, value in (patterns or {}).items():
         if projection == name.removeprefix("^") or matches_suffix(projection, [name]):
             return value
@@ -122,14 +125,14 @@ def value_for(patterns: Mapping[str, float] | None, projection: str, default: fl
 
 
 def target_names(config: Mapping[str, Any]) -> list[str] | None:
-    """The names of what is updated, where the configuration says that by names and by nothing else."""
+    """target_modules if it is a list of names and no other field restricts the targets, else None."""
     restricted = config.get("exclude_modules") or config.get("layers_to_transform") is not None
     targets = config["target_modules"]
     return targets if isinstance(targets, list) and not restricted else None
 
 
 def matches_suffix(module: str, names: Collection[str]) -> bool:
-    """Whether one of the names is a module's or the end of it, from a dot on."""
+    """Whether one of the names is the module's full name, or a suffix of it that begins after a dot."""
     return any(end in names for end in suffixes(module))
 
 
@@ -147,10 +150,11 @@ def compose_adapter_config(
     parameters: Collection[str],
     base_model: str | None,
 ) -> dict[str, Any]:
-    """What to write for projections of these ranks and alphas: what most have is said once, the others' by name.
+    """adapter_config.json for projections with the given ranks and alphas.
 
-    modules: all that the model has, those with an update among them. parameters: those of the projections that are no
-    modules but stacked weights of experts.
+    The most common rank and alpha are written once; deviating ones are written by name.
+    modules: the Hub names of all modules of the model. parameters: the names of the projections that are not modules
+    but stacked expert weights. base_model: for base_model_name_or_path.
     """
     rank, ranks_by_name = most_common_value(ranks, modules)
     alpha, alphas_by_name = most_common_value({name: as_int_if_whole(alpha) for name, alpha in alphas.items()}, modules)
@@ -179,7 +183,7 @@ def compose_adapter_config(
 
 
 def most_common_value(values: Mapping[str, Number], modules: set[str]) -> tuple[Number, dict[str, Number]]:
-    """The value that most names have, and what those have that have others, by the ends of their names."""
+    """The most common value, and the deviating values by the shortest suffixes of their names."""
     (usual, _), *others = Counter(values.values()).most_common()
     by_name: dict[str, Number] = {}
     for value, _ in others:
@@ -189,15 +193,15 @@ def most_common_value(values: Mapping[str, Number], modules: set[str]) -> tuple[
 
 
 def as_int_if_whole(x: float) -> int | float:
-    """An int where that is the same: other readers expect one."""
+    """x as an int if it is a whole number: other readers expect an int."""
     return int(x) if x == int(x) else x
 
 
 def shortest_targets(names: Iterable[str], others: Iterable[str]) -> tuple[list[str], str | None]:
-    """target_modules, and exclude_modules or None, by which a reader finds `names` and none of the others.
+    """target_modules and exclude_modules (or None) that match `names` and none of `others`.
 
-    The others may lie in another part of the model, such as an image side: a reader is told to leave that out. Then
-    each name is cut to the shortest end that none of the rest has.
+    Parts of the model that contain only others, such as a vision tower, are excluded as a whole. Each name is then
+    cut to its shortest suffix that matches none of the remaining others.
     """
     names = list(names)
     parts = {name.partition(".")[0] for name in names}

@@ -19,23 +19,23 @@ def test_a_packed_parameter_is_split_into_boxes_that_tile_it():
     ]
 
 
-def test_one_rule_serves_weight_and_bias():
+def test_one_rule_applies_to_weight_and_bias():
     assert [p.tensor for p in plan_pieces({"layers.0.qkv.bias": (8,)}, (QKV,))] == [f"layers.0.{x}.bias" for x in "qkv"]
 
 
-def test_a_tensor_that_no_rule_names_keeps_its_name():
+def test_a_parameter_that_no_rule_matches_keeps_its_name():
     names = ["layers.0.qkv_norm.weight", "layers.x.qkv.weight", "my.layers.0.qkv.weight", "norm"]
     for piece in plan_pieces(dict.fromkeys(names, (8, 3)), (QKV,)):
         assert piece == Piece(piece.parameter, piece.parameter, (slice(0, 8), slice(0, 3)), (8, 3))
 
 
-def test_a_rename_carries_a_whole_subtree():
+def test_a_rename_applies_to_a_whole_subtree():
     (piece,) = plan_pieces({"model.text.layers.3.norm.weight": (5,)}, (Rename("language_model.model", "model.text"),))
     assert piece.tensor == "language_model.model.layers.3.norm.weight"
     assert piece.parameter == "model.text.layers.3.norm.weight"
 
 
-def test_a_rename_moves_what_the_rules_below_it_make():
+def test_a_rename_applies_to_the_pieces_of_its_inner_rules():
     rules = (Rename("text.model", "model", (Concat("model.{}.qkv", ("model.{}.q", "model.{}.k"), (4, 2)),)),)
     assert plan_pieces({"model.7.qkv.weight": (6, 3), "model.norm": (3,), "head": (2,)}, rules) == [
         Piece("text.model.7.q.weight", "model.7.qkv.weight", (slice(0, 4), slice(0, 3)), (4, 3)),
@@ -45,12 +45,12 @@ def test_a_rename_moves_what_the_rules_below_it_make():
     ]
 
 
-def test_a_rule_that_leaves_the_module_it_is_renamed_with_is_refused():
-    with pytest.raises(ValueError, match=r"other\.w is not below model, which its rule renames to text"):
+def test_an_inner_rule_that_leaves_the_renamed_module_is_refused():
+    with pytest.raises(ValueError, match=r"other\.w is not below model, the name that its rule renames to text"):
         plan_pieces({"model.w": (1,)}, (Rename("text", "model", (Rename("other", "model"),)),))
 
 
-def test_a_stacked_parameter_is_split_by_expert_and_then_in_equal_parts():
+def test_a_stacked_parameter_is_split_by_expert_and_then_into_equal_parts():
     name = "layers.12.experts.gate_up"
     assert plan_pieces({name: (2, 6, 5)}, (EXPERTS,)) == [
         Piece("layers.12.moe.0.gate.w", name, (slice(0, 1), slice(0, 3), slice(0, 5)), (3, 5)),
@@ -60,7 +60,7 @@ def test_a_stacked_parameter_is_split_by_expert_and_then_in_equal_parts():
     ]
 
 
-def test_experts_of_one_tensor_each_are_taken_whole():
+def test_experts_with_one_tensor_each_are_one_piece_each():
     down = Stack("layers.{}.experts.down", ("layers.{}.moe.{}.down.w",))
     assert plan_pieces({"layers.0.experts.down": (2, 6, 5)}, (down,)) == [
         Piece(
@@ -74,7 +74,7 @@ def test_experts_of_one_tensor_each_are_taken_whole():
 
 
 def test_experts_that_do_not_split_equally_are_refused():
-    with pytest.raises(ValueError, match=r"layers\.0\.experts\.gate_up has 7 rows an expert"):
+    with pytest.raises(ValueError, match=r"layers\.0\.experts\.gate_up has 7 rows per expert"):
         plan_pieces({"layers.0.experts.gate_up": (2, 7, 5)}, (EXPERTS,))
 
 
@@ -94,7 +94,7 @@ def test_packed_projections_and_a_shared_expert_of_another_width():
     }
 
 
-def test_the_first_rule_that_matches_decides():
+def test_the_first_matching_rule_is_applied():
     rules = (Rename("a.one", "b.one"), Rename("a.other", "b"))
     assert [p.tensor for p in plan_pieces({"b.one.w": (1,), "b.two.w": (1,)}, rules)] == ["a.one.w", "a.other.two.w"]
 
@@ -109,7 +109,7 @@ def test_two_parameters_for_one_tensor_are_refused():
         plan_pieces({"a.w": (1,), "b.w": (1,)}, (Rename("a", "b"),))
 
 
-def test_the_plan_of_a_model_is_the_hand_written_checkpoint():
+def test_the_pieces_of_a_model_equal_the_hand_written_checkpoint():
     model = Tiny()
     parameters = dict(model.named_parameters())
     pieces = plan_pieces({name: p.shape for name, p in parameters.items()}, model.weight_rules())
@@ -119,7 +119,7 @@ def test_the_plan_of_a_model_is_the_hand_written_checkpoint():
         assert torch.equal(parameters[piece.parameter][piece.index].reshape(piece.shape), expected[piece.tensor])
 
 
-def test_a_linear_with_a_low_rank_update_has_the_tensors_of_its_base():
+def test_a_linear_with_lora_has_the_tensors_of_its_base():
     shapes = {"layers.0.qkv.base_layer.weight": (8, 3), "layers.0.qkv.base_layer.bias": (8,)}
     updates = {"layers.0.qkv.lora_A": (6, 3), "layers.0.qkv.lora_B": (8, 2)}
     plain = {name.replace(".base_layer", ""): shape for name, shape in shapes.items()}
