@@ -1,6 +1,6 @@
-"""Ids of the Hub's models that this zoo loads, and which of them a mistyped name may have meant.
+"""Ids of Hub models that this package loads, and the one that a mistyped name most likely means.
 
-Only ever suggested in an error: what is loaded is what was asked for. A list to be added to; it need not be complete.
+The list is used only for suggestions in error messages. It need not be complete.
 """
 
 import difflib
@@ -85,13 +85,16 @@ KNOWN_MODELS = tuple(f"{owner}/{name}" for owner, names in NAMES_BY_OWNER.items(
 
 
 def nearest_model(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `name`, whatever its owner, case and separators, or None; of those alike the first."""
+    """The candidate most similar to `name`, or None; the first one of several that are equal.
+
+    Owner, case and separators are ignored.
+    """
     spelled = {normalized_name(candidate): candidate for candidate in reversed(list(candidates))}
     alike = difflib.get_close_matches(normalized_name(name), spelled, n=1)
     return spelled[alike[0]] if alike else None
 
 
 def normalized_name(name: str) -> str:
-    """meta-llama/Meta-Llama-3-8B → llama38b."""
+    """The name without owner, separators and case: meta-llama/Meta-Llama-3-8B -> llama38b."""
     last = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     return re.sub(r"[^a-z0-9]", "", last)
