@@ -1,8 +1,8 @@
-"""Chat templates: messages to the text that a model was trained on, by the Jinja program that comes with it.
+"""Chat templates: Jinja programs that convert messages into the text format that a model was trained on.
 
-A folder has it in chat_template.jinja, with others in additional_chat_templates/NAME.jinja; or else in
-tokenizer_config.json, one or a list of them; or else in chat_template.json. It runs within limits of time, memory and
-output, in a process of its own (`template_process.py`). Knows no tokens.
+A folder has its template in chat_template.jinja, and further ones in additional_chat_templates/NAME.jinja; otherwise in
+tokenizer_config.json, as one template or a list; otherwise in chat_template.json. Templates run in a separate process
+with limits of time, memory and output (`template_process.py`). Must not know tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ TEMPLATE_FILE, TEMPLATE_FOLDER, TEMPLATE_JSON_FILE = (
     "chat_template.json",
 )
 DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # one field of a message under its three names
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # three names of the same message field
 CONTINUE_MARK = (
     "CONTINUE_FROM_HERE_5b1c0e9d "  # letters survive any filter; the space tells whether the message was stripped
 )
@@ -29,7 +29,7 @@ MAX_ERROR_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """origin: the file, and the field of it, that errors name."""
+    """A template's Jinja source. origin: its file and field, for errors."""
 
     source: str
     origin: str
@@ -37,14 +37,14 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Rendered:
-    """spans: [start, end) of each {% generation %} block in `text`, in characters."""
+    """A rendered chat. spans: [start, end) of each {% generation %} block in `text`, in characters."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
 
 
 def read_templates(folder: Path, config_file: Path, config: Any) -> dict[str, ChatTemplate]:
-    """The templates of a folder by name. config: chat_template of tokenizer_config.json, whatever it is."""
+    """The templates of a folder by name. config: the unchecked field chat_template of tokenizer_config.json."""
     separate = dict(template_files(folder))
     if separate or config is not None:
         return separate or dict(named_templates(config, config_file))
@@ -55,6 +55,7 @@ def read_templates(folder: Path, config_file: Path, config: Any) -> dict[str, Ch
 
 
 def template_files(folder: Path) -> Iterator[tuple[str, ChatTemplate]]:
+    """The templates in .jinja files, with their names."""
     names = [TEMPLATE_FILE] if (folder / TEMPLATE_FILE).exists() else []
     for name in (*names, *sorted(str(file.relative_to(folder)) for file in (folder / TEMPLATE_FOLDER).glob("*.jinja"))):
         file = safe_file(folder, name)
@@ -66,6 +67,7 @@ def template_files(folder: Path) -> Iterator[tuple[str, ChatTemplate]]:
 
 
 def named_templates(field: Any, file: Path) -> Iterator[tuple[str, ChatTemplate]]:
+    """The templates in the JSON field chat_template, with their names. Raises CheckpointError."""
     origin = f"{file}: field chat_template"
     match field:
         case str():
@@ -76,24 +78,28 @@ def named_templates(field: Any, file: Path) -> Iterator[tuple[str, ChatTemplate]
                     case {"name": str(name), "template": str(source)}:
                         yield name, ChatTemplate(source, f"{origin}[{index}]")
                     case _:
-                        raise CheckpointError(f"{origin}[{index}] is not an object of name and template")
+                        raise CheckpointError(f"{origin}[{index}] is not an object with name and template")
         case _:
-            raise CheckpointError(f"{origin} is {type(field).__name__}; must be a template or a list of named ones")
+            raise CheckpointError(f"{origin} is {type(field).__name__}; must be a template or a list of templates")
 
 
 def choose_template(
     templates: Mapping[str, ChatTemplate], wanted: str | None, tools: bool, folder: Path | str
 ) -> ChatTemplate:
-    """wanted: a name, or a template itself; without it the one for tools, where there are tools and such a one."""
-    there = f"there is: {', '.join(sorted(templates)) or 'none'}"
+    """The template to render with. Raises InputError.
+
+    wanted: a template's name, or the source of a template; None for the default one. If there are `tools`, and the
+    folder has a template for tools, that is the default.
+    """
+    available = f"there is: {', '.join(sorted(templates)) or 'none'}"
     if wanted is None:
         wanted = TOOLS_TEMPLATE if tools and TOOLS_TEMPLATE in templates else DEFAULT_TEMPLATE
         if wanted not in templates:
-            raise InputError(f"{folder}: has no chat template named {wanted}; {there}; pass chat_template=…")
+            raise InputError(f"{folder}: has no chat template named {wanted}; {available}; pass chat_template=…")
     if wanted in templates:
         return templates[wanted]
     if "{" not in wanted:
-        raise InputError(f"chat_template: {wanted!r} is no name of a template, nor a template; {there}")
+        raise InputError(f"chat_template: {wanted!r} is neither a template's name nor a template; {available}")
     return ChatTemplate(wanted, "chat_template")
 
 
@@ -106,13 +112,13 @@ def render_chat(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> Rendered:
-    """The text of a conversation. variables: what else the template may ask for.
+    """The text of a conversation. variables: further variables of the template.
 
-    continue_final_message: the text ends where the last message's does, without what the template puts after it.
-    Raises InputError naming the template's origin: one that is broken, refuses these messages, or exceeds a limit.
+    continue_final_message: end the text after the last message's content, without what the template adds after it.
+    Raises InputError with the template's origin if the template is broken, refuses the messages or exceeds a limit.
     """
     if continue_final_message and add_generation_prompt:
-        raise InputError("continue_final_message and add_generation_prompt: a message cannot go on and another begin")
+        raise InputError("continue_final_message and add_generation_prompt cannot both be set")
     chat = [normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if not chat:
         raise InputError("messages: is empty; a chat template needs at least one")
@@ -131,7 +137,7 @@ def render_chat(
 
 
 def normalize_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A message as templates expect it: no field that is null, and reasoning under each of its names."""
+    """A message as templates expect it: without null fields, and with the reasoning under several of its names."""
     if not isinstance(message, Mapping):
         raise InputError(f'{place}: is {type(message).__name__}; must be an object as {{"role": "user", "content": …}}')
     fields = {name: value for name, value in message.items() if value is not None}
@@ -140,7 +146,7 @@ def normalize_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def mark_end(message: dict[str, Any]) -> str:
-    """Puts MARK behind the message's text, the last one where its content is a list of parts; returns that text."""
+    """Appends CONTINUE_MARK to the message's text, or to its last text part; returns the text without the mark."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + CONTINUE_MARK
@@ -151,11 +157,12 @@ def mark_end(message: dict[str, Any]) -> str:
             parts[index] = {**part, "text": part["text"] + CONTINUE_MARK}
             message["content"] = parts
             return part["text"]
-    raise InputError("messages: the last has no text in its content, which continue_final_message needs")
+    raise InputError("messages: the last message has no text, which continue_final_message needs")
 
 
 def cut_at_mark(text: str, final: str, origin: str) -> str:
+    """The text before CONTINUE_MARK. final: the last message's text, which must be in it."""
     before, mark, after = text.rpartition(CONTINUE_MARK.strip())
     if not mark or final.strip() not in before:
-        raise InputError(f"{origin}: leaves out or alters the last message, so that it cannot be continued")
-    return before if after.startswith(" ") else before.rstrip()  # a template that strips the mark strips the message
+        raise InputError(f"{origin}: omits or alters the last message, so it cannot be continued")
+    return before if after.startswith(" ") else before.rstrip()  # if the mark was stripped, the message is stripped too

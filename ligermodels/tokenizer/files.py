@@ -1,12 +1,13 @@
-"""The files of a checkpoint folder that make a tokenizer, read and checked.
+"""Reads and validates the tokenizer files of a checkpoint folder.
 
-    tokenizer.json              all of encoding and decoding; without it vocab.json and merges.txt of two known kinds
-    tokenizer_config.json       which tokens are bos, eos, pad, unk; more added tokens; the side of padding
-    special_tokens_map.json     the same tokens as older versions wrote them, added_tokens.json the added ones: read
-                                only where tokenizer_config.json has no added_tokens_decoder
+    tokenizer.json              the complete tokenizer; without it, vocab.json and merges.txt of two known classes
+    tokenizer_config.json       which tokens are bos, eos, pad and unk; further added tokens; the padding side
+    special_tokens_map.json     the special tokens in an older format; added_tokens.json has the added tokens. Both are
+                                read only if tokenizer_config.json has no added_tokens_decoder
 
-As in transformers 5, what an encoding begins and ends with is tokenizer.json's to say: add_bos_token and add_eos_token
-count only without it. Truncation and padding that tokenizer.json asks for are not applied. Knows no model.
+As in transformers 5, tokenizer.json decides which tokens are put before and after a text; add_bos_token and
+add_eos_token are used only without it. Truncation and padding settings of tokenizer.json are ignored. Must not know
+models.
 """
 
 import types
@@ -26,10 +27,10 @@ from ligermodels.weights.files import parse_json, safe_file
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE = "special_tokens_map.json", "added_tokens.json"
-MAX_FILE_BYTES = 500_000_000  # ten times the largest there is
-NO_LIMIT = 10**9  # a longer model_max_length stands for none
+MAX_FILE_BYTES = 500_000_000  # ten times the largest known file
+NO_LIMIT = 10**9  # a model_max_length of this or more means that there is no limit
 HOW_TO_CONVERT = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes tokenizer.json"
-# In this order those that tokenizer.json lacks are given ids.
+# Tokens that tokenizer.json lacks get ids in this order.
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 QWEN2_WORDS = (
@@ -39,7 +40,10 @@ QWEN2_WORDS = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """file: where the vocabulary is. named: special tokens by the names that tokenizer_config.json gives them."""
+    """The content of the tokenizer files.
+
+    file: has the vocabulary. named: special tokens by their names in tokenizer_config.json, such as bos_token.
+    """
 
     file: Path
     tokenizer: tokenizers.Tokenizer
@@ -51,7 +55,7 @@ class TokenizerFiles:
 
 @dataclass(frozen=True)
 class JsonFields:
-    """A JSON file's object, empty where there is no file. A field that is null is absent."""
+    """The fields of a JSON file, without null fields; empty if the file does not exist."""
 
     file: Path
     values: dict[str, Any]
@@ -74,12 +78,12 @@ class JsonFields:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds what `read_tokenizer` reads, sound or not."""
+    """Whether a folder has the files that `read_tokenizer` needs, valid or not."""
     return any((folder / file).exists() for file in (TOKENIZER_FILE, VOCABULARY_FILE))
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Raises CheckpointError naming the file and the field."""
+    """Reads the tokenizer files of a folder. Raises CheckpointError naming the file and the field."""
     config = JsonFields.read(folder, TOKENIZER_CONFIG_FILE)
     has_json = (folder / TOKENIZER_FILE).exists()
     tokenizer = from_json(folder) if has_json else from_vocabulary(folder, config)
@@ -109,7 +113,7 @@ def read_bytes(folder: Path, name: str) -> bytes:
     file = safe_file(folder, name)
     size = file.stat().st_size
     if size > MAX_FILE_BYTES:
-        raise CheckpointError(f"{file}: has {size} bytes, more than {MAX_FILE_BYTES}; it is no file of a tokenizer")
+        raise CheckpointError(f"{file}: has {size} bytes, more than {MAX_FILE_BYTES}; it is not a tokenizer file")
     return file.read_bytes()
 
 
@@ -119,7 +123,7 @@ def from_json(folder: Path) -> tokenizers.Tokenizer:
 
 
 def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
-    """Byte-level BPE from vocab.json and merges.txt, over the words of GPT-2 or of Qwen 2."""
+    """Byte-level BPE from vocab.json and merges.txt, with the pre-tokenizer of GPT-2 or Qwen 2."""
     if not ((folder / VOCABULARY_FILE).exists() and (folder / MERGES_FILE).exists()):
         others = [
             name
@@ -132,8 +136,8 @@ def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
         raise CheckpointError(f"{folder / TOKENIZER_FILE}: is missing{found}")
     kind = config.get("tokenizer_class", str, "")
     if kind.removesuffix("Fast") not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
-        rule = f"without {TOKENIZER_FILE} only GPT2Tokenizer and Qwen2Tokenizer are read from {VOCABULARY_FILE}: {HOW_TO_CONVERT}"
-        raise config.error("tokenizer_class", kind, rule)
+        known = f"without {TOKENIZER_FILE} only GPT2Tokenizer and Qwen2Tokenizer are read from {VOCABULARY_FILE}"
+        raise config.error("tokenizer_class", kind, f"{known}: {HOW_TO_CONVERT}")
     files = [str(safe_file(folder, name)) for name in (VOCABULARY_FILE, MERGES_FILE)]
     tokenizer = tokenizers.Tokenizer(build_or_refuse(folder / VOCABULARY_FILE, lambda: BPE.from_file(*files)))
     prefix = config.get("add_prefix_space", bool, False)
@@ -145,7 +149,7 @@ def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
 
 
 def split_as_qwen2(tokenizer: tokenizers.Tokenizer, add_prefix_space: bool = False) -> None:
-    """Gives it Qwen 2's normal form, NFC, and words, of which each digit is one, spelt in bytes."""
+    """Sets Qwen 2's normalizer (NFC) and its byte-level pre-tokenizer, in which each digit is a word."""
     words = pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), behavior="isolated")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
     tokenizer.normalizer = normalizers.NFC()
@@ -154,7 +158,10 @@ def split_as_qwen2(tokenizer: tokenizers.Tokenizer, add_prefix_space: bool = Fal
 
 
 def build_or_refuse(file: Path, build: Callable[[], Any]) -> Any:
-    """What `tokenizers` builds of a file. It raises bare Exception, and where it panics something that is none."""
+    """Builds an object of the `tokenizers` library from a file. Raises CheckpointError if the library fails.
+
+    The library raises plain Exception; a panic raises PanicException, which is not a subclass of Exception.
+    """
     try:
         return build()
     except BaseException as error:
@@ -164,15 +171,18 @@ def build_or_refuse(file: Path, build: Callable[[], Any]) -> Any:
 
 
 def refuse_clean_up(tokenizer: tokenizers.Tokenizer, config: JsonFields) -> None:
-    """Cleaning up takes spaces from before punctuation. It is void for BPE, whose spaces were there in the text."""
+    """Raises CheckpointError if clean_up_tokenization_spaces, which removes spaces before punctuation, has an effect.
+
+    It has none for BPE.
+    """
     if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):
-        raise config.error("clean_up_tokenization_spaces", True, "must be false, for it alters what is decoded")
+        raise config.error("clean_up_tokenization_spaces", True, "must be false, because it alters the decoded text")
 
 
 def add_tokens(
     folder: Path, tokenizer: tokenizers.Tokenizer, config: JsonFields, padding_token: str | None
 ) -> dict[str, str]:
-    """Adds what tokenizer.json lacks of the tokens that the other files list; returns those that have a name."""
+    """Adds the tokens that the other files list and tokenizer.json lacks; returns the named special tokens."""
     if "added_tokens_decoder" in config.values:
         source = config
         named, others = named_tokens(config)
@@ -185,7 +195,9 @@ def add_tokens(
     for index, token in listed.items():
         given = tokenizer.token_to_id(token.content)
         if given != index:
-            raise source.error(token.content, index, f"{TOKENIZER_FILE} makes it {given}; take both from one revision")
+            raise source.error(
+                token.content, index, f"{TOKENIZER_FILE} makes it {given}; use files of the same revision"
+            )
     if padding_token:
         named.setdefault("pad_token", AddedToken(padding_token, special=True))
     in_order = sorted(
@@ -199,7 +211,7 @@ def add_tokens(
 
 
 def named_tokens(*files: JsonFields) -> tuple[dict[str, AddedToken], list[AddedToken]]:
-    """Special tokens by name, where a later file has the last word, and those without one, where the first has it."""
+    """Special tokens by name, and those without a name. A later file overrides named ones, and no unnamed ones."""
     named: dict[str, AddedToken] = {}
     others: list[AddedToken] = []
     for file in files:
@@ -216,6 +228,7 @@ def named_tokens(*files: JsonFields) -> tuple[dict[str, AddedToken], list[AddedT
 
 
 def listed_tokens(config: JsonFields) -> Iterator[tuple[int, AddedToken]]:
+    """The tokens of added_tokens_decoder, with their ids."""
     for index, token in config.get("added_tokens_decoder", dict, {}).items():
         field = f"added_tokens_decoder.{index}"
         if not index.isdecimal():
@@ -226,7 +239,7 @@ def listed_tokens(config: JsonFields) -> Iterator[tuple[int, AddedToken]]:
 def added_tokens(
     file: JsonFields, tokenizer: tokenizers.Tokenizer, special: Container[str]
 ) -> Iterator[tuple[int, AddedToken]]:
-    """Those of added_tokens.json that tokenizer.json does not add itself."""
+    """The tokens of added_tokens.json that tokenizer.json does not add, with their ids."""
     known = tokenizer.get_added_tokens_decoder()
     for content in file.values:
         index = file.get(content, int, None)
@@ -235,17 +248,17 @@ def added_tokens(
 
 
 def parse_token(file: JsonFields, field: str, value: Any, **defaults: bool) -> AddedToken:
-    """A token given as text, or as an object of its content and flags."""
+    """A token from its text, or from an object with its content and flags. Raises CheckpointError."""
     token = {"content": value} if isinstance(value, str) else value
     if isinstance(token, dict) and isinstance(token.get("content"), str) and token["content"]:
         flags = {flag: token[flag] for flag in TOKEN_FLAGS if flag in token}
         if all(isinstance(flag, bool) for flag in flags.values()):
             return AddedToken(token["content"], **(flags | defaults))
-    raise file.error(field, value, "must be a token's text, or an object of its content and flags")
+    raise file.error(field, value, "must be a token's text, or an object with its content and flags")
 
 
 def add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: JsonFields, named: dict[str, str]) -> None:
-    """add_bos_token and add_eos_token, where there is such a token."""
+    """Applies add_bos_token and add_eos_token, if the tokens exist."""
     begin = [named["bos_token"]] if config.get("add_bos_token", bool, False) and "bos_token" in named else []
     end = [named["eos_token"]] if config.get("add_eos_token", bool, False) and "eos_token" in named else []
     ids = [(token, tokenizer.token_to_id(token)) for token in {*begin, *end}]

@@ -121,7 +121,7 @@ def test_create_on_meta_allocates_nothing():
 
 def test_a_revision_of_a_folder_is_refused(tmp_path):
     hub.export(hub.create("tiny", size="tiny"), tmp_path / "out")
-    with pytest.raises(HubError, match="out: is a folder, and has no revision 'main'; leave it out"):
+    with pytest.raises(HubError, match="out: is a folder and has no revision 'main'; leave it out"):
         hub.load(tmp_path / "out", revision="main")
 
 

@@ -141,7 +141,7 @@ def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str,
     try:
         if not indices:
             raise InputError("field messages: none is the assistant's, or weight is 0, so no token is supervised")
-        whole = tokenizer.rendered(messages, tools=tools)
+        whole = tokenizer.render(messages, tools=tools)
         if not whole.spans:
             return turn_by_turn(conversation, indices, whole.text, tokenizer, special)
         if indices != said:
@@ -164,7 +164,7 @@ def turn_by_turn(
             together[index] = answer(conversation, index, whole, tokenizer, special)
         except Rewritten:
             shorter = conversation._replace(messages=conversation.messages[: index + 1])
-            text = tokenizer.rendered(shorter.messages, tools=shorter.tools).text
+            text = tokenizer.render(shorter.messages, tools=shorter.tools).text
             spans = {index: answer(shorter, index, text, tokenizer, special)}
             chats.append(chat_of(shorter, text, spans, special))
     return [*chats, chat_of(conversation, whole, together, special)] if together else chats
@@ -182,10 +182,10 @@ def answer(conversation: Conversation, index: int, whole: str, tokenizer: Tokeni
     messages, tools, _ = conversation
     if index == 0:
         raise InputError("field messages[0].role is 'assistant'; there must be a message that it answers")
-    before = tokenizer.rendered(messages[:index], tools=tools, add_generation_prompt=True).text
+    before = tokenizer.render(messages[:index], tools=tools, add_generation_prompt=True).text
     upto = whole
     if index + 1 < len(messages):
-        upto = tokenizer.rendered(messages[: index + 1], tools=tools).text
+        upto = tokenizer.render(messages[: index + 1], tools=tools).text
         if not whole.startswith(upto):  # Phi 3 has an end of text behind the last message, whichever that is
             upto = upto.removesuffix(tokenizer.eos_token or "")
     for text in (before, upto):
