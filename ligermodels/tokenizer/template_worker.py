@@ -2,8 +2,8 @@
 
 A template is an untrusted program from the Hub. Jinja's sandbox blocks access to Python's internals. The operating
 system limits the process: it is killed after a limit of CPU time, gets a limited address space, and cannot open files
-or sockets. These limits also hold within a single call, such as a huge power, a padding to gigabytes or the comparison of
-two deeply nested lists.
+or sockets. These limits also hold within a single call, such as a huge power, a padding to gigabytes or the comparison
+of two deeply nested lists.
 
 Requests and replies are lines of JSON on stdin and stdout: the reply to {template, variables, seconds, characters} is
 {text, spans} or {error, line}.

@@ -1,4 +1,4 @@
-"""Token ids of fixed texts, and conversations as text, here and in the reference implementation."""
+"""Compares token ids of fixed texts and rendered conversations with those of the reference implementation."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,10 +8,10 @@ from typing import Any
 from ligermodels import hub
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.tokenizer.files import TOKENIZER_FILE
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Check
 
-TOKENIZER_FILE = "tokenizer.json"
 TEXTS = (
     "The quick brown fox jumps over 1,234 lazy dogs; isn't that 56.78 % more?  \n\tIndented, then\n\na paragraph.",
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. L'été, où êtes-vous ? ¿Qué pasó, señor Núñez?",
@@ -32,10 +32,12 @@ IDS, CHAT = "token ids", "chat template"
 
 
 def has_tokenizer_json(folder: Path) -> bool:
+    """Whether the folder has a tokenizer that both sides read."""
     return (folder / TOKENIZER_FILE).exists()
 
 
 def text_checks(folder: Path) -> list[Check]:
+    """The checks of token ids and chat template; skipped if the folder has no tokenizer.json."""
     if not has_tokenizer_json(folder):
         return [Check(name, None, f"the folder has no {TOKENIZER_FILE}", "") for name in (IDS, CHAT)]
     ours = hub.load_tokenizer(folder)
@@ -65,7 +67,7 @@ def chat_check(ours: Tokenizer, theirs: Any) -> Check:
 
 
 def render_or_none(render: Callable[[], str], refusal: type[Exception]) -> str | None:
-    """None where the template refuses the conversation, as some do one with a system message."""
+    """The rendered text, or None if the template refuses the conversation, as some refuse a system message."""
     try:
         return render()
     except refusal:
@@ -73,7 +75,7 @@ def render_or_none(render: Callable[[], str], refusal: type[Exception]) -> str |
 
 
 def comparison_check(name: str, what: str, pairs: list[tuple[Any, Any]], criterion: str) -> Check:
-    """The first pair that differs is kept for the certificate."""
+    """The check that all pairs are equal; the certificate shows the first pair that differs."""
     different = [pair for pair in pairs if pair[0] != pair[1]]
     result = f"{len(different)} of {len(pairs)} {what} differ" if different else f"all {len(pairs)} {what} equal"
     first = dict(zip(("ours", "reference"), different[0], strict=True)) if different else {}

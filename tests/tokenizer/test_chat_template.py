@@ -184,7 +184,7 @@ def test_a_missing_template_is_an_error(tokenizer):
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [(3, "field chat_template is int"), ([{"name": "a"}], r"field chat_template\[0\] is not an object of name and")],
+    [(3, "field chat_template is int"), ([{"name": "a"}], r"field chat_template\[0\] is not an object with name and")],
 )
 def test_templates_of_the_wrong_kind_are_refused(tmp_path, template, reason):
     with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {reason}"):
