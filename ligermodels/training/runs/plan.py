@@ -1,9 +1,8 @@
-"""What a run is going to do, before it does it: parameters, tokens, steps, epochs and memory.
+"""The plan of a run: parameters, data, tokens, steps, epochs, FLOPs and memory, known before anything is allocated.
 
-It is the text of --dry-run and the first line of every run. Must not build or change what the run goes on with.
+`--dry-run` prints it, and every run begins with its first line. Must not build or change anything that the run uses.
 """
 
-import argparse
 import functools
 import math
 import platform
@@ -26,10 +25,10 @@ from ligermodels.memory import (
     training_memory,
 )
 from ligermodels.training.checkpoints.files import committed_steps
-from ligermodels.training.data.batches import rows_a_rank
+from ligermodels.training.config import TrainConfig
+from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
-from ligermodels.training.runs.arguments import title
 from ligermodels.training.runs.folder import CHECKPOINTS
 from ligermodels.training.scaling.activation_checkpointing import Needs
 from ligermodels.training.scaling.fsdp import shards_of
@@ -40,12 +39,14 @@ MANY_EPOCHS = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """rows: of the training data. passes: of each source, after how many rows of all its own have been seen once.
-    micro_batch_size: rows of a rank at a time. recomputed: blocks that are computed again in backward, of `blocks`.
-    memory: of one rank. flops: of a token. positions: that the model was made for. checkpoint: bytes of one, about.
+    """The numbers of a run that is about to start.
+
+    rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
+    once. recomputed: blocks with activation checkpointing, of `blocks`. memory: of one rank. flops: per token.
+    positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
-    args: argparse.Namespace
+    config: TrainConfig
     world: World
     parameters: Parameters
     trained: int
@@ -62,28 +63,28 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.args.batch_size * self.args.sequence_length
+        return self.config.batch_size * self.config.sequence_length
 
     @property
     def micro_batch_size(self) -> int:
-        return rows_a_rank(self.args.batch_size, self.args.micro_batch_size, self.world)[1]
+        return split_global_batch(self.config.batch_size, self.config.micro_batch_size, self.world)[1]
 
     @property
     def accumulated(self) -> int:
-        """Micro-batches a step."""
-        return rows_a_rank(self.args.batch_size, self.args.micro_batch_size, self.world)[0]
+        """Micro-batches per step of a rank: gradient accumulation."""
+        return split_global_batch(self.config.batch_size, self.config.micro_batch_size, self.world)[0]
 
     @property
     def epochs(self) -> list[float]:
-        """Of each source; of sources without weights, which are one."""
-        return [self.args.steps * self.args.batch_size / rows for rows in self.passes]
+        """Of each data source; sources without mixture weights count as one."""
+        return [self.config.steps * self.config.batch_size / rows for rows in self.passes]
 
     @property
     def line(self) -> str:
-        """The whole run in one."""
+        """The whole run in one line."""
         trained = "" if self.trained == self.parameters.total else f", {self.trained:,} of them trained"
         return (
-            f"{title(self.args)}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
+            f"{self.config.title}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
             f"{self.steps}; {self.step}"
         )
 
@@ -93,18 +94,18 @@ class Plan:
 
     @property
     def steps(self) -> str:
-        return f"{counted(self.args.steps, 'step')} = {' + '.join(map(as_text, self.epochs))} epochs"
+        return f"{counted(self.config.steps, 'step')} = {' + '.join(map(as_text, self.epochs))} epochs"
 
     @property
     def step(self) -> str:
         batches = "1 batch" if self.accumulated == 1 else f"{self.accumulated} batches"
         return (
             f"{self.tokens_per_step:,} tokens a step = {batches} of {self.micro_batch_size} x "
-            f"{self.args.sequence_length} on {self.world.size} x {self.world.device.type}"
+            f"{self.config.sequence_length} on {self.world.size} x {self.world.device.type}"
         )
 
     def text(self) -> str:
-        return "\n".join([title(self.args), *(f"  {label:13} {value}" for label, value in self.table())])
+        return "\n".join([self.config.title, *(f"  {label:13} {value}" for label, value in self.table())])
 
     def table(self) -> Iterator[tuple[str, str]]:
         count = self.parameters
@@ -112,9 +113,9 @@ class Plan:
         yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
         yield "trained", f"{self.trained:,}, {self.trained / count.total:.2%}"
         yield "data", self.training_data
-        yield "validation", f"{counted(self.validation_rows, 'row')}, every {counted(self.args.eval_every, 'step')}"
+        yield "validation", f"{counted(self.validation_rows, 'row')}, every {counted(self.config.eval_every, 'step')}"
         yield "a step", self.step
-        tokens = self.args.steps * self.tokens_per_step
+        tokens = self.config.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
         recomputed = f", {self.recomputed} of {self.blocks} blocks recomputed" if self.recomputed else ""
@@ -129,51 +130,51 @@ class Plan:
 
     @property
     def exported(self) -> int:
-        """Bytes that the export takes on the disk, about."""
-        if self.args.lora_rank and self.args.lora_export == "adapter":
+        """Bytes of the export on the disk, about."""
+        if self.config.lora_rank and self.config.lora_export == "adapter":
             return self.trained * torch.float32.itemsize
-        return self.parameters.total * (torch.bfloat16 if self.args.dtype == "bfloat16" else torch.float32).itemsize
+        return self.parameters.total * (torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32).itemsize
 
     @property
     def checkpoints(self) -> int:
-        """The most that the run has on the disk at a time where there is little room: one is written beside another."""
-        saves = self.args.steps // self.args.checkpoint_every if self.args.checkpoint_every else 0
-        return min(saves, max(2, self.args.keep_checkpoints))
+        """The most checkpoints on the disk at a time: a new one is complete before an old one is removed."""
+        saves = self.config.steps // self.config.checkpoint_every if self.config.checkpoint_every else 0
+        return min(saves, max(2, self.config.keep_checkpoints))
 
     @property
     def warnings(self) -> list[str]:
-        return list(self.doubts())
+        return list(self.find_warnings())
 
-    def doubts(self) -> Iterator[str]:
-        args, fewest, most = self.args, min(self.epochs), max(self.epochs)
+    def find_warnings(self) -> Iterator[str]:
+        config, fewest, most = self.config, min(self.epochs), max(self.epochs)
         if fewest < 1:
-            seen = f"all are seen once with --steps {math.ceil(max(self.passes) / args.batch_size)}"
-            yield f"{as_text(fewest)} epochs: --steps {args.steps} leaves out rows; {seen}"
+            seen = f"all are seen once by --steps {math.ceil(max(self.passes) / config.batch_size)}"
+            yield f"{as_text(fewest)} epochs: --steps {config.steps} does not see all rows; {seen}"
         if most > MANY_EPOCHS:
             rows = "every row is" if len(self.passes) == 1 else "rows of one source are"
-            yield f"{as_text(most)} epochs: {rows} seen as often; watch the validation loss"
-        if args.warmup >= args.steps:
-            yield f"--warmup {args.warmup} takes all of --steps {args.steps}"
-        if args.sequence_length > self.positions:
+            yield f"{as_text(most)} epochs: {rows} repeated as often; watch the validation loss"
+        if config.warmup >= config.steps:
+            yield f"--warmup {config.warmup} is all of --steps {config.steps}"
+        if config.sequence_length > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
-            yield f"--sequence-length {args.sequence_length} is more than {made_for}"
-        if args.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
-            yield "--dtype bfloat16: this CPU has no instructions for it and takes many times as long; leave it out"
+            yield f"--sequence-length {config.sequence_length} is more than {made_for}"
+        if config.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
+            yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
         total = device_memory(self.world.device)
         if total and self.memory.peak > total:
             yield (
-                f"{memory_size(self.memory.peak)} are more than the GPU has; lower --micro-batch-size or "
-                "--sequence-length, or take --activation-checkpointing auto, --lora-rank or more ranks"
+                f"{memory_size(self.memory.peak)} is more than the GPU has; lower --micro-batch-size or "
+                "--sequence-length, or use --activation-checkpointing auto, --lora-rank or more ranks"
             )
-        yield from self.little_room()
+        yield from self.disk_warnings()
 
-    def little_room(self) -> Iterator[str]:
-        """Of the disk, beyond what a run that is resumed has there already."""
-        args, number = self.args, self.checkpoints
-        folder, free = free_space(args.output or Path())
-        there = len(committed_steps(args.resume / CHECKPOINTS)) if args.resume else 0
-        exported = 0 if args.no_export else self.exported
-        needed = max(number * self.checkpoint, min(number, args.keep_checkpoints) * self.checkpoint + exported)
+    def disk_warnings(self) -> Iterator[str]:
+        """Warns where the disk is too full, beyond what a resumed run has on it already."""
+        config, number = self.config, self.checkpoints
+        folder, free = free_space(config.output or Path())
+        there = len(committed_steps(config.resume / CHECKPOINTS)) if config.resume else 0
+        exported = 0 if config.no_export else self.exported
+        needed = max(number * self.checkpoint, min(number, config.keep_checkpoints) * self.checkpoint + exported)
         if needed - there * self.checkpoint <= free:
             return
         parts = [f"{counted(number, 'checkpoint')} of {memory_size(self.checkpoint)}"] * bool(number)
@@ -181,9 +182,9 @@ class Plan:
         yield f"no room for {' and '.join(parts)}: {folder} has {memory_size(free)}; make room there"
 
 
-def plan(
+def make_plan(
     model: CausalLM,
-    args: argparse.Namespace,
+    config: TrainConfig,
     world: World,
     *,
     description: str,
@@ -193,12 +194,15 @@ def plan(
     recomputed: int,
     memory: TrainingMemory,
 ) -> Plan:
-    """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
+    """The plan of a run.
+
+    model: with its LoRA, not sharded yet; it may be on the meta device.
+    """
     trained = trained_parameters(model)
-    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, args.dp_replicate)
+    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, config.dp_replicate)
     return Plan(
-        args, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
-        flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
+        config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
+        flops_per_token(model, config.sequence_length), memory, recomputed, len(model.model.layers),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 
@@ -209,19 +213,21 @@ def as_text(epochs: float) -> str:
 
 
 def free_space(folder: Path) -> tuple[Path, int]:
-    """The first that exists of a folder and those above it, and the bytes that are free there."""
+    """The nearest existing folder among `folder` and its parents, and the bytes that are free there."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return there, shutil.disk_usage(there).free
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU; None for a CPU, whose memory is not the run's alone."""
+    """Bytes of a GPU's memory; None for a CPU, which other processes share."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def computes_in_bfloat16() -> bool:
-    """Whether this CPU has instructions for it, AVX512_BF16 (where there is AMX, too) or Arm's; what torch does without
-    them is slower than float32, without AVX512 ten times and more."""
+    """Whether this CPU has bf16 instructions: AVX512_BF16 (AMX implies it) or Arm's.
+
+    Without them torch is slower in bf16 than in float32; without AVX512, ten times slower and more.
+    """
     if platform.machine().lower() in ("x86_64", "amd64"):
         return torch.cpu._is_avx512_bf16_supported()
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -231,16 +237,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
 
 
-def memory_needs(
-    model: CausalLM, optimizer: AdamW, args: argparse.Namespace, world: World, dtype: torch.dtype
-) -> Needs:
-    """What the run needs, and would need with other settings.
+def memory_needs(model: CausalLM, optimizer: AdamW, config: TrainConfig, world: World, dtype: torch.dtype) -> Needs:
+    """The memory of a step of this run as a function of the settings that may still change.
 
-    model: on the meta device, unsharded. optimizer: one of it; its states are made, where they take no memory.
+    model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
     """
     optimizer.create_states()
-    _, micro_batch_size = rows_a_rank(args.batch_size, args.micro_batch_size, world)
+    _, micro_batch_size = split_global_batch(config.batch_size, config.micro_batch_size, world)
     return functools.partial(
-        training_memory, model, batch_size=micro_batch_size, sequence_length=args.sequence_length, dtype=dtype,
-        shards=shards_of(world, args.dp_replicate), states=state_bytes(optimizer),
+        training_memory, model, batch_size=micro_batch_size, sequence_length=config.sequence_length, dtype=dtype,
+        shards=shards_of(world, config.dp_replicate), states=state_bytes(optimizer),
     )  # fmt: skip

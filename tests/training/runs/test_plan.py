@@ -10,10 +10,10 @@ from ligermodels.distributed import World
 from ligermodels.memory import training_memory
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs import plan as module
-from ligermodels.training.runs.arguments import parse_arguments, title
 from ligermodels.training.runs.folder import default_folder
-from ligermodels.training.runs.plan import plan
+from ligermodels.training.runs.plan import make_plan
 from ligermodels.units import memory_size
+from tests.cli.test_train import parse_arguments
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def planned(*argv, rank=None, rows=1000, passes=None, world=None, validation_row
     if rank:
         ligermodels.add_lora(model, rank=rank)
     memory = training_memory(model, 4, args.sequence_length, torch.float32)
-    return model, plan(
+    return model, make_plan(
         model, args, world or World(CPU), description="my.jsonl", rows=rows, passes=passes or [rows],
         validation_rows=validation_rows, recomputed=recomputed, memory=memory,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def test_the_first_line_says_the_whole_run():
 def test_a_run_is_called_by_its_model_and_another_size_than_the_default(model, titled, folder):
     _, whole = planned("--steps", "500", "--model", model)
     assert whole.line.startswith(f"{titled}: ") and whole.text().startswith(f"{titled}\n")
-    assert str(default_folder(title(whole.args))) == f"runs/{folder}"
+    assert str(default_folder(whole.config.title)) == f"runs/{folder}"
 
 
 def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memory():
@@ -83,9 +83,9 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
 @pytest.mark.parametrize(
     "argv, rows, warning",
     [
-        (["--steps", "31"], 1001, "0.12 epochs: --steps 31 leaves out rows; all are seen once with --steps 251"),
-        (["--steps", "5000"], 1000, "20 epochs: every row is seen as often; watch the validation loss"),
-        (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of --steps 300"),
+        (["--steps", "31"], 1001, "0.12 epochs: --steps 31 does not see all rows; all are seen once by --steps 251"),
+        (["--steps", "5000"], 1000, "20 epochs: every row is repeated as often; watch the validation loss"),
+        (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 is all of --steps 300"),
         (
             ["--sequence-length", "513", "--steps", "250"],
             1000,
@@ -159,7 +159,7 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of(machine, ins
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(module, "device_memory", lambda device: None)
     half = ["--steps", "250", "--dtype", "bfloat16"]
-    warning = "--dtype bfloat16: this CPU has no instructions for it and takes many times as long; leave it out"
+    warning = "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
     assert planned(*half)[1].warnings == [warning] * slow
     assert planned("--steps", "250")[1].warnings == planned(*half, world=World(torch.device("cuda")))[1].warnings == []
 
@@ -168,8 +168,8 @@ def test_in_a_mixture_each_source_has_epochs_of_its_own():
     """250 steps take 1,000 rows, as many as there are, but by their weights not each once."""
     _, whole = planned("--steps", "250", passes=[90, 4000])
     assert whole.warnings == [
-        "0.25 epochs: --steps 250 leaves out rows; all are seen once with --steps 1000",
-        "11 epochs: rows of one source are seen as often; watch the validation loss",
+        "0.25 epochs: --steps 250 does not see all rows; all are seen once by --steps 1000",
+        "11 epochs: rows of one source are repeated as often; watch the validation loss",
     ]
 
 
@@ -177,5 +177,5 @@ def test_a_step_that_does_not_fit_is_warned_of(monkeypatch):
     monkeypatch.setattr(module, "device_memory", lambda device: 32 * 2**20)
     _, whole = planned("--steps", "500")
     (warning,) = whole.warnings
-    assert warning.startswith(f"{memory_size(whole.memory.peak)} are more than the GPU has; lower --micro-batch-size")
+    assert warning.startswith(f"{memory_size(whole.memory.peak)} is more than the GPU has; lower --micro-batch-size")
     assert f"{memory_size(whole.memory.peak)} of 32.0 MiB" in whole.text()
