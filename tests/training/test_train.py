@@ -382,8 +382,8 @@ REFUSED = {
     "no run": (["--resume", "nothing"], "nothing/train.toml: cannot be read"),
     "a finished run": (["--resume", "base"], "--resume base: the run is finished; start another with --model base/"),
     "an adapter's run": (["--resume", "adapted"], "adapted: the run is finished; move adapted/adapter away to resume"),
-    "a run as a model": (["--model", "base"], "base: holds no config.json; did you mean 'base/model'?"),
-    "an adapter as a model": (["--model", "adapted/adapter"], "adapted/adapter: holds an adapter and no model"),
+    "a run as a model": (["--model", "base"], "base: contains no config.json; did you mean 'base/model'?"),
+    "an adapter as a model": (["--model", "adapted/adapter"], "adapted/adapter: contains an adapter and no model"),
 }
 
 
