@@ -29,8 +29,8 @@ from ligermodels.layers.lora import initialize_lora
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.data import Data, open_data, supervised
 from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, save_tokenizer
-from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
-from ligermodels.training.optimizers.schedules import default_peak, learning_rate
+from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
+from ligermodels.training.optimizers.schedules import default_learning_rate, learning_rate
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.flops import peak_flops
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
     # What it learns from, and what that is going to need. Blocks are computed again as far as memory demands.
     data = open_data(args, folder, model.config.vocab_size, world)
     states = None if args.optimizer_state_dtype is None else DTYPES[args.optimizer_state_dtype]
-    build = partial(build_optimizer, name=args.optimizer, states=states, weight_decay=args.weight_decay)
+    build = partial(build_optimizer, name=args.optimizer, state_dtype=states, weight_decay=args.weight_decay)
     needs = memory_needs(model, build(model), args, world, computed)
     recomputed = recompute(model, args.activation_checkpointing, world, needs)
     keep_gathered = keeps_gathered(world, needs, recomputed)
@@ -113,7 +113,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
 
         optimizer = build(model)
         pretrained, width = folder is not None, model.config.hidden_size
-        peak = args.learning_rate or default_peak(width, pretrained=pretrained, lora=args.lora_rank is not None)
+        peak = args.learning_rate or default_learning_rate(width, pretrained=pretrained, lora=args.lora_rank is not None)
         say = print if world.is_first else lambda line: None
         progress = (checkpoints.restore(model, optimizer, say) if args.resume else None) or Progress()
         before = progress.seconds
@@ -160,7 +160,7 @@ def main(args: argparse.Namespace, world: distributed.World) -> None:
             read = read_later(torch.cat([totals, norm[None]]))
             rate = learning_rate(args.schedule, progress.step, args.steps, args.warmup, peak)
             set_learning_rate(optimizer, rate)
-            clipped_step(optimizer, totals[0], norm, args.max_grad_norm)
+            clip_and_step(optimizer, totals[0], norm, args.max_grad_norm)
             optimizer.zero_grad()
             loss_value, told_to_stop, failed, norm_value = read()
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)

@@ -23,7 +23,7 @@ from benchmarks import results, timing
 from benchmarks.train_step import MODELS
 from ligermodels import create, distributed
 from ligermodels.memory import training_memory
-from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.host_reads import read_later
@@ -62,7 +62,7 @@ def measure(
         loss.backward()
         loss, norm = distributed.total(loss.detach()), fsdp.gradient_norm(model)
         read = read_later(torch.stack([loss, norm]))
-        clipped_step(optimizer, loss, norm, 1.0)
+        clip_and_step(optimizer, loss, norm, 1.0)
         optimizer.zero_grad()
         return read()[0]
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.schedules import learning_rate
 from ligermodels.training.scaling.fsdp import gradient_norm
 
@@ -76,7 +76,7 @@ def train(model, steps, batches_of, *, peak, warmup, weight_decay):
 
     def update(step, loss):
         set_learning_rate(optimizer, learning_rate("cosine", step, len(steps), warmup, peak))
-        clipped_step(optimizer, loss, gradient_norm(model), CLIP)
+        clip_and_step(optimizer, loss, gradient_norm(model), CLIP)
         optimizer.zero_grad()
 
     return run(model, steps, batches_of, update)

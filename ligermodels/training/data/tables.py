@@ -12,7 +12,7 @@ from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import ACCEPTED, FIELDS, FORMS, BadLines, Record, record_of
 from ligermodels.training.data.streams import refuse_no_data
-from ligermodels.training.packages import needs
+from ligermodels.training.packages import import_package
 
 HUB = "hub:"
 COLON = re.compile(r":(?![^\[]*\])")  # but those within brackets
@@ -24,8 +24,8 @@ def parquet(file: Path, bad: BadLines, progress: Progress) -> Iterator[Record]:
 
 
 def parquet_batches(file: Path, progress: Progress) -> Iterator[list[dict[str, Any]]]:
-    pyarrow = needs("pyarrow", str(file))
-    reader = needs("pyarrow.parquet", str(file))
+    pyarrow = import_package("pyarrow", str(file))
+    reader = import_package("pyarrow.parquet", str(file))
     try:
         with file.open("rb") as stream:
             refuse_no_data(file, stream)
@@ -66,7 +66,7 @@ def hub_table(name: str) -> Any:
     if not dataset or len(options) > 2:
         raise InputError(f"--data {name}: must be {HUB}NAME, {HUB}NAME:SPLIT or {HUB}NAME:CONFIGURATION:SPLIT")
     split = options.pop() if options else "train"
-    datasets = needs("datasets", name)
+    datasets = import_package("datasets", name)
     try:
         return datasets.load_dataset(dataset, *options, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.packages import needs
+from ligermodels.training.packages import import_package
 
 
 class Logger(Protocol):

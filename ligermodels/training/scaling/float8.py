@@ -11,7 +11,7 @@ from torch import nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers.lora_targets import BLOCKS
-from ligermodels.training.packages import needs
+from ligermodels.training.packages import import_package
 
 LEAST_CAPABILITY = (8, 9)
 MULTIPLE = 16  # both sides of a weight are such

@@ -130,7 +130,7 @@ def test_a_package_that_is_missing_is_named_with_how_to_install_it(monkeypatch, 
     for name in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
         message = refusal("--model", "qwen2", "--log-to", name)
-        assert re.fullmatch(rf"--log-to {name}: needs {name}, of which Python says: .*; pip install {name}", message)
+        assert re.fullmatch(rf"--log-to {name}: needs {name}, but cannot import it: .*; pip install {name}", message)
     (tmp_path / "nobody_has_this").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=r"needs nobody_has_this, .* the folder .*; pip install nobody_has_this"):

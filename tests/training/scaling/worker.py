@@ -90,7 +90,7 @@ def train(
             share.backward()
             loss += share.detach()
         loss, norm = distributed.total(loss), fsdp.gradient_norm(model)
-        optimizers.clipped_step(optimizer, loss, norm, math.inf)  # the norm's last bit depends on the shards
+        optimizers.clip_and_step(optimizer, loss, norm, math.inf)  # the norm's last bit depends on the shards
         losses.append(float(loss))
         norms.append(float(norm))
         optimizer.zero_grad()
