@@ -58,14 +58,14 @@ class AdamW8bit(AdamW):
         (beta1, beta2), maps = group["betas"], (code_map(True, device), code_map(False, device))
         update = compiled_on_gpu(quantized_update, device)
         for p in quantized:
-            state, parameter = self.state_of(p), local_shard(p)
+            parameter, state = local_shard(p), {name: local_shard(x) for name, x in self.state_of(p).items()}
             if parameter.numel():
                 assert p.grad is not None
                 block = block_size(p)
                 update(
                     quantization_module(), parameter.view(-1, block), local_shard(p.grad).reshape(-1, block),
-                    local_shard(state["exp_avg"]).view(-1, block), local_shard(state["exp_avg_scale"]).view(-1, 1),
-                    local_shard(state["exp_avg_sq"]).view(-1, block), local_shard(state["exp_avg_sq_scale"]).view(-1, 1),
+                    state["exp_avg"].view(-1, block), state["exp_avg_scale"].view(-1, 1),
+                    state["exp_avg_sq"].view(-1, block), state["exp_avg_sq_scale"].view(-1, 1),
                     *maps, state["step"], lr, beta1, beta2, group["eps"], group["weight_decay"],
                     self.grad_scale, self.found_inf,
                 )  # fmt: skip

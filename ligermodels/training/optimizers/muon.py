@@ -99,7 +99,7 @@ def descent_step(weight: Tensor, direction: Tensor, lr: Tensor, weight_decay: fl
 
 
 def orthogonal_update(update: Tensor, split: SplitIntoViews) -> Tensor:
-    """Orthogonalises each matrix of a parameter and scales it to the RMS of AdamW's update: bf16 -> fp32, same shape."""
+    """Orthogonalises each matrix of a parameter, and scales it to the RMS of AdamW's update: bf16 -> fp32."""
     result = torch.empty_like(update, dtype=torch.float32)
     if update.numel():
         for matrix, place in zip(split(update), split(result), strict=True):

@@ -59,8 +59,8 @@ def check_resume_of_one_process_on_two_ranks(folder, mesh):
     random = torch.get_rng_state()
     assert restore(folder / "one", *run, lines.append).rows == 20
     assert lines == [
-        "step-000002 was saved on 1 x cpu: weights, optimizer state and data order are exact on 2 x cpu, random numbers "
-        "(dropout) start anew"
+        "step-000002 was saved on 1 x cpu: weights, optimizer state and data order are exact on 2 x cpu, random "
+        "numbers (dropout) start anew"
     ]
     assert_same(state_of(*run), torch.load(folder / "one.pt") | {"random": random})
 

@@ -194,9 +194,7 @@ def test_on_a_full_disk_the_previous_checkpoint_stays_and_the_error_names_it(whe
 
 
 @pytest.mark.parametrize("keep, before, after", [(1, [1], [1]), (2, [1, 2], [2, 3]), (3, [1, 2], [1, 2])])
-def test_on_a_full_disk_the_checkpoints_that_the_new_one_replaces_are_removed_first(
-    keep, before, after, tmp_path, monkeypatch
-):
+def test_on_a_full_disk_checkpoints_to_be_replaced_are_removed_first(keep, before, after, tmp_path, monkeypatch):
     """The disk has room for `before` alone. The newest checkpoint and those within `keep` are never removed."""
     run = new_run()
     with Checkpoints(tmp_path, keep, {}) as checkpoints:
