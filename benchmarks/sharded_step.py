@@ -26,7 +26,7 @@ from ligermodels.memory import training_memory
 from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
-from ligermodels.training.scaling.host_reads import read_later
+from ligermodels.training.scaling.host_reads import read_async
 
 ROWS: dict[str, dict[str, Any]] = {  # what differs from bf16 weights on all GPUs
     "one GPU, bf16 weights": {"alone": True},
@@ -48,7 +48,7 @@ def measure(
     needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_gathered=keep_gathered)
     if compiled:
         compile_blocks(model)
-    fsdp.shard(model, world, torch.bfloat16, keep_gathered=keep_gathered)
+    fsdp.shard(model, world, torch.bfloat16, reshard_after_forward=not keep_gathered)
     model.to_empty(device=world.device)
     model.initialize(0)
     optimizer = build_optimizer(model)
@@ -61,7 +61,7 @@ def measure(
         loss = model(ids, ids, num_items_in_batch=distributed.total(count)).loss
         loss.backward()
         loss, norm = distributed.total(loss.detach()), fsdp.gradient_norm(model)
-        read = read_later(torch.stack([loss, norm]))
+        read = read_async(torch.stack([loss, norm]))
         clip_and_step(optimizer, loss, norm, 1.0)
         optimizer.zero_grad()
         return read()[0]

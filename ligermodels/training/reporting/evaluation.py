@@ -11,7 +11,7 @@ from ligermodels.training.data import Data, Validation, supervised
 from ligermodels.training.reporting.metrics import Metrics
 from ligermodels.training.reporting.skill import prompt_ids, right_answers
 from ligermodels.training.runs.stopping import Stop
-from ligermodels.training.scaling.host_reads import read_later
+from ligermodels.training.scaling.host_reads import read_async
 
 SAMPLE_TOKENS = 40
 
@@ -51,7 +51,7 @@ def told_to_stop(stop: Stop, world: World) -> Callable[[], bool]:
     """Asks all ranks whether one is told to stop; what it returns waits for their answer."""
     if world.size == 1:
         return lambda: stop.requested
-    read = read_later(total(torch.full((1,), float(stop.requested), device=world.device)))
+    read = read_async(total(torch.full((1,), float(stop.requested), device=world.device)))
     return lambda: read()[0] > 0
 
 

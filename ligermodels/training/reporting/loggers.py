@@ -21,7 +21,7 @@ class Logger(Protocol):
 def require(names: Iterable[str]) -> None:
     """Raises InputError where a package is missing."""
     for name in names:
-        needs(name, f"--log-to {name}")
+        import_package(name, f"--log-to {name}")
 
 
 def open_loggers(names: Sequence[str], folder: Path, settings: Mapping[str, Any], done: int = 0) -> list[Logger]:

@@ -30,8 +30,8 @@ from ligermodels.training.data.batches import rows_a_rank
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.folder import CHECKPOINTS
-from ligermodels.training.scaling.activation_checkpointing import Needs
-from ligermodels.training.scaling.fsdp import shards_of
+from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator
+from ligermodels.training.scaling.fsdp import dp_shard_size
 from ligermodels.units import counted, memory_size
 
 MANY_EPOCHS = 10
@@ -194,7 +194,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
     trained = trained_parameters(model)
-    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, config.dp_replicate)
+    states = memory.states * dp_shard_size(world, config.dp_replicate)
+    checkpoint = sum(parameter.nbytes for parameter in trained) + states
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         flops_per_token(model, config.sequence_length), memory, recomputed, len(model.model.layers),
@@ -230,7 +231,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
 
 
-def memory_needs(model: CausalLM, optimizer: AdamW, config: TrainConfig, world: World, dtype: torch.dtype) -> Needs:
+def memory_needs(
+    model: CausalLM, optimizer: AdamW, config: TrainConfig, world: World, dtype: torch.dtype
+) -> MemoryEstimator:
     """What the run needs, and would need with other settings.
 
     model: on the meta device, unsharded. optimizer: one of it; its states are made, where they take no memory.
@@ -239,5 +242,5 @@ def memory_needs(model: CausalLM, optimizer: AdamW, config: TrainConfig, world: 
     _, micro_batch_size = rows_a_rank(config.batch_size, config.micro_batch_size, world)
     return functools.partial(
         training_memory, model, batch_size=micro_batch_size, sequence_length=config.sequence_length, dtype=dtype,
-        shards=shards_of(world, config.dp_replicate), states=state_bytes(optimizer),
+        shards=dp_shard_size(world, config.dp_replicate), states=state_bytes(optimizer),
     )  # fmt: skip
