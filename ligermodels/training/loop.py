@@ -35,7 +35,7 @@ from ligermodels.training.optimizers.schedules import default_learning_rate, lea
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.flops import peak_flops
-from ligermodels.training.reporting.loggers import open_loggers, require
+from ligermodels.training.reporting.loggers import check_logger_packages, open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
@@ -97,7 +97,7 @@ def plan(config: TrainConfig) -> Plan:
 def prepare(config: TrainConfig, world: World) -> Run:
     """The run of these settings, before it allocates any memory."""
     refuse_contradictions(config)
-    require(config.log_to)
+    check_logger_packages(config.log_to)
     refuse_resuming(config)
 
     # The model, without its weights yet. Frozen weights are stored in the compute dtype.
@@ -265,7 +265,7 @@ def train(config: TrainConfig) -> TrainResult:
             for line in advice(config, world, exported, model.source, chats=chats):
                 metrics.say(line)
         if world.is_first:
-            draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
+            draw_curves(output / METRICS_FILE, output / "curves.png", str(output), metrics.say)
         distributed.wait_for_all()
     return TrainResult(model, read_metrics(output / METRICS_FILE), output, exported)
 

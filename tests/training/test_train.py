@@ -296,13 +296,13 @@ def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(launcher, capsys):
     assert one == other != ""
 
 
-def test_chats_texts_and_folders_are_mixed_and_right_answers_counted(launcher):
+def test_chats_texts_and_folders_are_mixed_and_correct_answers_counted(launcher):
     mixture = ["--data", "chats=0.6", "more=0.3", "own.txt=0.1"]
     done = launcher.well("--model", "qwen2", *mixture, *SMALL, "--output", "chats", "--no-export")
     assert "qwen2: 1,050,752 parameters; the embedded chats=0.6 + more=0.3 + own.txt=0.1: " in done.stdout
-    (skill,) = [record for record in records(launcher.folder / "chats") if "right_answers" in record]
-    assert skill == {"step": 4, "right_answers": 0, "questions": 8}
-    assert "step 4: 0 of 8 questions answered right" in done.stdout
+    (accuracy,) = [record for record in records(launcher.folder / "chats") if "questions" in record]
+    assert accuracy == {"step": 4, "correct": 0, "questions": 8}
+    assert "step 4: 0 of 8 questions answered correctly" in done.stdout
 
 
 def test_prompts_and_completions_train_a_model_that_has_no_chat_template(base, launcher):

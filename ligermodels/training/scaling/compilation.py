@@ -17,7 +17,7 @@ RECOMPILE_LIMIT = 64
 
 
 def compile_blocks(model: CausalLM) -> None:
-    """Applies torch.compile to every block, in place. A block is compiled at its first call; parameters keep their names.
+    """Applies torch.compile to every block, in place. It is compiled at its first call; parameter names stay.
 
     Activation checkpointing and the FSDP2 hooks stay outside the compiled code. Blocks of the same structure share
     compiled code. A length that changes from batch to batch becomes dynamic when it changes first. Call this function
