@@ -54,7 +54,10 @@ def validation_loss(
 
 
 def start_stop_check(stop: Stop, world: World) -> Callable[[], bool]:
-    """Starts an all-reduce of the stop requests. The returned function waits for it: whether any rank requested a stop."""
+    """Starts an all-reduce of the stop requests.
+
+    The returned function waits for it, and returns whether any rank was signalled to stop.
+    """
     if world.size == 1:
         return lambda: stop.requested
     read = read_async(total(torch.full((1,), float(stop.requested), device=world.device)))

@@ -183,7 +183,7 @@ class Metrics:
         except OSError as error:
             if not self.write_failed:
                 self.say(
-                    f"warning: {self.file.name}: not written: {error.strerror}; make room there; the run continues"
+                    f"warning: {self.file.name}: not written: {error.strerror}; make room there, the run continues"
                 )
             self.write_failed = True
         for logger in self.loggers:
