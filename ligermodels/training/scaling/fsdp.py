@@ -43,7 +43,7 @@ def shard(
     # NCCL communicates from memory that it allocates itself without a copy to its buffers, but never frees that memory.
     same_dtype = policy.reduce_dtype == dtype
     use_nccl_memory = not reshard_after_forward and same_dtype and dp_shard_size(world, dp_replicate) > 1
-    *others, last = blocks = decoder_blocks(model)
+    *others, last = blocks = model_blocks(model)
     for block in others:
         unit(block, reshard_after_forward=reshard_after_forward)
     unit(last, reshard_after_forward=False)  # backward needs it first
@@ -98,7 +98,7 @@ def dp_shard_size(world: World, dp_replicate: int) -> int:
     return world.size // dp_replicate
 
 
-def decoder_blocks(model: CausalLM) -> list[Block]:
+def model_blocks(model: CausalLM) -> list[Block]:
     return [cast(Block, block) for block in model.model.layers]
 
 
@@ -113,7 +113,7 @@ def check_no_ties_between_units(model: CausalLM) -> None:
     torch 2.11 would shard such a parameter twice and silently train two copies of it.
     """
     owner: dict[int, tuple[int | None, str]] = {}
-    inside = {id(module): number for number, block in enumerate(decoder_blocks(model)) for module in block.modules()}
+    inside = {id(module): number for number, block in enumerate(model_blocks(model)) for module in block.modules()}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             unit, full_name = inside.get(id(module)), f"{module_name}.{name}"
