@@ -1,4 +1,4 @@
-"""Ranks: which one this is, the process group, sums over all of them, and errors that all of them raise.
+"""Ranks and collectives: the process group, reductions over all ranks, and errors that all ranks raise together.
 
 Every function also works in a single process without torchrun. Must not know models, files or data.
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 
-TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that has died or hangs ends the others by then
+TIMEOUT = timedelta(minutes=10)  # of a collective: if a rank dies or hangs, the others end after it
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks. Without torchrun: rank 0 of 1."""
+    """This process's device and rank, and the number of ranks. Without torchrun: rank 0 of 1."""
 
     device: torch.device
     rank: int = 0
@@ -35,10 +35,10 @@ class World:
 
 
 def start(timeout: timedelta = TIMEOUT) -> World:
-    """Joins the process group that torchrun describes, if it started this process: NCCL on GPUs, gloo on CPUs.
+    """Joins the process group if torchrun started this process: NCCL on GPUs, gloo on CPUs.
 
-    timeout: how long a rank waits for the others in a collective before it ends with an error. A process group that
-    exists already is kept.
+    timeout: how long a rank waits for the others in a collective before it ends with an error. An existing process
+    group is kept.
     """
     device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -52,8 +52,8 @@ def start(timeout: timedelta = TIMEOUT) -> World:
 def stop() -> None:
     """Leaves the process group.
 
-    A sharded model that is garbage by now still holds the group in reference cycles, and with it gloo's threads, which
-    abort if they live to see the interpreter shut down. So garbage is collected first.
+    Garbage is collected first: a sharded model that is no longer used holds the group in reference cycles, and with it
+    gloo's threads, which abort if they are alive when the interpreter shuts down.
     """
     if dist.is_initialized():
         gc.collect()
@@ -69,40 +69,40 @@ def under_torchrun() -> bool:
 
 
 def rank() -> int:
-    """This process's rank, also before it has joined the process group."""
+    """Returns this process's rank, also before it joins the process group."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def local_rank() -> int:
-    """This process's rank among those of its host."""
+    """Returns this process's rank on its host."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def world_size() -> int:
-    """The number of ranks in the process group; 1 without one."""
+    """Returns the number of ranks in the process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, or a process alone."""
+    """Whether this is rank 0 or a single process."""
     return rank() == 0
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank has called this before: the one that has not tells the user."""
+    """Whether this is the first rank that calls this function: it is the one that prints the error."""
     if not under_torchrun() or not dist.is_initialized():
         return is_first()
     return dist.distributed_c10d._get_default_store().add("failed", 1) == 1
 
 
 def wait_for_all() -> None:
-    """A barrier. At the end of a run, a rank that leaves early closes connections that others may still be using."""
+    """A barrier. At the end of a run, a rank that exits early closes connections that others may still use."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum of `x` over all ranks, on all ranks; a new tensor."""
+    """Returns the sum of `x` over all ranks, on all ranks, as a new tensor."""
     x = x.clone()
     if dist.is_initialized():
         dist.all_reduce(x)
@@ -110,7 +110,7 @@ def total(x: Tensor) -> Tensor:
 
 
 def smallest(x: Tensor) -> Tensor:
-    """The minimum of `x` over all ranks, on all ranks; a new tensor."""
+    """Returns the minimum of `x` over all ranks, on all ranks, as a new tensor."""
     x = x.clone()
     if dist.is_initialized():
         dist.all_reduce(x, op=dist.ReduceOp.MIN)
@@ -135,10 +135,10 @@ def from_first(value: T) -> T:
 
 
 def raise_on_all(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank calls, with its error if it has one; where any rank has, every rank raises.
+    """Raises an error on every rank if any rank passes one. Every rank calls it, with its error or None.
 
-    A rank raises its own error, else that of the first rank that has one: of the same class, or InputError where that
-    is not one of ours.
+    A rank raises its own error, or else that of the first rank that has one: of the same class if this is an
+    InputError, otherwise as an InputError.
     """
     known = None if error is None else (type(error) if isinstance(error, InputError) else InputError, str(error))
     errors = gather_objects(known, group)
@@ -168,7 +168,7 @@ def same_on_all(function: Callable[..., T], *arguments: Any, group: dist.Process
 
 @contextmanager
 def waiting_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
-    """A gloo process group of all ranks whose collectives wait so long; None in a process alone."""
+    """A gloo process group of all ranks whose collectives have this timeout; None in a single process."""
     if not dist.is_initialized():
         yield None
         return

@@ -89,7 +89,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_rows(stopped, straight, l
     assert pair.statuses == [0, 0] and f"Stopped after step {steps_of(copy)[-1]}." in pair.stdout
     done = launcher.succeed("--resume", copy.name)
     for run, ranks in ((pair, 2), (done, 1)):
-        assert f"weights, optimizer and data order are exact on {ranks} x cpu" in run.stdout
+        assert f"weights, optimizer state and data order are exact on {ranks} x cpu" in run.stdout
     torch.testing.assert_close(losses(copy), losses(straight), rtol=2e-6, atol=0)
     for a, b in zip(*(ligermodels.load(folder / "model").parameters() for folder in (copy, straight)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

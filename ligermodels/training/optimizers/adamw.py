@@ -60,7 +60,7 @@ class AdamW(torch.optim.AdamW):
                 self.state_of(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state without a change of dtype, which torch's own method would round to the parameters' dtype.
+        """Loads the state in its own dtype; torch's method would round it to the parameters' dtype.
 
         Raises InputError if the state is another optimizer's.
         """

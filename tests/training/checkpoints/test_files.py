@@ -12,9 +12,8 @@ from ligermodels.weights import writing
 from ligermodels.weights.files import read_header
 from tests.training.checkpoints.checkpointing import assert_same, flip, new_run, restore, save, state_of, train
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled"
-)  # saving.py ignores it too, but pytest resets the filters
+# saving.py ignores it too, but pytest resets the filters.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_nothing_is_pickled_and_every_byte_belongs_to_a_tensor(tmp_path):

@@ -29,9 +29,8 @@ from tests.training.checkpoints.checkpointing import (
 )
 from tests.training.scaling.test_fsdp import torchrun
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled"
-)  # saving.py ignores it too, but pytest resets the filters
+# saving.py ignores it too, but pytest resets the filters.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 RUNS = {
@@ -356,9 +355,7 @@ def test_a_single_process_resumes_with_a_sharded_or_an_unsharded_model(tmp_path,
     train(*run, range(2))
     save(tmp_path, *run, step=2)
     for resumed in (new_run(seed=2), new_sharded_run(mesh_of_one, seed=2)):
-        restore(
-            tmp_path, *resumed
-        )  # bit-exact: otherwise restore would print a line, and `restore` here fails on a line
+        restore(tmp_path, *resumed)  # bit-exact: otherwise it would report a line, which fails here
         assert_same(state_of(*resumed), state_of(*run))
 
 
