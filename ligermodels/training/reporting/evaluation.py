@@ -7,7 +7,7 @@ import torch
 from ligermodels.distributed import World, total
 from ligermodels.generation.decoding import generate
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.training.data import Data, Validation, supervised
+from ligermodels.training.data import Data, ValidationRows, count_supervised
 from ligermodels.training.reporting.metrics import Metrics
 from ligermodels.training.reporting.questions import count_correct_answers, prompt_ids
 from ligermodels.training.runs.stopping import Stop
@@ -35,7 +35,7 @@ def evaluate(
 
 
 def validation_loss(
-    model: CausalLM, validation: Validation, micro_batch_size: int, world: World, stop: Stop
+    model: CausalLM, validation: ValidationRows, micro_batch_size: int, world: World, stop: Stop
 ) -> float | None:
     """Returns the loss in nats per supervised token over all ranks; None if a rank was signalled to stop.
 
@@ -48,7 +48,7 @@ def validation_loss(
             return None
         stop_requested = start_stop_check(stop, world)  # read before the next batch, while a GPU computes this one
         summed = model(**batch._asdict(), num_items_in_batch=1).loss
-        totals += torch.stack([summed, supervised(batch)])
+        totals += torch.stack([summed, count_supervised(batch)])
     loss, count = total(totals).tolist()
     return loss / count
 
@@ -71,6 +71,6 @@ def report_generation(model: CausalLM, data: Data, step: int, metrics: Metrics) 
     if data.questions:
         correct = count_correct_answers(model, data.tokenizer, data.questions)
         metrics.accuracy(step, correct, len(data.questions))
-    prompt = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.beginning()
+    prompt = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.sample_prompt()
     new = generate(model, [prompt], max_new_tokens=SAMPLE_TOKENS)[0]
     metrics.sample(step, f"{data.tokenizer.decode(prompt)} | {data.tokenizer.decode(new)}")

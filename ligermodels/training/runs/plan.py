@@ -26,7 +26,7 @@ from ligermodels.memory import (
 )
 from ligermodels.training.checkpoints.files import committed_steps
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.batches import rows_a_rank
+from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.folder import CHECKPOINTS
@@ -67,12 +67,12 @@ class Plan:
 
     @property
     def micro_batch_size(self) -> int:
-        return rows_a_rank(self.config.batch_size, self.config.micro_batch_size, self.world)[1]
+        return split_global_batch(self.config.batch_size, self.config.micro_batch_size, self.world)[1]
 
     @property
     def accumulated(self) -> int:
         """Micro-batches per step of a rank: gradient accumulation."""
-        return rows_a_rank(self.config.batch_size, self.config.micro_batch_size, self.world)[0]
+        return split_global_batch(self.config.batch_size, self.config.micro_batch_size, self.world)[0]
 
     @property
     def epochs(self) -> list[float]:
@@ -246,7 +246,7 @@ def memory_needs(
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
     """
     optimizer.create_states()
-    _, micro_batch_size = rows_a_rank(config.batch_size, config.micro_batch_size, world)
+    _, micro_batch_size = split_global_batch(config.batch_size, config.micro_batch_size, world)
     return functools.partial(
         training_memory, model, batch_size=micro_batch_size, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), states=state_bytes(optimizer),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.training.data.corpus import vocabulary_texts
+from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.new_tokenizer import train_tokenizer
 from ligermodels.training.reporting import questions as module
 from ligermodels.training.reporting.questions import count_correct_answers
