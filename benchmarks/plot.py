@@ -46,9 +46,8 @@ def draw(report: dict, path: Path) -> None:
             places = [shapes.index(shape) for shape in values]
             axes.plot(places, list(values.values()), marker="o", label=provider, **style(provider))
         axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=7)
-        axes.set_ylim(
-            bottom=min(0.0, 1.1 * axes.dataLim.ymin)
-        )  # negative: computed in place, and gradients are subtracted
+        # Memory is negative if an op runs in place and the gradients are subtracted.
+        axes.set_ylim(bottom=min(0.0, 1.1 * axes.dataLim.ymin))
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7)

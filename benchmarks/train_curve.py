@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 from benchmarks import results
-from ligermodels.training.data.corpus import stories
+from ligermodels.training.data.embedded_stories import stories
 
 MODELS = {
     "llama-3.2-1b": {
@@ -45,7 +45,7 @@ MODELS = {
     },
 }  # fmt: skip
 VOCABULARY, VOCABULARY_STORIES = 8192, 5000
-PEAK_LEARNING_RATE, WARMUP, WEIGHT_DECAY, CLIP = 2e-4, 100, 0.1, 1.0
+PEAK_LEARNING_RATE, WARMUP, WEIGHT_DECAY, MAX_GRAD_NORM = 2e-4, 100, 0.1, 1.0
 SMOOTHING_STEPS = 20  # length of the moving average
 REFERENCE = "hugging face"
 MEASURES = ("root mean square over steps", "largest mean of 20 steps", "mean of the last 50 steps")
@@ -119,7 +119,7 @@ def hugging_face(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callab
     optimizer = torch.optim.AdamW(parameter_groups(model), betas=(0.9, 0.95), fused=True)
 
     def update(rate: float) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -130,7 +130,7 @@ def hugging_face(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callab
 
 def ours(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callable[[float], None]]:
     import ligermodels
-    from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+    from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
     from ligermodels.training.scaling.fsdp import gradient_norm
 
     model = ligermodels.load(folder, dtype=torch.bfloat16, device=device).train()
@@ -139,7 +139,7 @@ def ours(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callable[[floa
 
     def update(rate: float) -> None:
         set_learning_rate(optimizer, rate)
-        clipped_step(optimizer, finite, gradient_norm(model), CLIP)
+        clip_and_step(optimizer, finite, gradient_norm(model), MAX_GRAD_NORM)
         optimizer.zero_grad()
 
     return model, update

@@ -95,7 +95,7 @@ def ligermodels(raw, checkpointing):
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
     if checkpointing:
-        model.recompute_in_backward()
+        model.checkpoint_activations()
     return model
 
 

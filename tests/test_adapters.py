@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers.lora import initialize_lora, updates
+from ligermodels.layers.lora import initialize_lora, lora_modules
 from tests.cases import CASES
 from tests.layers.adapters import adapt
 from tests.layers.sharded_adapters import on_two_ranks
@@ -200,13 +200,15 @@ def test_merging_leaves_the_model_as_it_is_in_any_dtype(base, tmp_path):
 
 def test_adapters_keep_their_dtype_and_the_model_its_mode(base, tmp_path):
     model = adapt(ligermodels.load(base, dtype=torch.bfloat16), dtype=torch.float32, dropout=0.5)
-    assert not any(layer.drops for layer in updates(model))  # as loaded, for evaluation
+    assert not any(layer.dropout_active for layer in lora_modules(model))  # as loaded, for evaluation
     ligermodels.export_adapter(model, tmp_path / "adapter")
     other = ligermodels.load(base, dtype=torch.bfloat16)
     ligermodels.load_adapter(other, tmp_path / "adapter")
     assert parameters_equal(model, other)
-    assert {layer.lora_A.dtype for layer in updates(other)} == {torch.float32}
-    assert {layer.dropout for layer in updates(other)} == {0.5} and not any(layer.drops for layer in updates(other))
+    assert {layer.lora_A.dtype for layer in lora_modules(other)} == {torch.float32}
+    assert {layer.dropout for layer in lora_modules(other)} == {0.5} and not any(
+        layer.dropout_active for layer in lora_modules(other)
+    )
 
 
 def change_config(folder, **fields):
@@ -231,16 +233,16 @@ EXPERT = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
         ({"bias": "all"}, "bias is 'all'; must be 'none'"),
         ({"of_tomorrow": 3}, "of_tomorrow is 3; is not supported"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; must be 'LORA'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; it changed the base"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; it changes the base"),
         ({"use_rslora": "yes"}, "use_rslora is 'yes'; must be true or false"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; must be"),
         ({"r": "4"}, "r is '4'; must be"),
         ({"lora_alpha": True}, "lora_alpha is True; must be"),
         ({"alpha_pattern": {"(a+)+$": 4}}, "alpha_pattern is .*patterns are not supported"),
         ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern is .*must be numbers above zero"),
-        ({"alpha_pattern": {"q_proj": 3}}, "must not tell .*q_proj, .*k_proj, .*v_proj apart"),
+        ({"alpha_pattern": {"q_proj": 3}}, "must give the same values to .*q_proj, .*k_proj, .*v_proj:"),
         ({"target_modules": None}, "target_modules is None; must be"),
-        ({"r": 5}, r"28 misshapen: .*q_proj\.lora_A\.weight is \[4, 48\] instead of \[5, 48\]"),
+        ({"r": 5}, r"28 of the wrong shape: .*q_proj\.lora_A\.weight is \[4, 48\] instead of \[5, 48\]"),
     ],
 )
 def test_what_an_adapter_says_and_we_do_not_do_is_refused_by_name(base, tmp_path, fields, message):
@@ -250,7 +252,7 @@ def test_what_an_adapter_says_and_we_do_not_do_is_refused_by_name(base, tmp_path
     with pytest.raises(CheckpointError, match=message) as caught:
         ligermodels.load_adapter(model, tmp_path / "adapter")
     assert str(tmp_path / "adapter") in str(caught.value) and "\n" not in str(caught.value)
-    assert not any(updates(model)) and all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(lora_modules(model)) and all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -258,10 +260,13 @@ def test_what_an_adapter_says_and_we_do_not_do_is_refused_by_name(base, tmp_path
     [
         (lambda x: x.pop(Q_A), f"1 missing: {Q_A}"),
         (lambda x: [x.pop(name) for name in list(x) if "layers.1.self_attn.v_proj" in name], "2 missing: .*layers.1"),
-        (lambda x: x.update({Q_A: x[Q_A][:, 1:].clone()}), r"1 misshapen: .*q_proj.* \[4, 47\] instead of \[4, 48\]"),
-        (lambda x: x.update({Q_A: x[Q_A].int()}), "1 not floating: .*q_proj.*int32"),
-        (lambda x: x.update({EXPERT: x[Q_A].clone()}), f"1 of no projection that can have LoRA here: {EXPERT}"),
-        (lambda x: x.update({"base_model.model.lm_head.weight": x[Q_A].clone()}), "1 of no projection .*lm_head"),
+        (
+            lambda x: x.update({Q_A: x[Q_A][:, 1:].clone()}),
+            r"1 of the wrong shape: .*q_proj.* \[4, 47\] instead of \[4, 48\]",
+        ),
+        (lambda x: x.update({Q_A: x[Q_A].int()}), "1 not floating point: .*q_proj.*int32"),
+        (lambda x: x.update({EXPERT: x[Q_A].clone()}), f"1 not of a projection that can have LoRA: {EXPERT}"),
+        (lambda x: x.update({"base_model.model.lm_head.weight": x[Q_A].clone()}), "1 not of a projection .*lm_head"),
         (lambda x: x.clear(), "14 missing|28 missing"),
     ],
 )
@@ -272,7 +277,7 @@ def test_tensors_that_do_not_fit_are_all_named(base, tmp_path, change, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         ligermodels.load_adapter(model, tmp_path / "adapter")
     assert str(tmp_path / "adapter" / TENSORS) in str(caught.value)
-    assert not any(updates(model))
+    assert not any(lora_modules(model))
 
 
 def test_a_pickled_adapter_is_not_read(base, tmp_path):
@@ -288,9 +293,11 @@ def test_a_model_with_lora_is_filled_by_an_adapter_of_the_same_kind_alone(base, 
     same, other = ligermodels.load(base), ligermodels.load(base)
     ligermodels.add_lora(same, rank=4, alpha=6.0, dropout=0.1)
     ligermodels.load_adapter(same, tmp_path / "adapter")
-    assert parameters_equal(same, model) and {layer.dropout for layer in updates(same)} == {0.1}
+    assert parameters_equal(same, model) and {layer.dropout for layer in lora_modules(same)} == {0.1}
     ligermodels.add_lora(other, rank=4, alpha=7.0)
-    with pytest.raises(CheckpointError, match=r"has other LoRA already: on model\.layers\.0\.mlp\.down_proj.* 1\.75"):
+    with pytest.raises(
+        CheckpointError, match=r"already has different LoRA: on model\.layers\.0\.mlp\.down_proj.* 1\.75"
+    ):
         ligermodels.load_adapter(other, tmp_path / "adapter")
 
 
