@@ -54,7 +54,7 @@ LoadedTensors = Iterable[tuple[str, Tensor]]
 
 
 def ligermodels(folder: Path) -> LoadedTensors:
-    return hub_tensors_of(hub.load(folder, dtype=torch.bfloat16, device=DEVICE))
+    return hub_tensors(hub.load(folder, dtype=torch.bfloat16, device=DEVICE))
 
 
 def ligermodels_sharded(folder: Path) -> LoadedTensors:
@@ -64,11 +64,12 @@ def ligermodels_sharded(folder: Path) -> LoadedTensors:
     fsdp.shard(model, world, torch.bfloat16)
     model.to_empty(device=world.device)
     load_weights(model, folder)
-    return hub_tensors_of(model)
+    return hub_tensors(model)
 
 
 @torch.no_grad()
-def hub_tensors_of(model) -> LoadedTensors:
+def hub_tensors(model) -> LoadedTensors:
+    """The parameters of a model as the tensors of its Hub checkpoint, gathered if they are sharded."""
     parameters = dict(model.named_parameters())
     pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())
     for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
