@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ligermodels.cli import bench, export, generate, info, listing, verify
+from ligermodels.cli import bench, export, generate, info, listing, train, verify
 from ligermodels.cli.flags import Parser
 from ligermodels.errors import InputError, first_line, reader_left
 
@@ -14,8 +14,8 @@ UNUSABLE, INTERRUPTED = 2, 130  # the second as a shell reports SIGINT
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2, after one line on stderr, for input that cannot be used."""
-    args = parser().parse_args(arguments)
     try:
+        args = parser().parse_command(sys.argv[1:] if arguments is None else arguments)
         status = args.run(args)
         sys.stdout.flush()
         return status or 0
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     root = Parser(prog="ligermodels", description="Decoder language models on fused Triton kernels.")
     commands = root.add_subparsers(required=True, metavar="command")
-    for command in (listing, info, generate, export, verify, bench):
+    for command in (train, listing, info, generate, export, verify, bench):
         command.add_to(commands)
     return root
 

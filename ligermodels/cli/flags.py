@@ -1,27 +1,27 @@
-"""How command lines read their flags: help that shows defaults and examples, and the values that several flags take.
+"""How command lines read their flags: help that shows defaults and examples, values with rules, errors of one line.
 
-A type of this file says what a value is and what it must be, for a message that begins with the flag's name.
+A type of this file states what a value is and what it must be, for a message that begins with the flag's name.
 """
 
 import argparse
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-from ligermodels.errors import nearest
+from ligermodels.errors import InputError, nearest
+
+NAMES_OF_VALUES = {int: "N", float: "N", bool: "on|off", str: None, Path: "PATH"}  # in the usage
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults as they would be given, but none where there is none, and examples as they are written."""
+    """Shows each flag's default, unless it has none, and examples as they are written."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = action.default
-        if default is None or default is False or default == []:
+        if action.default in (None, False, argparse.SUPPRESS) or action.default == []:
             return action.help
-        if default is True or isinstance(default, list):
-            return f"{action.help} (default: {'on' if default is True else ' '.join(default)})"
         return super()._get_help_string(action)
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
@@ -29,15 +29,38 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
+    """Raises InputError, of one line, where argparse prints its usage and exits."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=Formatter, allow_abbrev=False, **options)
 
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message.removeprefix("argument "))
 
-def whole(least: int, rule: str, most: int | None = None) -> Callable[[str], int]:
-    """A whole number from `least` to `most`, which is what `rule` says."""
+    def parse_command(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """As parse_args. Raises InputError for a flag that the command does not have, and for a list given twice."""
+        args, unknown = self.parse_known_args(arguments)
+        command = args.parser
+        for word in unknown:
+            name = word.partition("=")[0]
+            if not name.startswith("-"):
+                raise InputError(f"{name}: belongs to no flag; `{command.prog} --help` lists them all")
+            names = [option for action in command._actions for option in action.option_strings]
+            raise InputError(f"{name}: no such flag{nearest(name, names)}; --help lists them all")
+        for action in command._actions:
+            given = [word for word in arguments or [] if word.partition("=")[0] in action.option_strings]
+            if action.nargs in ("+", "*") and len(given) > 1:
+                raise InputError(
+                    f"{action.option_strings[0]} is given {len(given)} times; give all its values behind one"
+                )
+        return args
+
+
+def whole_number(least: int, rule: str) -> Callable[[str], int]:
+    """A whole number from `least` on, which `rule` says in words."""
 
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
+        if not (text.isascii() and text.isdecimal()) or int(text) < least:
             raise argparse.ArgumentTypeError(f"is {text!r}; must be {rule}")
         return int(text)
 
@@ -45,7 +68,7 @@ def whole(least: int, rule: str, most: int | None = None) -> Callable[[str], int
 
 
 def number(holds: Callable[[float], bool], rule: str) -> Callable[[str], float]:
-    """A number for which `holds`, which is what `rule` says; not a number never does."""
+    """A number for which `holds`, which `rule` says in words; never NaN."""
 
     def read(text: str) -> float:
         try:
@@ -59,24 +82,5 @@ def number(holds: Callable[[float], bool], rule: str) -> Callable[[str], float]:
     return read
 
 
-def one_of(*names: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"is {text!r}; must be one of {', '.join(names)}{nearest(text, names)}")
-        return text
-
-    return read
-
-
-def switch(text: str) -> bool:
-    """On the command line "on" and "off", in a file true and false as well."""
-    values = {"on": True, "true": True, "off": False, "false": False}
-    if text not in values:
-        raise argparse.ArgumentTypeError(f"is {text!r}; must be on or off")
-    return values[text]
-
-
-positive = whole(1, "a whole number above zero")
-count = whole(0, "a whole number, 0 or more")
-above_zero = number(lambda x: 0 < x < float("inf"), "a number above 0")
+positive = whole_number(1, "a whole number above zero")
 not_negative = number(lambda x: 0 <= x < float("inf"), "a number, 0 or more")

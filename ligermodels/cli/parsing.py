@@ -23,7 +23,7 @@ def add_command(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=f"example: ligermodels {name} {example}".rstrip(),
     )  # fmt: skip
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 

@@ -1,1 +1,6 @@
-"""What train.py is made of. Knows models by their interface only: forward with labels, `config`, `model.layers`."""
+"""Training: TrainConfig holds a run's settings, train makes the run, plan says beforehand what it will do and need."""
+
+from ligermodels.training.config import TrainConfig
+from ligermodels.training.loop import TrainResult, plan, train
+
+__all__ = ["TrainConfig", "TrainResult", "plan", "train"]

@@ -5,6 +5,7 @@ They are forked from one that has imported all of it, so that a run costs its ow
 """
 
 import functools
+import importlib
 import json
 import os
 import resource
@@ -20,9 +21,10 @@ import torch
 import torch._dynamo  # by whatever makes a model on the meta device
 import torch.distributed as dist
 
+import ligermodels.cli  # noqa: F401  all that a run imports, once for all runs
 from ligermodels.training.data import embedded
-from ligermodels.training.reporting import curves
 
+loop = importlib.import_module("ligermodels.training.loop")
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "train.py"
 LONGEST = 240  # seconds of a run, which is killed then
@@ -151,7 +153,7 @@ def child(command):
         resource.setrlimit(resource.RLIMIT_FSIZE, (command["file_size"], command["file_size"]))
     torch.compile = functools.partial(torch.compile, backend="eager")
     if not command["picture"]:
-        curves.draw_curves = lambda *_: None
+        loop.draw_curves = lambda *_: None
     sys.argv = ["train.py", *command["arguments"]]
     status = 0
     try:
@@ -180,5 +182,4 @@ def main():
 
 if __name__ == "__main__":
     embedded.STORIES, embedded.UNSEEN_STORIES, embedded.CONVERSATIONS, embedded.UNSEEN_CONVERSATIONS = 200, 8, 200, 8
-    runpy.run_path(str(TRAIN), run_name="train")
     main()

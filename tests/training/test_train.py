@@ -7,8 +7,8 @@ import os
 import runpy
 import shlex
 import shutil
-from argparse import Namespace
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +20,10 @@ import ligermodels
 from ligermodels import load_tokenizer
 from ligermodels.cli import main
 from ligermodels.distributed import World
+from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.data.corpus import stories
 from ligermodels.training.optimizers.schedules import learning_rate
-from tests.training.launching import TRAIN, losses, records, weights
+from tests.training.launching import TRAIN, loop, losses, records, weights
 
 SMALL = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
 LLAMA = ["--model", "llama", "--data", "own.txt", *SMALL]
@@ -207,15 +208,13 @@ def test_a_flag_that_changes_the_result_is_heeded(run, flag, unchanged, launcher
         ("float32", "bfloat16", None, 1, ("highest", "float32", "bfloat16")),
     ],
 )
-def test_what_is_computed_in_and_what_trained_weights_are_stored_in(dtype, weights, lora_rank, ranks, expected):
-    args = Namespace(dtype=dtype, param_dtype=weights, lora_rank=lora_rank)
+def test_the_parameter_dtype_follows_the_compute_dtype_lora_and_the_ranks(dtype, weights, lora_rank, ranks, expected):
+    config = TrainConfig(model="llama", dtype=dtype, param_dtype=weights, lora_rank=lora_rank)
     before = torch.get_float32_matmul_precision()
     try:
-        computed, stored = runpy.run_path(str(TRAIN))["dtypes"](args, World(torch.device("cpu"), size=ranks))
-        assert (torch.get_float32_matmul_precision(), f"{computed}", f"{stored}") == (
-            expected[0], *(f"torch.{name}" for name in expected[1:])
-        )  # fmt: skip
-        assert args.param_dtype == expected[2]  # a setting of the run from here on
+        config = loop.with_param_dtype(config, World(torch.device("cpu"), size=ranks))
+        assert torch.get_float32_matmul_precision() == expected[0]
+        assert (loop.DTYPES[config.dtype], config.param_dtype) == (getattr(torch, expected[1]), expected[2])
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -361,7 +360,7 @@ def test_a_run_is_logged_where_that_is_asked_for(launcher):
 def test_ranks_that_fail_alike_say_so_once(launcher):
     done = launcher.run(*LLAMA, "--batch-size", "3", ranks=2)
     assert done.statuses == [2, 2]
-    assert done.stderr == "train.py: --batch-size 3 is no multiple of 2 ranks: change one of them\n"
+    assert done.stderr == "ligermodels: --batch-size 3 is no multiple of 2 ranks: change one of them\n"
 
 
 REFUSED = {
@@ -378,11 +377,11 @@ REFUSED = {
     "a folder that cannot be": ([*LLAMA, "--output", "own.txt/x"], "own.txt/x: not written: Not a directory"),
     "an adapter alone": (
         [*LLAMA, *LORA, "--lora-export", "adapter"],
-        "the new weights of llama below it would be lost",
+        "the new weights of llama would be lost",
     ),
     "no run": (["--resume", "nothing"], "nothing/train.toml: cannot be read"),
-    "a finished run": (["--resume", "base"], "--resume base: the run is finished; begin another with --model base/"),
-    "an adapter's run": (["--resume", "adapted"], "adapted: the run is finished; move adapted/adapter away to go on"),
+    "a finished run": (["--resume", "base"], "--resume base: the run is finished; start another with --model base/"),
+    "an adapter's run": (["--resume", "adapted"], "adapted: the run is finished; move adapted/adapter away to resume"),
     "a run as a model": (["--model", "base"], "base: holds no config.json; did you mean 'base/model'?"),
     "an adapter as a model": (["--model", "adapted/adapter"], "adapted/adapter: holds an adapter and no model"),
 }
@@ -405,7 +404,7 @@ def test_what_cannot_be_done_ends_with_one_line_status_2_and_nothing_written(nam
     before = contents(launcher.folder)
     done = launcher.run(*arguments)
     assert done.status == 2 and done.stdout == ""
-    assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1 and complaint in done.stderr
+    assert done.stderr.startswith("ligermodels: ") and done.stderr.count("\n") == 1 and complaint in done.stderr
     assert contents(launcher.folder) == before
 
 
@@ -424,3 +423,20 @@ def test_a_closed_pipe_ends_it_without_a_traceback(monkeypatch, capsys):
             runpy.run_path(str(TRAIN), run_name="__main__")
     assert end.value.code == 141
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_in_python_gives_back_the_model_the_metrics_and_the_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.txt").write_text("\n".join(text for text, _ in stories(3, 60)))
+    config = TrainConfig(model="llama", data="own.txt", steps=3, batch_size=2, sequence_length=64, eval_every=3)
+    assert plan(config).tokens_per_step == 128 and not (tmp_path / "runs").exists()
+    result = train(config)
+    assert (result.folder, result.exported) == (Path("runs/llama"), Path("runs/llama/model"))
+    assert [record["step"] for record in result.metrics if "loss" in record] == [1, 2, 3]
+    assert result.metrics[-1]["step"] == 3 and result.metrics == records(result.folder)
+    for ours, stored in zip(result.model.parameters(), ligermodels.load(result.exported).parameters(), strict=True):
+        assert torch.equal(ours, stored)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "  torchrun --nproc-per-node 2 -m ligermodels train --config runs/llama/train.toml"
+    )

@@ -45,7 +45,9 @@ def stopped(launcher):
     run.read_until("step 4/")
     run.kill(signal.SIGSTOP)  # or it could end before it is told
     other = launcher.run("--resume", "stopped")
-    assert other.status == 2 and re.match(rf"train.py: stopped: in use by process {run.processes[0]} on", other.stderr)
+    assert other.status == 2 and re.match(
+        rf"ligermodels: stopped: in use by process {run.processes[0]} on", other.stderr
+    )
     run.kill(signal.SIGTERM).kill(signal.SIGCONT).wait()
     return run, launcher.folder / "stopped"
 
@@ -63,15 +65,15 @@ def test_a_run_told_to_stop_saves_says_how_to_go_on_and_ends_as_one_that_was_not
     assert run.status == 0 and "SIGTERM: stopping after this step" in run.stderr
     reached = steps_of(folder)[-1]
     assert 4 <= reached < 16
-    assert run.last_lines[1:] == [f"Stopped after step {reached}. To go on:", f"  python {TRAIN} --resume stopped"]
+    assert run.last_lines[1:] == [f"Stopped after step {reached}. To resume:", f"  python {TRAIN} --resume stopped"]
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {f"step-{reached:06d}"}
 
     copy = copied(folder, "interrupted")
     again = launcher.start("--resume", copy.name)
-    assert again.read_until(copy.name) == f"interrupted: goes on after step {reached}\n"
+    assert again.read_until(copy.name) == f"interrupted: resumes after step {reached}\n"
     again.read_until(f"step {reached + 2}/")
     again.kill(signal.SIGINT).wait()
-    assert again.status == 0 and "SIGINT: stopping after this step; Ctrl-C again leaves at once" in again.stderr
+    assert again.status == 0 and "SIGINT: stopping after this step; press Ctrl-C again to exit at once" in again.stderr
     launcher.well("--resume", copy.name)
     assert weights(copy) == weights(straight)
     assert losses(copy) == losses(straight) and steps_of(copy) == list(range(1, 17))
@@ -110,20 +112,22 @@ def test_changes_are_shown_and_refused_unless_they_are_allowed(stopped, launcher
     refused = launcher.run(*change)
     assert refused.status == 2
     assert refused.stderr == (
-        "train.py: --resume changed: learning_rate: 0.001, was not set: leave it, or add --allow-changes\n"
+        "ligermodels: --resume changed: learning_rate: 0.001, was not set: keep the setting, or add --allow-changes\n"
     )
     unfit = launcher.run(*change, "--param-dtype", "bfloat16", "--optimizer", "muon", "--allow-changes")
-    other = "optimizer: muon, was adamw; weights: bfloat16, was float32"
-    told = f"train.py: --resume changed: {other}: its checkpoints are of that; leave it, or begin another run\n"
+    other = "optimizer: muon, was adamw; param_dtype: bfloat16, was float32"
+    told = (
+        f"ligermodels: --resume changed: {other}: its checkpoints do not fit; keep the setting, or start another run\n"
+    )
     assert (unfit.status, unfit.stderr) == (2, told)
     own = launcher.folder / "own.txt"
     text = own.read_text()
     own.write_text(text.replace("Monday", "Sunday"))
     other_data = launcher.run("--resume", copy.name)
     own.write_text(text)
-    assert other_data.status == 2 and "changed: the data are not what they were" in other_data.stderr
+    assert other_data.status == 2 and "changed: the data have changed" in other_data.stderr
     done = launcher.well(*change, "--allow-changes", "--no-export")
-    assert "goes on after step" in done.stdout
+    assert "resumes after step" in done.stdout
     assert "learning_rate = 0.001\n" in (copy / "train.toml").read_text()
     launcher.well("--resume", copy.name, "--checkpoint-every", "15")  # from where it was stopped, once more
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["step-000015", "step-000016"]
@@ -137,7 +141,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(undistur
     killed.kill(signal.SIGKILL).wait()
     assert killed.status == -signal.SIGKILL
     done = launcher.well("--resume", "killed", "--keep-checkpoints", "3")
-    assert int(re.search(r"goes on after step (\d+)", done.stdout)[1]) in (3, 6, 9)
+    assert int(re.search(r"resumes after step (\d+)", done.stdout)[1]) in (3, 6, 9)
     one = launcher.folder / "killed"
     assert weights(one) == weights(undisturbed)
     assert losses(one) == losses(undisturbed) and steps_of(one) == list(range(1, 17))
@@ -167,12 +171,12 @@ def test_all_ranks_stop_where_one_meets_what_is_not_finite_save_and_go_on_withou
 
     stopped = launcher.run(*run, "--output", "holed-stopped", ranks=2)
     assert stopped.statuses == [2, 2] and stopped.stderr.count("\n") == 1
-    assert f"train.py: step {step}: loss nan, gradient norm nan: stopped before the update; " in stopped.stderr
+    assert f"ligermodels: step {step}: loss nan, gradient norm nan: stopped before the update; " in stopped.stderr
     assert stopped.stderr.endswith(f"{TRAIN} --resume holed-stopped --on-nan skip\n")
     last = records(launcher.folder / "holed-stopped")[-1]
     assert last["step"] == step and "eight.jsonl:3" in last["not_finite"] and len(last["not_finite"]) == 2
     done = launcher.well("--resume", "holed-stopped", "--on-nan", "skip", ranks=2)
-    assert f"holed-stopped: goes on after step {step - 1}\n" in done.stdout
+    assert f"holed-stopped: resumes after step {step - 1}\n" in done.stdout
     alone, shared = (losses(launcher.folder / f"holed-{name}") for name in ("skipped", "stopped"))
     assert alone.pop(step - 1) is shared.pop(step - 1) is None
     assert shared == pytest.approx(alone, rel=2e-6)
@@ -180,7 +184,9 @@ def test_all_ranks_stop_where_one_meets_what_is_not_finite_save_and_go_on_withou
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_one_line(straight, launcher):
     done = launcher.run(*LLAMA, "--output", "no-room", "--checkpoint-every", "4", file_size=10**6)
-    assert done.status == 2 and re.fullmatch(r"train.py: .*step-000004: not written: File too large; .*\n", done.stderr)
+    assert done.status == 2 and re.fullmatch(
+        r"ligermodels: .*step-000004: not written: File too large; .*\n", done.stderr
+    )
     assert list((launcher.folder / "no-room/checkpoints").iterdir()) == []
     assert 4 <= steps_of(launcher.folder / "no-room")[-1] <= 8  # where the next save waits for this one
 
@@ -190,7 +196,7 @@ def test_a_full_disk_ends_the_run_with_one_line(size, where, straight, launcher)
     name = f"full-{size}"
     done = launcher.run(*LLAMA, "--output", name, file_size=size)
     assert done.status == 2
-    assert re.fullmatch(rf"train.py: .*{name}(/model)?: not written: File too large; make room .*\n", done.stderr)
+    assert re.fullmatch(rf"ligermodels: .*{name}(/model)?: not written: File too large; make room .*\n", done.stderr)
     assert not (launcher.folder / name / where).exists() or where == "metrics.jsonl"
 
 
@@ -198,8 +204,8 @@ def unexported(launcher, name, ranks):
     """The LoRA run, where there is room for all but the merged model. Returns its folder."""
     failed = launcher.run(*LORA, "--output", name, ranks=ranks, file_size=10**6)
     assert set(failed.statuses) == {2}
-    told = f"its last step is saved, to export it once more: .* {TRAIN} --resume {name}"
-    assert re.fullmatch(rf"train.py: .*{name}/model: not written: File too large; .*; {told}\n", failed.stderr)
+    told = f"the last step is saved; to export it again: .* {TRAIN} --resume {name}"
+    assert re.fullmatch(rf"ligermodels: .*{name}/model: not written: File too large; .*; {told}\n", failed.stderr)
     assert max(path.name for path in (launcher.folder / name / "checkpoints").iterdir()) == "step-000016"
     return launcher.folder / name
 
@@ -208,7 +214,7 @@ def test_an_export_that_fails_leaves_the_last_step_saved_from_which_resume_only_
     folder = unexported(launcher, "unexported", ranks=1)
     taken = losses(folder)
     done = launcher.well("--resume", folder.name)
-    assert f"{folder.name}: goes on after step 16\nSaved {folder.name}/model." in done.stdout
+    assert f"{folder.name}: resumes after step 16\nSaved {folder.name}/model." in done.stdout
     assert losses(folder) == taken == losses(undisturbed) and weights(folder) == weights(undisturbed)
 
 

@@ -1,1 +1,1 @@
-"""One run: its flags, its plan, its folder, how it stops and goes on."""
+"""What surrounds the training loop: a run's folder, settings and plan, resuming and stopping it."""

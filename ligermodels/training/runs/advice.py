@@ -1,9 +1,8 @@
-"""What to do with what a run has left: how to go on with it, to generate with it, and to train the same on two devices.
+"""The commands that a run prints at its end: how to resume it, generate with its model, and train on two devices.
 
-Only what works is advised. Must not know how it was trained or written.
+Only commands that work are printed. Must not know how the model was trained or written.
 """
 
-import argparse
 import os
 import shlex
 import sys
@@ -14,53 +13,62 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.tokenizer.files import has_tokenizer
+from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.batches import rows_a_rank
 from ligermodels.training.runs.folder import ADAPTER
 from ligermodels.training.runs.settings import SETTINGS_FILE
 
+SCRIPT = "train.py"
 
-def advice(args: argparse.Namespace, world: World, saved: Path, base: Path | None, *, chats: bool) -> list[str]:
-    """Lines, the first of which says what was saved.
 
-    saved: the exported folder, in that of the run. base: of the model that was trained, None of a new one. chats:
-    whether it learned to answer.
+def advice(config: TrainConfig, world: World, exported: Path, base: Path | None, *, chats: bool) -> list[str]:
+    """Lines for the user; the first says what was saved.
+
+    exported: the model's or the adapter's folder, inside that of the run. base: the folder of the pretrained model;
+    None for new weights. chats: whether the model was trained on conversations.
     """
-    adapter = saved.name == ADAPTER
-    ways = {}
-    if any(has_tokenizer(folder) for folder in (saved, *([base] if adapter and base else []))):
-        revision = ["--revision", args.revision] if args.revision else []
-        model = [args.model, *revision, "--adapter", str(saved)] if adapter else [str(saved)]
+    adapter = exported.name == ADAPTER
+    commands = {}
+    if any(has_tokenizer(folder) for folder in (exported, *([base] if adapter and base else []))):
+        revision = ["--revision", config.revision] if config.revision else []
+        model = [str(config.model), *revision, "--adapter", str(exported)] if adapter else [str(exported)]
         prompt = '--chat --prompt "Hello!"' if chats else '--prompt "Once upon a time"'
-        ways["generate with it"] = f"ligermodels generate {shlex.join(model)} {prompt}"
-    if runs_on_two(args, world):
-        config = shlex.quote(str(saved.parent / SETTINGS_FILE))
-        ways["train the same on two devices"] = f"torchrun --nproc-per-node 2 {script()} --config {config}"
-    done = f"Saved {saved}" + (", in PEFT's format" if adapter else "")
-    return [f"{done}. To {', and to '.join(ways)}:" if ways else done, *(f"  {command}" for command in ways.values())]
+        commands["generate with it"] = f"ligermodels generate {shlex.join(model)} {prompt}"
+    if runs_on_two(config, world):
+        file = shlex.quote(str(exported.parent / SETTINGS_FILE))
+        commands["train the same on two devices"] = f"torchrun --nproc-per-node 2 {torchrun_target()} --config {file}"
+    saved = f"Saved {exported}" + (", in PEFT's format" if adapter else "")
+    if not commands:
+        return [saved]
+    return [f"{saved}. To {', and to '.join(commands)}:", *(f"  {command}" for command in commands.values())]
 
 
 def resume_command(output: Path, world: World) -> str:
-    """By what this run was started with; of several hosts, for each of them."""
-    return f"{launcher(world)} {script()} --resume {shlex.quote(str(output))}"
+    """The command that resumes a run as this one was started; on several hosts, for each of them."""
+    return f"{launch_command(world)} --resume {shlex.quote(str(output))}"
 
 
-def launcher(world: World) -> str:
+def launch_command(world: World) -> str:
     if world.size == 1:
-        return "python"
+        return f"python {shlex.quote(sys.argv[0])}" if is_script() else "ligermodels train"
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    meeting = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint {os.environ['MASTER_ADDR']} " if hosts > 1 else ""
-    return f"torchrun {meeting}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+    address = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint {os.environ['MASTER_ADDR']} " if hosts > 1 else ""
+    return f"torchrun {address}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {torchrun_target()}"
 
 
-def script() -> str:
-    """train.py, by the path it was started by."""
-    return shlex.quote(sys.argv[0])
+def torchrun_target() -> str:
+    """What torchrun starts: the script that this process was started with, else the installed package."""
+    return shlex.quote(sys.argv[0]) if is_script() else "-m ligermodels train"
 
 
-def runs_on_two(args: argparse.Namespace, world: World) -> bool:
-    """Whether a run of one device can also be one of two, on this host."""
+def is_script() -> bool:
+    return Path(sys.argv[0]).name.endswith(SCRIPT)
+
+
+def runs_on_two(config: TrainConfig, world: World) -> bool:
+    """Whether a run on one device can also run on two of this host."""
     try:
-        rows_a_rank(args.batch_size, args.micro_batch_size, World(world.device, size=2))
+        rows_a_rank(config.batch_size, config.micro_batch_size, World(world.device, size=2))
     except InputError:
         return False
     return world.size == 1 and (world.device.type == "cpu" or torch.cuda.device_count() > 1)

@@ -1,4 +1,4 @@
-"""The folder of a run, which one run at a time may use. Knows of what lies in it the names, and its lock."""
+"""The folder of a run and its lock: one run at a time may use it. Must not know what the files in it hold."""
 
 import errno
 import fcntl
@@ -14,20 +14,21 @@ from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError
 from ligermodels.weights.writing import failure, in_use, not_written, remove_empty
 
-LOCK, CHECKPOINTS, MODEL, ADAPTER = "lock", "checkpoints", "model", "adapter"  # in it
+LOCK, CHECKPOINTS, MODEL, ADAPTER = "lock", "checkpoints", "model", "adapter"  # names in the folder
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a run's folder, made where there is none. Every rank calls; the lock is rank 0's.
+    """Holds the lock of a run's folder. Every rank calls; rank 0 has the lock.
 
-    It ends with the process however that ends; the file stays, with the last holder's host and process in it, unless
-    nothing else has been written by then: then the folder is as it was before.
-    Raises InputError on all ranks where another run holds it, or the folder cannot be written; later, where it is full.
+    The operating system releases the lock when the process ends, however it ends. The lock file stays, with the host
+    and process that last held it, unless the run has written nothing else: then the folder is removed again.
+    Raises InputError on all ranks where another run holds the folder or it cannot be written; later, where the disk is
+    full.
     """
     held: list[TextIO] = []
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     error = failure(lambda: held.append(acquire(folder))) if is_first() else None
     raise_on_all(error)
     try:
@@ -40,12 +41,12 @@ def locked(folder: Path) -> Iterator[None]:
         for file in held:
             if [path.name for path in folder.iterdir()] == [LOCK]:
                 (folder / LOCK).unlink()
-                remove_empty(made)
+                remove_empty(created)
             file.close()
 
 
 def acquire(folder: Path) -> TextIO:
-    """The folder's lock, open; to close it gives the folder back."""
+    """The folder's lock file, open; closing it releases the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+", encoding="utf-8")
@@ -65,19 +66,18 @@ def acquire(folder: Path) -> TextIO:
 
 
 def default_folder(model: str) -> Path:
-    """Where a run of a model goes: runs/ and its name, as llama-8b, that of its run where it is one's export."""
+    """The folder of a run of `model`: runs/llama-8b for llama:8b; for the export of another run, that run's name."""
     path = Path(os.path.abspath(model.replace(":", "-")))
     return Path("runs") / (path.parent.name if path.name == MODEL else path.name)
 
 
 def new_folder(wanted: Path | None, default: Path) -> Path:
-    """The folder of a new run: `wanted`, or `default` or the first of default-2, default-3, … that does not exist.
+    """The folder of a new run: `wanted`, else the first of default, default-2, default-3, … that does not exist.
 
-    Every rank calls, and gets what rank 0 finds. Raises InputError on all ranks where `wanted` is in use.
+    Every rank calls, and gets what rank 0 finds. Raises InputError on all ranks where `wanted` exists.
     """
     if wanted is not None:
-        error = failure(refuse_used, wanted) if is_first() else None
-        raise_on_all(error)
+        raise_on_all(failure(refuse_used, wanted) if is_first() else None)
         return wanted
     numbered = (default.with_name(f"{default.name}-{number}") for number in itertools.count(2))
     return from_first(next(folder for folder in itertools.chain([default], numbered) if not folder.exists()))
@@ -85,4 +85,4 @@ def new_folder(wanted: Path | None, default: Path) -> Path:
 
 def refuse_used(folder: Path) -> None:
     if in_use(folder):
-        raise InputError(f"{folder}: exists already; give another --output, or go on with it by --resume {folder}")
+        raise InputError(f"{folder}: exists already; give another --output, or resume it with --resume {folder}")

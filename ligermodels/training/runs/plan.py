@@ -3,7 +3,6 @@
 It is the text of --dry-run and the first line of every run. Must not build or change what the run goes on with.
 """
 
-import argparse
 import functools
 import math
 import platform
@@ -26,10 +25,10 @@ from ligermodels.memory import (
     training_memory,
 )
 from ligermodels.training.checkpoints.files import committed_steps
+from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.batches import rows_a_rank
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
-from ligermodels.training.runs.arguments import title
 from ligermodels.training.runs.folder import CHECKPOINTS
 from ligermodels.training.scaling.activation_checkpointing import Needs
 from ligermodels.training.scaling.fsdp import shards_of
@@ -45,7 +44,7 @@ class Plan:
     memory: of one rank. flops: of a token. positions: that the model was made for. checkpoint: bytes of one, about.
     """
 
-    args: argparse.Namespace
+    config: TrainConfig
     world: World
     parameters: Parameters
     trained: int
@@ -62,28 +61,28 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.args.batch_size * self.args.sequence_length
+        return self.config.batch_size * self.config.sequence_length
 
     @property
     def micro_batch_size(self) -> int:
-        return rows_a_rank(self.args.batch_size, self.args.micro_batch_size, self.world)[1]
+        return rows_a_rank(self.config.batch_size, self.config.micro_batch_size, self.world)[1]
 
     @property
     def accumulated(self) -> int:
         """Micro-batches a step."""
-        return rows_a_rank(self.args.batch_size, self.args.micro_batch_size, self.world)[0]
+        return rows_a_rank(self.config.batch_size, self.config.micro_batch_size, self.world)[0]
 
     @property
     def epochs(self) -> list[float]:
         """Of each source; of sources without weights, which are one."""
-        return [self.args.steps * self.args.batch_size / rows for rows in self.passes]
+        return [self.config.steps * self.config.batch_size / rows for rows in self.passes]
 
     @property
     def line(self) -> str:
         """The whole run in one."""
         trained = "" if self.trained == self.parameters.total else f", {self.trained:,} of them trained"
         return (
-            f"{title(self.args)}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
+            f"{self.config.title}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
             f"{self.steps}; {self.step}"
         )
 
@@ -93,18 +92,18 @@ class Plan:
 
     @property
     def steps(self) -> str:
-        return f"{counted(self.args.steps, 'step')} = {' + '.join(map(as_text, self.epochs))} epochs"
+        return f"{counted(self.config.steps, 'step')} = {' + '.join(map(as_text, self.epochs))} epochs"
 
     @property
     def step(self) -> str:
         batches = "1 batch" if self.accumulated == 1 else f"{self.accumulated} batches"
         return (
             f"{self.tokens_per_step:,} tokens a step = {batches} of {self.micro_batch_size} x "
-            f"{self.args.sequence_length} on {self.world.size} x {self.world.device.type}"
+            f"{self.config.sequence_length} on {self.world.size} x {self.world.device.type}"
         )
 
     def text(self) -> str:
-        return "\n".join([title(self.args), *(f"  {label:13} {value}" for label, value in self.table())])
+        return "\n".join([self.config.title, *(f"  {label:13} {value}" for label, value in self.table())])
 
     def table(self) -> Iterator[tuple[str, str]]:
         count = self.parameters
@@ -112,9 +111,9 @@ class Plan:
         yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
         yield "trained", f"{self.trained:,}, {self.trained / count.total:.2%}"
         yield "data", self.training_data
-        yield "validation", f"{counted(self.validation_rows, 'row')}, every {counted(self.args.eval_every, 'step')}"
+        yield "validation", f"{counted(self.validation_rows, 'row')}, every {counted(self.config.eval_every, 'step')}"
         yield "a step", self.step
-        tokens = self.args.steps * self.tokens_per_step
+        tokens = self.config.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
         recomputed = f", {self.recomputed} of {self.blocks} blocks recomputed" if self.recomputed else ""
@@ -130,34 +129,34 @@ class Plan:
     @property
     def exported(self) -> int:
         """Bytes that the export takes on the disk, about."""
-        if self.args.lora_rank and self.args.lora_export == "adapter":
+        if self.config.lora_rank and self.config.lora_export == "adapter":
             return self.trained * torch.float32.itemsize
-        return self.parameters.total * (torch.bfloat16 if self.args.dtype == "bfloat16" else torch.float32).itemsize
+        return self.parameters.total * (torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32).itemsize
 
     @property
     def checkpoints(self) -> int:
         """The most that the run has on the disk at a time where there is little room: one is written beside another."""
-        saves = self.args.steps // self.args.checkpoint_every if self.args.checkpoint_every else 0
-        return min(saves, max(2, self.args.keep_checkpoints))
+        saves = self.config.steps // self.config.checkpoint_every if self.config.checkpoint_every else 0
+        return min(saves, max(2, self.config.keep_checkpoints))
 
     @property
     def warnings(self) -> list[str]:
         return list(self.doubts())
 
     def doubts(self) -> Iterator[str]:
-        args, fewest, most = self.args, min(self.epochs), max(self.epochs)
+        config, fewest, most = self.config, min(self.epochs), max(self.epochs)
         if fewest < 1:
-            seen = f"all are seen once with --steps {math.ceil(max(self.passes) / args.batch_size)}"
-            yield f"{as_text(fewest)} epochs: --steps {args.steps} leaves out rows; {seen}"
+            seen = f"all are seen once with --steps {math.ceil(max(self.passes) / config.batch_size)}"
+            yield f"{as_text(fewest)} epochs: --steps {config.steps} leaves out rows; {seen}"
         if most > MANY_EPOCHS:
             rows = "every row is" if len(self.passes) == 1 else "rows of one source are"
             yield f"{as_text(most)} epochs: {rows} seen as often; watch the validation loss"
-        if args.warmup >= args.steps:
-            yield f"--warmup {args.warmup} takes all of --steps {args.steps}"
-        if args.sequence_length > self.positions:
+        if config.warmup >= config.steps:
+            yield f"--warmup {config.warmup} takes all of --steps {config.steps}"
+        if config.sequence_length > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
-            yield f"--sequence-length {args.sequence_length} is more than {made_for}"
-        if args.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
+            yield f"--sequence-length {config.sequence_length} is more than {made_for}"
+        if config.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
             yield "--dtype bfloat16: this CPU has no instructions for it and takes many times as long; leave it out"
         total = device_memory(self.world.device)
         if total and self.memory.peak > total:
@@ -169,11 +168,11 @@ class Plan:
 
     def little_room(self) -> Iterator[str]:
         """Of the disk, beyond what a run that is resumed has there already."""
-        args, number = self.args, self.checkpoints
-        folder, free = free_space(args.output or Path())
-        there = len(committed_steps(args.resume / CHECKPOINTS)) if args.resume else 0
-        exported = 0 if args.no_export else self.exported
-        needed = max(number * self.checkpoint, min(number, args.keep_checkpoints) * self.checkpoint + exported)
+        config, number = self.config, self.checkpoints
+        folder, free = free_space(config.output or Path())
+        there = len(committed_steps(config.resume / CHECKPOINTS)) if config.resume else 0
+        exported = 0 if config.no_export else self.exported
+        needed = max(number * self.checkpoint, min(number, config.keep_checkpoints) * self.checkpoint + exported)
         if needed - there * self.checkpoint <= free:
             return
         parts = [f"{counted(number, 'checkpoint')} of {memory_size(self.checkpoint)}"] * bool(number)
@@ -181,9 +180,9 @@ class Plan:
         yield f"no room for {' and '.join(parts)}: {folder} has {memory_size(free)}; make room there"
 
 
-def plan(
+def make_plan(
     model: CausalLM,
-    args: argparse.Namespace,
+    config: TrainConfig,
     world: World,
     *,
     description: str,
@@ -195,10 +194,10 @@ def plan(
 ) -> Plan:
     """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
     trained = trained_parameters(model)
-    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, args.dp_replicate)
+    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, config.dp_replicate)
     return Plan(
-        args, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
-        flops_per_token(model, args.sequence_length), memory, recomputed, len(model.model.layers),
+        config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
+        flops_per_token(model, config.sequence_length), memory, recomputed, len(model.model.layers),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 
@@ -231,16 +230,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
 
 
-def memory_needs(
-    model: CausalLM, optimizer: AdamW, args: argparse.Namespace, world: World, dtype: torch.dtype
-) -> Needs:
+def memory_needs(model: CausalLM, optimizer: AdamW, config: TrainConfig, world: World, dtype: torch.dtype) -> Needs:
     """What the run needs, and would need with other settings.
 
     model: on the meta device, unsharded. optimizer: one of it; its states are made, where they take no memory.
     """
     optimizer.create_states()
-    _, micro_batch_size = rows_a_rank(args.batch_size, args.micro_batch_size, world)
+    _, micro_batch_size = rows_a_rank(config.batch_size, config.micro_batch_size, world)
     return functools.partial(
-        training_memory, model, batch_size=micro_batch_size, sequence_length=args.sequence_length, dtype=dtype,
-        shards=shards_of(world, args.dp_replicate), states=state_bytes(optimizer),
+        training_memory, model, batch_size=micro_batch_size, sequence_length=config.sequence_length, dtype=dtype,
+        shards=shards_of(world, config.dp_replicate), states=state_bytes(optimizer),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run whose export fails: its last step is saved, so that `--resume` has only to export once more."""
+"""A run whose export fails: its last step is saved, so that resuming it only repeats the export."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +14,9 @@ from ligermodels.training.optimizers.adamw import AdamW
 def rescued(
     checkpoints: Checkpoints, model: nn.Module, optimizer: AdamW, progress: Progress, command: str
 ) -> Iterator[None]:
-    """Where what runs within fails, on all ranks as on one, the run's state is saved, and the error says so.
+    """Where the body raises, on all ranks, saves the run's state and says so in the error.
 
-    command: what goes on from there.
+    command: resumes the run from there.
     """
     try:
         yield
@@ -24,9 +24,9 @@ def rescued(
         try:
             checkpoints.save(model, optimizer, progress)
             checkpoints.wait()
-            saved = f"its last step is saved, to export it once more: {command}"
+            saved = f"the last step is saved; to export it again: {command}"
         except InputError as another:
-            saved = f"its last step could not be saved either: {another}"
+            saved = f"the last step could not be saved either: {another}"
         if isinstance(error, InputError | OSError):
             raise InputError(f"{error}; {saved}") from error
         error.add_note(saved)

@@ -1,25 +1,25 @@
-"""The settings of a run as a file: --config, and the train.toml that a run leaves.
+"""A run's settings as TOML: the file that `--config` reads, and the train.toml that a run leaves.
 
-TOML, its keys are the flags with underscores. Knows of the flags which are no settings and which leave the result
-as it is, nothing else.
+Its keys are the fields of TrainConfig. Knows which fields are not settings of a run, and which leave the result of
+training unchanged. Must not know what they do.
 """
 
-import argparse
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import InputError, first_line, nearest
+from ligermodels.training.config import FIELDS, TrainConfig, parsed_item, type_of
 
 SETTINGS_FILE = "train.toml"
-ONLY_ON_THE_COMMAND_LINE = ("help", "config", "resume")
-# What is said to a process, not of the run it makes; the folder of a run is the one its settings lie in.
-NOT_SETTINGS = ("output", "resume", "config", "allow_changes", "dry_run")
-# Settings that leave the result of training as it is, but for the rounding of sums taken in another order.
-WITHOUT_EFFECT = (
+# These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
+NOT_SETTINGS = ("output", "resume", "allow_changes")
+# These leave the result of training unchanged, except for rounding where sums are taken in another order.
+WITHOUT_EFFECT_ON_RESULT = (
     *("allow_bad_lines", "micro_batch_size", "activation_checkpointing", "compile", "lora_export", "checkpoint_every"),
     *("keep_checkpoints", "no_export", "on_nan", "dp_replicate", "eval_every", "log_to", "profile"),
 )
@@ -28,78 +28,92 @@ WITHOUT_EFFECT = (
 def read_settings(file: Path) -> dict[str, Any]:
     """The content of a TOML file. Raises InputError."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"{file}: is not TOML: {first_line(error)}") from error
 
 
-def read_flags(file: Path, flags: Iterable[argparse.Action]) -> dict[str, Any]:
-    """A file's settings, converted as the command line's. Raises InputError that names the file and the key."""
+def config_from_file(file: Path, **changes: Any) -> TrainConfig:
+    """The settings of a TOML file, with `changes` in their place. Raises InputError that names the file and the key."""
+    values = read_values(file)
+    return TrainConfig(**(values | changes))
+
+
+def config_of_run(folder: Path, **changes: Any) -> TrainConfig:
+    """The settings that resume the run in `folder`: those of its train.toml, with `changes` in their place."""
+    return config_from_file(folder / SETTINGS_FILE, **changes, resume=folder)
+
+
+def read_values(file: Path) -> dict[str, Any]:
+    """The values of a TOML file, in the types of TrainConfig's fields."""
     content = read_settings(file)
-    known = {flag.dest: flag for flag in flags if flag.dest not in ONLY_ON_THE_COMMAND_LINE}
+    known = FIELDS.keys() - {"resume"}
     for key in content:
         if key not in known:
-            raise InputError(f"{file}: {key}: no such flag{nearest(key, known)}; `python train.py --help` shows them")
-    return {key: converted(known[key], value, f"{file}: {key}") for key, value in content.items()}
+            raise InputError(f"{file}: {key}: no such flag{nearest(key, known)}; `ligermodels train --help` lists them")
+    return {key: parsed_value(key, value, f"{file}: {key}") for key, value in content.items()}
 
 
-def converted(flag: argparse.Action, value: Any, place: str) -> Any:
-    """A value of TOML as the flag takes it on the command line."""
-    takes_list = flag.nargs in ("+", "*")
+def parsed_value(name: str, value: Any, place: str) -> Any:
+    """A TOML value, read as the flag reads it on the command line."""
+    field, (_, several) = FIELDS[name], type_of(name)
     values = value if isinstance(value, list) else [value]
-    if isinstance(value, list) and not takes_list:
+    if isinstance(value, list) and not several:
         raise InputError(f"{place} is a list; must be one value")
-    if flag.nargs == "+" and not values:
+    if several and not values and field.default != ():
         raise InputError(f"{place} is empty; give at least one value, or leave it out")
-    if any(not isinstance(one, str | bool | int | float) for one in values):
+    if any(not isinstance(item, str | bool | int | float) for item in values):
         raise InputError(f"{place} is {value!r}; must be text, a number, true or false")
-    texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
+    texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
     try:
-        read = [flag.type(text) if callable(flag.type) else text for text in texts]
-    except argparse.ArgumentTypeError as error:
+        items = [parsed_item(field, text) for text in texts]
+    except ValueError as error:
         raise InputError(f"{place} {error}") from error
-    return read if takes_list else read[0]
+    return tuple(items) if several else items[0]
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What describes a run, in the values of JSON and TOML; flags that are not set are left out."""
-    return {name: plain(x) for name, x in vars(args).items() if name not in NOT_SETTINGS and x is not None}
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that describe a run, in the values of JSON and TOML. Fields that are None are left out."""
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_SETTINGS}
+    return {name: as_json_value(value) for name, value in values.items() if value is not None}
 
 
-def plain(value: Any) -> Any:
+def as_json_value(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
     return str(value) if isinstance(value, Path) else value
 
 
-def write_settings(args: argparse.Namespace, file: Path) -> None:
-    """The run's train.toml, which is enough to start the same again, from the same working directory."""
-    lines = [f"{name} = {toml(value)}" for name, value in settings(args).items()]
-    header = "# All settings of this run. Into a new folder it is made again by: python train.py --config train.toml"
-    beside = file.with_name(f".{file.name}")
-    beside.write_text("\n".join([header, *lines, ""]), encoding="utf-8")
-    os.replace(beside, file)  # a run that dies here can still be resumed
+def write_settings(config: TrainConfig, file: Path) -> None:
+    """Writes a run's train.toml. It is enough to start the same run again from the same working directory."""
+    lines = [f"{name} = {as_toml(value)}" for name, value in settings(config).items()]
+    header = "# All settings of this run. The same run in a new folder: ligermodels train --config train.toml"
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text("\n".join([header, *lines, ""]), encoding="utf-8")
+    os.replace(temporary, file)  # atomic: a run that is killed here can still be resumed
 
 
-def toml(value: str | bool | int | float | list[str]) -> str:
+def as_toml(value: str | bool | int | float | list[str]) -> str:
     return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
-def differences(saved: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
-    """The settings that change the result of training and are not what they were, as "learning_rate: 0.001, was 0.01".
+def differences(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """The settings that change the result of training and differ, as "learning_rate: 0.001, was 0.01".
 
-    saved: what `settings` or `read_settings` gives of the run that is resumed.
+    saved: what `settings` or `read_settings` returned for the run that is resumed.
     """
-    now = settings(args)
-    names = [name for name in {**now, **saved} if name not in WITHOUT_EFFECT]
+    now = settings(config)
+    names = [name for name in {**now, **saved} if name not in WITHOUT_EFFECT_ON_RESULT]
     return [
-        f"{name}: {shown(now.get(name))}, was {shown(saved.get(name))}"
+        f"{name}: {shown_value(now.get(name))}, was {shown_value(saved.get(name))}"
         for name in names
         if now.get(name) != saved.get(name)
     ]
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "not set" if value is None else " ".join(value) if isinstance(value, list) else str(value)

@@ -1,9 +1,8 @@
-"""Being told to stop: SIGTERM, Ctrl-C and a closed terminal (SIGHUP) are taken note of, so that a run saves and leaves
-after the step it is in.
+"""Signals that stop a run: after SIGTERM, Ctrl-C or a closed terminal (SIGHUP) it finishes its step, saves and exits.
 
-torchrun passes each on to every rank, and kills 30 seconds later; a scheduler may tell one rank alone. So the note is
-this rank's, and ranks add theirs up. torchrun also tells those that are left when one is lost: they wait for it inside
-a library, where Python's handlers do not run, and would end unheard.
+torchrun passes a signal on to every rank and kills them 30 seconds later; a scheduler may signal one rank alone. So
+each rank records its own signal, and the ranks sum them up. torchrun also signals the remaining ranks when one is lost:
+they then wait for it inside a library, where Python's handlers do not run, and a watcher thread has to end them.
 """
 
 import os
@@ -16,46 +15,46 @@ from types import FrameType
 
 from ligermodels.distributed import is_first, rank, under_torchrun
 
-PATIENCE = 20  # seconds that a rank may spend in one call once it has been told to stop: torchrun kills after 30
-OVER = 0  # no signal has this number
+PATIENCE = 20  # seconds that a signalled rank may spend in one library call: torchrun kills it after 30
+OVER = 0  # written to the watcher to end it; no signal has this number
 
 
 @dataclass
 class Stop:
-    """Whether this rank has been told to stop."""
+    """Whether this rank was signalled to stop."""
 
     requested: bool = False
 
 
 @contextmanager
 def signals() -> Iterator[Stop]:
-    """Takes note of SIGTERM, SIGINT and SIGHUP, in the main thread; a second SIGINT ends the process at once.
+    """Records SIGTERM, SIGINT and SIGHUP, in the main thread. A second SIGINT ends the process at once.
 
-    SIGHUP stays ignored where it is, as under nohup. One of several ranks also ends, with status 1, when it then waits
-    for others longer than PATIENCE.
+    A SIGHUP that is ignored stays ignored, as under nohup. Under torchrun, a signalled rank that waits longer than
+    PATIENCE for the others ends with status 1.
     """
     stop, awake = Stop(), threading.Event()
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         awake.set()
         if stop.requested and number == signal.SIGTERM:
             return
         stop.requested = True
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the system's own, which ends a wait inside a library too
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the default handler also ends a wait inside a library
         if number == signal.SIGHUP:
-            silence(terminals)
+            redirect_to_devnull(terminals)
         if is_first():
-            again = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
+            again = "; press Ctrl-C again to exit at once" if number == signal.SIGINT else ""
             os.write(2, f"\n{signal.Signals(number).name}: stopping after this step{again}\n".encode())
 
-    noted = [signal.SIGTERM, signal.SIGINT]
+    recorded = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        noted.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in noted}
+        recorded.append(signal.SIGHUP)
+    before = {number: signal.signal(number, record) for number in recorded}
     try:
-        with ending_when_stuck(noted, awake) if under_torchrun() else nullcontext():
+        with ending_when_stuck(recorded, awake) if under_torchrun() else nullcontext():
             yield stop
     finally:
         for number, handler in before.items():
@@ -63,24 +62,27 @@ def signals() -> Iterator[Stop]:
 
 
 @contextmanager
-def ending_when_stuck(noted: list[signal.Signals], awake: threading.Event) -> Iterator[None]:
-    """From the first signal on, a thread sends SIGTERM to the main one again and again, whose handler must set `awake`.
-    Where it does not within PATIENCE, what the main thread waits for will not come, and the process ends."""
+def ending_when_stuck(recorded: list[signal.Signals], awake: threading.Event) -> Iterator[None]:
+    """After the first signal, a watcher thread sends SIGTERM to the main thread every second.
+
+    The handler sets `awake`. Where it does not run within PATIENCE, the main thread waits for a lost rank, and the
+    process is ended.
+    """
     read, write = os.pipe()
     os.set_blocking(write, False)
     before, main, over = signal.set_wakeup_fd(write), threading.get_ident(), threading.Event()
 
     def watch() -> None:
-        while os.read(read, 1)[0] not in (*noted, OVER):  # written without the main thread
+        while os.read(read, 1)[0] not in (*recorded, OVER):  # the wakeup descriptor is written without the main thread
             pass
         while not over.wait(1):
             awake.clear()
             signal.pthread_kill(main, signal.SIGTERM)
             if not awake.wait(PATIENCE):
-                lost = f"still waiting for other ranks {PATIENCE} s later: one of them is lost"
-                remedy = "--resume goes on from the last checkpoint"
-                os.write(2, f"rank {rank()}: told to stop, and {lost}; {remedy}\n".encode())
-                os._exit(1)  # a wait inside a library can be left in no other way
+                lost = f"still waiting for other ranks after {PATIENCE} s: one of them is lost"
+                remedy = "--resume continues from the last checkpoint"
+                os.write(2, f"rank {rank()}: signalled to stop, and {lost}; {remedy}\n".encode())
+                os._exit(1)  # nothing else ends a wait inside a library
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -95,9 +97,9 @@ def ending_when_stuck(noted: list[signal.Signals], awake: threading.Event) -> It
         os.close(write)
 
 
-def silence(descriptors: list[int]) -> None:
-    """What is written to a terminal that is gone is an error, of which the run would die before it has saved."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def redirect_to_devnull(descriptors: list[int]) -> None:
+    """Writing to a terminal that is closed raises, which would end the run before it has saved."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+        os.dup2(devnull, descriptor)
+    os.close(devnull)

@@ -4,7 +4,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.training.runs import advice as module
 from ligermodels.training.runs.advice import advice, resume_command
-from ligermodels.training.runs.arguments import parse_arguments
+from tests.cli.test_train import parse_arguments
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GENERATE = '  ligermodels generate run/model --prompt "Once upon a time"'

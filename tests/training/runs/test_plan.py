@@ -10,10 +10,10 @@ from ligermodels.distributed import World
 from ligermodels.memory import training_memory
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs import plan as module
-from ligermodels.training.runs.arguments import parse_arguments, title
 from ligermodels.training.runs.folder import default_folder
-from ligermodels.training.runs.plan import plan
+from ligermodels.training.runs.plan import make_plan
 from ligermodels.units import memory_size
+from tests.cli.test_train import parse_arguments
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def planned(*argv, rank=None, rows=1000, passes=None, world=None, validation_row
     if rank:
         ligermodels.add_lora(model, rank=rank)
     memory = training_memory(model, 4, args.sequence_length, torch.float32)
-    return model, plan(
+    return model, make_plan(
         model, args, world or World(CPU), description="my.jsonl", rows=rows, passes=passes or [rows],
         validation_rows=validation_rows, recomputed=recomputed, memory=memory,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def test_the_first_line_says_the_whole_run():
 def test_a_run_is_called_by_its_model_and_another_size_than_the_default(model, titled, folder):
     _, whole = planned("--steps", "500", "--model", model)
     assert whole.line.startswith(f"{titled}: ") and whole.text().startswith(f"{titled}\n")
-    assert str(default_folder(title(whole.args))) == f"runs/{folder}"
+    assert str(default_folder(whole.config.title)) == f"runs/{folder}"
 
 
 def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memory():

@@ -33,8 +33,8 @@ def test_what_goes_well_saves_nothing():
 @pytest.mark.parametrize(
     ("failing", "outcome"),
     [
-        (False, "its last step is saved, to export it once more: again"),
-        (True, "its last step could not be saved either: full too"),
+        (False, "the last step is saved; to export it again: again"),
+        (True, "the last step could not be saved either: full too"),
     ],
 )
 def test_an_error_is_one_line_with_what_was_saved_and_a_bug_keeps_its_traceback_and_says_it_too(failing, outcome):

@@ -1,28 +1,43 @@
-"""The flags of train.py, and the files they are read from and written to."""
+"""The flags of `ligermodels train`, the settings they make, and the files these are read from and written to."""
 
+import dataclasses
 import re
 import shlex
 import sys
 
 import pytest
 
+from ligermodels import cli
+from ligermodels.cli import train as command
 from ligermodels.errors import InputError
-from ligermodels.training.runs import arguments
-from ligermodels.training.runs.arguments import parse_arguments
-from ligermodels.training.runs.settings import differences, read_settings, settings, write_settings
-from tests.training.launching import ROOT
+from ligermodels.training import TrainConfig
+from ligermodels.training.config import FIELDS, choices_of, type_of
+from ligermodels.training.optimizers import OPTIMIZERS
+from ligermodels.training.optimizers.schedules import SCHEDULES
+from ligermodels.training.reporting.loggers import LOGGERS, require
+from ligermodels.training.runs.contradictions import refuse_contradictions
+from ligermodels.training.runs.settings import config_from_file, differences, read_settings, settings, write_settings
 
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
-    "model": "qwen2", "size": "tiny", "revision": None, "data": None, "validation_data": None,
+    "model": None, "size": "tiny", "revision": None, "data": None, "validation_data": None,
     "validation_fraction": None, "sequence_length": 256, "packing": True, "allow_bad_lines": 0, "steps": 2200,
-    "batch_size": 4, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None, "learning_rate": None,
-    "schedule": "cosine", "warmup": 30, "weight_decay": 0.1, "max_grad_norm": 1.0, "dtype": "float32", "param_dtype": None,
-    "float8": False, "activation_checkpointing": "none", "compile": False, "seed": 0, "lora_rank": None, "lora_alpha": 32.0,
-    "lora_dropout": 0.0, "lora_targets": ["all-linear"], "lora_export": "merged", "output": None, "resume": None,
-    "allow_changes": False, "config": None, "checkpoint_every": 0, "keep_checkpoints": 2, "no_export": False,
-    "on_nan": "stop", "dp_replicate": 1, "eval_every": 550, "log_to": [], "profile": None, "dry_run": False,
+    "batch_size": 4, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
+    "learning_rate": None, "schedule": "cosine", "warmup": 30, "weight_decay": 0.1, "max_grad_norm": 1.0,
+    "dtype": "float32", "param_dtype": None, "float8": False, "activation_checkpointing": "none", "compile": False,
+    "seed": 0, "lora_rank": None, "lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": ("all-linear",),
+    "lora_export": "merged", "output": None, "resume": None, "allow_changes": False, "checkpoint_every": 0,
+    "keep_checkpoints": 2, "no_export": False, "on_nan": "stop", "dp_replicate": 1, "eval_every": 550, "log_to": (),
+    "profile": None,
 }  # fmt: skip
+OF_THE_COMMAND = ("config", "dry_run")
+
+
+def parse_arguments(argv):
+    config = command.config_of(cli.parser().parse_command(["train", *argv]))
+    refuse_contradictions(config)
+    require(config.log_to)
+    return config
 
 
 def parse(*argv):
@@ -36,24 +51,29 @@ def refusal(*argv):
 
 
 def test_the_flags_and_their_defaults_are_frozen():
-    assert vars(parse()) == FLAGS
+    assert dataclasses.asdict(TrainConfig()) == FLAGS
+    assert dataclasses.asdict(parse()) == FLAGS | {"model": "qwen2"}
+
+
+def test_the_choices_of_the_settings_are_those_there_are():
+    choices = {name: choices_of(type_of(name)[0]) for name in FIELDS}
+    assert choices["optimizer"] == OPTIMIZERS and choices["schedule"] == tuple(SCHEDULES)
+    assert set(choices["log_to"]) == set(LOGGERS)
 
 
 def test_every_flag_is_in_the_help_which_shows_defaults_and_examples(capsys):
     with pytest.raises(SystemExit) as end:
-        parse_arguments(["--help"])
+        cli.main(["train", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0 and "examples: python train.py --model qwen2 " in out
-    assert all(f" --{name.replace('_', '-')} " in out for name in FLAGS)
+    assert end.value.code == 0 and "examples: ligermodels train --model qwen2 " in out
+    assert all(f" --{name.replace('_', '-')} " in out for name in (*FLAGS, *OF_THE_COMMAND))
     assert "(default: 2200)" in out and "(default: on)" in out and "(default: all-linear)" in out.replace("- ", "-")
     assert "None" not in out and "False" not in out
 
 
 def test_model_list_prints_what_ligermodels_list_prints(monkeypatch, capsys):
-    monkeypatch.setattr(arguments, "catalogue", lambda: iter(["llama tiny", "qwen2 tiny"]))
-    with pytest.raises(SystemExit) as end:
-        parse_arguments(["--model", "list"])
-    assert end.value.code == 0
+    monkeypatch.setattr(command, "catalogue", lambda: iter(["llama tiny", "qwen2 tiny"]))
+    assert cli.main(["train", "--model", "list"]) == 0
     assert capsys.readouterr().out == "llama tiny\nqwen2 tiny\n"
 
 
@@ -65,10 +85,10 @@ def test_a_family_may_name_its_size_as_info_takes_it():
 
 @pytest.mark.parametrize("given", [["q_proj,v_proj"], ["q_proj", "v_proj"], ["q_proj,", "v_proj"]])
 def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path):
-    assert parse("--lora-rank", "8", "--lora-targets", *given).lora_targets == ["q_proj", "v_proj"]
+    assert parse("--lora-rank", "8", "--lora-targets", *given).lora_targets == ("q_proj", "v_proj")
     (tmp_path / "my.toml").write_text(f"lora_targets = {given}")
     args = parse("--lora-rank", "8", "--config", str(tmp_path / "my.toml"))
-    assert args.lora_targets == ["q_proj", "v_proj"]
+    assert args.lora_targets == ("q_proj", "v_proj")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +97,7 @@ def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path)
         ([], ["--model is missing", "--model list"]),
         (["--learnig-rate", "1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
         (["--learnig-rate=1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
-        (["--lr", "1"], ["--lr: no such flag; --help shows them all"]),
+        (["--lr", "1"], ["--lr: no such flag; --help lists them all"]),
         (["extra.jsonl"], ["extra.jsonl: belongs to no flag"]),
         (["--steps", "-3"], ["--steps: is '-3'; must be a whole number above zero"]),
         (["--steps", "1.5"], ["--steps: is '1.5'"]),
@@ -103,7 +123,7 @@ def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path)
             ["--model", "qwen2", "--validation-data", "v.txt", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of --data", "leave one out"],
         ),
-        (["--model", "qwen2", "--validation-fraction", "0.1"], ["random are validated on data of their own"]),
+        (["--model", "qwen2", "--validation-fraction", "0.1"], ["random have validation data of their own"]),
         (
             ["--model", "qwen2", "--data", "stories=0.5", "chats=0.5", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of files in --data", "leave it out"],
@@ -134,7 +154,7 @@ def test_a_package_that_is_missing_is_named_with_how_to_install_it(monkeypatch, 
     (tmp_path / "nobody_has_this").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=r"needs nobody_has_this, .* the folder .*; pip install nobody_has_this"):
-        arguments.require(["nobody_has_this"])
+        require(["nobody_has_this"])
 
 
 def test_a_fraction_of_files_is_taken_beside_data_with_validation_of_its_own():
@@ -151,7 +171,7 @@ def test_a_file_holds_any_flags_and_the_command_line_comes_first(tmp_path):
     args = parse_arguments(["--config", str(file), "--steps", "7", "--compile", "off", "--data", "c"])
     assert (args.model, args.size, args.steps, args.learning_rate) == ("llama", "8b", 7, 1.0)
     assert (args.compile, args.packing, args.no_export) == (False, False, True)
-    assert (args.data, args.validation_data, str(args.output)) == (["c"], ["v.txt"], "runs/x")
+    assert (args.data, args.validation_data, str(args.output)) == (("c",), ("v.txt",), "runs/x")
 
 
 @pytest.mark.parametrize(
@@ -198,17 +218,17 @@ EVERYTHING = [
 
 
 def test_train_toml_alone_starts_the_same_run_again(tmp_path):
-    args = parse(*EVERYTHING, "--output", "runs/x", "--dry-run")
-    args.allow_changes = True
-    write_settings(args, tmp_path / "train.toml")
+    config = dataclasses.replace(parse(*EVERYTHING, "--output", "runs/x"), allow_changes=True)
+    write_settings(config, tmp_path / "train.toml")
     again = parse_arguments(["--config", str(tmp_path / "train.toml")])
-    apart = {"output", "dry_run", "allow_changes", "config"}  # said to a process; a run again has a folder of its own
-    assert {n: v for n, v in vars(again).items() if n not in apart} == {
-        n: v for n, v in vars(args).items() if n not in apart
-    }
-    assert again.output is None and not again.dry_run and not again.allow_changes
-    assert read_settings(tmp_path / "train.toml") == settings(args) == settings(again)
-    assert set(settings(args)) == {n for n, v in vars(args).items() if v is not None} - apart
+    assert (
+        again
+        == dataclasses.replace(config, output=None, allow_changes=False)
+        == config_from_file(tmp_path / "train.toml")
+    )
+    assert read_settings(tmp_path / "train.toml") == settings(config) == settings(again)
+    apart = {"output", "allow_changes"}  # they tell a process what to do; the same run again has a folder of its own
+    assert set(settings(config)) == {n for n, v in dataclasses.asdict(config).items() if v is not None} - apart
 
 
 def test_a_resumed_run_takes_its_own_settings_and_folder(tmp_path):
@@ -252,12 +272,45 @@ def test_train_toml_says_how_to_use_it(tmp_path):
     assert all(re.fullmatch(r"\w+ = .+", line) for line in rest)
 
 
-@pytest.mark.parametrize(("document", "count"), [("README.md", 9), ("train.py", 5), ("train.py --help", 5)])
-def test_every_command_of_the_documents_has_flags_that_go_together(document, count):
-    text = arguments.EXAMPLES if document.endswith("--help") else (ROOT / document).read_text()
-    found = re.findall(r"train\.py (--[^`\n]*?)(?: {3,}|`|$)", text.replace("\\\n", " "), flags=re.MULTILINE)
-    assert len(found) == count
-    for command in found:
-        args = arguments.parsed(arguments.flags(), shlex.split(command))
-        if args.resume is None and args.config is None:
-            arguments.refuse_contradictions(args)
+def test_every_command_of_the_help_has_flags_that_go_together():
+    found = re.findall(
+        r"(?:ligermodels train|train\.py) (--[^`\n]*?)(?: {3,}|`|$)",
+        command.EXAMPLES.replace("\\\n", " "),
+        re.MULTILINE,
+    )
+    assert len(found) == 5
+    for flags in found:
+        args = cli.parser().parse_command(["train", *shlex.split(flags)])
+        if "resume" not in args:
+            refuse_contradictions(command.config_of(args))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"steps": 0}, "steps is 0; must be a whole number above zero"),
+        ({"steps": 1.5}, "steps is 1.5; must be a whole number above zero"),
+        ({"steps": True}, "steps is True; must be a whole number above zero"),
+        ({"learning_rate": "1e-3"}, "learning_rate is '1e-3'; must be a number above 0"),
+        ({"optimizer": "adamv"}, "optimizer is 'adamv'; must be one of adamw, adamw8bit, muon; did you mean 'adamw'"),
+        ({"data": []}, "data is []; must be a list of at least one value"),
+        ({"data": 3}, "data is 3; must be a list"),
+        ({"packing": 1}, "packing is 1; must be on or off"),
+        ({"log_to": ["tensorbord"]}, "log_to is 'tensorbord'; must be one of tensorboard, wandb"),
+        ({"seed": None}, "seed is None; must be a whole number, 0 or more and below 2^62"),
+    ],
+)
+def test_a_value_that_a_setting_cannot_have_is_refused_in_python_too(values, words):
+    with pytest.raises(InputError) as error:
+        TrainConfig(model="qwen2", **values)
+    assert words in str(error.value)
+
+
+def test_settings_in_python_take_lists_paths_and_whole_numbers(tmp_path):
+    config = TrainConfig(model="llama:8b", data="a.txt", output=str(tmp_path), learning_rate=1, lora_targets=["a,b"])
+    assert (config.model, config.size, config.title) == ("llama", "8b", "llama:8b")
+    assert (config.data, config.output, config.learning_rate) == (("a.txt",), tmp_path, 1.0)
+    assert config.lora_targets == ("a", "b")
+    assert TrainConfig(resume=tmp_path).output == tmp_path
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 3

@@ -1,0 +1,125 @@
+"""`ligermodels train`: one training run. Its flags are the fields of TrainConfig and override a settings file."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import Field
+from pathlib import Path
+from typing import Any
+
+from ligermodels import distributed
+from ligermodels.cli.flags import NAMES_OF_VALUES
+from ligermodels.cli.parsing import Commands
+from ligermodels.errors import InputError
+from ligermodels.hub.description import catalogue
+from ligermodels.training import plan, train
+from ligermodels.training.config import FIELDS, TrainConfig, choices_of, parsed_item, type_of
+from ligermodels.training.runs.settings import config_from_file, config_of_run
+
+UNUSABLE = 2
+EXAMPLES = """\
+examples:
+  ligermodels train --model qwen2                          a million parameters on the embedded stories, on a CPU
+  ligermodels train --model llama:8b --dtype bfloat16 --steps 10 --no-export              speed and memory alone
+  ligermodels train --model Qwen/Qwen3-8B --data chats.jsonl --dtype bfloat16 --lora-rank 16
+  torchrun --nproc-per-node 8 train.py --model meta-llama/Meta-Llama-3-8B --data 'web/*.parquet=0.9' code.jsonl=0.1 \\
+      --dtype bfloat16 --activation-checkpointing auto --checkpoint-every 500
+  torchrun --nproc-per-node 4 train.py --resume runs/Meta-Llama-3-8B
+"""
+GROUP_NOTES = {
+    "data": "SPEC is a .txt, .jsonl or .json file (also .gz or .zst), a .parquet or token file, a folder, a glob,\n"
+    "hub:NAME[:SPLIT], stories, chats or random; =WEIGHT behind it where several are mixed"
+}
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "train", help="train a model from new or pretrained weights", description="Trains a decoder language model.",
+        usage="ligermodels train --model MODEL | --resume FOLDER [flags]", epilog=EXAMPLES,
+    )  # fmt: skip
+    groups: dict[str, Any] = {}
+    for field in FIELDS.values():
+        name = field.metadata["group"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name, GROUP_NOTES.get(name))
+        groups[name].add_argument(flag_of(field.name), **flag_options(field))
+    add = groups["run"].add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML with any of these flags; the command line comes first")
+    add("--dry-run", action="store_true", help="print the plan (parameters, memory, tokens, steps) and stop")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def flag_options(field: Field) -> dict[str, Any]:
+    """The arguments of add_argument. A flag that is not given leaves no attribute, so that a file's value holds."""
+    kind, several = type_of(field.name)
+    choices = choices_of(kind)
+    options: dict[str, Any] = {
+        "type": reader_of(field), "default": argparse.SUPPRESS, "help": help_of(field),
+        "metavar": field.metadata["metavar"] or names_of(choices) or NAMES_OF_VALUES.get(kind),
+    }  # fmt: skip
+    if several:
+        options["nargs"] = "*" if field.default == () else "+"
+    if kind is bool and not field.default:
+        options |= {"nargs": "?", "const": True}
+    return options
+
+
+def names_of(choices: Sequence[str]) -> str:
+    return "{" + ",".join(choices) + "}" if choices else ""
+
+
+def reader_of(field: Field) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parsed_item(field, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+def help_of(field: Field) -> str:
+    default = field.metadata["shown"] or field.default
+    if default is None or default is False or default == ():
+        return field.metadata["help"]
+    shown = "on" if default is True else " ".join(default) if isinstance(default, tuple) else default
+    return f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
+
+
+def run(args: argparse.Namespace) -> int | None:
+    if getattr(args, "model", None) == "list":
+        print("\n".join(catalogue()), flush=True)
+        return None
+    try:
+        config = config_of(args)
+        if args.dry_run:
+            print_plan(config)
+        else:
+            train(config)
+    except InputError:
+        if distributed.first_to_fail():
+            raise
+        return UNUSABLE
+    finally:
+        distributed.stop()
+    return None
+
+
+def config_of(args: argparse.Namespace) -> TrainConfig:
+    """The settings of a run: the flags that are given, then those of --config or of the run that is resumed."""
+    given = {name: value for name, value in vars(args).items() if name in FIELDS}
+    folder = given.pop("resume", None)
+    if folder and (args.config or "output" in given):
+        raise InputError("--resume takes the settings and the folder of its run; leave out --config and --output")
+    if folder:
+        return config_of_run(folder, **given)
+    return config_from_file(args.config, **given) if args.config else TrainConfig(**given)
+
+
+def print_plan(config: TrainConfig) -> None:
+    text = plan(config).text()
+    if distributed.is_first():
+        print(text)

@@ -1,0 +1,239 @@
+"""TrainConfig: the settings of a training run, from Python, from the command line and from a TOML file.
+
+Each field is declared once, with its type, default, rule and help text; `ligermodels train` makes its flags from them.
+Must not know what the settings do, nor how a command line is read.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ligermodels.errors import InputError, nearest
+from ligermodels.hub import list_architectures
+
+DEFAULT_SIZE = "tiny"
+
+
+class Rule(NamedTuple):
+    """What a value must be, beyond its type: a predicate, and the same in words."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+POSITIVE = Rule(lambda x: x >= 1, "a whole number above zero")
+COUNT = Rule(lambda x: x >= 0, "a whole number, 0 or more")
+LENGTH = Rule(lambda x: x >= 2, "a whole number above 1")
+SEED = Rule(lambda x: 0 <= x < 2**62, "a whole number, 0 or more and below 2^62")  # torch's seeds have 64 bits
+ABOVE_ZERO = Rule(lambda x: 0 < x < math.inf, "a number above 0")
+NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, "a number, 0 or more")
+NORM = Rule(lambda x: x > 0, "a number above 0, or inf for none")
+FRACTION = Rule(lambda x: 0 < x < 1, "a number between 0 and 1")
+PROBABILITY = Rule(lambda x: 0 <= x < 1, "a number from 0 to below 1")
+
+
+def setting(
+    group: str,
+    default: Any,
+    help: str,
+    rule: Rule | None = None,
+    *,
+    metavar: str | None = None,
+    shown: str | None = None,
+) -> Any:
+    """A field of TrainConfig.
+
+    group: the heading of its flag in `--help`. help: one phrase. metavar: the flag's value in the usage. shown: the
+    default as help states it, where the field's own is None or depends on other settings.
+    """
+    return dataclasses.field(
+        default=default, metadata={"group": group, "help": help, "rule": rule, "metavar": metavar, "shown": shown}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings of a run. Every field is also a flag of `ligermodels train` and a key of its TOML files.
+
+    Raises InputError, which names the field, its value and the rule, for a value that a field cannot have.
+    """
+
+    # fmt: off
+    model: str | None = setting("model", None, "a family (new weights), with its size as llama:8b, a Hub id or a "
+        "folder; list prints the families")
+    size: str = setting("model", DEFAULT_SIZE, "preset of the family")
+    revision: str | None = setting("model", None, "branch, tag or commit of a Hub id")
+
+    data: tuple[str, ...] | None = setting("data", None, "training data", metavar="SPEC",
+        shown="the stories if the model has their vocabulary size, else random")
+    validation_data: tuple[str, ...] | None = setting("data", None, "validation data", metavar="SPEC",
+        shown="a part of --data")
+    validation_fraction: float | None = setting("data", None, "fraction of --data that is held out for validation",
+        FRACTION, shown="0.01, of large data at most about 131,000 tokens")
+    sequence_length: int = setting("data", 256, "tokens per sequence", LENGTH)
+    packing: bool = setting("data", True, "sequence packing with document masking")
+    allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
+
+    steps: int = setting("training", 2200, "optimizer steps", POSITIVE)
+    batch_size: int = setting("training", 4, "global batch: sequences per step, over all ranks and "
+        "micro-batches", POSITIVE)
+    micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
+        "batch is gradient accumulation", POSITIVE, shown="no accumulation")
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit needs torchao")
+    optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
+        "states", shown="that of the parameters")
+    learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
+        shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, 1/width")
+    schedule: Literal["cosine", "linear", "wsd"] = setting("training", "cosine", "wsd: warmup, stable, decay")
+    warmup: int = setting("training", 30, "steps of linear warmup", COUNT)
+    weight_decay: float = setting("training", 0.1, "not applied to norms, biases and embeddings", NOT_NEGATIVE)
+    max_grad_norm: float = setting("training", 1.0, "gradient clipping; inf: none", NORM)
+    dtype: Literal["float32", "tf32", "bfloat16"] = setting("training", "float32", "compute dtype")
+    param_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the trained parameters",
+        shown="bfloat16 for --dtype bfloat16 on one process without LoRA, else float32")
+    float8: bool = setting("training", False, "float8 matrix products in the blocks, through torchao; needs --compile")
+    activation_checkpointing: Literal["none", "auto", "full"] = setting("training", "none", "blocks that keep "
+        "only their inputs for the backward pass; auto: as few as fit into memory")
+    compile: bool = setting("training", False, "torch.compile each block")
+    seed: int = setting("training", 0, "seed of new weights, data order and dropout", SEED)
+
+    lora_rank: int | None = setting("LoRA", None, "rank of the LoRA updates", POSITIVE, shown="train all weights")
+    lora_alpha: float = setting("LoRA", 32.0, "the updates are scaled by alpha / rank", ABOVE_ZERO)
+    lora_dropout: float = setting("LoRA", 0.0, "dropout on the input of the updates", PROBABILITY)
+    lora_targets: tuple[str, ...] = setting("LoRA", ("all-linear",), "projections, as q_proj v_proj or q_proj,v_proj; "
+        "experts for routed experts", metavar="NAME")
+    lora_export: Literal["merged", "adapter"] = setting("LoRA", "merged", "a whole model, or an adapter in PEFT's "
+        "format")
+
+    output: Path | None = setting("run", None, "a new folder", metavar="FOLDER",
+        shown="runs/MODEL, numbered if it exists")
+    resume: Path | None = setting("run", None, "continue the run in this folder, with the settings of its train.toml",
+        metavar="FOLDER")
+    allow_changes: bool = setting("run", False, "resume although settings that change the result differ")
+    checkpoint_every: int = setting("run", 0, "steps between checkpoints; 0: only when stopped; with --no-export also "
+        "after the last step", COUNT)
+    keep_checkpoints: int = setting("run", 2, "number of checkpoints kept, the newest", POSITIVE)
+    no_export: bool = setting("run", False, "do not write a model at the end")
+    on_nan: Literal["stop", "skip"] = setting("run", "stop", "at a loss or gradient norm that is not finite")
+    dp_replicate: int = setting("run", 1, "HSDP: model replicas, each sharded over ranks / replicas ranks", POSITIVE)
+
+    eval_every: int = setting("monitoring", 550, "steps between validations", POSITIVE)
+    log_to: tuple[Literal["tensorboard", "wandb"], ...] = setting("monitoring", (), "loggers beside metrics.jsonl; "
+        "without it nothing is sent anywhere")
+    profile: int | None = setting("monitoring", None, "trace three steps from this one on", POSITIVE, metavar="STEP")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._set(field.name, checked_value(field, getattr(self, field.name)))
+        family, colon, size = (self.model or "").partition(":")
+        if colon and family in list_architectures():
+            self._set("model", family)
+            self._set("size", size)
+        self._set("lora_targets", tuple(" ".join(self.lora_targets).replace(",", " ").split()) or self.lora_targets)
+        if self.resume is not None and self.output is None:
+            self._set("output", self.resume)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def title(self) -> str:
+        """The model as `model` takes it: a family with its size, where that is not the default."""
+        return f"{self.model}" if self.size == DEFAULT_SIZE else f"{self.model}:{self.size}"
+
+
+@functools.cache
+def type_of(name: str) -> tuple[Any, bool]:
+    """The type of one value of a field, without None, and whether the field holds several of them."""
+    kind = typing.get_type_hints(TrainConfig)[name]
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
+    if typing.get_origin(kind) is tuple:
+        return typing.get_args(kind)[0], True
+    return kind, False
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The values of a Literal; empty for any other type."""
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def checked_value(field: dataclasses.Field, value: Any) -> Any:
+    """`value` in the field's type, lists as tuples. Raises InputError."""
+    kind, several = type_of(field.name)
+    if value is None and field.default is None:
+        return None
+    if not several:
+        return checked_item(field, kind, value)
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, Sequence) or (not values and field.default != ()):
+        raise InputError(f"{field.name} is {value!r}; must be a list of at least one value")
+    return tuple(checked_item(field, kind, item) for item in values)
+
+
+def checked_item(field: dataclasses.Field, kind: Any, value: Any) -> Any:
+    rule, choices = field.metadata["rule"], choices_of(kind)
+    if choices:
+        if value not in choices:
+            raise InputError(f"{field.name} {not_a_choice(value, choices)}")
+        return value
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise InputError(f"{field.name} is {value!r}; must be {words_of(kind, rule)}")
+    if rule is not None and not rule.holds(value):
+        raise InputError(f"{field.name} is {value!r}; must be {rule.words}")
+    return value
+
+
+def parsed_item(field: dataclasses.Field, text: str) -> Any:
+    """One value of a field from its text on a command line. Raises ValueError, as "is 'x'; must be …"."""
+    kind, rule = type_of(field.name)[0], field.metadata["rule"]
+    choices = choices_of(kind)
+    if choices:
+        if text not in choices:
+            raise ValueError(not_a_choice(text, choices))
+        return text
+    value = PARSERS[kind](text)
+    if value is None or (rule is not None and not rule.holds(value)):
+        raise ValueError(f"is {text!r}; must be {words_of(kind, rule)}")
+    return value
+
+
+def not_a_choice(value: Any, choices: Sequence[str]) -> str:
+    return f"is {value!r}; must be one of {', '.join(choices)}{nearest(str(value), choices)}"
+
+
+def words_of(kind: type, rule: Rule | None) -> str:
+    return rule.words if rule else {bool: "on or off", str: "text", Path: "a path"}[kind]
+
+
+def parse_int(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() else None
+
+
+def parse_float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def parse_switch(text: str) -> bool | None:
+    """ "on" and "off"; in a file true and false as well."""
+    return {"on": True, "true": True, "off": False, "false": False}.get(text)
+
+
+PARSERS: Mapping[type, Callable[[str], Any]] = {
+    int: parse_int, float: parse_float, bool: parse_switch, str: str, Path: Path,
+}  # fmt: skip
+FIELDS: Mapping[str, dataclasses.Field] = {field.name: field for field in dataclasses.fields(TrainConfig)}

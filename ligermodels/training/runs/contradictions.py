@@ -1,0 +1,52 @@
+"""Settings that contradict each other, refused before any file is read and any memory is allocated."""
+
+from ligermodels.errors import InputError
+from ligermodels.hub import list_architectures
+from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TrainConfig
+from ligermodels.training.data.sources import WITHOUT_FILES, parse_spec
+from ligermodels.units import counted
+
+LORA_SETTINGS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_export")
+
+
+def refuse_contradictions(config: TrainConfig) -> None:
+    """Raises InputError, which names the settings as the flags of the command line."""
+    if config.allow_changes and not config.resume:
+        raise InputError("--allow-changes goes with --resume, which is missing")
+    if config.model is None:
+        raise InputError("--model is missing: a family, a Hub id or a folder; --model list shows the families")
+    is_family = config.model in list_architectures()
+    if config.size != DEFAULT_SIZE and not is_family:
+        raise InputError(
+            f"--size {config.size} goes with a family, which {config.model} is not; --model list shows them"
+        )
+    if config.revision and is_family:
+        raise InputError(
+            f"--revision {config.revision} goes with a Hub id; {config.model} is a family, with new weights"
+        )
+    if config.profile and config.profile > config.steps:
+        raise InputError(f"--profile {config.profile}: the run has {counted(config.steps, 'step')}; name one of them")
+    if config.validation_fraction is not None:
+        refuse_unused_fraction(config)
+    if config.optimizer == "adamw8bit" and config.optimizer_state_dtype:
+        raise InputError(
+            f"--optimizer-state-dtype {config.optimizer_state_dtype}: the states of --optimizer adamw8bit have 8 bits; "
+            "leave one of the two out"
+        )
+    if config.float8 and not config.compile:
+        raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
+    if is_family and config.lora_rank and config.lora_export == "adapter":
+        raise InputError(f"--lora-export adapter: the new weights of {config.model} would be lost; leave it out")
+    unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
+    if config.lora_rank is None and unused:
+        raise InputError(f"--{unused[0].replace('_', '-')} goes with --lora-rank, which is missing")
+
+
+def refuse_unused_fraction(config: TrainConfig) -> None:
+    if config.validation_data:
+        raise InputError("--validation-fraction is a part of --data, but --validation-data is given: leave one out")
+    if all(parse_spec(text).name in WITHOUT_FILES for text in config.data or []):
+        raise InputError(
+            f"--validation-fraction is a part of files in --data; {', '.join(WITHOUT_FILES)} have validation data of "
+            "their own: leave it out"
+        )
