@@ -1,6 +1,8 @@
-"""Imports go down only, and architectures know layers and weights.mapping alone."""
+"""The structure of the package: imports go down only and in no circle, and a name has one meaning."""
 
 import ast
+from collections import defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import ligermodels
@@ -84,3 +86,43 @@ def test_the_product_does_not_import_the_oracles():
     importing = [path for path in PACKAGE.rglob("*.py") if imports_an_oracle(ast.walk(ast.parse(path.read_text())))]
     assert importing == [PACKAGE / "verify" / "reference.py"]
     assert not imports_an_oracle(ast.parse(importing[0].read_text()).body)
+
+
+def module_of(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """A package's __init__ counts as a file of its own: what it imports for its users is above the files below it."""
+    files = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    graph = {name: set() for name in files}
+    for name, path in files.items():
+        for imported in imports_of(path):
+            target = next((known for known in (imported, imported.rpartition(".")[0]) if known in files), None)
+            if target is not None and target != name:
+                graph[name].add(target)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
+
+
+def top_level_names(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+# Each command has both of its functions; the presets of architectures are made from constants of these names; `T` and
+# names that begin with an underscore mean nothing outside their file.
+MAY_REPEAT = {"add_to", "run", "BASE", "HUB", "TINY", "SMALL", "MULTIPLIERS", "T"}
+
+
+def test_a_name_has_one_meaning():
+    places = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        for name in top_level_names(path):
+            if not name.startswith("_") and name not in MAY_REPEAT:
+                places[name].add(module_of(path))
+    # ops and nn are the face of the kernels: what they define has the kernels' names.
+    face = {"ops", "nn"}
+    assert not {name: sorted(files) for name, files in places.items() if len(files - face) > 1}
