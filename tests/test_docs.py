@@ -115,7 +115,7 @@ RUNNABLE = [page for page in PAGES if any(block.reason is None for block in pyth
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=names)
 def test_the_python_snippets_of_a_page_run_one_after_the_other_on_a_cpu(page, tmp_path):
-    script = tmp_path / page.name.replace(".md", ".py")
+    script = tmp_path / "snippets.py"  # its folder is searched first for modules: no other's name
     script.write_text(as_script(page), encoding="utf-8")
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
