@@ -66,11 +66,11 @@ def ours(*shape):
     return linear_cross_entropy
 
 
-@linear_cross_entropy.provider("ligermodels, lean")
-def ours_lean(*shape):
+@linear_cross_entropy.provider("ligermodels, low memory")
+def ours_low_memory(*shape):
     from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 
-    return lambda *inputs: linear_cross_entropy(*inputs, lean=True)
+    return lambda *inputs: linear_cross_entropy(*inputs, low_memory=True)
 
 
 linear_cross_entropy.compiled(SHAPES)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels.linear_cross_entropy import chunk_rows, keeps_logits, round_up
+from ligermodels.kernels.linear_cross_entropy import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, NormedAttention
 from ligermodels.layers.block import Block, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
@@ -242,7 +242,7 @@ def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
     if keeps_logits(tokens, hidden, vocab, dtype, True, trained):
         return tokens * vocab * dtype.itemsize + gradient
     sums = (tokens + vocab * trained) * hidden
-    chunk = min(chunk_rows(tokens, vocab, sums, dtype), tokens) * round_up(vocab) * dtype.itemsize
+    chunk = min(chunk_rows(tokens, vocab, sums, dtype), tokens) * round_up_to_tile(vocab) * dtype.itemsize
     return sums * FP32 + max(chunk, gradient)
 
 

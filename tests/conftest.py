@@ -11,8 +11,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-import ligermodels.kernels.launch as launch
-import ligermodels.kernels.rescale as scaled
+from ligermodels.kernels import launch, rescale
 from tests import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +24,7 @@ BEYOND_INT32 = pytest.mark.xdist_group("beyond int32")
 def pytest_configure():
     if DEVICE == "cpu":
         interpreter.hasten()
-        scaled.IN_PLACE_TILE = 512, 2048, 8  # a GPU's would be 32 steps for every short row
+        rescale.IN_PLACE_TILE = rescale.SpanTile(block=512, span=2048, warps=8)  # the GPU's takes 32 steps for any row
 
 
 def pytest_collection_modifyitems(items):

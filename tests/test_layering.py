@@ -92,15 +92,19 @@ def module_of(path):
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
+def files_imported_by(path, files):
+    """The modules of the package that a file imports, a package's `__init__` only where a name of its own is taken."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ligermodels"):
+            module = node.module.removeprefix("ligermodels").removeprefix(".")
+            for alias in node.names:
+                submodule = f"{module}.{alias.name}".removeprefix(".")
+                yield submodule if submodule in files else module
+
+
 def test_no_file_imports_itself_by_way_of_others():
-    """A package's __init__ counts as a file of its own: what it imports for its users is above the files below it."""
     files = {module_of(path): path for path in PACKAGE.rglob("*.py")}
-    graph = {name: set() for name in files}
-    for name, path in files.items():
-        for imported in imports_of(path):
-            target = next((known for known in (imported, imported.rpartition(".")[0]) if known in files), None)
-            if target is not None and target != name:
-                graph[name].add(target)
+    graph = {name: set(files_imported_by(path, files)) - {name, ""} for name, path in files.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 

@@ -26,7 +26,7 @@ MAPPING = "ligermodels.weights.mapping"
 FAMILIES = "ligermodels.architectures"
 
 WINDOWS = {
-    "window off by one": Sabotage(f"{ATTENTION}:visible", "distance < window", "distance <= window", "mistral"),
+    "window off by one": Sabotage(f"{ATTENTION}:dense_mask", "distance < window", "distance <= window", "mistral"),
     "window ignored": Sabotage(f"{ATTENTION}:attention", "window >= k.shape[1]", "window >= 0", "qwen2-sliding"),
     "window of the full layers": Sabotage(
         f"{SHARED_CONFIGS}:SlidingConfig.window", "== SLIDING", "!= SLIDING", "gemma2"
@@ -67,7 +67,7 @@ WINDOWS = {
     ),
 }
 SCORES = {
-    "causal mask strict": Sabotage(f"{ATTENTION}:visible", "distance >= 0", "distance > -2", "qwen2-sliding"),
+    "causal mask strict": Sabotage(f"{ATTENTION}:dense_mask", "distance >= 0", "distance > -2", "qwen2-sliding"),
     "attention unscaled": Sabotage(f"{ATTENTION}:sdpa", "scale=scale", "scale=1.0", "llama"),
     "bound of the scores dropped": Sabotage(
         f"{ATTENTION}:attention_reference", "if softcap is not None", "if False", "gemma2-attention-softcap"

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ligermodels.errors import InputError, nearest
 
-NAMES_OF_VALUES = {int: "N", float: "N", bool: "on|off", str: None, Path: "PATH"}  # in the usage
+NAMES_OF_VALUES = {int: "N", float: "N", bool: "on|off", Path: "PATH"}  # in the usage
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -58,7 +58,7 @@ def flag_options(field: Field) -> dict[str, Any]:
     choices = choices_of(kind)
     options: dict[str, Any] = {
         "type": reader_of(field), "default": argparse.SUPPRESS, "help": help_of(field),
-        "metavar": field.metadata["metavar"] or names_of(choices) or NAMES_OF_VALUES.get(kind),
+        "metavar": field.metadata["metavar"] or names_of(choices) or NAMES_OF_VALUES.get(kind, field.name.upper()),
     }  # fmt: skip
     if several:
         options["nargs"] = "*" if field.default == () else "+"

@@ -1,1 +1,1 @@
-"""Fused ops, one a file. Knows torch and triton, nothing of models."""
+"""Fused ops, one op a file. Knows torch and triton; must not know models."""

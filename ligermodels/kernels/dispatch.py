@@ -23,24 +23,24 @@ from torch.utils._pytree import tree_map_only
 from ligermodels.kernels import launch
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
-PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})  # nothing to trace
+UNTRACED_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})
 
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference.
 
-    They do not under transforms of torch.func, which can take only the reference apart.
+    Under transforms of torch.func they run as the reference, which is all that those can transform.
     """
     return (launch.interpreting or not x.is_cpu) and not _are_functorch_transforms_active()
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:
-    """What ends in a matrix product takes its operands through here: they come in the dtype of `torch.autocast`.
+    """Casts the operands of a matrix product to the dtype of `torch.autocast`.
 
-    operands: tensors, tuples of them, None. Outside of autocast, on another device than its, and in fp64 they stay as
-    they are. Gradients come back in each operand's own dtype.
+    operands: tensors, tuples of tensors, or None. They are returned unchanged if autocast is off, or is on for another
+    device, and if they are fp64 or integers. Gradients come back in each operand's own dtype.
     """
-    if not torch._C._is_any_autocast_enabled():  # the one question asked outside of it
+    if not torch._C._is_any_autocast_enabled():  # the common case costs one check
         return operands
     return tree_map_only(Tensor, _autocast, operands)
 
@@ -51,44 +51,48 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if takes_part else x
 
 
-def traced(args: tuple[Any, ...]) -> bool:
-    """Whether a compiler, a dispatch mode or a tensor subclass must see the call as a registered op.
+def is_traced(args: tuple[Any, ...]) -> bool:
+    """Whether the call is traced: a compiler, a dispatch mode or a tensor subclass must see it as a registered op.
 
-    args: those of the call, a tensor first.
+    args: the arguments of the call, a tensor first.
     """
     if is_dynamo_compiling() or _len_torch_dispatch_stack():
         return True
-    return args[0].is_meta or not PLAIN.issuperset(map(type, args))
+    return args[0].is_meta or not UNTRACED_TYPES.issuperset(map(type, args))
 
 
-def last_use(*tensors: Tensor) -> bool:
-    """Whether a node's backward may write over what it saved: neither something that traces nor a backward to come, of
-    a graph that is kept, reads it again. tensors: those that backward works on."""
-    return not traced(tensors) and not torch._C._autograd._get_current_graph_task_keep_graph()
+def is_last_use(*tensors: Tensor) -> bool:
+    """Whether a node's backward may overwrite what it saved: nothing reads it again.
+
+    A tracer might, and so might a second backward if the graph is retained. tensors: what backward works on.
+    """
+    return not is_traced(tensors) and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers `ligermodels::<schema>` and returns the function to call it by.
+    """Registers the op `ligermodels::<schema>` and returns the function that calls it.
 
-    schema: as in native_functions.yaml; an argument that is written to is declared, as `Tensor(a!)`.
-    launcher: runs the kernels; its first argument is a tensor. Of several outputs, one that was not asked for may be
-        None, which costs no allocation; to whoever traces, it is a tensor of no elements.
-    fake: the outputs' shapes, dtypes and strides from the inputs' alone.
+    schema: as in native_functions.yaml; an argument that is written to is declared as `Tensor(a!)`.
+    launcher: runs the kernels; its first argument is a tensor. If it has several outputs, those that the caller does
+        not need may be None, which saves the allocation; the registered op returns an empty tensor instead.
+    fake: computes the outputs' shapes, dtypes and strides from those of the inputs.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, _without_none(launcher), "CUDA")  # ROCm's dispatch key as well
-    LIBRARY.impl(name, _without_none(launcher), "CPU")  # reached under TRITON_INTERPRET=1 only
-    torch.library.register_fake(f"ligermodels::{name}", _without_none(fake), lib=LIBRARY)
+    LIBRARY.impl(name, _none_to_empty(launcher), "CUDA")  # ROCm's dispatch key as well
+    LIBRARY.impl(name, _none_to_empty(launcher), "CPU")  # reached under TRITON_INTERPRET=1 only
+    torch.library.register_fake(f"ligermodels::{name}", _none_to_empty(fake), lib=LIBRARY)
     registered = getattr(torch.ops.ligermodels, name).default
 
     def call(*args: Any) -> Any:
-        return registered(*args) if traced(args) else launcher(*args)
+        return registered(*args) if is_traced(args) else launcher(*args)
 
     return call
 
 
-def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
+def _none_to_empty(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with each None of its output tuple replaced by an empty tensor, as a schema requires."""
+
     def call(*args: Any) -> Any:
         outputs = function(*args)
         return tuple(args[0].new_empty(0) if x is None else x for x in outputs) if type(outputs) is tuple else outputs
@@ -97,27 +101,27 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Node(torch.autograd.Function):
-    """An autograd.Function whose `apply` costs microseconds less, and whose backward is not to be differentiated.
+    """An autograd.Function whose `apply` is microseconds faster and whose backward rejects double backward.
 
-    Function's own also serves nodes with a setup_context, which ours have not, and transforms of torch.func, under
-    which `runs_kernels` says no.
+    Function.apply also supports `setup_context`, which no node here has, and transforms of torch.func, under which
+    `runs_kernels` returns False.
     """
 
     apply = torch._C._FunctionBase.__dict__["apply"]
 
     def __init_subclass__(cls) -> None:
-        cls.backward = staticmethod(_once(cls.backward))  # type: ignore[method-assign]
+        cls.backward = staticmethod(_forbid_double_backward(cls.backward))  # type: ignore[method-assign]
 
 
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward`, which raises where a graph of it is asked for: what goes through kernels would be missing in that."""
+def _forbid_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward`, raising if autograd records it: the graph would lack what the kernels compute."""
 
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled() and not is_dynamo_compiling():
             raise RuntimeError(
-                "ligermodels: fused ops have no second derivative; call backward without create_graph=True, or"
-                " differentiate by torch.func, which runs them as plain PyTorch"
+                "ligermodels: fused ops do not support double backward; call backward without create_graph=True, or"
+                " use torch.func, which runs their plain PyTorch reference"
             )
         return backward(ctx, *gradients)
 
@@ -125,5 +129,5 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in the dtype that references compute in: fp32 for the half precisions, else its own."""
+    """`x` in the dtype that references compute in: fp32 for half precision, otherwise its own dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,17 +1,18 @@
-"""SwiGLU and GeGLU: y = act(gate) * up, where [gate, up] = gate_up. All are act(g) = g S(g):
+"""SwiGLU and GeGLU: y = act(gate) * up, where [gate, up] = gate_up. Every activation has the form act(g) = g S(g):
 
     silu       S(g) = σ(g)
     gelu_tanh  S(g) = σ(z), z = √(8/π) (g + 0.044715 g³)      GELU's tanh form: (1 + tanh(z/2)) / 2 = σ(z)
     gelu       S(g) = Φ(g) = (1 + erf(g/√2)) / 2
-Backward: dgate = dy * up * act'(gate), dup = dy * act(gate), act'(g) = S(g) + g S'(g); it can emit y again, for the
-weight gradient of the linear that follows.
-gate_up [..., 2 I] any float dtype, gate first; y [..., I]. Computed in fp32, one rounding. M tokens move 3 M I elements
-forward, 5 M I backward, 6 M I when it emits: bound by memory bandwidth.
+Backward: dgate = dy * up * act'(gate), dup = dy * act(gate), act'(g) = S(g) + g S'(g). With `emit` it also recomputes
+y, for the weight gradient of the following linear.
+gate_up [..., 2 I] any float dtype, gate first; y [..., I]. Computed in fp32, rounded once. M tokens move 3 M I elements
+forward and 5 M I backward, 6 M I with `emit`: bound by memory bandwidth.
 Maths: Shazeer 2020, https://arxiv.org/abs/2002.05202; Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415.
 """
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, last_use, register, runs_kernels, widen
-from ligermodels.kernels.launch import Launcher, cdiv, kernel, rows_of
-from ligermodels.kernels.pdl import await_previous, early
+from ligermodels.kernels.dispatch import Node, is_last_use, register, runs_kernels, widen
+from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
+from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
-MAX_TILE = 1024  # columns of one program of four warps
+MAX_TILE_COLUMNS = 1024  # of one program, which has four warps
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -34,15 +35,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = widen(gate_up).chunk(2, -1)
-    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+    return (ACTIVATION_FUNCTIONS[activation](gate) * up).to(gate_up.dtype)
 
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
     """The activation and its derivative at `gate`."""
     if ACTIVATION == "gelu":
-        # From Φ(-|g|) = exp(-g²/2) t P(t), t = 1 / (1 + 0.32 |g|), with P fitted: off by less than 4e-8 (Φ + 0.001), so
-        # closer than (1 + erf) / 2 in fp32, which cancels below 0. With erf's instructions forward is not memory-bound.
+        # Φ(-|g|) = exp(-g²/2) t P(t), t = 1 / (1 + 0.32 |g|), with a fitted polynomial P. The error is below
+        # 4e-8 (Φ + 0.001), less than that of (1 + erf) / 2 in fp32, which cancels below 0. Forward computed with erf
+        # takes so many instructions that it is no longer memory-bound.
         bell = tl.exp(-0.5 * gate * gate)
         t = 1.0 / (1.0 + 0.32 * tl.abs(gate))
         p = 0.21375779807567596 + t * (
@@ -58,7 +60,7 @@ def activate(gate, ACTIVATION: tl.constexpr):
         else:
             z = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
             slope = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
-        # From σ(-|z|), which never overflows and where σ' = σ(|z|) σ(-|z|) does not cancel.
+        # Computed from σ(-|z|): exp cannot overflow, and σ' = σ(|z|) σ(-|z|) does not cancel.
         decay = tl.exp(-tl.abs(z))
         head = 1.0 / (1.0 + decay)
         tail = decay * head
@@ -68,8 +70,8 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _place(COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """This program's row, its columns and which of them there are. Neighbours share a row: memory likes them close."""
+def _locate_tile(COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Row, columns and column mask of this program. Consecutive programs share a row, for locality in memory."""
     tiles: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     column = tile * TILE + tl.arange(0, TILE)
@@ -81,7 +83,7 @@ def _forward_kernel(
     gate_up_ptr, y_ptr, gate_up_stride, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr
 ):
     """One program computes TILE columns of one row."""
-    row, column, mask = _place(COLUMNS, TILE)
+    row, column, mask = _locate_tile(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + COLUMNS, mask, other=0.0).to(tl.float32)
@@ -92,11 +94,11 @@ def _forward_kernel(
 @kernel()
 def _backward_kernel(
     dy_ptr, gate_up_ptr, dgate_up_ptr, y_ptr, dy_stride, gate_up_stride,
-    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, EMIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program computes TILE columns of one row's dgate and dup, and of y again where it is asked to."""
-    await_previous(EARLY)
-    row, column, mask = _place(COLUMNS, TILE)
+    """One program computes TILE columns of one row of dgate and dup and, if EMIT, of y."""
+    wait_for_previous_kernel(PDL)
+    row, column, mask = _locate_tile(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
     dgate_ptr = dgate_up_ptr + row * (2 * COLUMNS) + column
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
@@ -109,48 +111,57 @@ def _backward_kernel(
         tl.store(y_ptr + row * COLUMNS + column, (activated * up).to(y_ptr.dtype.element_ty), mask)
 
 
-@functools.cache
-def tiles_of(columns: int) -> tuple[int, int]:
-    """How many tiles cover a row, and the columns of one."""
-    tile = min(MAX_TILE, triton.next_power_of_2(columns))
-    return cdiv(columns, tile), tile
+class RowTiles(NamedTuple):
+    """How a row is split between programs."""
+
+    tiles: int
+    tile_columns: int
 
 
 @functools.cache
-def _forward(width: int, activation: str) -> tuple[Launcher, int, int]:
-    """What launches forward on rows of `width` gates and ups, the columns of y, and how many tiles cover them."""
-    tiles, tile = tiles_of(width // 2)
+def split_row(columns: int) -> RowTiles:
+    tile = min(MAX_TILE_COLUMNS, triton.next_power_of_2(columns))
+    return RowTiles(cdiv(columns, tile), tile)
+
+
+@functools.cache
+def _forward_launcher(width: int, activation: str) -> tuple[Launcher, int, int]:
+    """(launcher, columns of y, tiles per row) for a gate_up that is `width` wide."""
+    tiles, tile = split_row(width // 2)
     return _forward_kernel.bind(COLUMNS=width // 2, ACTIVATION=activation, TILE=tile), width // 2, tiles
 
 
 def _launch_forward(gate_up: Tensor, activation: str) -> Tensor:
     *batch, width = gate_up.shape
-    launch, columns, tiles = _forward(width, activation)
+    launch, columns, tiles = _forward_launcher(width, activation)
     y = gate_up.new_empty(*batch, columns)
     if size := y.numel():
-        gate_up, stride = rows_of(gate_up, width)
+        gate_up, stride = as_rows_with_stride(gate_up, width)
         launch(size // columns * tiles, gate_up, y, stride)
     return y
 
 
 @functools.cache
-def _backward(columns: int, activation: str, emit: bool, device: torch.device) -> tuple[Launcher, int]:
-    """What launches backward, and how many tiles cover a row."""
-    tiles, tile = tiles_of(columns)
-    launch = _backward_kernel.bind(COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile, **early(device))
+def _backward_launcher(columns: int, activation: str, emit: bool, device: torch.device) -> tuple[Launcher, int]:
+    """(launcher, tiles per row)."""
+    tiles, tile = split_row(columns)
+    launch = _backward_kernel.bind(
+        COLUMNS=columns, ACTIVATION=activation, EMIT=emit, TILE=tile, **pdl_constants(device)
+    )
     return launch, tiles
 
 
 def _launch_backward(
     dy: Tensor, gate_up: Tensor, activation: str, emit: bool, inplace: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """inplace: dgate_up over gate_up and y over dy, both contiguous: a program reads its tile before it writes."""
+    """inplace: dgate_up overwrites gate_up and y overwrites dy. Both must be contiguous. This is safe because each
+    program reads its tile before it writes it."""
     dgate_up = gate_up.detach() if inplace else gate_up.new_empty(*gate_up.shape)
     y = (dy if inplace else gate_up.new_empty(*dy.shape)) if emit else None
     if size := dy.numel():
         columns = dy.shape[-1]
-        launch, tiles = _backward(columns, activation, emit, dy.device)
-        (dy, dy_stride), (gate_up, stride) = rows_of(dy, columns), rows_of(gate_up, 2 * columns)
+        launch, tiles = _backward_launcher(columns, activation, emit, dy.device)
+        (dy, dy_stride), (gate_up, stride) = as_rows_with_stride(dy, columns), as_rows_with_stride(gate_up, 2 * columns)
         launch(size // columns * tiles, dy, gate_up, dgate_up, dgate_up if y is None else y, dy_stride, stride)
     return dgate_up, y
 
@@ -173,17 +184,17 @@ gated_activation_backward = register(
 )
 
 
-def backward_of_saved(
+def backward_from_saved(
     dy: Tensor, gate_up: Tensor, activation: str, emit: bool, inplace: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As gated_activation_backward, of a node's own gate_up and, where it emits, its own dy, which is contiguous.
+    """gated_activation_backward for a node that saved gate_up and, with `emit`, computed dy itself (contiguous).
 
-    inplace: dgate_up into gate_up's memory and y into dy's, where this is their last use.
+    inplace: dgate_up takes the memory of gate_up and y that of dy, if this is their last use.
     """
-    if not (inplace and gate_up.is_contiguous() and last_use(gate_up, dy)):
+    if not (inplace and gate_up.is_contiguous() and is_last_use(gate_up, dy)):
         return gated_activation_backward(dy, gate_up, activation, emit)
     gradients = _launch_backward(dy, gate_up, activation, emit, inplace=True)
-    torch.autograd.graph.increment_version(gate_up)  # so that autograd objects if another node saved it
+    torch.autograd.graph.increment_version(gate_up)  # so that autograd raises if another node saved it
     return gradients
 
 
@@ -196,25 +207,27 @@ class _GatedActivation(Node):
 
     @staticmethod
     def backward(ctx, dy):
-        dgate_up, _ = backward_of_saved(dy, *ctx.saved_tensors, *ctx.options)
+        dgate_up, _ = backward_from_saved(dy, *ctx.saved_tensors, *ctx.options)
         return dgate_up, None, None
 
 
-def check_gated(gate_up: Tensor, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"gated activation: no activation {activation!r}; there are {', '.join(ACTIVATIONS)}")
+def check_gate_up(gate_up: Tensor, activation: str) -> None:
+    if activation not in ACTIVATION_FUNCTIONS:
+        supported = ", ".join(ACTIVATION_FUNCTIONS)
+        raise ValueError(f"gated activation: unknown activation {activation!r}; supported: {supported}")
     if gate_up.shape[-1] % 2:
-        raise ValueError(f"gated activation: gate_up is {gate_up.shape[-1]} wide; gate and up need an even width")
+        raise ValueError(f"gated activation: gate_up has {gate_up.shape[-1]} columns; an even width is required")
 
 
-def gated_activation(gate_up: Tensor, activation: str, *, inplace: bool = False) -> Tensor:
-    """activation(gate) * up, where gate is the first half of the columns of gate_up and up the second.
+def gated_activation(gate_up: Tensor, activation: str = "silu", *, inplace: bool = False) -> Tensor:
+    """activation(gate) * up, where gate is the first half of gate_up's columns and up the second half.
 
     gate_up [..., 2 I] float, activation "silu", "gelu_tanh" or "gelu" -> [..., I] in gate_up's dtype.
-    inplace: backward writes gate_up's gradient over it (its values are lost), unless the graph is kept for another
-    backward or something traces. Raises ValueError for any other activation and for an odd width.
+    inplace: backward overwrites gate_up with its gradient, unless the graph is retained for another backward or is
+    being traced. The values of gate_up are then lost.
+    Raises ValueError for any other activation and for an odd width.
     """
-    check_gated(gate_up, activation)
+    check_gate_up(gate_up, activation)
     if not runs_kernels(gate_up):
         return gated_activation_reference(gate_up, activation)
     return _GatedActivation.apply(gate_up, activation, inplace)
@@ -226,5 +239,5 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def geglu(gate_up: Tensor, approximate: str = "none") -> Tensor:
-    """gelu(gate) * up: gate_up [..., 2 I] -> [..., I]; approximate "none" or "tanh", as in torch's gelu."""
+    """gelu(gate) * up: gate_up [..., 2 I] -> [..., I]; approximate "none" or "tanh", as in F.gelu."""
     return gated_activation(gate_up, "gelu" if approximate == "none" else f"gelu_{approximate}")

@@ -1,8 +1,8 @@
-"""Gated activation and the linear after it as one autograd node: y = (act(gate) * up) Wᵀ + b.
+"""Gated activation and the following linear as one autograd node: y = product Wᵀ + b, product = act(gate) * up.
 
-The linear may have a low-rank update (kernels/linear.py). Keeps gate_up, the weights and the update's few columns for
-backward, not the product that the linear reads: the activation's backward kernel emits it again for dW = dyᵀ product
-and for the update's dA, at one write of I elements a token. No matrix product of the whole width is recomputed.
+The linear may have a low-rank update (kernels/linear.py). The node saves gate_up, the weights and the update's r
+columns for backward. It does not save the product: the activation's backward kernel recomputes it for dW = dyᵀ product
+and for dA of the update, which costs one write of I elements per token. No full-width GEMM is recomputed.
 gate_up [..., 2 I], W [N, I], b [N] -> y [..., N], all in one float dtype.
 """
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, autocast, runs_kernels
 from ligermodels.kernels.gated_activation import (
-    backward_of_saved,
-    check_gated,
+    backward_from_saved,
+    check_gate_up,
     gated_activation_forward,
     gated_activation_reference,
 )
 from ligermodels.kernels.linear import (
-    NO_UPDATE,
+    NO_LOW_RANK,
     LowRank,
     bias_gradient,
     input_gradient,
@@ -29,7 +29,11 @@ from ligermodels.kernels.linear import (
 
 
 def gated_linear_reference(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None, activation: str, low_rank: LowRank | None = None
+    gate_up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     return low_rank_linear_reference(gated_activation_reference(gate_up, activation), weight, bias, low_rank)
 
@@ -52,8 +56,8 @@ class _GatedLinear(Node):
         dgate_up = product = dlow = None
         if a is not None and (needs_gate_up or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
-        if needs_gate_up:  # the product's gradient has no name here: its memory is free before dW is made
-            dgate_up, product = backward_of_saved(
+        if needs_gate_up:  # dproduct is not bound to a name: its memory is freed before dW is computed
+            dgate_up, product = backward_from_saved(
                 input_gradient(dy, weight, dlow, a), gate_up, ctx.activation, reads_product, ctx.inplace
             )
         elif reads_product:
@@ -74,20 +78,21 @@ class _GatedLinear(Node):
 def gated_linear(
     gate_up: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
+    bias: Tensor | None = None,
+    activation: str = "silu",
     low_rank: LowRank | None = None,
     *,
     inplace: bool = False,
 ) -> Tensor:
-    """linear(activation(gate) * up, weight, bias), where gate and up are the halves of gate_up.
+    """linear(activation(gate) * up, weight, bias), where gate is the first half of gate_up's columns, up the second.
 
     gate_up [..., 2 I] float, weight [N, I], bias [N] or None, activation "silu", "gelu_tanh" or "gelu", low_rank: the
-    linear's update -> [..., N]. inplace: as in `gated_activation`, and the product takes its gradient's memory. Frozen
-    arguments cost no gradient. Raises ValueError for any other activation and for an odd width.
+    linear's update -> [..., N].
+    inplace: as in `gated_activation`; the recomputed product also takes the memory of its gradient.
+    Frozen arguments cost no gradient. Raises ValueError for any other activation and for an odd width.
     """
-    check_gated(gate_up, activation)
+    check_gate_up(gate_up, activation)
     gate_up, weight, bias, low_rank = autocast(gate_up, weight, bias, low_rank)
     if not runs_kernels(gate_up):
         return gated_linear_reference(gate_up, weight, bias, activation, low_rank)
-    return _GatedLinear.apply(gate_up, weight, bias, *(low_rank or NO_UPDATE), activation, inplace)
+    return _GatedLinear.apply(gate_up, weight, bias, *(low_rank or NO_LOW_RANK), activation, inplace)

@@ -1,30 +1,31 @@
-"""Linear layer and cross-entropy in one: the loss of logits = hidden @ weightᵀ, a chunk of rows at a time.
+"""Fused linear cross-entropy: the loss of logits = hidden @ weightᵀ, computed in chunks of rows.
 
-hidden [T, H] and weight [V, H] of one float dtype, targets [T] int64; loss fp32. Of many rows no more than one chunk of
-logits ever exists, in the inputs' dtype; its gradient overwrites it, and then
+hidden [T, H] and weight [V, H] of one float dtype, targets [T] int64; loss fp32. With many rows, only one chunk of
+logits exists at a time, in the inputs' dtype. Its gradient overwrites it, and then
 
     dhidden = dlogits @ weight        dweight = Σ_chunks dlogitsᵀ @ hidden, summed in fp32
 
-so that the chunk size changes the order of dweight's fp32 sums (a relative 1e-6) and nothing else.
-"mean" and "sum" take both in the forward, in fp32: 6 T H V FLOP; backward only multiplies by the upstream gradient and
-rounds. "none" keeps the rows' log-sum-exp and recomputes the logits: 8 T H V FLOP.
+The chunk size changes the order of the fp32 sums of dweight (relative difference 1e-6) and nothing else.
+"mean" and "sum" compute both gradients in the forward, in fp32: 6 T H V FLOP. Backward only multiplies them by the
+upstream gradient and rounds. "none" saves the log-sum-exp of each row and recomputes the logits: 8 T H V FLOP.
 
-Few rows have fewer logits than both gradients have fp32 sums, 2 T V bytes of half precision or 4 H (T + V): about up to
-T = 2 H. Then those are what waits for backward, which writes their gradient over them and takes dhidden and dweight in
-one matrix product each: no sums, and no more memory at the peak, at T = H half of it.
+Few rows. The logits take 2 T V bytes in half precision, fp32 sums of both gradients 4 H (T + V): up to about T = 2 H
+the logits are smaller. They are then saved for backward, which overwrites them with their gradient and computes dhidden
+and dweight in one GEMM each. There are no fp32 sums, and peak memory is no higher; at T = H it is half.
 
-lean needs 64 MiB beyond the gradients and takes them in two passes: one over chunks of rows, whose logits lie in
-dweight's own memory, for the log-sum-exps and dhidden; one over chunks of the vocabulary, which computes their logits
-again and each row of dweight in one matrix product, summed in fp32 inside it and rounded once: 8 T H V FLOP. Logits of
-few rows, which fit the 64 MiB, are not computed again: 6.
+low_memory=True needs 64 MiB beyond the gradients and computes them in two passes. The first goes over chunks of rows,
+whose logits are stored in dweight's own memory, and computes the log-sum-exps and dhidden. The second goes over chunks
+of the vocabulary: it recomputes their logits and computes each row of dweight in one GEMM, summed in fp32 inside the
+GEMM and rounded once: 8 T H V FLOP. If all logits fit the 64 MiB, they are not recomputed: 6 T H V FLOP.
 
-Little between the two pays. Sums over chunks of c rows for a share g of the vocabulary, and logits computed again for
-the rest, cost 2 (4 - g) T H V FLOP and 8 g H V T / c bytes of traffic, in 4 g H V + 2 c V bytes. Beside the products
-alone on an H200, 1.2 GiB beyond gradients of half precision give at best 1.10 times their time at 16384×4096×128256
-(g 0.86, c 2048; 1.23 with g 1, c 896) and 1.26 at 16384×2304×256000 (g 0.60, c 2048), where 2.2 and 2.3 GiB give 1.03
-and 1.10; 64 MiB give 1.29 and 1.44 (g 0.25, c 2048; g 0.10, c 1792), lean 1.35 and 1.51. Sums that wait in 24 bits, in
-dweight and a byte beside it, take a product of our own, 8 to 17 % slower than cuBLAS's into fp32: 1.10 and 1.31. Sums
-in half precision err 2.2 times as plain PyTorch with eight chunks, 2.9 times with 32.
+Designs between the two do not pay off. Summing over chunks of c rows for a share g of the vocabulary and recomputing
+the logits of the rest costs 2 (4 - g) T H V FLOP and 8 g H V T / c bytes of traffic, in 4 g H V + 2 c V bytes of
+memory. Relative to the time of the GEMMs alone on an H200, 1.2 GiB beyond half-precision gradients give at best 1.10 at
+16384×4096×128256 (g 0.86, c 2048; 1.23 with g 1, c 896) and 1.26 at 16384×2304×256000 (g 0.60, c 2048), where 2.2 and
+2.3 GiB give 1.03 and 1.10. 64 MiB give 1.29 and 1.44 (g 0.25, c 2048; g 0.10, c 1792); low_memory takes 1.35 and 1.51.
+Sums kept in 24 bits, in dweight and one more byte per element, need a GEMM of our own, 8 to 17 % slower than cuBLAS's
+into fp32: 1.10 and 1.31. Sums in half precision have 2.2 times the error of plain PyTorch with eight chunks, 2.9 times
+with 32.
 """
 
 from collections.abc import Iterator
@@ -35,25 +36,27 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.cross_entropy import (
     OPTIONS,
-    check_arguments,
+    check_cross_entropy,
     cross_entropy_of_temporary,
     cross_entropy_reference,
+    launch_cross_entropy,
     mean_factor,
-    reduce,
     reduce_losses,
-    sweep,
+    reduce_rows,
 )
-from ligermodels.kernels.dispatch import Node, autocast, register, runs_kernels, traced
-from ligermodels.kernels.launch import cdiv, matrix
-from ligermodels.kernels.rescale import multiply_, scaled, scaled_pair
+from ligermodels.kernels.dispatch import Node, autocast, is_traced, register, runs_kernels
+from ligermodels.kernels.launch import as_matrix, cdiv
+from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
 
-GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: out of fp16's subnormals, and exact
-LOGITS_BYTES = 2**30
-BEYOND_BYTES = 6 * 2**30 // 5  # of logits and of what fp32 sums take beyond the gradients, where MANY_ROWS fit
-LEAN_BYTES = 2**26  # of logits at most, where memory is short, and an eighth of the weight at most
-FEWEST_ROWS, MOST_ROWS = 1024, 8192  # below, adding to dweight in fp32 costs more than the matrix products
-MANY_ROWS = 3072  # not given up for memory: chunks of 2048 take four hundredths more time
-ALIGNMENT = 128  # rows of a chunk, and the elements from one row of logits to the next: tiles of a matrix product
+GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: keeps them out of fp16's subnormals; exact
+MAX_LOGITS_BYTES = 2**30  # of one chunk
+# Memory for logits and fp32 sums beyond the gradients, if chunks of PREFERRED_CHUNK_ROWS fit it.
+EXTRA_BYTES = 6 * 2**30 // 5
+LOW_MEMORY_BYTES = 2**26  # most logits at a time with low_memory; also at most an eighth of the weight
+# Below the minimum, adding to dweight in fp32 takes longer than the GEMMs.
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 1024, 8192
+PREFERRED_CHUNK_ROWS = 3072  # not reduced to save memory: chunks of 2048 rows take 4 % more time
+LOGITS_ALIGNMENT = 128  # a GEMM tile: rows of a chunk and the stride between rows of logits are multiples of it
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, **options) -> Tensor:
@@ -62,77 +65,82 @@ def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tens
 
 
 def chunk_rows(rows: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
-    """Rows of one chunk, beside so many fp32 sums: what the memory holds, spread evenly over the fewest chunks."""
-    row = round_up(vocab) * dtype.itemsize
-    beside = (BEYOND_BYTES - sums * (torch.float32.itemsize - dtype.itemsize)) // row
-    limit = min(LOGITS_BYTES // row, beside if beside >= MANY_ROWS else MOST_ROWS)
-    limit = min(max(limit, FEWEST_ROWS), MOST_ROWS) // ALIGNMENT * ALIGNMENT
+    """Rows of one chunk: the fewest chunks that fit the memory, of equal size. sums: elements of the fp32 gradients."""
+    row_bytes = round_up_to_tile(vocab) * dtype.itemsize
+    within_extra = (EXTRA_BYTES - sums * (torch.float32.itemsize - dtype.itemsize)) // row_bytes
+    limit = min(MAX_LOGITS_BYTES // row_bytes, within_extra if within_extra >= PREFERRED_CHUNK_ROWS else MAX_CHUNK_ROWS)
+    limit = min(max(limit, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS) // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT
     chunks = max(1, cdiv(rows, limit))
-    return round_up(cdiv(rows, chunks))
+    return round_up_to_tile(cdiv(rows, chunks))
 
 
 def keeps_logits(rows: int, columns: int, vocab: int, dtype: torch.dtype, hidden_grad: bool, weight_grad: bool) -> bool:
-    """Whether all logits take no more memory, until backward, than fp32 sums of the gradients that are wanted."""
+    """Whether to save all logits for backward: if they take no more memory than fp32 sums of the required gradients."""
     sums = columns * (rows * hidden_grad + vocab * weight_grad)
-    # In fp16 a mean's gradient might underflow; rows of logits begin at vectors or a matrix product takes long.
+    # Not in fp16, where the gradient of a mean may underflow, nor if rows of logits are unaligned: GEMMs are then slow.
     return dtype != torch.float16 and vocab % 16 == 0 and rows * vocab * dtype.itemsize <= sums * 4
 
 
-def round_up(size: int) -> int:
-    return cdiv(size, ALIGNMENT) * ALIGNMENT
+def round_up_to_tile(size: int) -> int:
+    return cdiv(size, LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
 
 
-def aligned(size: int) -> int:
-    """The most that `size` holds of whole tiles, or of 16 elements, or `size` where it holds none."""
-    return size // ALIGNMENT * ALIGNMENT or size // 16 * 16 or max(size, 1)
+def round_down_to_tile(size: int) -> int:
+    """`size` rounded down to a multiple of LOGITS_ALIGNMENT; below that to a multiple of 16; below 16 max(size, 1)."""
+    return size // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT or size // 16 * 16 or max(size, 1)
 
 
-def rows_in(piece: slice, x: Tensor) -> Tensor:
-    """x[piece], without the microseconds of a view where that is all of x."""
-    return x if piece.stop - piece.start == x.shape[0] else x[piece]
+def slice_rows(x: Tensor, rows: slice) -> Tensor:
+    """x[rows]; x itself if that is all of it, because a view costs microseconds."""
+    return x if rows.stop - rows.start == x.shape[0] else x[rows]
 
 
 def _chunks_of_logits(
     hidden: Tensor, weight: Tensor, sums: int = 0, buffer: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits) of each chunk, all in the same memory: `buffer`'s, where one of enough elements is given."""
+    """(rows, their logits) chunk by chunk, all in the same memory: that of `buffer` if it is given (1-D, large enough).
+
+    sums: elements of the fp32 gradients, as in `chunk_rows`.
+    """
     rows, vocab = hidden.shape[0], weight.shape[0]
-    width = round_up(vocab)
+    width = round_up_to_tile(vocab)
     if buffer is None:
-        chunk = min(chunk_rows(rows, vocab, sums, hidden.dtype), rows)
-        buffer = torch.empty(chunk, width, dtype=hidden.dtype, device=hidden.device)
+        size = min(chunk_rows(rows, vocab, sums, hidden.dtype), rows)
+        buffer = torch.empty(size, width, dtype=hidden.dtype, device=hidden.device)
     else:
-        chunk = aligned(buffer.numel() // width)
-        buffer = buffer[: chunk * width].view(chunk, width)
+        size = round_down_to_tile(buffer.numel() // width)
+        buffer = buffer[: size * width].view(size, width)
     buffer = buffer if width == vocab else buffer[:, :vocab]
-    for start in range(0, rows, max(chunk, 1)):
-        piece = slice(start, min(start + chunk, rows))
-        logits = rows_in(slice(0, piece.stop - start), buffer)
-        yield piece, torch.mm(rows_in(piece, hidden), weight.T, out=logits)
+    for start in range(0, rows, max(size, 1)):
+        chunk = slice(start, min(start + size, rows))
+        logits = slice_rows(buffer, slice(0, chunk.stop - start))
+        yield chunk, torch.mm(slice_rows(hidden, chunk), weight.T, out=logits)
 
 
 def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """total = beta * total + a @ b in total's fp32, whatever the dtype of a and b; beta 0 ignores what total holds."""
+    """total = beta * total + a @ b, accumulated in fp32 (total's dtype) for any dtype of a and b. With beta 0, total
+    may be uninitialised."""
     if total.is_cuda:
         torch.addmm(total, a, b, total.dtype, beta=beta, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-def _gradients(hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool) -> tuple[Tensor, Tensor]:
-    """Room for both, in fp32 as the upstream gradient is yet to come; of no elements where they are not wanted."""
+def _empty_gradients(hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised dhidden and dweight, in fp32 because the upstream gradient is not known yet. A gradient that is not
+    required has no elements."""
     dhidden = hidden.new_empty(*hidden.shape if hidden_grad else (0,), dtype=torch.float32)
     make = weight.new_empty if hidden.shape[0] else weight.new_zeros
     return dhidden, make(*weight.shape if weight_grad else (0,), dtype=torch.float32)
 
 
 def _accumulate_gradients_(
-    dhidden: Tensor, dweight: Tensor, dlogits: Tensor, hidden: Tensor, weight: Tensor, piece: slice
+    dhidden: Tensor, dweight: Tensor, dlogits: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
 ) -> None:
     if dhidden.numel():
-        _accumulate_(rows_in(piece, dhidden), dlogits, weight, beta=0)
+        _accumulate_(slice_rows(dhidden, chunk), dlogits, weight, beta=0)
     if dweight.numel():
-        _accumulate_(dweight, dlogits.T, rows_in(piece, hidden), beta=int(piece.start > 0))
+        _accumulate_(dweight, dlogits.T, slice_rows(hidden, chunk), beta=int(chunk.start > 0))
 
 
 def _launch_forward(
@@ -140,12 +148,12 @@ def _launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     lse = torch.empty_like(loss)
-    dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
-    for piece, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
+    dhidden, dweight = _empty_gradients(hidden, weight, hidden_grad, weight_grad)
+    for chunk, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
         dlogits = logits if hidden_grad or weight_grad else None
-        of_piece = rows_in(piece, targets), rows_in(piece, loss), rows_in(piece, lse)
-        sweep(logits, *of_piece, GRADIENT_SCALE, dlogits, *options)
-        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
+        row_data = slice_rows(targets, chunk), slice_rows(loss, chunk), slice_rows(lse, chunk)
+        launch_cross_entropy(logits, *row_data, GRADIENT_SCALE, dlogits, *options)
+        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, chunk)
     return loss, lse, dhidden, dweight
 
 
@@ -153,64 +161,64 @@ def _launch_backward(
     hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, scale: Tensor,
     hidden_grad: bool, weight_grad: bool, *options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dhidden, dweight = _gradients(hidden, weight, hidden_grad, weight_grad)
-    for piece, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
-        of_piece = rows_in(piece, targets), None, rows_in(piece, lse), rows_in(piece, scale)
-        sweep(logits, *of_piece, logits, *options)
-        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, piece)
+    dhidden, dweight = _empty_gradients(hidden, weight, hidden_grad, weight_grad)
+    for chunk, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
+        row_data = slice_rows(targets, chunk), None, slice_rows(lse, chunk), slice_rows(scale, chunk)
+        launch_cross_entropy(logits, *row_data, logits, *options)
+        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, chunk)
     return dhidden, dweight
 
 
-def lean_room(hidden: Tensor, weight: Tensor) -> tuple[int, bool]:
-    """Elements of the buffer of logits, at least a row of them and 16 columns, and whether it holds all of them."""
-    rows, row = hidden.shape[0], round_up(weight.shape[0])
-    elements = max(min(LEAN_BYTES // hidden.element_size(), weight.numel() // 8), row, 16 * rows)
-    return elements, rows <= aligned(elements // row)
+def low_memory_buffer(hidden: Tensor, weight: Tensor) -> tuple[int, bool]:
+    """(elements of the buffer of logits, whether it holds all logits). It holds at least one row and 16 columns."""
+    rows, row = hidden.shape[0], round_up_to_tile(weight.shape[0])
+    elements = max(min(LOW_MEMORY_BYTES // hidden.element_size(), weight.numel() // 8), row, 16 * rows)
+    return elements, rows <= round_down_to_tile(elements // row)
 
 
-def _launch_lean(
+def _launch_low_memory(
     hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor | None, scale: Tensor,
     hidden_grad: bool, weight_grad: bool, *options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Both gradients, of rows weighed by `scale`, in the inputs' dtype; loss and lse where lse is not given."""
+    """Both gradients of Σ scale * row loss, in the inputs' dtype; also loss and lse if lse is not given."""
     rows = hidden.shape[0]
     loss = torch.empty(rows if lse is None else 0, dtype=torch.float32, device=hidden.device)
     row_lse = torch.empty_like(loss) if lse is None else lse
     dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=hidden.dtype, device=hidden.device)
     make = torch.empty if rows else torch.zeros
     dweight = make(weight.shape if weight_grad else 0, dtype=weight.dtype, device=weight.device)
-    (elements, holds_all), by_rows = lean_room(hidden, weight), hidden_grad or lse is None
+    (elements, holds_all), row_pass = low_memory_buffer(hidden, weight), hidden_grad or lse is None
     buffer = torch.empty(elements, dtype=hidden.dtype, device=hidden.device)
-    once = by_rows and weight_grad and holds_all  # no logits are computed again
-    if by_rows:
-        room = dweight.view(-1) if dweight.numel() > elements and not once else buffer
-        for piece, logits in _chunks_of_logits(hidden, weight, buffer=room):
-            dlogits = logits if hidden_grad or once else None
-            piece_loss = rows_in(piece, loss) if lse is None else None
-            of_piece = rows_in(piece, targets), piece_loss, rows_in(piece, row_lse), rows_in(piece, scale)
-            sweep(logits, *of_piece, dlogits, *options)
+    single_pass = row_pass and weight_grad and holds_all  # no logits are recomputed
+    if row_pass:
+        memory = dweight.view(-1) if dweight.numel() > elements and not single_pass else buffer
+        for chunk, logits in _chunks_of_logits(hidden, weight, buffer=memory):
+            dlogits = logits if hidden_grad or single_pass else None
+            chunk_loss = slice_rows(loss, chunk) if lse is None else None
+            row_data = slice_rows(targets, chunk), chunk_loss, slice_rows(row_lse, chunk), slice_rows(scale, chunk)
+            launch_cross_entropy(logits, *row_data, dlogits, *options)
             if hidden_grad:
-                torch.mm(logits, weight, out=rows_in(piece, dhidden))
-            if once:  # the one piece
+                torch.mm(logits, weight, out=slice_rows(dhidden, chunk))
+            if single_pass:  # there is only one chunk
                 torch.mm(logits.T, hidden, out=dweight)
-    if weight_grad and rows and not once:
-        _take_dweight_(dweight, hidden, weight, targets, row_lse, scale, buffer, *options)
+    if weight_grad and rows and not single_pass:
+        _compute_dweight_by_vocab_(dweight, hidden, weight, targets, row_lse, scale, buffer, *options)
     return loss, row_lse if lse is None else torch.empty_like(loss), dhidden, dweight
 
 
-def _take_dweight_(
+def _compute_dweight_by_vocab_(
     dweight: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, buffer: Tensor,
     *options,
 ) -> None:  # fmt: skip
-    """A chunk of the vocabulary at a time, over all rows: each element of dweight is one sum, rounded once."""
+    """All rows, one chunk of the vocabulary at a time: each element of dweight is one fp32 sum, rounded once."""
     rows, vocab = hidden.shape[0], weight.shape[0]
-    chunk = aligned(buffer.numel() // rows)
-    for start in range(0, vocab, chunk):
-        piece = slice(start, min(start + chunk, vocab))
-        logits = buffer[: rows * (piece.stop - start)].view(rows, -1)
-        torch.mm(hidden, weight[piece].T, out=logits)
-        sweep(logits, targets, None, lse, scale, logits, *options, first=start, vocab=vocab)
-        torch.mm(logits.T, hidden, out=dweight[piece])
+    size = round_down_to_tile(buffer.numel() // rows)
+    for start in range(0, vocab, size):
+        classes = slice(start, min(start + size, vocab))
+        logits = buffer[: rows * (classes.stop - start)].view(rows, -1)
+        torch.mm(hidden, weight[classes].T, out=logits)
+        launch_cross_entropy(logits, targets, None, lse, scale, logits, *options, first_class=start, vocab=vocab)
+        torch.mm(logits.T, hidden, out=dweight[classes])
 
 
 def _fake_forward(hidden, weight, targets, hidden_grad, weight_grad, *options):
@@ -223,7 +231,7 @@ def _fake_backward(hidden, weight, targets, lse, scale, hidden_grad, weight_grad
     return dhidden, weight.new_empty(weight.shape if weight_grad else 0, dtype=torch.float32)
 
 
-def _fake_lean(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options):
+def _fake_low_memory(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options):
     loss = hidden.new_empty(hidden.shape[0] if lse is None else 0, dtype=torch.float32)
     dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0)
     return loss, torch.empty_like(loss), dhidden, weight.new_empty(weight.shape if weight_grad else 0)
@@ -241,13 +249,11 @@ linear_cross_entropy_backward = register(
     _launch_backward,
     _fake_backward,
 )
-
-
-linear_cross_entropy_lean = register(
-    "linear_cross_entropy_lean(Tensor hidden, Tensor weight, Tensor targets, Tensor? lse, Tensor scale,"
+linear_cross_entropy_low_memory = register(
+    "linear_cross_entropy_low_memory(Tensor hidden, Tensor weight, Tensor targets, Tensor? lse, Tensor scale,"
     f" bool hidden_grad, bool weight_grad, {OPTIONS}) -> (Tensor loss, Tensor lse, Tensor dhidden, Tensor dweight)",
-    _launch_lean,
-    _fake_lean,
+    _launch_low_memory,
+    _fake_low_memory,
 )
 
 
@@ -261,15 +267,15 @@ def _backward_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_gra
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
 
 
-@register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_lean, get_raw=True)
-def _lean_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options, **_) -> int:
-    holds_all, by_rows = lean_room(hidden, weight)[1], hidden_grad or lse is None
-    products = by_rows + hidden_grad + 2 * weight_grad - (by_rows and weight_grad and holds_all)
+@register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_low_memory, get_raw=True)
+def _low_memory_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options, **_) -> int:
+    holds_all, row_pass = low_memory_buffer(hidden, weight)[1], hidden_grad or lse is None
+    products = row_pass + hidden_grad + 2 * weight_grad - (row_pass and weight_grad and holds_all)
     return 2 * hidden.numel() * weight.shape[0] * products
 
 
 class _ReducedLoss(Node):
-    """The sum of the losses or their mean, with both gradients taken in the forward and scaled in the backward."""
+    """Sum or mean of the losses. Forward computes both gradients in fp32; backward scales and rounds them."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, mean, hidden_grad, weight_grad, *options):
@@ -278,60 +284,62 @@ class _ReducedLoss(Node):
         )
         loss, factor = reduce_losses(losses, targets, options[0], mean)
         ctx.save_for_backward(dhidden, dweight, factor)
-        ctx.dtype, ctx.wanted = weight.dtype, (hidden_grad, weight_grad)
+        ctx.dtype, ctx.needed = weight.dtype, (hidden_grad, weight_grad)
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.wanted
+        (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.needed
         scale = dloss, factor, 1 / GRADIENT_SCALE, ctx.dtype
         if hidden_grad and weight_grad:
-            return *scaled_pair(dhidden, dweight, *scale), *[None] * 9
-        dhidden = scaled(dhidden, *scale) if hidden_grad else None
-        dweight = scaled(dweight, *scale) if weight_grad else None
+            return *rescale_pair(dhidden, dweight, *scale), *[None] * 9
+        dhidden = rescale(dhidden, *scale) if hidden_grad else None
+        dweight = rescale(dweight, *scale) if weight_grad else None
         return dhidden, dweight, *[None] * 9
 
 
-class _LeanLoss(Node):
-    """The sum of the losses or their mean, with both gradients taken in the forward in the inputs' dtype; backward
-    multiplies in place where the upstream gradient is not 1."""
+class _LowMemoryLoss(Node):
+    """Sum or mean of the losses. Forward computes both gradients in the inputs' dtype; backward multiplies them in
+    place if the upstream gradient is not 1."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, mean, hidden_grad, weight_grad, *options):
         scale = mean_factor(targets, options[0]) if mean else hidden.new_ones((), dtype=torch.float32)
-        losses, _, *gradients = linear_cross_entropy_lean(
+        losses, _, *gradients = linear_cross_entropy_low_memory(
             hidden, weight, targets, None, scale.expand(targets.shape), hidden_grad, weight_grad, *options
         )
         loss, _ = reduce_losses(losses, targets, options[0], mean)
         ctx.save_for_backward(*gradients)
-        ctx.wanted = hidden_grad, weight_grad
+        ctx.needed = hidden_grad, weight_grad
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        return *[multiply_(gradient, dloss) if wanted else None for gradient, wanted in pairs], *[None] * 9
+        pairs = zip(ctx.saved_tensors, ctx.needed, strict=True)
+        return *[scale_gradient_(gradient, dloss) if needed else None for gradient, needed in pairs], *[None] * 9
 
 
 class _RowLosses(Node):
     """The loss of each row; backward recomputes the logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, lean, *options):
-        if lean:
-            scale = hidden.new_empty(targets.shape, dtype=torch.float32)  # of no gradient
-            loss, lse, *_ = linear_cross_entropy_lean(hidden, weight, targets, None, scale, False, False, *options)
+    def forward(ctx, hidden, weight, targets, low_memory, *options):
+        if low_memory:
+            scale = hidden.new_empty(targets.shape, dtype=torch.float32)  # not read without gradients
+            loss, lse, *_ = linear_cross_entropy_low_memory(
+                hidden, weight, targets, None, scale, False, False, *options
+            )
         else:
             loss, lse, *_ = linear_cross_entropy_forward(hidden, weight, targets, False, False, *options)
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.lean, ctx.options = lean, options
+        ctx.low_memory, ctx.options = low_memory, options
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
         hidden_grad, weight_grad = ctx.needs_input_grad[:2]
-        backward = linear_cross_entropy_lean if ctx.lean else linear_cross_entropy_backward
-        hidden, weight, *rest = ctx.saved_tensors  # once: checkpointing refuses a second time
+        backward = linear_cross_entropy_low_memory if ctx.low_memory else linear_cross_entropy_backward
+        hidden, weight, *rest = ctx.saved_tensors  # unpacked once: activation checkpointing raises on a second access
         *_, dhidden, dweight = backward(hidden, weight, *rest, dloss, hidden_grad, weight_grad, *ctx.options)
         dhidden = dhidden.to(hidden.dtype) if hidden_grad else None
         dweight = dweight.to(weight.dtype) if weight_grad else None
@@ -341,16 +349,18 @@ class _RowLosses(Node):
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, softcap: float | None = None,
     logit_scale: float = 1.0, z_loss: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
-    lean: bool = False,
+    low_memory: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of hidden @ weightᵀ, whose logits are all in memory only where they are few.
+    """Cross-entropy of the logits hidden @ weightᵀ, which are never all in memory unless they are few.
 
     hidden [..., H] and weight [V, H] of one float dtype, targets [...] int64 in [0, V) or ignore_index; loss and
-    options as in `cross_entropy`. lean: the least memory, 64 MiB beyond both gradients, for at least a third more time
-    than the default takes, unless all logits fit them; an upstream gradient other than 1 then rounds them once more,
-    and backward runs once. Raises ValueError where the shapes disagree.
+    options as in `cross_entropy`.
+    low_memory: only 64 MiB beyond both gradients. Takes at least a third more time than the default, unless all logits
+    fit the 64 MiB. An upstream gradient other than 1 then rounds the gradients a second time, and backward can run only
+    once.
+    Raises ValueError if the shapes disagree.
     """
-    check_arguments(hidden, targets, reduction)
+    check_cross_entropy(hidden, targets, reduction)
     options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
     hidden, weight = autocast(hidden, weight)
     if not runs_kernels(hidden):
@@ -358,27 +368,27 @@ def linear_cross_entropy(
             hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
             z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
-    rows = matrix(hidden)
+    rows = as_matrix(hidden)
     flat = targets.contiguous() if targets.ndim == 1 else targets.reshape(-1).contiguous()
-    # Lean gradients wait for their upstream gradient in the inputs' dtype: in fp16 they might underflow before a loss
-    # scale reaches them, and are taken in backward instead.
-    if reduction == "none" or (lean and hidden.dtype == torch.float16):
-        losses = _RowLosses.apply(rows, weight, flat, lean, *options)
-        return reduce(losses.reshape(targets.shape), targets, ignore_index, reduction)
-    wanted = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    if lean:
-        return _LeanLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
+    # With low_memory, gradients are stored in the inputs' dtype before the upstream gradient is known. In fp16 they
+    # could underflow before a loss scale reaches them; they are computed in backward instead.
+    if reduction == "none" or (low_memory and hidden.dtype == torch.float16):
+        losses = _RowLosses.apply(rows, weight, flat, low_memory, *options)
+        return reduce_rows(losses.reshape(targets.shape), targets, ignore_index, reduction)
+    needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    if low_memory:
+        return _LowMemoryLoss.apply(rows, weight, flat, reduction == "mean", *needed, *options)
     size = rows.shape[0], rows.shape[1], weight.shape[0]
-    if not traced((rows, weight, flat)) and keeps_logits(*size, rows.dtype, *wanted):
+    if not is_traced((rows, weight, flat)) and keeps_logits(*size, rows.dtype, *needed):
         return cross_entropy_of_temporary(torch.mm(rows, weight.T), flat, reduction, *options)
-    return _ReducedLoss.apply(rows, weight, flat, reduction == "mean", *wanted, *options)
+    return _ReducedLoss.apply(rows, weight, flat, reduction == "mean", *needed, *options)
 
 
 def token_log_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """log p(target) of each token under the softmax of hidden @ weightᵀ; 0 where the target is ignored.
+    """log p(target) of each token under softmax(hidden @ weightᵀ); 0 for ignored targets.
 
     Arguments as in `linear_cross_entropy` -> [...] fp32.
     """

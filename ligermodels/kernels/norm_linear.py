@@ -1,9 +1,9 @@
-"""Residual add, RMSNorm and the linear after it as one autograd node: h = x + residual, y = rms_norm(h) Wᵀ + b.
+"""Residual add, RMSNorm and the following linear as one autograd node: h = x + residual, y = rms_norm(h) Wᵀ + b.
 
-The linear may have a low-rank update (kernels/linear.py). Keeps h, rstd, the weights and the update's few columns for
-backward, not the normed rows that the linear reads: the norm's backward kernel emits them again for dW = dyᵀ normed and
-for the update's dA, at one write of H elements a token, and adds the gradient that reaches h on the residual stream. No
-product of the whole width is recomputed.
+The linear may have a low-rank update (kernels/linear.py). The node saves h, rstd, the weights and the update's r
+columns for backward. It does not save rms_norm(h): the norm's backward kernel recomputes it for dW = dyᵀ rms_norm(h)
+and for dA of the update, which costs one write of H elements per token. The same kernel adds the gradient that reaches
+h through the residual stream. No full-width GEMM is recomputed.
 x, residual, h [..., H], norm's weight [H], W [N, H], b [N] -> y [..., N], all in one float dtype; rstd [rows] fp32.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, autocast, runs_kernels
 from ligermodels.kernels.linear import (
-    NO_UPDATE,
+    NO_LOW_RANK,
     LowRank,
     bias_gradient,
     input_gradient,
@@ -30,8 +30,8 @@ from ligermodels.kernels.rms_norm import (
 
 
 def norm_linear_reference(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-    offset: float = 0.0, low_rank: LowRank | None = None,
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     hidden = x if residual is None else x + residual
     normed = rms_norm_reference(hidden, norm_weight, eps, offset)
@@ -43,7 +43,7 @@ class _NormLinear(Node):
     def forward(ctx, x, residual, norm_weight, weight, bias, a, b, columns, scale, eps, offset):
         if residual is None:
             normed, rstd = rms_norm_forward(x, norm_weight, eps, offset, weight.dtype)
-            hidden = x.view_as(x)  # an output of its own, whose gradient comes back to this node
+            hidden = x.view_as(x)  # a new output, so that its gradient arrives at this node
         else:
             normed, hidden, rstd = add_rms_norm_forward(x, residual, norm_weight, eps, offset, weight.dtype)
         y, low = linear_forward(normed, weight, bias, a, b, columns, scale)
@@ -63,7 +63,7 @@ class _NormLinear(Node):
         dx = dnorm_weight = normed = dlow = None
         if a is not None and (needs_normed or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
-        if needs_normed:  # whose gradient has no name here: its memory is free before the weights' gradients are made
+        if needs_normed:  # dnormed is not bound to a name: its memory is freed before the weight gradients are computed
             dx, dnorm_weight, normed = rms_norm_backward(
                 input_gradient(dy, weight, dlow, a), dhidden, hidden, rstd, norm_weight, ctx.offset,
                 needs_hidden, needs_norm_weight, reads_normed,
@@ -86,16 +86,17 @@ class _NormLinear(Node):
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-    offset: float = 0.0, low_rank: LowRank | None = None,
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """linear(rms_norm(hidden), weight, bias), and hidden = x + residual itself: the residual stream that goes on.
+    """Returns linear(rms_norm(hidden), weight, bias) and hidden = x + residual, the updated residual stream.
 
-    x, residual [..., H] float (residual None: hidden is x), norm_weight [H], weight [N, H], bias [N] or None, low_rank:
-    the linear's update -> (y [..., N] in weight's dtype, hidden [..., H] in that of the sum). Frozen arguments cost no
-    gradient. Raises ValueError where the norm's shapes disagree and where H exceeds 65536.
+    x, residual [..., H] float (hidden is x if residual is None), norm_weight [H], weight [N, H], bias [N] or None,
+    low_rank: the linear's update -> (y [..., N] in weight's dtype, hidden [..., H] in the dtype of the sum).
+    Frozen arguments cost no gradient.
+    Raises ValueError if the norm's shapes disagree or H exceeds 65536.
     """
     weight, bias, low_rank = autocast(weight, bias, low_rank)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset, low_rank)
-    return _NormLinear.apply(x, residual, norm_weight, weight, bias, *(low_rank or NO_UPDATE), eps, offset)
+    return _NormLinear.apply(x, residual, norm_weight, weight, bias, *(low_rank or NO_LOW_RANK), eps, offset)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
-from ligermodels.kernels.pdl import await_previous, early, let_next_begin
+from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 
 # Rows, columns and warps of one program: narrow, so that most multiprocessors have a share, and tall where the columns
 # are few and the programs that left partials many.
@@ -22,11 +22,11 @@ TILES = {True: (512, 8, 8), False: (64, 16, 4)}
 @kernel(do_not_specialize=["rows"])
 def _sum_kernel(
     partials_ptr, first_ptr, last_ptr, rows, columns, first_columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program sums COLUMNS columns; those from first_columns on belong to the last gradient."""
-    await_previous(EARLY)
-    let_next_begin(EARLY)
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, rows, ROWS):
@@ -52,4 +52,4 @@ def sum_partials(partials: Tensor, *gradients: Tensor) -> None:
 @functools.cache
 def _launcher(few: bool, device: torch.device) -> tuple[Launcher, int]:
     rows, columns, warps = TILES[few]
-    return _sum_kernel.bind(ROWS=rows, COLUMNS=columns, num_warps=warps, **early(device)), columns
+    return _sum_kernel.bind(ROWS=rows, COLUMNS=columns, num_warps=warps, **pdl_constants(device)), columns

@@ -1,10 +1,11 @@
-"""Launching a kernel before the one ahead of it is done, which hides what a launch costs (NVIDIA, Hopper and later).
+"""Programmatic dependent launch (PDL): a kernel starts before the kernel ahead of it in the stream has finished.
 
-CUDA calls it programmatic dependent launch: once all programs of a kernel have said so or ended, those of the next one
-may take the places that fall free. They wait, before they touch memory, for everything ahead of them to be complete and
-visible: order and results are those of a plain launch, in a CUDA graph as well. Must not know any particular op.
-To wait costs nothing; to say so takes 0.24 ns a program on an H200, 20 us of 80,000: kernels of many small programs do
-not.
+This hides the latency of a launch (NVIDIA, Hopper and later). Once every program of a kernel has called
+`launch_dependents` or ended, programs of the next kernel may occupy the multiprocessors that become free. They call
+`wait_for_previous_kernel` before they touch memory: it returns when all earlier work in the stream is complete and its
+writes are visible. Order and results are therefore those of a plain launch, in a CUDA graph too.
+Waiting is free. `launch_dependents` takes 0.24 ns a program on an H200, 20 us for 80,000 programs: kernels of many
+small programs do not call it. Must not know any particular op.
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
 
@@ -19,22 +20,23 @@ HOPPER = 9, 0
 
 
 @functools.cache
-def early(device: torch.device) -> dict[str, bool]:
-    """Constants to launch a kernel with that begins by `await_previous`."""
+def pdl_constants(device: torch.device) -> dict[str, bool]:
+    """Constants to bind a kernel with that calls `wait_for_previous_kernel`; PDL is on if the device supports it."""
     if device.type == "cpu" or torch.version.hip or torch.cuda.get_device_capability(device) < HOPPER:
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @triton.jit
-def await_previous(EARLY: tl.constexpr):
-    """To be called before any load or store: an early program may read what is being written, or write what is read."""
-    if EARLY:
+def wait_for_previous_kernel(PDL: tl.constexpr):
+    """Must be called before any load or store: the previous kernel may still write what this one reads, and read what
+    this one writes."""
+    if PDL:
         gdc_wait()
 
 
 @triton.jit
-def let_next_begin(EARLY: tl.constexpr):
-    """The kernel behind may begin as soon as all programs have come here or ended."""
-    if EARLY:
+def launch_dependents(PDL: tl.constexpr):
+    """Lets the next kernel in the stream start as soon as every program of this one has called this or ended."""
+    if PDL:
         gdc_launch_dependents()

@@ -1,12 +1,12 @@
-"""Rows of tokens sorted by expert, and back to tokens.
+"""Permutation of tokens into expert order for top-k routing, and back (permute and unpermute).
 
-A token has k slots, one for each expert that it chose: slot t k + j is token t's j-th. Sorted by expert, those of one
-expert in their own order, the slots are rows.
-    sort_by_expert   index [T, k] -> the row of each slot [T, k], the end of each expert's rows [E], both int32
-    spread           x [T, H], row -> rows [T k, H], rows[row_tj] = x_t
-    gather_sum       rows [T k, H], row -> y [T, H], y_t = Σ_j rows[row_tj] in fp32: the gradient of the former
-The last two move (k + 1) T H elements: a program that went by rows would read a token k times. Without atomics: equal
-bits from run to run. Nothing here waits for the device, and no size depends on the indices.
+The router gives each token k slots: slot t k + j is the j-th expert of token t. The slots, sorted stably by expert, are
+the rows of the grouped GEMMs.
+    sort_by_expert   index [T, k] -> row of each slot [T, k], end row of each expert [E], both int32
+    permute          x [T, H], row -> rows [T k, H], rows[row_tj] = x_t
+    unpermute        rows [T k, H], row -> y [T, H], y_t = Σ_j rows[row_tj] in fp32; the gradient of `permute`
+permute and unpermute move (k + 1) T H elements: a program handles one token, not one row, and so reads x or writes y
+once. No atomics: results are bit-identical from run to run. No host synchronisation: no size depends on the indices.
 """
 
 import torch
@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import register
-from ligermodels.kernels.gated_activation import tiles_of
+from ligermodels.kernels.gated_activation import split_row
 from ligermodels.kernels.launch import kernel
 
-SORT_TILE = 8192  # slots that a program of eight warps looks at in a step
+SORT_TILE = 8192  # slots per step of one program, which has eight warps
 
 
 @kernel(do_not_specialize=["slots"])
 def _sort_kernel(index_ptr, row_ptr, offsets_ptr, slots, TILE: tl.constexpr):
-    """One program counts the slots of the experts before its own, then numbers its own expert's slots in order."""
+    """One program per expert: counts the slots of all lower experts, then numbers its own slots in order."""
     expert = tl.program_id(0)
     before = tl.zeros([TILE], tl.int32)
     for step in range(tl.cdiv(slots, TILE)):
@@ -40,16 +40,16 @@ def _sort_kernel(index_ptr, row_ptr, offsets_ptr, slots, TILE: tl.constexpr):
 
 
 @triton.jit
-def _place(columns, TILE: tl.constexpr):
-    """This program's token and columns. Neighbours share a token: memory likes them close."""
+def _locate_tile(columns, TILE: tl.constexpr):
+    """Token and columns of this program. Consecutive programs share a token, for locality in memory."""
     tiles = tl.cdiv(columns, TILE)
     return (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
 
 
 @kernel()
-def _spread_kernel(x_ptr, row_ptr, rows_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
+def _permute_kernel(x_ptr, row_ptr, rows_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """One program copies TILE columns of one token to its SLOTS rows."""
-    token, column = _place(columns, TILE)
+    token, column = _locate_tile(columns, TILE)
     mask = column < columns
     x = tl.load(x_ptr + token * columns + column, mask)
     for slot in tl.static_range(SLOTS):
@@ -58,9 +58,9 @@ def _spread_kernel(x_ptr, row_ptr, rows_ptr, columns, SLOTS: tl.constexpr, TILE:
 
 
 @kernel()
-def _gather_sum_kernel(rows_ptr, row_ptr, y_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
+def _unpermute_kernel(rows_ptr, row_ptr, y_ptr, columns, SLOTS: tl.constexpr, TILE: tl.constexpr):
     """One program sums TILE columns of one token's SLOTS rows."""
-    token, column = _place(columns, TILE)
+    token, column = _locate_tile(columns, TILE)
     mask = column < columns
     total = tl.zeros([TILE], tl.float32)
     for slot in tl.static_range(SLOTS):
@@ -76,21 +76,21 @@ def _launch_sort(expert_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return row, offsets
 
 
-def _launch_spread(x: Tensor, row: Tensor) -> Tensor:
-    rows = _fake_spread(x, row)
+def _launch_permute(x: Tensor, row: Tensor) -> Tensor:
+    rows = _fake_permute(x, row)
     tokens, columns = x.shape
     if rows.numel():
-        tiles, tile = tiles_of(columns)
-        _spread_kernel.bind(SLOTS=row.shape[1], TILE=tile)(tokens * tiles, x.contiguous(), row, rows, columns)
+        tiles, tile = split_row(columns)
+        _permute_kernel.bind(SLOTS=row.shape[1], TILE=tile)(tokens * tiles, x.contiguous(), row, rows, columns)
     return rows
 
 
-def _launch_gather_sum(rows: Tensor, row: Tensor) -> Tensor:
-    y = _fake_gather_sum(rows, row)
+def _launch_unpermute(rows: Tensor, row: Tensor) -> Tensor:
+    y = _fake_unpermute(rows, row)
     tokens, columns = y.shape
     if y.numel():
-        tiles, tile = tiles_of(columns)
-        _gather_sum_kernel.bind(SLOTS=row.shape[1], TILE=tile)(tokens * tiles, rows.contiguous(), row, y, columns)
+        tiles, tile = split_row(columns)
+        _unpermute_kernel.bind(SLOTS=row.shape[1], TILE=tile)(tokens * tiles, rows.contiguous(), row, y, columns)
     return y
 
 
@@ -99,16 +99,16 @@ def _fake_sort(expert_index, num_experts):
     return row, expert_index.new_empty(num_experts, dtype=torch.int32)
 
 
-def _fake_spread(x, row):
+def _fake_permute(x, row):
     return x.new_empty(row.numel(), x.shape[1])
 
 
-def _fake_gather_sum(rows, row):
+def _fake_unpermute(rows, row):
     return rows.new_empty(row.shape[0], rows.shape[1])
 
 
 sort_by_expert = register(
     "sort_by_expert(Tensor expert_index, SymInt num_experts) -> (Tensor row, Tensor offsets)", _launch_sort, _fake_sort
 )
-spread = register("spread(Tensor x, Tensor row) -> Tensor", _launch_spread, _fake_spread)
-gather_sum = register("gather_sum(Tensor rows, Tensor row) -> Tensor", _launch_gather_sum, _fake_gather_sum)
+permute = register("permute(Tensor x, Tensor row) -> Tensor", _launch_permute, _fake_permute)
+unpermute = register("unpermute(Tensor rows, Tensor row) -> Tensor", _launch_unpermute, _fake_unpermute)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, register, runs_kernels
-from ligermodels.kernels.launch import cdiv, kernel, multiprocessors, rows_of
+from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel, multiprocessors
 from ligermodels.kernels.partial_sums import sum_partials
 from ligermodels.kernels.qkv_heads import (
     check_shapes,
@@ -276,7 +276,7 @@ def _launch_forward(
 ) -> Tensor:  # fmt: skip
     qk = _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     batch, length, _, head_size = qk.shape
-    tokens, (qkv, stride) = batch * length, rows_of(qkv, qkv.shape[-1])
+    tokens, (qkv, stride) = batch * length, as_rows_with_stride(qkv, qkv.shape[-1])
     whole_row = q_weight.shape[0] > head_size
     tile_pairs, warps = FORWARD_TILE[whole_row]
     layout = layout_of(num_heads, num_kv_heads, head_size, whole_row, tile_pairs)
@@ -300,7 +300,7 @@ def _launch_backward(
     dwq = torch.empty_like(q_weight) if q_grad else None
     dwk = torch.empty_like(k_weight) if k_grad else None
     (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
-    qkv, stride = rows_of(qkv, qkv.shape[-1])
+    qkv, stride = as_rows_with_stride(qkv, qkv.shape[-1])
     whole_row = q_weight.shape[0] > head_size
     tile_pairs, warps = backward_tile(num_heads * head_size, qkv.itemsize, whole_row)
     layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)

@@ -3,8 +3,9 @@
 Backward, with g = dy * (w + offset) and n = h * rstd:
     dh = rstd * (g - n * mean(g * n)) + (the gradient that reaches h on the residual stream)
     dw = Σ_rows dy * n
-x, residual, y [..., N] any float dtype, w [N]; sums in fp32, one rounding at the end, rstd [rows] fp32. The norm reads
-h as it is stored, so that backward recomputes exactly what forward used. offset is 1 for Gemma, 0 elsewhere.
+x, residual, y [..., N] any float dtype, w [N], rstd [rows] fp32; sums in fp32, one rounding at the end. The norm reads
+h after it was rounded to the stored dtype, so that backward recomputes exactly what forward used. offset is 1 for
+Gemma, 0 elsewhere.
 Moves 2 M N elements forward, 3 M N backward (4 and 4 with the residual): bound by memory bandwidth.
 Maths: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
 """
@@ -16,34 +17,43 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, register, runs_kernels, widen
-from ligermodels.kernels.launch import Launcher, cdiv, kernel, rows_of
+from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.norm_tiles import (
-    FEW_ROWS,
-    backward_tile,
+    SMALL_M_ROWS,
+    BackwardNormTile,
+    backward_loop,
     check_weights,
-    forward_tile,
-    programs_over_columns,
+    column_sum_programs,
+    load_tile,
+    mask_columns,
+    masked_fp32,
+    masked_fp32_again,
+    norm_backward_tile,
+    norm_forward_tile,
+    reversed_tile_rows,
+    store_partial,
+    store_tile,
     sum_columns,
-    widened,
-    widened_again,
-    zero_beyond,
+    to_fp32,
+    to_fp32_again,
 )
 from ligermodels.kernels.partial_sums import sum_partials
-from ligermodels.kernels.pdl import await_previous, early, let_next_begin
+from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 
-FORWARD_ELEMENTS = {False: 28, True: 18}  # of a row a thread, at most, without and with the residual
-CHUNK = 4096
-READ_TWICE = {2 * CHUNK}  # widths of rows that are read by chunks, and again out of the cache
+RMS_NORM_ELEMENTS_PER_THREAD = {False: 28, True: 18}  # forward, of a row, at most; without and with the residual
+CHUNK = 4096  # columns
+CHUNKED_WIDTHS = {2 * CHUNK}  # rows of these widths are read in chunks, and a second time from the cache
+CHUNKED_WARPS = 16
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     wide = widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * (widen(weight) + offset)).to(x.dtype)
 
 
 def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     hidden = x + residual
     return rms_norm_reference(hidden, weight, eps, offset), hidden
@@ -52,35 +62,35 @@ def add_rms_norm_reference(
 @kernel(do_not_specialize=["rows"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, hidden_ptr, rstd_ptr, x_stride, residual_stride, rows, eps, offset,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program norms ROWS whole rows."""
-    await_previous(EARLY)
-    let_next_begin(EARLY)
+    """One program normalizes ROWS whole rows."""
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
     mask = (row < rows) & (column < COLUMNS)
-    hidden = tl.load(x_ptr + row * x_stride + column, mask, other=0.0).to(tl.float32)
+    hidden = load_tile(x_ptr, row, x_stride, column, mask).to(tl.float32)
     if ADD:
-        hidden += tl.load(residual_ptr + row * residual_stride + column, mask, other=0.0).to(tl.float32)
+        hidden += load_tile(residual_ptr, row, residual_stride, column, mask).to(tl.float32)
         stored = hidden.to(hidden_ptr.dtype.element_ty)
         tl.store(hidden_ptr + row * COLUMNS + column, stored, mask)
         hidden = stored.to(tl.float32)
     weight = tl.load(weight_ptr + column, column < COLUMNS, other=0.0, eviction_policy="evict_last").to(tl.float32)
     rstd = tl.rsqrt(tl.sum(hidden * hidden, 1, keep_dims=True) / COLUMNS + eps)
     y = hidden * rstd * (weight + offset)
-    tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
+    store_tile(y_ptr, y, row, column, mask, COLUMNS)
     tl.store(rstd_ptr + row, rstd, row < rows)
 
 
 @kernel()
-def _forward_by_chunks_kernel(
+def _chunked_forward_kernel(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, eps, offset,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program norms one row, of which it holds a chunk: so few registers that twice the programs are at work."""
-    await_previous(EARLY)
-    let_next_begin(EARLY)
+    """One program normalizes one row and holds one chunk of it: fewer registers double the occupancy."""
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, CHUNK)
     squares = tl.zeros([CHUNK], tl.float32)
@@ -100,79 +110,82 @@ def _forward_by_chunks_kernel(
 def _backward_kernel(
     dy_ptr, dhidden_ptr, hidden_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, dweight_ptr, y_ptr,
     dy_stride, dhidden_stride, hidden_stride, rows, offset,
-    ADD: tl.constexpr, INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr, FEW: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr, SMALL_M: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One of a few persistent programs: strides over row tiles, keeps its share of dw in registers.
+    """Persistent kernel: each program loops over row tiles and keeps its share of dw in registers.
 
-    From the last tile to the first: what was written or read last before may still be in the cache. Of FEW rows each
-    program takes one; those beyond sum dw over columns instead.
+    With SMALL_M each of the first `rows` programs takes one row; the others sum dw over columns.
     """
-    await_previous(EARLY)
-    let_next_begin(EARLY)
-    if FEW:  # noqa: SIM102  a constant: of other kernels the branch is no part
+    wait_for_previous_kernel(PDL)
+    launch_dependents(PDL)
+    if SMALL_M:  # noqa: SIM102  a compile-time constant: without it the branch is not compiled
         if tl.program_id(0) >= rows:
             sum_columns(
                 dy_ptr, hidden_ptr, rstd_ptr, rstd_ptr, dweight_ptr, dweight_ptr, dy_stride, hidden_stride, rows,
                 tl.program_id(0) - rows, False, WEIGHT_GRAD, False, COLUMNS,
             )  # fmt: skip
             return
-    programs = rows if FEW else tl.num_programs(0)
-    tiles = tl.cdiv(rows, ROWS)
+    tiles, step = backward_loop(rows, ROWS, SMALL_M)
     column = tl.arange(0, WIDTH)[None, :]
     in_row = column < COLUMNS
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
-    for i in tl.range(tl.program_id(0), tiles, programs, num_stages=STAGES):
-        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + (tiles - 1 - i) * ROWS
-        mask = in_row if ROWS == 1 else (row < rows) & in_row
-        stored_dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0)
-        stored_hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask, other=0.0)
+    for index in tl.range(tl.program_id(0), tiles, step, num_stages=STAGES):
+        row, mask = reversed_tile_rows(index, tiles, rows, in_row, ROWS)
+        stored_dy = load_tile(dy_ptr, row, dy_stride, column, mask)
+        stored_hidden = load_tile(hidden_ptr, row, hidden_stride, column, mask)
         stored_weight = tl.load(weight_ptr + column, in_row, other=0.0)
         rstd = tl.load(rstd_ptr + row, row < rows, other=0.0)
-        dy, normed = zero_beyond(widened(stored_dy), in_row), zero_beyond(widened(stored_hidden) * rstd, in_row)
+        dy, normed = masked_fp32(stored_dy, in_row), mask_columns(to_fp32(stored_hidden) * rstd, in_row)
         if WEIGHT_GRAD:
             dweight += dy * normed
-        weight = zero_beyond(widened(stored_weight) + offset, in_row)
+        weight = mask_columns(to_fp32(stored_weight) + offset, in_row)
         mean = tl.sum(dy * weight * normed, 1, keep_dims=True) / COLUMNS
-        dy, hidden = zero_beyond(widened_again(stored_dy), in_row), zero_beyond(widened_again(stored_hidden), in_row)
-        weight = zero_beyond(widened_again(stored_weight) + offset, in_row)
+        dy, hidden = masked_fp32_again(stored_dy, in_row), masked_fp32_again(stored_hidden, in_row)
+        weight = mask_columns(to_fp32_again(stored_weight) + offset, in_row)
         if EMIT:
-            tl.store(y_ptr + row * COLUMNS + column, (hidden * rstd * weight).to(y_ptr.dtype.element_ty), mask)
+            store_tile(y_ptr, hidden * rstd * weight, row, column, mask, COLUMNS)
         dx = rstd * (dy * weight - hidden * (rstd * mean))
         if ADD:
-            dx += tl.load(dhidden_ptr + row * dhidden_stride + column, mask, other=0.0).to(tl.float32)
-        if INPUT_GRAD:  # the compiler drops what only an unwanted dx needs
-            tl.store(dx_ptr + row * COLUMNS + column, dx.to(dx_ptr.dtype.element_ty), mask)
-    if WEIGHT_GRAD and not FEW:
-        tl.store(partials_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(dweight, 0)[None, :], in_row)
+            dx += load_tile(dhidden_ptr, row, dhidden_stride, column, mask).to(tl.float32)
+        if INPUT_GRAD:  # without it the compiler removes what only dx needs
+            store_tile(dx_ptr, dx, row, column, mask, COLUMNS)
+    if WEIGHT_GRAD and not SMALL_M:
+        store_partial(partials_ptr + tl.program_id(0) * COLUMNS, dweight, column, in_row)
 
 
 @functools.cache
 def _forward(columns: int, add: bool, device: torch.device) -> tuple[Launcher, int]:
-    """What launches forward, and how many rows a program norms."""
-    tile = forward_tile(columns, FORWARD_ELEMENTS[add], device)
-    return _forward_kernel.bind(ADD=add, **tile), tile["ROWS"]
+    """The launcher of forward, and how many rows a program normalizes."""
+    tile = norm_forward_tile(columns, RMS_NORM_ELEMENTS_PER_THREAD[add], device)
+    return _forward_kernel.bind(ADD=add, **tile.constants()), tile.rows
+
+
+@functools.cache
+def _chunked_forward(columns: int, device: torch.device) -> Launcher:
+    return _chunked_forward_kernel.bind(COLUMNS=columns, CHUNK=CHUNK, num_warps=CHUNKED_WARPS, **pdl_constants(device))
 
 
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y in `dtype`, or in that of the sum."""
+    """(y, hidden, rstd); y is in `dtype`, or in the dtype of the sum. Without a residual, hidden is y itself."""
     add, columns = residual is not None, x.shape[-1]
     check_weights("rms_norm", columns, weight)
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"add_rms_norm: x {list(x.shape)} and residual {list(residual.shape)} must have one shape")
+        raise ValueError(
+            f"add_rms_norm: x has shape {list(x.shape)}, residual {list(residual.shape)}; they must be equal"
+        )
     wide = x.dtype if residual is None else sum_dtype(x, residual)
     y = x.new_empty(*x.shape, dtype=dtype or wide)
     hidden = y if residual is None else x.new_empty(*x.shape, dtype=wide)
     launch, tile_rows = _forward(columns, add, x.device)
-    x, x_stride = rows_of(x, columns)
-    residual, residual_stride = (x, x_stride) if residual is None else rows_of(residual, columns)
+    x, x_stride = as_rows_with_stride(x, columns)
+    residual, residual_stride = (x, x_stride) if residual is None else as_rows_with_stride(residual, columns)
     rows = x.numel() // columns
     rstd = x.new_empty(rows, dtype=torch.float32)
-    if rows and not add and columns in READ_TWICE:
-        constants = {"COLUMNS": columns, "CHUNK": CHUNK, "num_warps": 16, **early(x.device)}
-        _forward_by_chunks_kernel.bind(**constants)(rows, x, weight.contiguous(), y, rstd, x_stride, eps, offset)
+    if rows and not add and columns in CHUNKED_WIDTHS:
+        _chunked_forward(columns, x.device)(rows, x, weight.contiguous(), y, rstd, x_stride, eps, offset)
     elif rows:
         launch(
             cdiv(rows, tile_rows),
@@ -182,7 +195,7 @@ def _launch_forward(
 
 
 def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
-    """Of x + residual: under `torch.autocast` a branch is narrower than the stream that it joins."""
+    """The dtype of x + residual: under `torch.autocast` a branch is narrower than the residual stream that it joins."""
     return x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
 
 
@@ -201,35 +214,42 @@ def _launch_add_rms_norm(
 
 @functools.cache
 def _backward(
-    columns: int, itemsize: int, few: bool, device: torch.device,
+    columns: int, itemsize: int, small_m: bool, device: torch.device,
     add: bool, input_grad: bool, weight_grad: bool, emit: bool,
-) -> tuple[Launcher, int, int, int]:  # fmt: skip
-    """What launches backward, how many rows a tile has, how many programs take rows at most, and how many columns."""
-    tile, most = backward_tile(columns, 3 + add, itemsize, few, device)
-    launch = _backward_kernel.bind(ADD=add, INPUT_GRAD=input_grad, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile)
-    return launch, tile["ROWS"], most, programs_over_columns(columns) * (few and weight_grad)
+) -> tuple[Launcher, BackwardNormTile, int]:  # fmt: skip
+    """The launcher of backward, its tile, and how many programs sum dw over columns."""
+    tile = norm_backward_tile(columns, 3 + add, itemsize, small_m, device)
+    launch = _backward_kernel.bind(
+        ADD=add, INPUT_GRAD=input_grad, WEIGHT_GRAD=weight_grad, EMIT=emit, **tile.constants()
+    )
+    return launch, tile, column_sum_programs(columns) if small_m and weight_grad else 0
 
 
 def _launch_backward(
     dy: Tensor, dhidden: Tensor | None, hidden: Tensor, rstd: Tensor, weight: Tensor, offset: float,
     input_grad: bool, weight_grad: bool, emit: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dx, dweight, y), each None where it is not needed.
+
+    emit: also return y, recomputed in the dtype of dy.
+    """
     dx = hidden.new_empty(*hidden.shape) if input_grad else None
-    dhidden = dhidden if input_grad else None  # it reaches dx alone
+    dhidden = dhidden if input_grad else None  # only dx depends on it
     y = hidden.new_empty(*hidden.shape, dtype=dy.dtype) if emit else None
     dweight = weight.new_empty(*weight.shape) if weight_grad else None
     add, columns, rows = dhidden is not None, hidden.shape[-1], rstd.numel()
-    few = 0 < rows <= FEW_ROWS
-    kind = columns, hidden.itemsize, few, hidden.device, add, input_grad, weight_grad, emit
-    launch, tile_rows, most, over_columns = _backward(*kind)
-    programs = min(cdiv(rows, tile_rows), most)
-    (dy, dy_stride), (hidden, hidden_stride) = rows_of(dy, columns), rows_of(hidden, columns)
-    dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else rows_of(dhidden, columns)
-    summed = [] if dweight is None or few else [dweight]
+    small_m = 0 < rows <= SMALL_M_ROWS
+    launch, tile, column_programs = _backward(
+        columns, hidden.itemsize, small_m, hidden.device, add, input_grad, weight_grad, emit
+    )
+    programs = min(cdiv(rows, tile.rows), tile.max_programs)
+    (dy, dy_stride), (hidden, hidden_stride) = as_rows_with_stride(dy, columns), as_rows_with_stride(hidden, columns)
+    dhidden, dhidden_stride = (dy, dy_stride) if dhidden is None else as_rows_with_stride(dhidden, columns)
+    summed = [] if dweight is None or small_m else [dweight]
     partials = rstd.new_empty(programs, columns) if summed else rstd
     if rows:
         launch(
-            programs + over_columns, dy, dhidden, hidden, rstd, weight.contiguous(),
+            programs + column_programs, dy, dhidden, hidden, rstd, weight.contiguous(),
             hidden if dx is None else dx, partials, rstd if dweight is None else dweight, hidden if y is None else y,
             dy_stride, dhidden_stride, hidden_stride, rows, offset,
         )  # fmt: skip
@@ -307,22 +327,24 @@ class _AddRMSNorm(Node):
         return dx if needs_x else None, dx if needs_residual else None, dweight if needs_weight else None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     """Root-mean-square norm over the last dimension.
 
-    x [..., N] float, weight [N] float -> y [..., N] in x's dtype. Raises ValueError where the shapes disagree and where
-    N exceeds 65536.
+    x [..., N] float, weight [N] float -> y [..., N] in x's dtype. Raises ValueError if the shapes disagree or N exceeds
+    65536.
     """
     if not runs_kernels(x):
         return rms_norm_reference(x, weight, eps, offset)
     return _RMSNorm.apply(x, weight, eps, offset)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Norm of the sum x + residual, and the sum itself: the residual stream that goes on.
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of the sum x + residual, and the sum itself, which is the new residual stream.
 
     x, residual [..., N], weight [N] -> (y [..., N], hidden [..., N]), both in the dtype of x + residual.
-    Raises ValueError where the shapes disagree and where N exceeds 65536.
+    Raises ValueError if the shapes disagree or N exceeds 65536.
     """
     if not runs_kernels(x):
         return add_rms_norm_reference(x, residual, weight, eps, offset)

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, register, runs_kernels, traced, widen
+from ligermodels.kernels.dispatch import Node, is_traced, register, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
-from ligermodels.kernels.pdl import await_previous, early
+from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.qkv_heads import (
     check_shapes,
     copy_heads,
@@ -111,10 +111,10 @@ def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dqkv_ptr,
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, angle_rows, length,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program gathers TILE heads of one token's dq, dk or dv and writes them packed, the first two rotated back."""
-    await_previous(EARLY)
+    wait_for_previous_kernel(PDL)
     q_tiles: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     k_tiles: tl.constexpr = (K_HEADS + TILE - 1) // TILE
     tiles: tl.constexpr = q_tiles + 2 * k_tiles
@@ -189,7 +189,7 @@ def _backward(
     tile, pairs = tile_of(rotated, BACKWARD_PAIRS)
     launch = _backward_kernel.bind(
         Q_HEADS=heads, K_HEADS=kv_heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs,
-        **early(device),
+        **pdl_constants(device),
     )  # fmt: skip
     return launch, cdiv(heads, tile) + 2 * cdiv(kv_heads, tile)
 
@@ -234,7 +234,7 @@ class _Rope(Node):
         # Whoever traces may keep the projection, and the op's output, to replay the one without the other (selective
         # checkpointing does): then nothing is written in place. In eager mode it is the projection's own memory, which
         # no linear saves; views of a detached alias are fresh outputs to autograd.
-        if traced((qkv,)):
+        if is_traced((qkv,)):
             qkv = rope_forward(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
         else:
             qkv = qkv.detach()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.shared import MoEConfig
-from ligermodels.kernels.attention import document_of
+from ligermodels.kernels.attention import document_ids
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
@@ -84,7 +84,7 @@ def default_positions(input_ids: Tensor, cu_seqlens: Tensor | None, cache: KVCac
         return cache.next_positions(length)
     position = torch.arange(length, device=input_ids.device)
     if cu_seqlens is not None:
-        position = position - cu_seqlens[document_of(position, cu_seqlens)]
+        position = position - cu_seqlens[document_ids(position, cu_seqlens)]
     return position[None]
 
 

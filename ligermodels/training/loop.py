@@ -27,7 +27,7 @@ from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data import Data, open_data, supervised
+from ligermodels.training.data import Data, count_supervised, open_data
 from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, save_tokenizer
 from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
 from ligermodels.training.optimizers.adamw import AdamW
@@ -120,7 +120,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     needs = partial(needs, keep_gathered=keep_gathered)
     made = make_plan(
         model, config, world, description=data.description, rows=len(data.training),
-        passes=data.training.mixture.passes, validation_rows=len(data.validation), recomputed=recomputed,
+        passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation), recomputed=recomputed,
         memory=needs(recomputed=recomputed),
     )  # fmt: skip
     return Run(config, pretrained, model, data, build, needs, keep_gathered, made)
@@ -199,7 +199,7 @@ def train(config: TrainConfig) -> TrainResult:
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
             batches = data.training.micro_batches(progress.rows, config.batch_size, config.micro_batch_size, world)
-            count = distributed.total(torch.stack([supervised(batch) for batch in batches]).sum())
+            count = distributed.total(torch.stack([count_supervised(batch) for batch in batches]).sum())
             loss = torch.zeros((), device=world.device)
             for number, batch in enumerate(batches, 1):
                 fsdp.reduce_gradients(model, now=number == len(batches))
@@ -255,7 +255,7 @@ def train(config: TrainConfig) -> TrainResult:
         elif not config.no_export:
             with rescued(checkpoints, model, optimizer, progress, resume):
                 exported = export_run(model, data, config, output, compute_dtype)
-            chats = data.validation.of_answers and data.tokenizer is not None and bool(data.tokenizer.templates)
+            chats = data.validation.completion_only and data.tokenizer is not None and bool(data.tokenizer.templates)
             for line in advice(config, world, exported, model.source, chats=chats):
                 metrics.say(line)
         if world.is_first:

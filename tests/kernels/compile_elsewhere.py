@@ -18,14 +18,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from ligermodels.kernels import launch
-from ligermodels.kernels.norm_tiles import FEW_ROWS
+from ligermodels.kernels.norm_tiles import SMALL_M_ROWS
 from tests.kernels import ops
 from tests.kernels.kernels_of import assert_all_compiled, compiled_kernels, kernels
 
 TOKENS = (32,)  # few, because some matrix products are computed
 # Of experts enough for the largest tiles of the grouped products; of few rows and of many some ops' kernels differ.
-TOKENS_OF = {"experts": (512,), "norm_linear": (2 * FEW_ROWS,)} | dict.fromkeys(
-    ("rms_norm", "add_rms_norm", "layer_norm", "linear_cross_entropy"), (32, 2 * FEW_ROWS)
+TOKENS_OF = {"experts": (512,), "norm_linear": (2 * SMALL_M_ROWS,)} | dict.fromkeys(
+    ("rms_norm", "add_rms_norm", "layer_norm", "linear_cross_entropy"), (32, 2 * SMALL_M_ROWS)
 )
 # Beside the largest: rows of which several share a tile, in the kernel that takes the most registers for them.
 SHORT_ROWS = {"norm_linear": ((576, 64),)}

@@ -27,7 +27,7 @@ from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linea
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ligermodels.kernels.rms_norm import (
-    READ_TWICE,
+    CHUNKED_WIDTHS,
     add_rms_norm,
     add_rms_norm_reference,
     rms_norm,
@@ -254,9 +254,9 @@ def linear_cross_entropy_case(batch, length, hidden, vocabulary, **options) -> C
     return Case(ours, reference, leaves, [draw_targets(batch, length, vocabulary)])
 
 
-def lean_case(batch, length, hidden, vocabulary, **options) -> Case:
+def low_memory_case(batch, length, hidden, vocabulary, **options) -> Case:
     case = linear_cross_entropy_case(batch, length, hidden, vocabulary, **options)
-    return replace(case, ours=partial(linear_cross_entropy, lean=True, **options))
+    return replace(case, ours=partial(linear_cross_entropy, low_memory=True, **options))
 
 
 def attention_case(batch, length, heads, kv_heads, head_size, window) -> Case:
@@ -291,7 +291,7 @@ def step_all(name: str, case: Case) -> None:
 
 def norm_by_chunks() -> None:
     """Runs the one kernel that only takes rows of certain widths, which are too long for all contracts."""
-    for columns in READ_TWICE:
+    for columns in CHUNKED_WIDTHS:
         norm_case(1, 32, columns).to(torch.bfloat16).upstream()
 
 
@@ -365,12 +365,13 @@ OPS = {
         draw=partial(linear_cross_entropy_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)),
         huge=(2**18 + 1, 2**13, 64), products=(3, 2, 2),
     ),
-    "lean linear_cross_entropy": Op(
-        draw=lean_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(3, 1, 2)
+    "linear_cross_entropy, low memory": Op(
+        draw=low_memory_case, small=(17, 33), real=((16, 128256), (16, 262144)), products=(3, 1, 2)
     ),
-    "lean linear_cross_entropy of few rows": Op(draw=lean_case, small=(64, 128), products=(2, 1, 1)),
-    "lean linear_cross_entropy by rows": Op(
-        draw=partial(lean_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)), products=(4, 2, 2)
+    "linear_cross_entropy of few rows, low memory": Op(draw=low_memory_case, small=(64, 128), products=(2, 1, 1)),
+    "linear_cross_entropy by rows, low memory": Op(
+        draw=partial(low_memory_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)),
+        products=(4, 2, 2),
     ),
     # Not ours: of what the door leads to, what runs anywhere. test_attention.py has softcaps, documents and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.kernels import cross_entropy as module
-from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from ligermodels.kernels.cross_entropy import LogitsTile, cross_entropy, cross_entropy_reference
 from ligermodels.kernels.rescale import rescale_
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check, relative_error, run
@@ -21,13 +21,13 @@ TOGETHER = OPTIONS[-1]
 FP32_BOUND = 16 * torch.finfo(torch.float32).eps
 pytestmark = [
     pytest.mark.usefixtures("kernels", "poisoned"),
-    # The interpreter warns of what NumPy computes in masked lanes.
+    # The interpreter computes masked lanes with NumPy, which warns about their values.
     pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
 ]
 
 
 def draw(*shape, ignore_index=-100):
-    """Logits, and targets of which one is ignored and one is the last class."""
+    """Logits and targets; one target is ignored, one is the last class."""
     logits = 3 * torch.randn(shape, dtype=torch.float64, device=DEVICE)
     targets = torch.randint(shape[-1], shape[:-1], device=DEVICE)
     targets.view(-1)[1], targets.view(-1)[2] = ignore_index, shape[-1] - 1
@@ -36,14 +36,14 @@ def draw(*shape, ignore_index=-100):
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Rows of several blocks, the last one not full."""
-    monkeypatch.setattr(module, "tile_of", lambda *kind: (64, 4, 4))
-    monkeypatch.setattr(module, "_sweep", module._sweep.__wrapped__)  # which keeps what it was built with
+    """Rows of several blocks, the last one only partly filled."""
+    monkeypatch.setattr(module, "logits_tile", lambda *kind: LogitsTile(64, 4, 4))
+    monkeypatch.setattr(module, "_row_launcher", module._row_launcher.__wrapped__)  # without its cache
 
 
 def check_loss(ours, reference, inputs, dtype, factor=FACTOR, **options):
-    """The error budget in half precision, for the loss rounded to it; in fp32, where the plain path's own error is one
-    or two roundings, or none by luck, a fixed bound."""
+    """In half precision the error budget, for the loss rounded to that precision. In fp32 a fixed bound, because the
+    error of plain PyTorch is only one or two roundings, or zero by chance."""
 
     def rounded(function):
         return lambda *inputs: function(*inputs, **options).to(inputs[0].dtype)
@@ -84,24 +84,24 @@ def test_within_the_error_budget_under_non_uniform_upstream_gradients(shape, opt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_rows_of_several_blocks(short_blocks, reduction, dtype):
+def test_rows_of_several_blocks_are_within_the_error_budget(short_blocks, reduction, dtype):
     check_options(draw(2, 3, 257), dtype, reduction=reduction, **TOGETHER)
 
 
-def test_ignore_index_is_an_argument():
+def test_another_ignore_index_is_within_the_error_budget():
     check_options(draw(4, 33, ignore_index=7), torch.float32, ignore_index=7)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_reference_is_pytorchs_cross_entropy(reduction, label_smoothing):
+def test_reference_agrees_with_pytorch_cross_entropy(reduction, label_smoothing):
     logits, targets = draw(7, 33)
     expected = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
     got = cross_entropy_reference(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
     torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_reference_options_have_their_formula():
+def test_reference_options_follow_the_formula():
     logits, targets = draw(7, 33)
     lse = (2 * torch.tanh(1.5 * logits / 2)).logsumexp(-1)
     expected = F.cross_entropy(2 * torch.tanh(1.5 * logits / 2), targets, reduction="none") + 0.02 * lse**2
@@ -109,14 +109,14 @@ def test_reference_options_have_their_formula():
     torch.testing.assert_close(got, expected.where(targets != -100, 0.0), rtol=1e-14, atol=1e-14)
 
 
-def test_logits_far_below_the_cap_keep_full_accuracy():
-    """A tanh that cancels near zero is off by 1e-7 times the cap."""
+def test_logits_far_below_the_softcap_keep_full_accuracy():
+    """A tanh that cancels near zero has an error of 1e-7 times the softcap."""
     check_options(draw(20, 33), torch.float32, softcap=1000.0, reduction="none")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("rows", [0, 5])
-def test_nothing_to_supervise_gives_zero_loss_and_zero_gradient(rows, reduction):
+def test_without_supervised_targets_loss_and_gradient_are_zero(rows, reduction):
     logits = torch.randn(rows, 33, device=DEVICE, requires_grad=True)
     targets = torch.full((rows,), -100, device=DEVICE)
     loss = cross_entropy(logits, targets, reduction=reduction)
@@ -126,7 +126,7 @@ def test_nothing_to_supervise_gives_zero_loss_and_zero_gradient(rows, reduction)
 
 
 @pytest.mark.parametrize("mean", [True, False])
-def test_a_reduction_of_several_steps_skips_ignored_targets_and_gives_its_factor(mean):
+def test_a_reduction_of_several_steps_skips_ignored_targets_and_returns_its_factor(mean):
     losses, targets = torch.randn(2500, device=DEVICE), torch.randint(2, (2500,), device=DEVICE)
     total, factor = module.reduce_losses(losses, targets, 0, mean)
     count = targets.sum().item() if mean else 1
@@ -136,7 +136,7 @@ def test_a_reduction_of_several_steps_skips_ignored_targets_and_gives_its_factor
 
 
 def test_masked_logits_get_no_probability(short_blocks):
-    """Minus infinity in whole blocks, the first one among them."""
+    """Logits of minus infinity fill whole blocks, including the first."""
     logits = torch.randn(3, 257, device=DEVICE)
     logits[:, :130] = -float("inf")
     logits.requires_grad_()
@@ -157,7 +157,7 @@ def test_a_target_out_of_range_gives_an_infinite_loss(target):
     assert losses.isinf().tolist() == [False, True, False]
 
 
-def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
+def test_the_gradient_computed_in_place_is_the_same(short_blocks):
     logits, targets = draw(6, 257)
     logits = logits.half()
     options = (-100, 2.0, 1.5, 0.02, 0.2)
@@ -165,7 +165,7 @@ def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
     loss, lse = module.cross_entropy_forward(logits, targets, *options)
     expected = module.cross_entropy_backward(logits, targets, lse, scale, None, *options)
     got_loss, got_lse, got = torch.empty_like(loss), torch.empty_like(lse), logits.clone()
-    module.sweep(got, targets, got_loss, got_lse, scale, got, *options)
+    module.launch_cross_entropy(got, targets, got_loss, got_lse, scale, got, *options)
     for a, b in [(got_loss, loss), (got_lse, lse), (got, expected)]:
         torch.testing.assert_close(a, b)
 
@@ -173,17 +173,17 @@ def test_the_gradient_in_place_of_the_logits_is_the_same(short_blocks):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("reduction", "options"), [("mean", {}), ("sum", TOGETHER), ("none", {}), ("none", TOGETHER)])
 def test_in_place_is_within_the_error_budget(short_blocks, reduction, options, dtype):
-    """check's upstream gradients are random: the gradient of each row meets its own, and is rounded a second time."""
+    """The upstream gradients are random, so each row of the gradient is multiplied by its own and rounded twice."""
 
     def in_place(logits, targets, **options):
         return cross_entropy(logits.clone(), targets, inplace=True, **options)
 
-    inputs = draw(4, 20, 257)  # rows enough that the error of their few large elements is not luck
+    inputs = draw(4, 20, 257)  # enough rows to average the errors of their few large elements
     check_loss(in_place, cross_entropy_reference, inputs, dtype, factor=2, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_in_place_the_gradient_lies_where_the_logits_were(short_blocks, reduction):
+def test_in_place_gradient_takes_the_memory_of_the_logits(short_blocks, reduction):
     logits, targets = draw(6, 257)
     logits = logits.float()
     leaf, before = logits.clone().requires_grad_(), logits.clone()
@@ -197,7 +197,7 @@ def test_in_place_the_gradient_lies_where_the_logits_were(short_blocks, reductio
 
 
 def test_in_place_an_upstream_gradient_of_one_writes_nothing():
-    """A row that the kernel passed by keeps what was put there since; the row beside it does not."""
+    """The kernel leaves rows with upstream gradient 1 untouched and scales the others."""
     gradient = torch.ones(2, 33, device=DEVICE)
     rescale_(gradient, torch.tensor([1.0, 3.0], device=DEVICE))
     assert torch.equal(gradient, torch.tensor([[1.0], [3.0]], device=DEVICE).expand(2, 33))
@@ -206,7 +206,7 @@ def test_in_place_an_upstream_gradient_of_one_writes_nothing():
     assert poison.isnan().all()
 
 
-def test_in_place_refuses_a_second_backward():
+def test_in_place_raises_on_a_second_backward():
     logits, targets = draw(4, 33)
     loss = cross_entropy(logits.float().requires_grad_(), targets, inplace=True)
     loss.backward(retain_graph=True)
@@ -214,15 +214,15 @@ def test_in_place_refuses_a_second_backward():
         loss.backward()
 
 
-def test_in_place_is_refused_by_an_op_that_kept_the_logits():
+def test_in_place_raises_if_another_op_saved_the_logits():
     logits, targets = draw(4, 33)
     leaf = logits.float().requires_grad_()
-    loss = cross_entropy(torch.exp(leaf), targets, inplace=True)  # exp keeps its output for its own backward
+    loss = cross_entropy(torch.exp(leaf), targets, inplace=True)  # exp saves its output for backward
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_in_place_keeps_logits_that_need_no_gradient():
+def test_in_place_does_not_write_logits_that_need_no_gradient():
     logits, targets = draw(4, 33)
     logits = logits.float()
     before = logits.clone()
@@ -232,7 +232,7 @@ def test_in_place_keeps_logits_that_need_no_gradient():
     assert torch.equal(logits, before)
 
 
-def test_in_place_expanded_rows_are_copied():
+def test_in_place_copies_expanded_rows():
     logits, targets = draw(4, 33)
     row = logits[:1].float().requires_grad_()
     expected, got = (
@@ -242,7 +242,7 @@ def test_in_place_expanded_rows_are_copied():
     torch.testing.assert_close(got, expected)
 
 
-def test_logits_are_not_written_to():
+def test_logits_are_not_written_to_by_default():
     logits, targets = draw(4, 33)
     logits = logits.float().requires_grad_()
     before = logits.detach().clone()
@@ -250,19 +250,19 @@ def test_logits_are_not_written_to():
     assert torch.equal(logits, before)
 
 
-def test_mismatched_arguments_are_refused():
+def test_mismatched_arguments_raise():
     logits, targets = draw(4, 33)
-    with pytest.raises(ValueError, match=r"targets \(3,\).*\(4,\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(3,\); expected \(4,\)"):
         cross_entropy(logits, targets[:3])
-    with pytest.raises(ValueError, match=r"'median'.*mean, sum, none"):
+    with pytest.raises(ValueError, match=r"'median'; supported: mean, sum, none"):
         cross_entropy(logits, targets, reduction="median")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [128256, 50257])
 @pytest.mark.parametrize("options", [(-100, None, 1.0, 0.0, 0.0), (-100, 20.0, 1.5, 0.01, 0.1)])
-def test_one_launch_agrees_with_two_and_repeats(vocab, options):
-    """More rows than run at once, of many blocks."""
+def test_one_launch_agrees_with_two_and_is_bit_identical_when_repeated(vocab, options):
+    """More rows than programs run at a time, of many blocks."""
     logits, targets = draw(3000, vocab)
     logits = logits.bfloat16()
     scale = torch.rand(3000, device=DEVICE)
@@ -278,7 +278,7 @@ def test_one_launch_agrees_with_two_and_repeats(vocab, options):
 
 
 @pytest.mark.gpu
-def test_in_place_is_captured_in_a_graph():
+def test_in_place_can_be_captured_in_a_cuda_graph():
     logits, targets = draw(64, 128256)
     logits = logits.bfloat16()
     options, scale = (-100, None, 1.0, 0.0, 0.0), torch.ones((), device=DEVICE).expand(64)

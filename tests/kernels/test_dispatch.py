@@ -5,8 +5,8 @@ import torch
 import triton.language as tl
 
 from ligermodels.kernels import launch as launch_module
-from ligermodels.kernels.dispatch import Node, traced
-from ligermodels.kernels.launch import Variants, _kinds_of, kernel
+from ligermodels.kernels.dispatch import Node, is_traced
+from ligermodels.kernels.launch import Variants, _specializations_of, kernel
 from tests.conftest import DEVICE
 
 
@@ -25,7 +25,7 @@ def doubled(x, tile=16, offset=1):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 64, 1000])
-def test_a_second_launch_computes_what_the_first_did(count):
+def test_later_launches_compute_the_same_as_the_first(count):
     x = torch.randn(count, device=DEVICE)
     for _ in range(3):
         assert torch.equal(doubled(x), 2 * x + 1)
@@ -61,23 +61,23 @@ def test_dtypes_and_constants_do_not_share_a_kernel():
                 assert torch.equal(doubled(x.to(dtype), tile, offset), 2 * x.to(dtype) + offset)
 
 
-def test_numbers_that_triton_compiles_for_are_told_apart():
-    kinds = _kinds_of(0, 1, 2, 16, -2, 2**31, 0.5)
-    assert len(set(kinds)) == len(kinds)
-    assert _kinds_of(2, 16, 0.5) == _kinds_of(17, 48, 1e9)
+def test_numbers_that_triton_specializes_for_have_different_keys():
+    keys = _specializations_of(0, 1, 2, 16, -2, 2**31, 0.5)
+    assert len(set(keys)) == len(keys)
+    assert _specializations_of(2, 16, 0.5) == _specializations_of(17, 48, 1e9)
     variants = Variants(double.jit, {"TILE": 16, "OFFSET": 0})
     find = functools.partial(variants.find, 0, None, torch.float32, torch.float32)
     assert find(2, 0.5) is find(17, 1e9)
-    # Equal numbers, and not the same to a compiler.
+    # Python takes 1 and 1.0 for equal; the compiler does not.
     assert find(16, 1) is not find(16, 1.0)
 
 
-def test_a_launcher_passes_addresses_and_numbers_and_compiles_once_for_each_kind(monkeypatch):
+def test_a_launcher_passes_addresses_and_numbers_and_compiles_each_variant_once(monkeypatch):
     compiled, launched = [], []
 
     def compile_(variants, programs, *args):
         compiled.append((programs, *args))
-        return lambda *args: launched.append(args), ("front",), ["back"]
+        return lambda *args: launched.append(args), ("leading",), ["trailing"]
 
     monkeypatch.setattr(launch_module, "interpreting", False)
     monkeypatch.setattr(launch_module.Variants, "compile", compile_)
@@ -88,9 +88,9 @@ def test_a_launcher_passes_addresses_and_numbers_and_compiles_once_for_each_kind
     arguments = [(2, x, y, 18, 0.5), (3, y, x, 33, 2.0), (1, x[1:], y, 18, 0.5), (1, y[5:], x, 18, 0.5)]
     for args in arguments:
         launch(*args)
-    assert [args[0] for args in compiled] == [2, 1]  # programs: for the first launch, and for the first misaligned one
+    assert [args[0] for args in compiled] == [2, 1]  # programs of the first launch and of the first misaligned one
     assert launched == [
-        (programs, 1, 1, "stream", "front", a.data_ptr(), b.data_ptr(), *numbers, "back")
+        (programs, 1, 1, "stream", "leading", a.data_ptr(), b.data_ptr(), *numbers, "trailing")
         for programs, a, b, *numbers in arguments[1::2]
     ]
     with pytest.raises(TypeError):
@@ -103,11 +103,11 @@ class Subclass(torch.Tensor):
 
 def test_fake_meta_and_subclassed_tensors_are_traced_and_plain_ones_are_not():
     x = torch.ones(2)
-    assert not traced((x, torch.nn.Parameter(x), 1.0))
-    assert traced((x.to("meta"), 1.0))
-    assert traced((x, 1.0, x.as_subclass(Subclass)))
+    assert not is_traced((x, torch.nn.Parameter(x), 1.0))
+    assert is_traced((x.to("meta"), 1.0))
+    assert is_traced((x, 1.0, x.as_subclass(Subclass)))
     with torch._subclasses.FakeTensorMode():
-        assert traced((torch.ones(2),))
+        assert is_traced((torch.ones(2),))
 
 
 class Twice(Node):
@@ -121,7 +121,7 @@ class Twice(Node):
         return ctx.factor * dy, None
 
 
-def test_a_node_is_differentiated():
+def test_a_node_has_a_gradient():
     x = torch.randn(3, requires_grad=True)
     (dx,) = torch.autograd.grad(Twice.apply(x, 2.0), x, torch.ones(3))
     assert torch.equal(dx, torch.full((3,), 2.0))

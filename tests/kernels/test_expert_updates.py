@@ -1,4 +1,4 @@
-"""Low-rank updates of routed experts, of either projection and of both."""
+"""Low-rank updates of routed experts: of either projection, and of both."""
 
 import pytest
 import torch
@@ -32,29 +32,29 @@ def with_updates(function, gate_up_updated=True, down_updated=True):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_updates_and_all_gradients_are_within_the_error_budget(dtype):
-    """Twice the factor in fp32, as for experts without updates."""
+    """Twice the factor in fp32, for the reason given in test_experts.py."""
     factor = 2 * FACTOR if dtype == torch.float32 else FACTOR
     inputs = *draw(TOKENS, HIDDEN, INNER, EXPERTS, K), *draw_factors()
     check(with_updates(experts), with_updates(experts_reference), inputs, dtype, factor)
 
 
 @pytest.mark.parametrize("updated", [(True, False), (False, True)], ids=["gate_up", "down"])
-def test_one_projection_alone_may_have_an_update(updated):
+def test_an_update_of_one_projection_is_within_the_error_budget(updated):
     factors = draw_factors()[:2] if updated[0] else draw_factors()[2:]
     inputs = *draw(TOKENS, HIDDEN, INNER, EXPERTS, K), *factors
     check(with_updates(experts, *updated), with_updates(experts_reference, *updated), inputs, torch.float32, 2 * FACTOR)
 
 
-def test_frozen_experts_get_no_gradient_and_an_update_keeps_its_rank_for_backward():
+def test_frozen_experts_get_no_gradient_and_an_update_saves_only_rank_columns():
     x, index, weight, gate_up, down = draw(TOKENS, HIDDEN, INNER, EXPERTS, K, torch.float32)
     factors = [factor.requires_grad_() for factor in draw_factors(torch.float32)]
     updates = GroupedLowRank(*factors[:2], 0.5), GroupedLowRank(*factors[2:], 2.0)
     x.requires_grad_()
 
-    def kept(*updates):
+    def saved(*updates):
         return saved_bytes(lambda x, w: experts(x, index, w, gate_up, down, "silu", *updates), x, weight)
 
-    assert kept(*updates) - kept() == 4 * (2 * TOKENS * K * RANK + sum(factor.numel() for factor in factors))
+    assert saved(*updates) - saved() == 4 * (2 * TOKENS * K * RANK + sum(factor.numel() for factor in factors))
     experts(x, index, weight, gate_up, down, "silu", *updates).sum().backward()
     assert gate_up.grad is None and down.grad is None
     assert all(factor.grad.abs().max() > 0 for factor in factors)

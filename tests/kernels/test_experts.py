@@ -10,15 +10,15 @@ from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check
 from tests.kernels.test_linear import alive_at, saved_bytes
 
-# T, H, I, E, k. Odd sizes, one expert a token, every expert, many experts. Enough tokens for an error of half precision
-# to be a mean over many roundings.
+# T, H, I, E, k. Odd sizes, one expert per token, all experts, many experts. Enough tokens that the half-precision error
+# is a mean over many roundings.
 SHAPES = [(43, 20, 11, 6, 3), (50, 16, 24, 5, 1), (40, 24, 8, 4, 4), (33, 8, 16, 60, 2)]
-TOKENS = 24 if DEVICE == "cuda" else 6  # of wide rows
+TOKENS = 24 if DEVICE == "cuda" else 6  # for wide rows
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
 def draw_index(tokens, num_experts, k):
-    """Different experts a token; the last expert is never chosen unless all are."""
+    """k distinct experts per token; the last expert is chosen only if k is the number of experts."""
     scores = torch.rand(tokens, num_experts, device=DEVICE)
     scores[:, -1] = -1
     return scores.topk(k).indices
@@ -32,26 +32,26 @@ def draw(tokens, hidden, inner, num_experts, k, dtype=torch.float64):
 
 
 def in_budget(function, activation):
-    """With weights in fp32, as the router gives them, also where the rest is in half precision."""
+    """Passes the routing weights in fp32, as the router computes them, also if everything else is in half precision."""
     return lambda x, index, weight, *rest: function(x, index, widen(weight), *rest, activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts_and_their_gradients_are_within_the_error_budget(shape, dtype):
-    """Twice the factor in fp32, where products err as their sums are long: dw comes by way of dp, a sum over H, where
-    the plain path's comes by way of an expert's output, a sum over I, and here I is the shorter."""
+    """Twice the factor in fp32, where the error of a product grows with the length of its sums: we compute dw from dp,
+    a sum over H; the reference computes it from an expert's output, a sum over I, which is shorter here."""
     factor = 2 * FACTOR if dtype == torch.float32 else FACTOR
     check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), draw(*shape), dtype, factor)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_activations(activation):
+def test_gelu_activations_are_within_the_error_budget(activation):
     check(in_budget(experts, activation), in_budget(experts_reference, activation), draw(*SHAPES[0]), torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(TOKENS, 1030, 8, 3, 2), (TOKENS, 8, 1030, 3, 2)])
-def test_rows_wider_than_a_tile(shape):
+def test_rows_wider_than_a_tile_are_within_the_error_budget(shape):
     check(in_budget(experts, "silu"), in_budget(experts_reference, "silu"), draw(*shape), torch.float32)
 
 
@@ -72,13 +72,13 @@ def test_experts_without_tokens_get_zero_gradients():
         assert gradient[index.unique()].abs().amax((1, 2)).min() > 0
 
 
-def test_only_gate_up_and_the_routing_are_kept_for_backward():
+def test_only_gate_up_and_the_routing_are_saved_for_backward():
     tokens, hidden, inner, num_experts, k = 8, 64, 32, 4, 2
     x, index, *rest = draw(tokens, hidden, inner, num_experts, k, torch.float32)
     gate_up, down = (p.requires_grad_() for p in rest[1:])
-    kept = saved_bytes(lambda x, w: experts(x, index, w, gate_up, down, "silu"), x.requires_grad_(), rest[0])
-    routing = (tokens * k + num_experts) * 4  # the row of each slot, the offsets
-    assert kept - 4 * (gate_up.numel() + down.numel()) == tokens * k * 2 * inner * 4 + routing
+    saved = saved_bytes(lambda x, w: experts(x, index, w, gate_up, down, "silu"), x.requires_grad_(), rest[0])
+    routing = (tokens * k + num_experts) * 4  # row of each slot, offsets
+    assert saved - 4 * (gate_up.numel() + down.numel()) == tokens * k * 2 * inner * 4 + routing
 
 
 def test_a_retained_graph_gives_the_same_gradients_again():
@@ -91,9 +91,9 @@ def test_a_retained_graph_gives_the_same_gradients_again():
         torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("inner", [9, 24, 1100])  # of one vector a thread, and of one element
+@pytest.mark.parametrize("inner", [9, 24, 1100])  # one vector per thread, and one element per thread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_in_place_gradients_and_product_take_the_memory_of_what_they_come_from(inner, dtype):
+def test_in_place_gradient_and_product_overwrite_gate_up_and_the_gradient_of_the_product(inner, dtype):
     rows = 37
     gate_up, dproduct = (torch.randn(rows, columns, device=DEVICE).to(dtype) for columns in (2 * inner, inner))
     routing = torch.rand(rows, device=DEVICE), torch.randperm(rows, device=DEVICE).int()
@@ -106,25 +106,25 @@ def test_in_place_gradients_and_product_take_the_memory_of_what_they_come_from(i
 
 
 @pytest.mark.parametrize("retained", [False, True])
-def test_gate_up_is_freed_before_the_weights_gradients_are_made(retained, monkeypatch):
+def test_gate_up_is_freed_before_the_weight_gradients_are_computed(retained, monkeypatch):
     x, index, *rest = draw(6, 16, 8, 4, 2, torch.float32)
     leaves = [p.requires_grad_() for p in rest[1:]]
-    kept = []
+    references = []
 
     def pack(saved):
         saved = saved.detach()
         if saved.shape == (6 * 2, 2 * 8):
-            kept.append(weakref.ref(saved))
+            references.append(weakref.ref(saved))
         return saved
 
-    alive = alive_at(monkeypatch, module, "grouped_weight_gradient", kept)
+    alive = alive_at(monkeypatch, module, "grouped_weight_gradient", references)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         y = experts(x, index, *rest, "silu")
     torch.autograd.grad(y.sum(), leaves, retain_graph=retained)
     assert alive == [retained] * 2
 
 
-def test_route_normalizes_over_the_chosen_experts():
+def test_router_weights_are_normalized_over_the_chosen_experts():
     logits = torch.randn(6, 10, dtype=torch.float64, requires_grad=True)
     weight, index = route(logits, 3, True)
     expected = torch.softmax(logits.gather(1, index), -1)
@@ -136,9 +136,9 @@ def test_route_normalizes_over_the_chosen_experts():
     assert weight.dtype == torch.float32
 
 
-def test_unknown_activations_and_odd_widths_are_refused():
+def test_unknown_activations_and_odd_widths_raise():
     x, index, weight, gate_up, down = draw(*SHAPES[0], torch.float32)
-    with pytest.raises(ValueError, match="no activation 'relu'"):
+    with pytest.raises(ValueError, match="unknown activation 'relu'"):
         experts(x, index, weight, gate_up, down, "relu")
     with pytest.raises(ValueError, match="even width"):
         experts(x, index, weight, gate_up[:, 1:], down, "silu")
@@ -154,16 +154,16 @@ def test_unknown_activations_and_odd_widths_are_refused():
         lambda *inputs: (*inputs[:-1], inputs[-1][1:]),
     ],
 )
-def test_shapes_that_disagree_are_refused(cut):
+def test_shapes_that_disagree_raise(cut):
     inputs = draw(*SHAPES[0], torch.float32)
-    with pytest.raises(ValueError, match=r"needed \[T, H\], \[T, k\], \[T, k\], \[E, 2 I, H\], \[E, H, I\]"):
+    with pytest.raises(ValueError, match=r"expected \[T, H\], \[T, k\], \[T, k\], \[E, 2 I, H\], \[E, H, I\]"):
         experts(*cut(*inputs), "silu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "num_experts"), [(4096, 8), (1024, 64)], ids=["many rows", "many experts"])
-def test_a_step_takes_no_more_memory_than_counted(tokens, num_experts):
-    """In elements: at dGU, at dD; beside them y and dx."""
+def test_peak_memory_of_a_step_is_as_documented(tokens, num_experts):
+    """`counted` in elements: the peak while dGU or dD is computed, without y and dx."""
     hidden, inner, k = 512, 1024, 2
     x, index, weight, *rest = draw(tokens, hidden, inner, num_experts, k, torch.bfloat16)
     leaves = [x.requires_grad_(), weight.float().requires_grad_(), *(p.requires_grad_() for p in rest)]

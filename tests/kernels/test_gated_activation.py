@@ -36,7 +36,7 @@ def test_gated_activation_is_within_the_error_budget(shape, activation, dtype):
     )
 
 
-def test_gate_comes_first():
+def test_gate_is_the_first_half_of_gate_up():
     gate, up = [-30.0, -2.0, 0.0, 0.5, 30.0], [3.0, -1.0, 5.0, 2.0, 0.25]
     gate_up = torch.tensor(gate + up, device=DEVICE)
     cubic = [math.sqrt(2 / math.pi) * (g + 0.044715 * g**3) for g in gate]
@@ -59,7 +59,7 @@ def test_large_gates_saturate_without_nan(activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_backward_emits_the_product_of_forward_bit_for_bit(activation):
+def test_backward_recomputes_a_product_bit_identical_to_forward(activation):
     gate_up, dy = draw(3, 2200, dtype=torch.float32).half(), draw(3, 1100, dtype=torch.float32).half()
     dgate_up, y = torch.ops.ligermodels.gated_activation_backward(dy, gate_up, activation, True)
     plain, nothing = torch.ops.ligermodels.gated_activation_backward(dy, gate_up, activation, False)
@@ -68,9 +68,9 @@ def test_backward_emits_the_product_of_forward_bit_for_bit(activation):
     assert nothing.numel() == 0
 
 
-@pytest.mark.parametrize("width", [9, 24, 1100, 4096])  # of one vector a thread, and of one element
+@pytest.mark.parametrize("width", [9, 24, 1100, 4096])  # one vector per thread, and one element per thread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_in_place_the_product_takes_the_memory_of_the_upstream_gradient(width, dtype):
+def test_in_place_gradient_and_product_overwrite_gate_up_and_the_upstream_gradient(width, dtype):
     gate_up, dy = (draw(37, columns, dtype=torch.float32).to(dtype) for columns in (2 * width, width))
     expected = _launch_backward(dy, gate_up, "silu", True)
     got = _launch_backward(dy, gate_up, "silu", True, inplace=True)
@@ -84,29 +84,29 @@ def gated_then_linear(gate_up, inplace):
 
 
 @pytest.mark.parametrize("function", [partial(gated_activation, activation="silu"), gated_then_linear])
-def test_in_place_the_gradient_takes_the_memory_of_gate_up_once_the_graph_is_not_kept(function):
+def test_in_place_gradient_overwrites_gate_up_unless_the_graph_is_retained(function):
     leaf = draw(3, 2200, dtype=torch.float32).requires_grad_()
     (expected,) = torch.autograd.grad(function(leaf * 1, inplace=False).sum(), leaf)
     gate_up, addresses = leaf * 1, []
     gate_up.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
     loss = function(gate_up, inplace=True).sum()
-    for kept in (True, True, False):
-        (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=kept)
+    for retained in (True, True, False):
+        (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=retained)
         assert torch.equal(gradient, expected)
-        assert torch.equal(gate_up, leaf) == kept
+        assert torch.equal(gate_up, leaf) == retained
     assert [address == gate_up.data_ptr() for address in addresses] == [False, False, True]
 
 
-def test_autograd_objects_if_another_node_saved_what_is_written_over():
+def test_autograd_raises_if_another_node_saved_the_overwritten_gate_up():
     leaf = draw(2, 8, dtype=torch.float32).requires_grad_()
-    gate_up = torch.exp(leaf)  # keeps its output for its own backward
+    gate_up = torch.exp(leaf)  # saves its output for backward
     loss = gated_activation(gate_up, "silu", inplace=True).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_unknown_activations_and_odd_widths_are_refused():
-    with pytest.raises(ValueError, match="'relu'; there are silu, gelu_tanh, gelu"):
+def test_unknown_activations_and_odd_widths_raise():
+    with pytest.raises(ValueError, match="'relu'; supported: silu, gelu_tanh, gelu"):
         gated_activation(torch.zeros(1, 4, device=DEVICE), "relu")
     with pytest.raises(ValueError, match="even width"):
         swiglu(torch.zeros(1, 5, device=DEVICE))

@@ -19,12 +19,12 @@ def draw(*shape, dtype=torch.float64):
 
 
 def draw_inputs():
-    """gate_up, weight and bias of a layer that takes 48 columns to 20."""
+    """gate_up, weight and bias of a layer that maps 48 columns to 20."""
     return [draw(*shape, dtype=torch.float32) for shape in [(2, 3, 96), (20, 48), (20,)]]
 
 
 def with_low_rank(function, activation="silu"):
-    """Takes the update's A and B last."""
+    """`function` with the update's A and B as its last two arguments."""
     return lambda *inputs: function(*inputs[:-2], activation, LowRank(*inputs[-2:], COLUMNS, SCALE))
 
 
@@ -50,13 +50,13 @@ def test_with_a_low_rank_update(activation, dtype):
 
 
 @pytest.mark.parametrize("trained", [(3, 4), (3,), (4,), (0, 3, 4), (1, 4), (2, 3)])
-def test_an_update_is_trained_whatever_else_is_frozen(trained):
+def test_a_low_rank_update_is_trained_for_any_choice_of_frozen_inputs(trained):
     functions = map(with_low_rank, (gated_linear, gated_linear_reference))
     check_frozen(*functions, [*draw_inputs(), *draw_low_rank(48, dtype=torch.float32)], trained)
 
 
 def check_frozen(ours, reference, inputs, trained):
-    """Only the inputs of these indices have gradients, and those within the error budget."""
+    """Only the inputs at these indices get gradients, and these are within the error budget."""
     for index in trained:
         inputs[index].requires_grad_()
 
@@ -73,7 +73,7 @@ def check_frozen(ours, reference, inputs, trained):
     assert [x.grad is not None for x in inputs] == [index in trained for index in range(len(inputs))]
 
 
-def test_only_gate_up_is_kept_for_backward():
+def test_only_gate_up_is_saved_for_backward():
     gate_up, weight, bias = (x.requires_grad_() for x in draw_inputs())
     assert saved_bytes(partial(gated_linear, activation="silu"), gate_up, weight, bias) == 6 * 96 * 4
     low_rank = (x.requires_grad_() for x in draw_low_rank(48, dtype=torch.float32))
@@ -81,8 +81,8 @@ def test_only_gate_up_is_kept_for_backward():
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_the_gradient_of_the_product_is_freed_before_that_of_the_weight_is_made(inplace, monkeypatch):
-    """In place its memory is the product's, of which that gradient is made."""
+def test_the_gradient_of_the_product_is_freed_before_the_weight_gradient_is_computed(inplace, monkeypatch):
+    """In place, the product takes its memory, and the weight gradient is computed from the product."""
     gate_up, weight, bias = draw_inputs()
     alive = gradients_alive(monkeypatch, module, (2, 3, 48))
     y = gated_linear(gate_up.requires_grad_() * 1, weight.requires_grad_(), bias, "silu", inplace=inplace)

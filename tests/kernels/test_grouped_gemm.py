@@ -4,9 +4,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels.kernels.grouped_gemm as module
 from ligermodels.kernels.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_reference,
     grouped_input_gradient,
-    grouped_linear,
-    grouped_linear_reference,
     grouped_weight_gradient,
 )
 from tests.conftest import BEYOND_INT32, DEVICE
@@ -22,13 +22,13 @@ CASES = {
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
-class GroupedLinear(torch.autograd.Function):
-    """The three functions under test as one differentiable op."""
+class GroupedGemm(torch.autograd.Function):
+    """The three functions under test as one differentiable function."""
 
     @staticmethod
     def forward(ctx, x, weight, offsets):
         ctx.save_for_backward(x, weight, offsets)
-        return grouped_linear(x, weight, offsets)
+        return grouped_gemm(x, weight, offsets)
 
     @staticmethod
     def backward(ctx, dy):
@@ -41,7 +41,7 @@ def ends(counts):
 
 
 def draw(counts, width, depth, dtype=torch.float64):
-    """x and weight of groups with so many rows, and their offsets."""
+    """x, weight and offsets of groups with these row counts."""
     x, weight = (
         torch.randn(shape, dtype=dtype, device=DEVICE) for shape in [(sum(counts), depth), (len(counts), width, depth)]
     )
@@ -50,24 +50,24 @@ def draw(counts, width, depth, dtype=torch.float64):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_grouped_linear_and_its_gradients_are_within_the_error_budget(name, dtype):
-    check(GroupedLinear.apply, grouped_linear_reference, draw(*CASES[name]), dtype)
+def test_grouped_gemm_and_its_gradients_are_within_the_error_budget(name, dtype):
+    check(GroupedGemm.apply, grouped_gemm_reference, draw(*CASES[name]), dtype)
 
 
 @pytest.mark.parametrize(("width", "depth"), [(24, 1030), (1030, 24)])
 def test_long_sums_are_within_the_error_budget(width, depth):
-    check(GroupedLinear.apply, grouped_linear_reference, draw([7, 0, 9], width, depth), torch.float32)
+    check(GroupedGemm.apply, grouped_gemm_reference, draw([7, 0, 9], width, depth), torch.float32)
 
 
-def test_the_reference_functions_are_each_others_gradients(monkeypatch):
+def test_the_reference_gradients_are_gradients_of_the_reference_product(monkeypatch):
     monkeypatch.setattr(module, "runs_kernels", lambda x: False)
-    check(GroupedLinear.apply, grouped_linear_reference, draw(*CASES["empty groups"]), torch.float32)
+    check(GroupedGemm.apply, grouped_gemm_reference, draw(*CASES["empty groups"]), torch.float32)
 
 
 def test_non_contiguous_operands():
     x, weight, offsets = draw([4, 0, 7], 24, 40)
     inputs = x.t().contiguous().t(), weight.mT.contiguous().mT, offsets
-    check(GroupedLinear.apply, grouped_linear_reference, inputs, torch.float32)
+    check(GroupedGemm.apply, grouped_gemm_reference, inputs, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,7 +80,7 @@ def test_a_group_without_rows_gets_a_zero_weight_gradient(dtype):
 
 def test_zero_rows():
     x, weight, offsets = draw([0, 0], 8, 24, torch.float32)
-    y = grouped_linear(x, weight, offsets)
+    y = grouped_gemm(x, weight, offsets)
     assert y.shape == (0, 8)
     assert grouped_input_gradient(y, weight, offsets).shape == (0, 24)
     assert torch.equal(grouped_weight_gradient(y, x, offsets), torch.zeros_like(weight))
@@ -89,7 +89,7 @@ def test_zero_rows():
 def test_flops_are_counted():
     x, weight, offsets = draw([3, 4], 8, 16, torch.float32)
     with FlopCounterMode(display=False) as counter:
-        dy = grouped_linear(x, weight, offsets)
+        dy = grouped_gemm(x, weight, offsets)
         grouped_input_gradient(dy, weight, offsets)
         grouped_weight_gradient(dy, x, offsets)
     assert counter.get_total_flops() == 3 * 2 * 7 * 8 * 16
@@ -97,22 +97,22 @@ def test_flops_are_counted():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", [[300, 0, 17, 1, 0], [0, 4096, 0], [64] * 60])
-def test_both_engines_are_within_the_error_budget(counts, monkeypatch):
+def test_torch_and_triton_are_both_within_the_error_budget(counts, monkeypatch):
     inputs = draw(counts, 264, 136)
     for supported in (module.GROUPED_MM_CAPABILITIES, ()):
         monkeypatch.setattr(module, "GROUPED_MM_CAPABILITIES", supported)
-        check(GroupedLinear.apply, grouped_linear_reference, inputs, torch.bfloat16)
+        check(GroupedGemm.apply, grouped_gemm_reference, inputs, torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("width", "depth"), [(33, 64), (64, 33), (7, 5)])
-def test_sizes_that_grouped_mm_refuses_run_in_bfloat16(width, depth):
-    check(GroupedLinear.apply, grouped_linear_reference, draw([5, 0, 40], width, depth), torch.bfloat16)
+def test_sizes_that_grouped_mm_does_not_support_run_in_bfloat16(width, depth):
+    check(GroupedGemm.apply, grouped_gemm_reference, draw([5, 0, 40], width, depth), torch.bfloat16)
 
 
 @pytest.mark.gpu
-def test_operands_that_are_not_aligned_run_in_bfloat16():
-    """Contiguous, of sizes that grouped_mm takes, but two bytes beyond the alignment it needs."""
+def test_misaligned_operands_run_in_bfloat16():
+    """Contiguous, of sizes that grouped_mm supports, but two bytes off the alignment it needs."""
 
     def misaligned(x):
         return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
@@ -120,7 +120,7 @@ def test_operands_that_are_not_aligned_run_in_bfloat16():
     x, weight, offsets = draw([5, 0, 40], 64, 32, torch.bfloat16)
     dy = torch.randn(45, 64, device=DEVICE, dtype=torch.bfloat16)
     for function, left, right in [
-        (grouped_linear, x, weight),
+        (grouped_gemm, x, weight),
         (grouped_input_gradient, dy, weight),
         (grouped_weight_gradient, dy, x),
     ]:
@@ -133,12 +133,12 @@ def test_operands_that_are_not_aligned_run_in_bfloat16():
 @BEYOND_INT32
 @pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31():
-    """Of rows by Triton, which takes what is not bf16: read, and written."""
+    """Rows that the Triton kernels read and write; grouped_mm does not take fp16."""
     rows, depth = 2**17 + 100, 2**14
     x = torch.zeros(rows, depth, device=DEVICE, dtype=torch.float16)
     x[-1] = torch.randn(depth, device=DEVICE)
     weight, offsets = torch.randn(2, 16, depth, device=DEVICE, dtype=torch.float16), ends([rows - 70, 70])
-    y = grouped_linear(x, weight, offsets)
+    y = grouped_gemm(x, weight, offsets)
     assert relative_error(y[-1], x[-1].double() @ weight[1].double().t()) < 1e-3
     assert not y[:-1].any()
     dweight = grouped_weight_gradient(y, x, offsets)

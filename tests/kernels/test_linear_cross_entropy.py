@@ -17,22 +17,22 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_reference,
     token_log_probs,
 )
-from ligermodels.kernels.rescale import multiply_, scaled, scaled_pair
+from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
 from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, relative_error
 from tests.kernels.test_cross_entropy import OPTIONS, TOGETHER, check_loss
 
-# [..., H, V]; rows enough that the error is not the luck of a few
+# [..., H, V]; enough rows that the errors average out
 SHAPES = [(40, 17, 33), (3, 13, 31, 257), (32, 9, 1000)]
 pytestmark = [
     pytest.mark.usefixtures("kernels", "poisoned"),
-    # The interpreter warns of what NumPy computes in masked lanes.
+    # The interpreter computes masked lanes with NumPy, which warns about their values.
     pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
 ]
 
 
 def draw(*shape, dtype=torch.float64):
-    """Hidden states, weight, and targets of which one is ignored."""
+    """Hidden states, weight and targets; one target is ignored."""
     *rows, columns, vocab = shape
     hidden = torch.randn(*rows, columns, dtype=torch.float64, device=DEVICE)
     weight = torch.randn(vocab, columns, dtype=torch.float64, device=DEVICE) / 4
@@ -53,13 +53,13 @@ def chunks_of_16(monkeypatch):
 
 @pytest.fixture
 def short_of_memory(monkeypatch):
-    """Buffers of as little as one row of logits or 16 columns of them: several chunks of each."""
-    monkeypatch.setattr(module, "LEAN_BYTES", 1)
-    monkeypatch.setattr(module, "ALIGNMENT", 8)
+    """The smallest buffers, of one row or 16 columns of logits: several chunks of rows and of the vocabulary."""
+    monkeypatch.setattr(module, "LOW_MEMORY_BYTES", 1)
+    monkeypatch.setattr(module, "LOGITS_ALIGNMENT", 8)
 
 
 def count_calls(monkeypatch, name):
-    """A list that gets an entry at each call of the module's function."""
+    """A list to which every call of `module.name` appends an entry."""
     calls, function = [], getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1])
     return calls
@@ -71,7 +71,7 @@ def check_options(inputs, dtype, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("options", OPTIONS[:-1])  # together they are the next test's
+@pytest.mark.parametrize("options", OPTIONS[:-1])  # the next test has all of them together
 def test_options_are_within_the_error_budget(options, reduction, dtype):
     check_options(draw(40, 17, 33), dtype, reduction=reduction, **options)
 
@@ -92,42 +92,47 @@ def test_several_chunks_are_within_the_error_budget(chunks_of_16, reduction, dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("reduction", "options"), [("mean", {}), ("sum", TOGETHER), ("none", {}), ("none", TOGETHER)])
-def test_lean_is_within_the_error_budget(short_of_memory, options, reduction, dtype):
-    """Half precision that is not fp16 waits for its upstream gradient rounded, and is rounded again."""
-    lean = partial(linear_cross_entropy, lean=True)
-    check_loss(lean, linear_cross_entropy_reference, draw(100, 17, 33), dtype, reduction=reduction, **options)
+def test_low_memory_is_within_the_error_budget(short_of_memory, options, reduction, dtype):
+    """In bf16 gradients are rounded twice: before and after the multiplication by the upstream gradient."""
+    low_memory = partial(linear_cross_entropy, low_memory=True)
+    check_loss(low_memory, linear_cross_entropy_reference, draw(100, 17, 33), dtype, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_lean_with_room_for_all_logits(reduction, dtype):
-    lean = partial(linear_cross_entropy, lean=True)
-    check_loss(lean, linear_cross_entropy_reference, draw(40, 64, 640), dtype, reduction=reduction, **TOGETHER)
+def test_low_memory_with_a_buffer_for_all_logits_is_within_the_error_budget(reduction, dtype):
+    low_memory = partial(linear_cross_entropy, low_memory=True)
+    check_loss(low_memory, linear_cross_entropy_reference, draw(40, 64, 640), dtype, reduction=reduction, **TOGETHER)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("reduction", "options"), [("mean", {}), ("sum", {}), ("mean", TOGETHER)])
-def test_few_rows_keep_their_logits_and_are_within_the_error_budget(monkeypatch, options, reduction, dtype):
+def test_few_rows_save_their_logits_and_are_within_the_error_budget(monkeypatch, options, reduction, dtype):
     losses = count_calls(monkeypatch, "cross_entropy_of_temporary")
     check_options(draw(40, 64, 48), dtype, reduction=reduction, **options)
     assert bool(losses) == (dtype != torch.float16)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_few_rows_write_the_gradient_of_logits_over_them_unless_the_graph_is_kept(monkeypatch, kept):
-    sweeps, sweep = [], cross_entropy_module.sweep
-    monkeypatch.setattr(cross_entropy_module, "sweep", lambda *args, **kw: sweeps.append(args) or sweep(*args, **kw))
+@pytest.mark.parametrize("retained", [False, True])
+def test_few_rows_overwrite_logits_with_their_gradient_unless_the_graph_is_retained(monkeypatch, retained):
+    launches, launch_kernel = [], cross_entropy_module.launch_cross_entropy
+
+    def record(*args, **options):
+        launches.append(args)
+        launch_kernel(*args, **options)
+
+    monkeypatch.setattr(cross_entropy_module, "launch_cross_entropy", record)
     *inputs, targets = leaves(5, 17, 48)
-    linear_cross_entropy(*inputs, targets).backward(retain_graph=kept)
-    (logits, *_), (saved, *_, dlogits, _, _, _, _, _) = sweeps
+    linear_cross_entropy(*inputs, targets).backward(retain_graph=retained)
+    (logits, *_), (saved, *_, dlogits, _, _, _, _, _) = launches
     assert saved.data_ptr() == logits.data_ptr()
-    assert (dlogits.data_ptr() == logits.data_ptr()) == (not kept)
+    assert (dlogits.data_ptr() == logits.data_ptr()) == (not retained)
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "wanted", "expected"),
+    ("rows", "dtype", "needed", "expected"),
     [
-        (8448, torch.bfloat16, (True, True), True),  # 2 T V bytes of logits, or 4 H (T + V) of sums
+        (8448, torch.bfloat16, (True, True), True),  # 2 T V bytes of logits against 4 H (T + V) of sums
         (8832, torch.bfloat16, (True, True), False),
         (4096, torch.float32, (True, True), True),
         (4608, torch.float32, (True, True), False),
@@ -136,24 +141,24 @@ def test_few_rows_write_the_gradient_of_logits_over_them_unless_the_graph_is_kep
         (64, torch.bfloat16, (False, False), False),
     ],
 )
-def test_logits_are_kept_where_they_take_no_more_memory_than_sums(rows, dtype, wanted, expected):
-    assert keeps_logits(rows, 4096, 128256, dtype, *wanted) == expected
+def test_logits_are_saved_if_they_take_no_more_memory_than_fp32_sums(rows, dtype, needed, expected):
+    assert keeps_logits(rows, 4096, 128256, dtype, *needed) == expected
 
 
-def test_logits_are_not_kept_where_their_rows_would_not_start_at_vectors():
+def test_logits_with_unaligned_rows_are_not_saved():
     assert not keeps_logits(64, 768, 50257, torch.bfloat16, True, True)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_lean_buffers_change_only_the_order_of_fp32_sums(monkeypatch, reduction):
+def test_low_memory_buffer_size_changes_only_the_order_of_fp32_sums(monkeypatch, reduction):
     *inputs, targets = leaves(20, 40, 200)
     results, chunks = [], []
     for size in (1, 2**20):
-        sweeps = count_calls(monkeypatch, "sweep")
-        monkeypatch.setattr(module, "LEAN_BYTES", size)
-        loss = linear_cross_entropy(*inputs, targets, reduction=reduction, lean=True, **TOGETHER)
+        launches = count_calls(monkeypatch, "launch_cross_entropy")
+        monkeypatch.setattr(module, "LOW_MEMORY_BYTES", size)
+        loss = linear_cross_entropy(*inputs, targets, reduction=reduction, low_memory=True, **TOGETHER)
         results.append([loss.detach(), *torch.autograd.grad(loss.sum(), inputs)])
-        chunks.append(len(sweeps))
+        chunks.append(len(launches))
     assert chunks[0] > chunks[1] + 5
     for little, much in zip(*results, strict=True):
         assert relative_error(little, much.double()) <= 1e-6
@@ -161,33 +166,33 @@ def test_lean_buffers_change_only_the_order_of_fp32_sums(monkeypatch, reduction)
 
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_lean_a_frozen_input_gets_no_gradient_and_the_other_the_same(short_of_memory, frozen, reduction):
+def test_low_memory_gives_a_frozen_input_no_gradient_and_does_not_change_the_other(short_of_memory, frozen, reduction):
     *inputs, targets = leaves(40, 17, 33)
-    loss = linear_cross_entropy(*inputs, targets, reduction=reduction, lean=True).sum()
+    loss = linear_cross_entropy(*inputs, targets, reduction=reduction, low_memory=True).sum()
     expected = torch.autograd.grad(loss, inputs)
     inputs[frozen].requires_grad_(False)
-    linear_cross_entropy(*inputs, targets, reduction=reduction, lean=True).sum().backward()
+    linear_cross_entropy(*inputs, targets, reduction=reduction, low_memory=True).sum().backward()
     assert inputs[frozen].grad is None
     torch.testing.assert_close(inputs[1 - frozen].grad, expected[1 - frozen])
 
 
-def test_lean_memory_is_both_gradients_and_one_buffer(short_of_memory, monkeypatch):
-    """The largest that is made beyond the gradients is a row of logits, rounded up to whole tiles."""
-    made, empty = [], torch.empty
+def test_low_memory_allocates_both_gradients_and_one_buffer(short_of_memory, monkeypatch):
+    """Beyond the loss and the gradients there is only one row of logits, rounded up to whole tiles."""
+    allocated, empty = [], torch.empty
 
     def record(*size, **kwargs):
-        made.append(empty(*size, **kwargs))
-        return made[-1]
+        allocated.append(empty(*size, **kwargs))
+        return allocated[-1]
 
     monkeypatch.setattr(torch, "empty", record)
     *inputs, targets = leaves(5, 17, 129)
-    linear_cross_entropy(*inputs, targets, lean=True).backward()
-    assert [tuple(x.shape) for x in made] == [(5,), (5, 17), (129, 17), (136,)]
+    linear_cross_entropy(*inputs, targets, low_memory=True).backward()
+    assert [tuple(x.shape) for x in allocated] == [(5,), (5, 17), (129, 17), (136,)]
 
 
-def test_lean_refuses_a_second_backward():
+def test_low_memory_raises_on_a_second_backward():
     *inputs, targets = leaves(5, 17, 33)
-    loss = linear_cross_entropy(*inputs, targets, lean=True)
+    loss = linear_cross_entropy(*inputs, targets, low_memory=True)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -215,14 +220,14 @@ def test_without_gradients_the_loss_is_the_same_and_costs_one_product(chunks_of_
     assert counter.get_total_flops() == 2 * 40 * 17 * 33
 
 
-@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("low_memory", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("rows", [0, 5])
-def test_nothing_to_supervise_gives_zero_loss_and_zero_gradients(rows, reduction, lean):
+def test_without_supervised_targets_loss_and_gradients_are_zero(rows, reduction, low_memory):
     hidden = torch.randn(rows, 17, device=DEVICE, requires_grad=True)
     weight = torch.randn(33, 17, device=DEVICE, requires_grad=True)
     targets = torch.full((rows,), -100, device=DEVICE)
-    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction, lean=lean).sum()
+    loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction, low_memory=low_memory).sum()
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
@@ -245,7 +250,7 @@ def test_weight_gradient_is_bit_identical_from_run_to_run(chunks_of_16):
 
 
 def test_weight_gradient_is_summed_in_fp32(chunks_of_16):
-    """320 equal rows in 20 chunks: a half-precision sum would round twenty times, this one once."""
+    """320 equal rows in 20 chunks: a half-precision sum would be rounded twenty times, this one once."""
     hidden = torch.ones(320, 8, device=DEVICE, dtype=torch.float16)
     weight = torch.zeros(33, 8, device=DEVICE, dtype=torch.float16, requires_grad=True)
     targets = torch.zeros(320, dtype=torch.int64, device=DEVICE)
@@ -256,7 +261,7 @@ def test_weight_gradient_is_summed_in_fp32(chunks_of_16):
 
 
 def test_upstream_gradient_is_not_rounded_to_half_precision():
-    """1/3 in fp16 is off by a relative 2e-4: so would be every gradient."""
+    """1/3 in fp16 has a relative error of 2e-4, which every gradient would inherit."""
     hidden, weight, targets = leaves(40, 17, 33, dtype=torch.float16)
     loss = linear_cross_entropy(hidden, weight, targets, reduction="sum")
     full, third = (torch.autograd.grad(loss * s, (hidden, weight), retain_graph=True) for s in (1.0, 1 / 3))
@@ -266,27 +271,27 @@ def test_upstream_gradient_is_not_rounded_to_half_precision():
 
 
 @pytest.mark.parametrize("rows", [0, 1, 200])
-def test_a_pair_is_scaled_as_each_of_it_alone(rows):
-    """Both larger than one program's span, and both ending inside of one."""
+def test_scaling_a_pair_is_bit_identical_to_scaling_each_alone(rows):
+    """Both tensors are larger than the span of one program and end inside a span."""
     pair = torch.randn(rows, 17, device=DEVICE), torch.randn(300, 17, device=DEVICE)
     scale = torch.tensor(0.375, device=DEVICE), torch.tensor(7.0, device=DEVICE), 2.0, torch.float16
-    for got, x in zip(scaled_pair(*pair, *scale), pair, strict=True):
-        assert torch.equal(got, scaled(x, *scale))
+    for got, x in zip(rescale_pair(*pair, *scale), pair, strict=True):
+        assert torch.equal(got, rescale(x, *scale))
         assert torch.equal(got, (5.25 * x).half())
 
 
 @BEYOND_INT32
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [2**14, 2**14 + 1])  # all of it as one row, and row by row
+@pytest.mark.parametrize("columns", [2**14, 2**14 + 1])  # scaled as one long row, and row by row
 def test_scaling_beyond_two_to_the_31_elements(columns):
     x = torch.zeros(2**17 + 1, columns, device=DEVICE, dtype=torch.bfloat16)
     x[-1] = torch.randn(columns, device=DEVICE)
     two, one = torch.tensor([2.0, 1.0], device=DEVICE)
     for scale in (
-        lambda: scaled(x, two, None, 1.0, x.dtype),
-        lambda: scaled_pair(x, x[:1], two, one, 1.0, x.dtype)[0],
-        lambda: scaled_pair(x[:1], x, two, one, 1.0, x.dtype)[1],
-        lambda: multiply_(x.clone(), two),
+        lambda: rescale(x, two, None, 1.0, x.dtype),
+        lambda: rescale_pair(x, x[:1], two, one, 1.0, x.dtype)[0],
+        lambda: rescale_pair(x[:1], x, two, one, 1.0, x.dtype)[1],
+        lambda: scale_gradient_(x.clone(), two),
     ):
         result = scale()
         assert torch.equal(result[-1], 2 * x[-1]) and not result[:-1].any()
@@ -294,14 +299,14 @@ def test_scaling_beyond_two_to_the_31_elements(columns):
 
 def test_token_log_probs_are_log_softmax_at_the_targets(chunks_of_16):
     hidden, weight, targets = draw(4, 10, 17, 33, dtype=torch.float32)
-    kept = targets != -100
+    supervised = targets != -100
     log_probs = F.log_softmax(0.5 * hidden.double() @ weight.double().T, -1)
-    expected = log_probs.gather(-1, targets.clamp_min(0)[..., None])[..., 0].where(kept, 0.0)
+    expected = log_probs.gather(-1, targets.clamp_min(0)[..., None])[..., 0].where(supervised, 0.0)
     got = token_log_probs(hidden, weight, targets, logit_scale=0.5)
     torch.testing.assert_close(got, expected.float())
 
 
-def test_logits_beyond_one_chunk_never_exist(chunks_of_16, monkeypatch):
+def test_only_one_chunk_of_logits_is_allocated(chunks_of_16, monkeypatch):
     sizes, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **k: sizes.append(size) or empty(*size, **k))
     *inputs, targets = leaves(40, 17, 200)
@@ -311,7 +316,7 @@ def test_logits_beyond_one_chunk_never_exist(chunks_of_16, monkeypatch):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_cpu_runs_the_reference(monkeypatch, reduction):
+def test_cpu_tensors_run_the_reference(monkeypatch, reduction):
     monkeypatch.setattr(launch, "interpreting", False)
     inputs = [x.cpu() for x in draw(6, 17, 33, dtype=torch.float32)]
     expected = linear_cross_entropy_reference(*inputs, reduction=reduction, **TOGETHER)
@@ -326,24 +331,25 @@ def test_the_cpu_runs_the_reference(monkeypatch, reduction):
         (16384, 4096, 128256, torch.bfloat16, 4096),
         (16384, 2304, 256000, torch.bfloat16, 2048),
         (16384, 4096, 32000, torch.bfloat16, 8192),
-        (16384, 0, 151936, torch.bfloat16, 3328),  # five chunks of at most 3456, of equal size
-        (16384, 896, 151936, torch.bfloat16, 2816),  # six: with the fp32 sums, 1.2 GiB beyond both gradients
+        (16384, 0, 151936, torch.bfloat16, 3328),  # five equal chunks of at most 3456 rows
+        (16384, 896, 151936, torch.bfloat16, 2816),  # six: with the fp32 sums 1.2 GiB beyond both gradients
         (16384, 2048, 262144, torch.float32, 1024),
         (5, 4096, 128256, torch.bfloat16, 128),
     ],
 )
-def test_chunks_hold_a_gibibyte_of_logits(rows, hidden, vocab, dtype, expected):
+def test_chunks_hold_at_most_a_gibibyte_of_logits(rows, hidden, vocab, dtype, expected):
     assert chunk_rows(rows, vocab, (rows + vocab) * hidden, dtype) == expected
 
 
 @pytest.mark.parametrize("shape", [(6, 17, 33), (6, 64, 128)])
 @pytest.mark.parametrize(
-    ("reduction", "lean", "products"), [("mean", False, 3), ("none", False, 4), ("mean", True, 4), ("none", True, 5)]
+    ("reduction", "low_memory", "products"),
+    [("mean", False, 3), ("none", False, 4), ("mean", True, 4), ("none", True, 5)],
 )
-def test_flops_are_counted(reduction, lean, products, shape):
-    """Lean computes no logits again where the buffer holds all of them."""
+def test_flops_are_counted(reduction, low_memory, products, shape):
+    """low_memory does not recompute logits if its buffer holds all of them."""
     *inputs, targets = leaves(*shape)
     with FlopCounterMode(display=False) as counter:
-        linear_cross_entropy(*inputs, targets, reduction=reduction, lean=lean).sum().backward()
-    products -= lean and shape[-1] == 128
+        linear_cross_entropy(*inputs, targets, reduction=reduction, low_memory=low_memory).sum().backward()
+    products -= low_memory and shape[-1] == 128
     assert counter.get_total_flops() == products * 2 * math.prod(shape)

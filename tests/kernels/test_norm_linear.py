@@ -19,18 +19,18 @@ def draw(*shape, dtype=torch.float64):
 
 
 def draw_inputs(residual=True, dtype=torch.float32):
-    """x, residual, norm_weight, weight and bias of a layer that takes 48 columns to 20."""
+    """x, residual, norm_weight, weight and bias of a layer that maps 48 columns to 20."""
     x, residual = draw(2, 3, 48, dtype=dtype), draw(2, 3, 48, dtype=dtype) if residual else None
     return [x, residual, draw(48, dtype=dtype), draw(20, 48, dtype=dtype) / 7, draw(20, dtype=dtype)]
 
 
 def with_low_rank(function):
-    """Takes the update's A and B last."""
+    """`function` with the update's A and B as its last two arguments."""
     return lambda *inputs: function(*inputs[:-2], 1e-6, 1.0, LowRank(*inputs[-2:], COLUMNS, SCALE))
 
 
 def loss(y, hidden):
-    """Uses both outputs, so that hidden has a gradient of its own."""
+    """Uses both outputs, so that hidden also gets an upstream gradient."""
     return y.sin().sum() + (hidden * hidden.cos()).sum()
 
 
@@ -63,19 +63,19 @@ def test_with_a_low_rank_update(dtype):
     "trained", [("a", "b"), ("a",), ("b",), ("x", "a", "b"), ("norm_weight", "b"), ("weight", "b")]
 )
 @pytest.mark.parametrize("residual", [True, False])
-def test_an_update_is_trained_whatever_else_is_frozen(trained, residual):
+def test_a_low_rank_update_is_trained_for_any_choice_of_frozen_inputs(trained, residual):
     names = [*NAMES, "a", "b"]
     inputs = [*draw_inputs(residual), *draw_low_rank(48, dtype=torch.float32)]
     leaves = [x.requires_grad_() for name, x in zip(names, inputs, strict=True) if name in trained]
     functions = with_low_rank(norm_linear_reference), with_low_rank(norm_linear)
     expected, got = (torch.autograd.grad(loss(*f(*inputs)), leaves) for f in functions)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # fp32, of magnitude 1
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # fp32 values of magnitude 1
     loss(*with_low_rank(norm_linear)(*inputs)).backward()
     assert [x is not None and x.grad is not None for x in inputs] == [name in trained for name in names]
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_only_hidden_and_rstd_are_kept_for_backward(residual):
+def test_only_hidden_and_rstd_are_saved_for_backward(residual):
     inputs = [x if x is None else x.requires_grad_() for x in draw_inputs(residual)]
     hidden, rstd = 6 * 48 * 4, 6 * 4
     assert saved_bytes(lambda *a: norm_linear(*a, 1e-6), *inputs) == hidden + rstd
@@ -84,20 +84,20 @@ def test_only_hidden_and_rstd_are_kept_for_backward(residual):
     assert saved_bytes(with_low_rank(norm_linear), *inputs) == hidden + rstd + low
 
 
-def test_the_gradient_of_the_normed_rows_is_freed_before_that_of_the_weight_is_made(monkeypatch):
+def test_the_gradient_of_the_normed_rows_is_freed_before_the_weight_gradient_is_computed(monkeypatch):
     alive = gradients_alive(monkeypatch, module, (2, 3, 48))
     loss(*norm_linear(*(x.requires_grad_() for x in draw_inputs()), 1e-6)).backward()
     assert alive == [False]
 
 
-def test_without_residual_hidden_is_the_memory_of_x():
+def test_without_residual_hidden_shares_the_memory_of_x():
     inputs = draw_inputs(residual=False)
     x = inputs[0].requires_grad_()
     _, hidden = norm_linear(*inputs, 1e-6)
     assert hidden.data_ptr() == x.data_ptr()
 
 
-def test_an_unused_output_counts_as_zero_gradient():
+def test_an_unused_output_has_zero_upstream_gradient():
     inputs = [x.requires_grad_() for x in draw_inputs()]
     for index in (0, 1):
         expected, got = (

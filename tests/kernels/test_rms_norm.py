@@ -4,12 +4,18 @@ import pytest
 import torch
 
 from ligermodels.kernels import rms_norm as module
-from ligermodels.kernels.norm_tiles import FEW_ROWS
-from ligermodels.kernels.rms_norm import READ_TWICE, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from ligermodels.kernels.norm_tiles import SMALL_M_ROWS
+from ligermodels.kernels.rms_norm import (
+    CHUNKED_WIDTHS,
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
-SHAPES = [(7, 5), (2, 3, 1000), (3, 33, 96), (18, 4100), (300, 130), (197, 257)]  # the last two by several programs
+SHAPES = [(7, 5), (2, 3, 1000), (3, 33, 96), (18, 4100), (300, 130), (197, 257)]  # the last two take several programs
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
@@ -31,16 +37,16 @@ def test_add_rms_norm_is_within_the_error_budget(shape, offset, dtype):
     check(lambda *a: add_rms_norm(*a, 1e-6, offset), lambda *a: add_rms_norm_reference(*a, 1e-6, offset), inputs, dtype)
 
 
-def test_wide_rows_of_more_than_few(monkeypatch):
-    monkeypatch.setattr(module, "FEW_ROWS", 2)
+def test_wide_rows_on_the_persistent_path_are_within_the_error_budget(monkeypatch):
+    monkeypatch.setattr(module, "SMALL_M_ROWS", 2)
     inputs = draw(7, 2050), draw(7, 2050), draw(2050)
     check(lambda *a: add_rms_norm(*a, 1e-6), lambda *a: add_rms_norm_reference(*a, 1e-6), inputs, DTYPES[-1])
 
 
 @pytest.mark.parametrize("trained", range(3))
-def test_of_more_than_few_rows_one_gradient_alone(trained):
-    inputs = [torch.randn(s, device=DEVICE) for s in [(FEW_ROWS + 1, 32), (FEW_ROWS + 1, 32), (32,)]]
-    upstream = torch.randn(2, FEW_ROWS + 1, 32, device=DEVICE)
+def test_the_persistent_path_gives_the_gradient_of_one_trained_input(trained):
+    inputs = [torch.randn(s, device=DEVICE) for s in [(SMALL_M_ROWS + 1, 32), (SMALL_M_ROWS + 1, 32), (32,)]]
+    upstream = torch.randn(2, SMALL_M_ROWS + 1, 32, device=DEVICE)
     leaf = inputs[trained].requires_grad_()
     expected, got = (
         torch.autograd.grad((torch.stack(f(*inputs, 1e-6)) * upstream).sum(), leaf)
@@ -49,7 +55,7 @@ def test_of_more_than_few_rows_one_gradient_alone(trained):
     torch.testing.assert_close(got, expected)
 
 
-def test_one_gradient_for_both_outputs_counts_twice():
+def test_one_tensor_as_upstream_gradient_of_both_outputs_counts_twice():
     x, residual, weight = (torch.randn(s, device=DEVICE, requires_grad=True) for s in [(5, 32), (5, 32), (32,)])
     upstream = torch.randn(5, 32, device=DEVICE)
     expected, got = (
@@ -60,29 +66,29 @@ def test_one_gradient_for_both_outputs_counts_twice():
         torch.testing.assert_close(b, a)
 
 
-def test_rows_too_long_are_refused():
-    with pytest.raises(ValueError, match="65536"):
+def test_rows_longer_than_the_kernels_support_raise():
+    with pytest.raises(ValueError, match="at most 65536"):
         rms_norm(torch.empty(1, 65537, device=DEVICE), torch.empty(65537, device=DEVICE), 1e-6)
 
 
-def test_shapes_that_disagree_are_refused():
+def test_shapes_that_disagree_raise():
     x, weight = torch.ones(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
-    with pytest.raises(ValueError, match="of 4 elements for rows of 8"):
+    with pytest.raises(ValueError, match="has 4 elements, but rows have 8"):
         rms_norm(x, weight[:4], 1e-6)
-    with pytest.raises(ValueError, match=r"x \[3, 8\] and residual \[1, 8\]"):
+    with pytest.raises(ValueError, match=r"x has shape \[3, 8\], residual \[1, 8\]"):
         add_rms_norm(x, x[:1], weight, 1e-6)
 
 
 @torch.no_grad()
-def test_rows_that_are_read_twice():
-    for columns in READ_TWICE:
+def test_rows_read_in_chunks_equal_the_reference():
+    for columns in CHUNKED_WIDTHS:
         x, weight = torch.randn(3, columns, device=DEVICE), torch.randn(columns, device=DEVICE)
         torch.testing.assert_close(rms_norm(x, weight, 1e-6, 1.0), rms_norm_reference(x, weight, 1e-6, 1.0))
 
 
 @pytest.mark.gpu
-def test_an_early_kernel_waits_for_what_is_ahead_of_it():
-    """Each norm reads what the one before it wrote, and nothing has been written when all of them are launched."""
+def test_a_kernel_launched_by_pdl_waits_for_the_kernels_ahead_of_it():
+    """Each norm reads the output of the norm before it, and all are launched before any input has been written."""
     x, weight, upstream = (torch.randn(s, device=DEVICE) for s in [(4096, 2048), (2048,), (4096, 2048)])
 
     def chain(norm, x):

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ligermodels.training.data.corpus import conversations, stories
+from ligermodels.training.data.embedded_stories import conversations, stories
 from tests.conftest import DEVICE
 from tests.training.launching import Launcher
 

@@ -181,5 +181,6 @@ def main():
 
 
 if __name__ == "__main__":
-    embedded.STORIES, embedded.UNSEEN_STORIES, embedded.CONVERSATIONS, embedded.UNSEEN_CONVERSATIONS = 200, 8, 200, 8
+    embedded.TRAINING_STORIES, embedded.VALIDATION_STORIES = 200, 8
+    embedded.TRAINING_CHATS, embedded.VALIDATION_CHATS = 200, 8
     main()

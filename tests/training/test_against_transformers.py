@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ligermodels
-from ligermodels.training.data.corpus import conversations, vocabulary_texts
+from ligermodels.training.data.embedded_stories import conversations, vocabulary_texts
 from ligermodels.training.data.new_tokenizer import train_tokenizer
 from tests.training.loops import CLIP, in_steps, of_conversations, one_by_one, packed, padded, run, train
 

@@ -11,8 +11,8 @@ import torch
 
 import ligermodels
 from ligermodels.kernels import launch
-from ligermodels.training.data import corpus
-from ligermodels.training.data.corpus import asked_in_conversation, conversations, stories
+from ligermodels.training.data import embedded_stories
+from ligermodels.training.data.embedded_stories import conversation_question, conversations, stories
 from ligermodels.training.data.new_tokenizer import train_tokenizer
 from ligermodels.training.reporting.skill import right_answers
 from tests.training.loops import in_steps, of_conversations, of_texts, padded, train
@@ -25,11 +25,11 @@ QUESTIONS = 60
 @pytest.fixture(scope="module", autouse=True)
 def small():
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("NAMES", "ANIMALS", "PLACES", "THINGS", "LOSSES", "OPENINGS", "ENDINGS"):
-            patch.setattr(corpus, name, getattr(corpus, name)[-3:])
-        patch.setattr(corpus, "ADDENDS", range(1, 4))
-        patch.setattr(corpus, "MINUENDS", range(2, 7))
-        patch.setattr(corpus, "TURNS", (1, 2))
+        for name in ("CHARACTER_NAMES", "ANIMALS", "PLACES", "THINGS", "LOSSES", "OPENINGS", "ENDINGS"):
+            patch.setattr(embedded_stories, name, getattr(embedded_stories, name)[-3:])
+        patch.setattr(embedded_stories, "ADDENDS", range(1, 4))
+        patch.setattr(embedded_stories, "MINUENDS", range(2, 7))
+        patch.setattr(embedded_stories, "TURN_COUNTS", (1, 2))
         patch.setattr(launch, "interpreting", False)  # the base is trained before any test's own fixtures
         yield
 
@@ -53,7 +53,7 @@ def tokenizer(told, chats):
 @pytest.fixture(scope="module")
 def questions(chats):
     unseen = (messages for messages in conversations(seed=1, count=200) if messages not in chats)
-    return [asked_in_conversation(messages) for messages in itertools.islice(unseen, QUESTIONS)]
+    return [conversation_question(messages) for messages in itertools.islice(unseen, QUESTIONS)]
 
 
 @pytest.fixture(scope="module")

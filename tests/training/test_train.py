@@ -21,7 +21,7 @@ from ligermodels import load_tokenizer
 from ligermodels.cli import main
 from ligermodels.distributed import World
 from ligermodels.training import TrainConfig, plan, train
-from ligermodels.training.data.corpus import stories
+from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.optimizers.schedules import learning_rate
 from tests.training.launching import TRAIN, loop, losses, records, weights
 
@@ -360,7 +360,7 @@ def test_a_run_is_logged_where_that_is_asked_for(launcher):
 def test_ranks_that_fail_alike_say_so_once(launcher):
     done = launcher.run(*LLAMA, "--batch-size", "3", ranks=2)
     assert done.statuses == [2, 2]
-    assert done.stderr == "ligermodels: --batch-size 3 is no multiple of 2 ranks: change one of them\n"
+    assert done.stderr == "ligermodels: --batch-size 3 is not a multiple of 2 ranks: change one of them\n"
 
 
 REFUSED = {

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
-from ligermodels.training.data.corpus import stories
+from ligermodels.training.data.embedded_stories import stories
 from tests.training.launching import ROOT, TRAIN, losses, records, weights
 
 RUN = ["--data", "own.txt", "--steps", "16", "--batch-size", "2", "--sequence-length", "64", "--warmup", "2"]

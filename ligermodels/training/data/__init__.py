@@ -1,6 +1,6 @@
-"""The data of a training run, from what names it to batches on a device."""
+"""Training data: from the names given to --data to batches on a device."""
 
-from ligermodels.training.data.batches import Batch, Training, Validation, supervised
+from ligermodels.training.data.batches import Batch, TrainingRows, ValidationRows, count_supervised
 from ligermodels.training.data.opening import Data, open_data
 
-__all__ = ["Batch", "Data", "Training", "Validation", "open_data", "supervised"]
+__all__ = ["Batch", "Data", "TrainingRows", "ValidationRows", "count_supervised", "open_data"]

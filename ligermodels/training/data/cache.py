@@ -1,7 +1,7 @@
-"""Folders of derived data in the user's cache, each filled once, however many ranks and runs ask for it.
+"""A disk cache of derived data: folders that are filled once, however many ranks and runs need them.
 
-They are at $XDG_CACHE_HOME/ligermodels/data, by default ~/.cache/ligermodels/data, under a hash of all that their
-content follows from. Nothing there is needed but to save time: all of it may be removed at any time.
+They are in $XDG_CACHE_HOME/ligermodels/data, by default ~/.cache/ligermodels/data. A folder's name is a hash of
+everything that its content depends on. The cache only saves time: all of it may be deleted at any time.
 """
 
 import fcntl
@@ -19,37 +19,37 @@ from typing import Any
 from ligermodels import tokenizer
 from ligermodels.distributed import local_rank, raise_on_all, waiting_group
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.training.data.progress import say
+from ligermodels.training.data.progress import print_status
 from ligermodels.weights.writing import committed
 
-LONGEST_WAIT = timedelta(days=2)  # for another rank to fill a folder
+FILL_TIMEOUT = timedelta(days=2)  # for another rank to fill the folders
 
 
-def cached(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
-    """The folder of `key`, a JSON object. Every rank calls; where it is not there, the first of each host makes it.
+def cached_folder(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
+    """The folder of `key`, a JSON object. Every rank must call this; the first rank of each host fills a new folder.
 
-    fill: writes into the path that it is given. An InputError of it is raised on every rank.
+    fill: writes the content to the path that it is given. If it raises an InputError, every rank raises it.
     """
-    return all_cached([(key, fill)])[0]
+    return cached_folders([(key, fill)])[0]
 
 
-def all_cached(wanted: Sequence[tuple[dict[str, Any], Callable[[Path], None]]]) -> list[Path]:
-    """The folders of several keys, as `cached`: the ranks wait for each other once, not for each folder."""
-    folders = [cache_folder() / name_of(key) for key, _ in wanted]
+def cached_folders(requests: Sequence[tuple[dict[str, Any], Callable[[Path], None]]]) -> list[Path]:
+    """`cached_folder` for several pairs of key and fill; ranks synchronise once for all of them."""
+    folders = [cache_folder() / folder_name(key) for key, _ in requests]
     error = None
     if local_rank() == 0:
         try:
-            for folder, (_, fill) in zip(folders, wanted, strict=True):
+            for folder, (_, fill) in zip(folders, requests, strict=True):
                 fill_once(folder, fill)
-        except InputError as failed:
-            error = failed
-    with waiting_group(LONGEST_WAIT) as group:
+        except InputError as failure:
+            error = failure
+    with waiting_group(FILL_TIMEOUT) as group:
         raise_on_all(error, group)
     return folders
 
 
-def name_of(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key | {"code": code()}, sort_keys=True).encode()).hexdigest()[:32]
+def folder_name(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key | {"code": code_hash()}, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:
@@ -57,37 +57,37 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def code() -> str:
-    """Of the modules that make data: what another version of them left is not taken."""
+def code_hash() -> str:
+    """A hash of the modules that make data, so that folders written by another version of them are not used."""
     folders = [Path(__file__).parent, Path(tokenizer.__file__).parent]
     files = sorted(file for folder in folders for file in folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
-    with alone(folder.with_suffix(".lock")):
+    with exclusive_lock(folder.with_suffix(".lock")):
         if not folder.exists():
-            for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # by a run that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a run that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
             try:
                 with committed(folder) as temporary:
                     fill(temporary)
             except CheckpointError as error:
-                raise InputError(f"{error}, by XDG_CACHE_HOME") from error
+                raise InputError(f"{error}; XDG_CACHE_HOME sets the folder of the cache") from error
 
 
 @contextmanager
-def alone(file: Path) -> Iterator[None]:
-    """Of all processes that come here one goes on; the next when it has left or died."""
+def exclusive_lock(file: Path) -> Iterator[None]:
+    """Lets one process at a time into the context; the lock is released when the process leaves it or dies."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = file.open("w")
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written to") from error
+        raise InputError(f"{file}: {error.strerror}; set XDG_CACHE_HOME to a writable folder") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"Waiting for another run, which makes what this one needs: {file.with_suffix('')}")
+            print_status(f"Waiting for another run that is preparing the same data: {file.with_suffix('')}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

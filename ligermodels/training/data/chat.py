@@ -1,15 +1,19 @@
-"""From records to documents of token ids, and which are supervised: all of a text, behind a prompt its completion, of a
-chat what the assistant says.
+"""Tokenisation of records: token ids, and a mask of the supervised tokens.
 
-A text begins as the tokenizer begins one, and ends with the end-of-text token. A conversation is what the tokenizer's
-chat template makes of it. Where the template marks what the assistant says by {% generation %}, that is supervised and
-nothing else. Most do not, so the conversation is rendered turn by turn: an answer is what follows the text of all
-messages before it, with the generation prompt, in the text of all messages up to it. Where both stand unchanged at the
-beginning of the whole text, all answers share that one document. Where a template writes an earlier turn differently
-once more follow, as those do that drop earlier reasoning, an answer so changed gets a document of its own, of the
-messages up to it: it is learned behind what the assistant will have before it when it answers. An answer goes to the
-special token that ends it, without the white space after that. Where the template puts none, what ends it is the
-special token that begins the next turn, and after the last answer the end-of-text token. Knows neither files nor rows.
+A text is supervised as a whole, a prompt with its completion on the completion only (completion-only loss), and a
+conversation on what the assistant says (assistant mask).
+
+A text begins as the tokenizer begins one, and ends with the end-of-text token. A conversation is rendered by the
+tokenizer's chat template. If the template marks the assistant's text by {% generation %}, exactly that is supervised.
+Most templates do not, so a conversation is rendered turn by turn: an answer is the text of all messages up to it, minus
+the text of all messages before it with the generation prompt. Both must be prefixes of the text of the whole
+conversation; all answers for which they are share one document. Some templates change an earlier turn when more
+messages follow, for example to drop earlier reasoning. Such an answer gets a document of its own, which ends with it,
+so that its context in training is the context in which the model will write it.
+
+An answer includes the special token that ends it, but not the whitespace after that token. If the template writes no
+such token, the answer ends with the special token that begins the next turn, or, for the last answer, with the
+end-of-text token. This module knows nothing about files or rows.
 """
 
 import bisect
@@ -23,32 +27,27 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import choose
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Record, Text
+from ligermodels.training.data.store import Document
 
-BATCH_RECORDS = 1024
-BATCH_CHARACTERS = 2**22  # a token takes `tokenizers` about a hundred bytes
-SHOWN_CHARACTERS = 30
+TOKENIZATION_RECORDS = 1024  # tokenised at a time
+TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred bytes a token
+EXCERPT_CHARACTERS = 30
 
-Span = tuple[int, int]  # [start, stop) in characters
+CharacterSpan = tuple[int, int]  # [start, stop)
 OneKind = TypeVar("OneKind", Text, Completion, Conversation)
 
 
-class Rewritten(InputError):
-    """A chat template writes an earlier turn otherwise once more follow."""
+class RewrittenTurnError(InputError):
+    """A chat template changes an earlier turn when more messages follow."""
 
 
-class Document(NamedTuple):
-    """supervised: whether each of `ids` is to be predicted, None if all are; the first never is, as it is context."""
+def tokenize_records(
+    records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines
+) -> Iterator[Document]:
+    """The documents of the records, in their order; each has at least one supervised token.
 
-    ids: list[int]
-    supervised: list[bool] | None
-    place: str
-
-
-def documents(records: Iterable[Record], tokenizer: Tokenizer, end: int, bad: BadLines) -> Iterator[Document]:
-    """In the order of the records; each has a token to predict.
-
-    A text that comes in pieces gives a document for each, which begins with the last token of the one before. end: the
-    end-of-text token. bad: counts conversations that cannot be used. Raises InputError naming the place.
+    Each piece of a long text gives a document, which begins with the last token of the piece before it. end: the
+    end-of-text token. bad_lines: counts conversations that cannot be used. Raises InputError naming the place.
     """
     for kind, group in itertools.groupby(records, type):
         if kind is Text:
@@ -56,17 +55,17 @@ def documents(records: Iterable[Record], tokenizer: Tokenizer, end: int, bad: Ba
         elif kind is Completion:
             yield from completion_documents(cast(Iterator[Completion], group), tokenizer, end)
         else:
-            yield from conversation_documents(cast(Iterator[Conversation], group), tokenizer, end, bad)
+            yield from conversation_documents(cast(Iterator[Conversation], group), tokenizer, end, bad_lines)
 
 
-def batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
-    """As many as are tokenised at once, on all cores."""
+def record_batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
+    """Batches of records to tokenise at once, on all cores."""
     batch: list[OneKind] = []
     characters = 0
     for record in records:
         batch.append(record)
         characters += sum(map(len, record.texts))
-        if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
+        if len(batch) == TOKENIZATION_RECORDS or characters >= TOKENIZATION_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
@@ -74,10 +73,10 @@ def batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
 
 
 def text_documents(texts: Iterable[Text], tokenizer: Tokenizer, end: int) -> Iterator[Document]:
-    context: list[int] = []  # the last token of a text that goes on
-    for batch in batches(texts):
-        for text, new in zip(batch, encode_pieces(batch, tokenizer), strict=True):
-            if new[-1:] == [end]:  # which some tokenizers put there themselves
+    context: list[int] = []  # the last token of the piece before, if the document continues
+    for batch in record_batches(texts):
+        for text, new in zip(batch, encode_texts(batch, tokenizer), strict=True):
+            if new[-1:] == [end]:  # some tokenizers add it themselves
                 new = new[:-1]
             ids = [*context, *new, *([end] if text.last else [])]
             context = [] if text.last else ids[-1:]
@@ -85,20 +84,21 @@ def text_documents(texts: Iterable[Text], tokenizer: Tokenizer, end: int) -> Ite
                 yield Document(ids, None, text.place)
 
 
-def encode_pieces(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The ids of each; a piece is encoded behind the end of the one before, whose ids are then taken off."""
+def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The ids of each text. A later piece of a text is encoded together with the text before it, whose ids are then
+    removed, so that its first token is the same as in the whole text."""
     before = iter(tokenizer.encode_batch([text.before for text in texts if text.before]))
     for text, ids in zip(texts, tokenizer.encode_batch([t.before + t.text for t in texts]), strict=True):
-        known = next(before) if text.before else []
-        if ids[: len(known)] == known:
-            yield ids[len(known) :] if known else ids
+        prefix = next(before) if text.before else []
+        if ids[: len(prefix)] == prefix:
+            yield ids[len(prefix) :] if prefix else ids
         else:
             yield tokenizer.encode(text.text, add_special_tokens=False)
 
 
 def completion_documents(completions: Iterable[Completion], tokenizer: Tokenizer, end: int) -> Iterator[Document]:
-    """A token that holds a character of the completion is supervised, and the end-of-text token."""
-    for batch in batches(completions):
+    """Supervised are the tokens that contain a character of the completion, and the end-of-text token."""
+    for batch in record_batches(completions):
         encodings = tokenizer.tokenizer.encode_batch([prompt + completion for prompt, completion, _ in batch])
         for (prompt, _, place), encoding in zip(batch, encodings, strict=True):
             ids = encoding.ids[:-1] if encoding.ids[-1:] == [end] else encoding.ids
@@ -107,123 +107,134 @@ def completion_documents(completions: Iterable[Completion], tokenizer: Tokenizer
 
 
 def conversation_documents(
-    conversations: Iterable[Conversation], tokenizer: Tokenizer, end: int, bad: BadLines
+    conversations: Iterable[Conversation], tokenizer: Tokenizer, end: int, bad_lines: BadLines
 ) -> Iterator[Document]:
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
     special = tuple(token.content for token in added if token.special)
-    for batch in batches(conversations):
+    for batch in record_batches(conversations):
         if not tokenizer.templates:
             remedy = "put its chat_template.jinja there, or give texts, or prompts with completions"
             raise InputError(f"{batch[0].place}: {tokenizer.file.parent} has no chat template for messages; {remedy}")
-        rendered = (bad.attempt(render, conversation, tokenizer, special) or [] for conversation in batch)
+        rendered = (
+            bad_lines.attempt(render_conversation, conversation, tokenizer, special) or [] for conversation in batch
+        )
         chats = list(itertools.chain.from_iterable(rendered))
         encodings = tokenizer.tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         for chat, encoding in zip(chats, encodings, strict=True):
-            document = bad.attempt(supervise, chat, encoding, end)
+            document = bad_lines.attempt(chat_document, chat, encoding, end)
             if document is not None:
                 yield document
 
 
-class Chat(NamedTuple):
-    """answers: what is supervised of the text. ended: whether nothing is to follow the last of them."""
+class RenderedChat(NamedTuple):
+    """answers: the supervised parts of the text. complete: whether no end-of-text token must be added to the text."""
 
     text: str
-    answers: Sequence[Span]
-    ended: bool
+    answers: Sequence[CharacterSpan]
+    complete: bool
     place: str
 
 
-def render(conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]) -> list[Chat]:
-    """special: the texts of special tokens. Raises InputError naming the place."""
+def render_conversation(
+    conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]
+) -> list[RenderedChat]:
+    """special: the texts of the special tokens. Raises InputError naming the place."""
     messages, tools, place = conversation
-    said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    indices = [index for index in said if messages[index].get("weight", 1)]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    supervised = [index for index in answers if messages[index].get("weight", 1)]
     try:
-        if not indices:
-            raise InputError("field messages: none is the assistant's, or weight is 0, so no token is supervised")
+        if not supervised:
+            raise InputError("field messages: no assistant message with a weight other than 0: nothing is supervised")
         whole = tokenizer.rendered(messages, tools=tools)
         if not whole.spans:
-            return turn_by_turn(conversation, indices, whole.text, tokenizer, special)
-        if indices != said:
+            return render_turn_by_turn(conversation, supervised, whole.text, tokenizer, special)
+        if supervised != answers:
             raise InputError(
-                "field messages: a weight of 0 and a chat template with {% generation %} exclude each other"
+                "field messages: a weight of 0 cannot be used with a chat template that has {% generation %}"
             )
     except InputError as error:
         raise InputError(f"{place}: {error}") from None
-    return [Chat(whole.text, whole.spans, True, place)]
+    return [RenderedChat(whole.text, whole.spans, True, place)]
 
 
-def turn_by_turn(
+def render_turn_by_turn(
     conversation: Conversation, indices: Sequence[int], whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
-) -> list[Chat]:
-    """The answers at `indices`: those that the whole text leaves as they were together, the others each by itself."""
-    together: dict[int, Span] = {}
+) -> list[RenderedChat]:
+    """The answers at `indices`: those that the whole text has unchanged in one chat, each of the others in its own."""
+    unchanged: dict[int, CharacterSpan] = {}
     chats = []
     for index in indices:
         try:
-            together[index] = answer(conversation, index, whole, tokenizer, special)
-        except Rewritten:
+            unchanged[index] = answer_span(conversation, index, whole, tokenizer, special)
+        except RewrittenTurnError:
             shorter = conversation._replace(messages=conversation.messages[: index + 1])
             text = tokenizer.rendered(shorter.messages, tools=shorter.tools).text
-            spans = {index: answer(shorter, index, text, tokenizer, special)}
-            chats.append(chat_of(shorter, text, spans, special))
-    return [*chats, chat_of(conversation, whole, together, special)] if together else chats
+            spans = {index: answer_span(shorter, index, text, tokenizer, special)}
+            chats.append(rendered_chat(shorter, text, spans, special))
+    return [*chats, rendered_chat(conversation, whole, unchanged, special)] if unchanged else chats
 
 
-def chat_of(conversation: Conversation, text: str, answers: dict[int, Span], special: tuple[str, ...]) -> Chat:
+def rendered_chat(
+    conversation: Conversation, text: str, answers: dict[int, CharacterSpan], special: tuple[str, ...]
+) -> RenderedChat:
     """answers: by the indices of their messages, ascending."""
     last, spans = list(answers)[-1], list(answers.values())
-    goes_on = last < len(conversation.messages) - 1
-    return Chat(text, spans, goes_on or text[: spans[-1][1]].endswith(special), conversation.place)
+    has_next_turn = last < len(conversation.messages) - 1
+    complete = has_next_turn or text[: spans[-1][1]].endswith(special)
+    return RenderedChat(text, spans, complete, conversation.place)
 
 
-def answer(conversation: Conversation, index: int, whole: str, tokenizer: Tokenizer, special: tuple[str, ...]) -> Span:
-    """Where in the whole text the assistant's message at `index` is, with the token that ends it."""
+def answer_span(
+    conversation: Conversation, index: int, whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
+) -> CharacterSpan:
+    """The span of the assistant's message at `index` in the whole text, with the special token that ends it."""
     messages, tools, _ = conversation
     if index == 0:
-        raise InputError("field messages[0].role is 'assistant'; there must be a message that it answers")
+        raise InputError("field messages[0].role is 'assistant'; a message must come before an answer")
     before = tokenizer.rendered(messages[:index], tools=tools, add_generation_prompt=True).text
-    upto = whole
+    through = whole
     if index + 1 < len(messages):
-        upto = tokenizer.rendered(messages[: index + 1], tools=tools).text
-        if not whole.startswith(upto):  # Phi 3 has an end of text behind the last message, whichever that is
-            upto = upto.removesuffix(tokenizer.eos_token or "")
-    for text in (before, upto):
+        through = tokenizer.rendered(messages[: index + 1], tools=tools).text
+        if not whole.startswith(through):  # Phi 3 writes an end of text after the last message of any role
+            through = through.removesuffix(tokenizer.eos_token or "")
+    for text in (before, through):
         if not whole.startswith(text):
-            raise changed(conversation, index, whole, text, tokenizer)
-    said = upto[len(before) :]
-    if not said:
-        raise InputError(f"field messages[{index}]: the chat template writes nothing of it")
-    if said.rstrip().endswith(special):
-        return len(before), len(before) + len(said.rstrip())
-    into_next = 1 if whole.startswith(special, len(upto)) else 0  # a token with one supervised character is supervised
-    return len(before), len(upto) + into_next
+            raise rewritten_turn(conversation, index, whole, text, tokenizer)
+    answer = through[len(before) :]
+    if not answer:
+        raise InputError(f"field messages[{index}]: the chat template writes nothing for it")
+    if answer.rstrip().endswith(special):
+        return len(before), len(before) + len(answer.rstrip())
+    into_next = 1 if whole.startswith(special, len(through)) else 0  # one supervised character supervises its token
+    return len(before), len(through) + into_next
 
 
-def changed(conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer) -> Rewritten:
+def rewritten_turn(
+    conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer
+) -> RewrittenTurnError:
     template = choose(tokenizer.templates, None, conversation.tools is not None, tokenizer.file.parent)
     same = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
-    now, once = (text[same : same + SHOWN_CHARACTERS] for text in (whole, part))
-    return Rewritten(
-        f"{template.origin}: writes what goes up to messages[{index}] otherwise in the whole conversation: {now!r}, "
-        f"not {once!r}; mark what the assistant says in the template by {{% generation %}} … {{% endgeneration %}}"
+    in_whole, alone = (text[same : same + EXCERPT_CHARACTERS] for text in (whole, part))
+    return RewrittenTurnError(
+        f"{template.origin}: the text up to messages[{index}] changes when more messages follow: from {alone!r} to "
+        f"{in_whole!r}; mark what the assistant says in the template by {{% generation %}} … {{% endgeneration %}}"
     )
 
 
-def supervise(chat: Chat, encoding: Encoding, end: int) -> Document:
-    ids, supervised = encoding.ids, overlapping(encoding.offsets, chat.answers)
-    if not chat.ended:
+def chat_document(chat: RenderedChat, encoding: Encoding, end: int) -> Document:
+    ids, supervised = encoding.ids, overlap_mask(encoding.offsets, chat.answers)
+    if not chat.complete:
         ids, supervised = [*ids, end], [*supervised, True]
     if not any(supervised[1:]):
-        raise InputError(f"{chat.place}: no token of it is supervised; the assistant says nothing")
+        raise InputError(f"{chat.place}: no token is supervised, because the assistant says nothing")
     return Document(ids, supervised, chat.place)
 
 
-def overlapping(offsets: Sequence[Span], spans: Iterable[Span]) -> list[bool]:
-    """Whether each token, at ascending offsets, holds a character of a span."""
+def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:
+    """Whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
     starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-    flags = [False] * len(offsets)
+    mask = [False] * len(offsets)
     for start, stop in spans:
         for token in range(bisect.bisect_right(stops, start), bisect.bisect_left(starts, stop)):
-            flags[token] = True
-    return flags
+            mask[token] = True
+    return mask

@@ -1,4 +1,7 @@
-"""Data that needs no file: the embedded stories and chats, and random tokens. Must not know rows."""
+"""Datasets that need no file: the embedded stories and chats, and random tokens.
+
+This module knows nothing about rows of fixed length.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -6,23 +9,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ligermodels.training.data.corpus import asked_in_conversation, asked_in_story, conversations, stories
+from ligermodels.training.data.embedded_stories import conversation_question, conversations, stories, story_question
 from ligermodels.training.data.records import Conversation, Record, Text
-from ligermodels.training.data.split import Selection, all_of
+from ligermodels.training.data.split import Selection, all_documents
 from ligermodels.training.data.store import TokenStore
 
 RANDOM = "random"
 EMBEDDED_VOCABULARY = 1024
-STORIES, UNSEEN_STORIES = 24_000, 320
-CONVERSATIONS, UNSEEN_CONVERSATIONS = 8_000, 200
+TRAINING_STORIES, VALIDATION_STORIES = 24_000, 320
+TRAINING_CHATS, VALIDATION_CHATS = 8_000, 200
 RANDOM_ROWS = 256
-QUESTIONS = 120  # asked at every validation
+VALIDATION_QUESTIONS = 120  # asked at every validation
 
-Question = tuple[Any, str]  # prompt: the beginning of a text, or messages; answer
+Question = tuple[Any, str]  # (prompt, answer); the prompt is the start of a text, or messages
 
 
-class Part(NamedTuple):
-    """What records follow from, the same everywhere."""
+class EmbeddedSplit(NamedTuple):
+    """Everything that determines the records of one side of the split; the same on any machine."""
 
     kind: str
     seed: int
@@ -33,12 +36,12 @@ class Part(NamedTuple):
         return RECORDS[self.kind](self.seed, self.size, title)
 
 
-class Embedded(NamedTuple):
-    """nats: of all predicted tokens of the validation documents, the least that a model can lose on them. questions: on
-    these documents, to which there is one answer."""
+class EmbeddedDataset(NamedTuple):
+    """nats: the entropy of the validation documents, which is the least loss, summed over all predicted tokens, that a
+    model can reach on them. questions: on these documents; each has exactly one answer."""
 
-    training: Part
-    validation: Part
+    training: EmbeddedSplit
+    validation: EmbeddedSplit
     nats: float
     questions: list[Question]
 
@@ -52,30 +55,34 @@ def chat_records(seed: int, count: int, title: str) -> Iterator[Conversation]:
     return (Conversation(messages, None, f"{title}:{number}") for number, messages in chats)
 
 
-def story_data() -> Embedded:
-    unseen = Part("stories", seed=1, size=UNSEEN_STORIES)
-    told = list(stories(unseen.seed, unseen.size))
-    questions = [asked_in_story(text) for text, _ in told[:QUESTIONS]]
-    return Embedded(Part("stories", seed=0, size=STORIES), unseen, math.fsum(nats for _, nats in told), questions)
+def story_dataset() -> EmbeddedDataset:
+    training = EmbeddedSplit("stories", seed=0, size=TRAINING_STORIES)
+    validation = EmbeddedSplit("stories", seed=1, size=VALIDATION_STORIES)
+    texts = list(stories(validation.seed, validation.size))
+    questions = [story_question(text) for text, _ in texts[:VALIDATION_QUESTIONS]]
+    return EmbeddedDataset(training, validation, math.fsum(nats for _, nats in texts), questions)
 
 
-def chat_data() -> Embedded:
-    """Every answer follows from what was asked."""
-    unseen = Part("chats", seed=1, size=UNSEEN_CONVERSATIONS)
-    said = conversations(unseen.seed, min(unseen.size, QUESTIONS))
-    questions = [asked_in_conversation(messages) for messages in said]
-    return Embedded(Part("chats", seed=0, size=CONVERSATIONS), unseen, 0.0, questions)
+def chat_dataset() -> EmbeddedDataset:
+    """Its entropy is zero: every answer follows from its question."""
+    training = EmbeddedSplit("chats", seed=0, size=TRAINING_CHATS)
+    validation = EmbeddedSplit("chats", seed=1, size=VALIDATION_CHATS)
+    chats = conversations(validation.seed, min(validation.size, VALIDATION_QUESTIONS))
+    return EmbeddedDataset(training, validation, 0.0, [conversation_question(messages) for messages in chats])
 
 
 RECORDS: dict[str, Callable[[int, int, str], Iterator[Record]]] = {"stories": story_records, "chats": chat_records}
-EMBEDDED = {"stories": story_data, "chats": chat_data}
+EMBEDDED = {"stories": story_dataset, "chats": chat_dataset}
 
 
-def random_data(vocab_size: int, length: int) -> tuple[Selection, Selection, float]:
-    """Rows of uniformly random tokens, to measure speed and memory with: for training, for validation; its nats."""
+def random_tokens(vocab_size: int, length: int) -> tuple[Selection, Selection, float]:
+    """Rows of uniformly random tokens, to measure speed and memory.
+
+    Returns the training rows, one validation row, and the entropy of the validation row in nats.
+    """
     tokens = np.random.default_rng(0).integers(vocab_size, size=(RANDOM_ROWS + 1) * length, dtype=np.uint32)
     offsets = np.arange(RANDOM_ROWS + 2) * length
     store = TokenStore(tokens, offsets, np.arange(RANDOM_ROWS + 1, dtype=np.uint64), None, "random")
-    rows, last = all_of(store), np.arange(RANDOM_ROWS + 1) == RANDOM_ROWS
-    validation = rows.where(last)
-    return rows.where(~last), validation, validation.supervised * math.log(vocab_size)
+    rows, is_last = all_documents(store), np.arange(RANDOM_ROWS + 1) == RANDOM_ROWS
+    validation = rows.select(is_last)
+    return rows.select(~is_last), validation, validation.supervised * math.log(vocab_size)

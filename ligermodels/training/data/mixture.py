@@ -1,5 +1,7 @@
-"""Which row comes when: an endless sequence that depends on a seed, the sources' sizes and their weights, on nothing
-else, and any part of which is found without what came before it. Must not know what a row holds.
+"""Shuffling and mixing: the endless order in which the rows of several weighted sources are taken.
+
+The order depends only on the seed, the sizes of the sources and their weights. Any part of it is computed without the
+parts before it, so a run can resume anywhere. This module does not know what a row contains.
 """
 
 import functools
@@ -9,63 +11,65 @@ import numpy as np
 
 from ligermodels.errors import InputError
 
-BLOCK = 10_000  # entries, within which weights hold exactly; so that this is also the finest weight
+MIXTURE_BLOCK = 10_000  # entries; weights hold exactly within each block, so 1 / MIXTURE_BLOCK is the smallest weight
 
 
 class Mixture:
-    """Rows of several sources, each source's in one permutation after another.
+    """An endless sequence of entries (source, row). Each source is shuffled anew for each of its epochs.
 
-    sizes: how many rows each source has. weights: how many rows to take of each, in any unit.
-    Raises InputError for a weight too small.
+    sizes: the number of rows of each source. weights: the share of each source, in any unit.
+    Raises InputError if a weight is too small.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        self.sizes, self.shares, self.seed = tuple(sizes), whole_shares(weights), seed % 2**64
-        self.orders: dict[int, tuple[int, np.ndarray]] = {}  # of each source, that of the epoch it is in
+        self.sizes, self.shares, self.seed = tuple(sizes), integer_shares(weights), seed % 2**64
+        self.permutations: dict[int, tuple[int, np.ndarray]] = {}  # source -> (epoch, the order of its rows)
 
     @property
-    def passes(self) -> list[float]:
-        """How many entries it takes to see all rows of each source once."""
-        return [size * BLOCK / share for size, share in zip(self.sizes, self.shares, strict=True)]
+    def rows_per_epoch(self) -> list[float]:
+        """For each source, after how many entries of the mixture all rows of the source were taken once."""
+        return [size * MIXTURE_BLOCK / share for size, share in zip(self.sizes, self.shares, strict=True)]
 
     def entries(self, start: int, count: int) -> list[tuple[int, int]]:
-        """(source, row) of entries start, start + 1, … of the sequence."""
+        """The entries (source, row) number start, start + 1, … of the sequence."""
         return [self.entry(number) for number in range(start, start + count)]
 
     def entry(self, number: int) -> tuple[int, int]:
-        block, place = divmod(number, BLOCK)
-        sources, earlier = block_of(self.shares, self.seed, block)
+        block, place = divmod(number, MIXTURE_BLOCK)
+        sources, counts_before = mixture_block(self.shares, self.seed, block)
         source = int(sources[place])
-        return source, self.row(source, block * self.shares[source] + int(earlier[place]))
+        return source, self.row(source, block * self.shares[source] + int(counts_before[place]))
 
-    def row(self, source: int, number: int) -> int:
-        """The row that comes when so many have been taken of a source."""
-        epoch, place = divmod(number, self.sizes[source])
-        known, order = self.orders.get(source, (None, np.empty(0)))
-        if known != epoch:
+    def row(self, source: int, taken: int) -> int:
+        """The next row of a source from which `taken` rows were taken before."""
+        epoch, place = divmod(taken, self.sizes[source])
+        current, order = self.permutations.get(source, (None, np.empty(0)))
+        if current != epoch:
             generator = np.random.default_rng([self.seed, epoch, source])
             order = generator.permutation(np.arange(self.sizes[source], dtype=np.uint32))
-            self.orders[source] = epoch, order
+            self.permutations[source] = epoch, order
         return int(order[place])
 
 
-def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Of the entries of a block, each source's, by largest remainders."""
-    exact = np.array(weights, np.float64) / sum(weights) * BLOCK
+def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """The number of entries that each source has in a block, rounded by the largest-remainder method."""
+    exact = np.array(weights, np.float64) / sum(weights) * MIXTURE_BLOCK
     shares = np.floor(exact).astype(int)
-    shares[np.argsort(shares - exact, kind="stable")[: BLOCK - shares.sum()]] += 1
+    shares[np.argsort(shares - exact, kind="stable")[: MIXTURE_BLOCK - shares.sum()]] += 1
     if not shares.all():
         smallest = weights[int(np.argmin(shares))]
-        raise InputError(f"--data: the weight {smallest} is less than one row in {BLOCK:,}: leave that source out")
+        raise InputError(
+            f"--data: the weight {smallest} is less than one row in {MIXTURE_BLOCK:,}: raise it or remove that source"
+        )
     return tuple(shares.tolist())
 
 
 @functools.lru_cache(maxsize=4)
-def block_of(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each entry of a block [BLOCK], and how many entries before it in the block have the same.
+def mixture_block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each entry of a block [MIXTURE_BLOCK]: its source, and how many earlier entries of the block have it.
 
-    The n entries of a source are spread evenly, one at random within each n-th part of the block: the weights hold
-    within few rows wherever one looks.
+    The n entries of a source are spread evenly, one at a random place in each n-th part of the block (stratified
+    sampling), so that any stretch of the sequence has the given weights to within a few rows.
     """
     generator = np.random.default_rng([seed, block])
     places = np.concatenate([(np.arange(share) + generator.random(share)) / share for share in shares])

@@ -1,10 +1,10 @@
-"""The tokenizer of models that begin here, and the end-of-text token of a model that came with its own.
+"""A new tokenizer for models that are trained from scratch, and the end-of-text token of a model's own tokenizer.
 
-The former is a byte-level BPE trained on the spot, in everything but its vocabulary that of Qwen 2: its words, its
-special tokens, its way to write a chat (ChatML). Libraries that build a tokenizer by the model's type rather than from
-tokenizer.json, as transformers does for Qwen 2, so come to the same ids. A document becomes <|endoftext|> text
-<|endoftext|>: the one token both begins and ends it, so that its first word, too, is predicted from something, and
-generation starts as training did. Must not know rows or models.
+The new tokenizer is a byte-level BPE trained on the data. Except for its vocabulary it equals Qwen 2's: the same word
+boundaries, the same special tokens, the same chat format (ChatML). Libraries that build the tokenizer from the model
+type instead of tokenizer.json, as transformers does for Qwen 2, therefore produce the same ids. A document becomes
+<|endoftext|> text <|endoftext|>: this one token both begins and ends it, so that the first word of a document is a
+target too, and generation starts as training did. This module knows nothing about rows or models.
 """
 
 import json
@@ -23,16 +23,16 @@ from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_gener
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 0
 START_OF_TURN = "<|im_start|>"
 END_OF_TURN, END_OF_TURN_ID = "<|im_end|>", 2
-SPECIAL = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)  # their ids are their places
-NAMED = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)  # their ids are 0, 1, 2
+NAMED_TOKENS = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
 GENERATION_CONFIG = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": [END_OF_TEXT_ID, END_OF_TURN_ID]}
 CHATML = """\
 {%- if tools %}
-    {{- raise_exception('tools are not for this template; take a model whose chat template writes them') }}
+    {{- raise_exception('this chat template does not support tools; use a model whose template does') }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.tool_calls %}
-        {{- raise_exception('tool calls are not for this template; take a model whose chat template writes them') }}
+        {{- raise_exception('this chat template does not support tool calls; use a model whose template does') }}
     {%- endif %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.role == 'assistant' %}
@@ -51,12 +51,12 @@ CHATML = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of at most `vocab_size` entries, the first three special. The same texts give the same one."""
+    """Byte-level BPE of at most `vocab_size` entries, the first three of them special. Deterministic in `texts`."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     split_as_qwen2(tokenizer)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -65,26 +65,27 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END_OF_TEXT_ID)]
     )
     template = ChatTemplate(CHATML, "the embedded chat template")
-    return Tokenizer(TokenizerFiles(Path(TOKENIZER), tokenizer, NAMED, "right", None, {DEFAULT: template}))
+    return Tokenizer(TokenizerFiles(Path(TOKENIZER), tokenizer, NAMED_TOKENS, "right", None, {DEFAULT: template}))
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json for a tokenizer of `train_tokenizer`.
 
-    Generation ends with a text as with an assistant's turn.
+    By that generation_config.json, generation stops at the end of a text and at the end of an assistant's turn.
     """
     others = {"additional_special_tokens": [START_OF_TURN, END_OF_TURN], "chat_template": CHATML}
-    describe = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED, **others}
+    describe = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED_TOKENS, **others}
     (folder / TOKENIZER).write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / CONFIG).write_text(json.dumps(describe, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
 
 
-def tokenizer_and_end(folder: Path) -> tuple[Tokenizer, int]:
-    """The tokenizer of a model folder, and its end-of-text token: config.json's, the first where there are several."""
+def read_tokenizer_and_end(folder: Path) -> tuple[Tokenizer, int]:
+    """The tokenizer of a model folder, and its end-of-text token: the first eos_token_id of config.json, otherwise of
+    generation_config.json. Raises InputError if neither gives one."""
     end = (read_generation_config(folder) | read_config(folder)).get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]
     if not isinstance(end, int):
-        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is {end!r}; it must be the token that ends a document")
+        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is {end!r}; it must be the end-of-text token")
     return Tokenizer.from_folder(folder), end

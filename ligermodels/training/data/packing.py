@@ -1,10 +1,14 @@
-"""Documents as rows of T tokens.
+"""Sequence packing: documents as rows of at most T tokens each.
 
-A document longer than a row is cut into pieces that overlap by one token. Pieces go whole into rows, the longest first,
-each where it fits best; or each gets a row of its own. A piece's first token is context and never predicted, nor is
-padding: every other token of every document is a target exactly once. A row is known by where its pieces lie in the
-store; no token is read or copied here. Rows are planned once, by one rank, and mapped by all from the user's cache: 12
-bytes a piece and 8 a row on the disk; planning takes some 60 bytes a piece of memory. Must not know batches or models.
+A row is one training sequence of fixed length T (--sequence-length): one or more segments of documents, then padding.
+A document longer than a row is cut into segments that overlap by one token. The first token of a segment is context
+and never a target, nor is padding; every other token of every document is a target exactly once. With packing, best-fit
+decreasing bin packing puts whole segments into rows: the longest first, each into the row with the least room that is
+enough. Without packing, each segment has a row of its own.
+
+A row stores only where its segments are in the token store; no token is read or copied here. One rank plans the rows
+once; all ranks map them from the user's cache: 12 bytes a segment and 8 a row on disk. Planning needs about 60 bytes of
+memory a segment. This module knows nothing about batches or models.
 """
 
 import bisect
@@ -18,15 +22,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ligermodels.training.data.cache import all_cached
+from ligermodels.training.data.cache import cached_folders
 from ligermodels.training.data.split import Selection
-from ligermodels.training.data.store import TokenStore, mapped
+from ligermodels.training.data.store import TokenStore, map_file
 
-ARRAYS = {"starts": np.int64, "lengths": np.int32, "ends": np.int64}  # of rows, each a file of that name
+ROW_ARRAYS = {"starts": np.int64, "lengths": np.int32, "ends": np.int64}  # the arrays of `Rows`, each in a file
 
 
-class Piece(NamedTuple):
-    """store.tokens[start : start + size]"""
+class Segment(NamedTuple):
+    """A part of a document: store.tokens[start : start + size]."""
 
     store: TokenStore
     start: int
@@ -35,10 +39,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """R rows of at most `length` tokens each, in pieces of one store.
+    """R rows of at most `length` tokens each, made of S segments of one store.
 
-    starts [P] int64, lengths [P] int32: the pieces, row by row. ends [R + 1] int64: the pieces of row r are those from
-    ends[r] to ends[r + 1]. fingerprint: of the documents and of which pieces of them each row has.
+    starts [S] int64, lengths [S] int32: the segments, row by row. ends [R + 1] int64: row r has the segments from
+    ends[r] up to ends[r + 1]. fingerprint: a hash of the documents and of the segments of each row.
     """
 
     store: TokenStore
@@ -53,17 +57,17 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """In all rows, without padding."""
+        """The number of tokens in all rows, without padding."""
         return int(self.lengths.sum(dtype=np.int64))
 
-    def pieces(self, row: int) -> list[Piece]:
-        mine = slice(self.ends[row], self.ends[row + 1])
-        sizes = zip(self.starts[mine].tolist(), self.lengths[mine].tolist(), strict=True)
-        return [Piece(self.store, start, size) for start, size in sizes]
+    def segments(self, row: int) -> list[Segment]:
+        span = slice(self.ends[row], self.ends[row + 1])
+        sizes = zip(self.starts[span].tolist(), self.lengths[span].tolist(), strict=True)
+        return [Segment(self.store, start, size) for start, size in sizes]
 
 
-class JoinedRows:
-    """The rows of several stores as one list."""
+class ConcatenatedRows:
+    """The rows of several stores, as one sequence."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts, self.length = parts, parts[0].length
@@ -73,96 +77,104 @@ class JoinedRows:
     def __len__(self) -> int:
         return self.ends[-1]
 
-    def pieces(self, row: int) -> list[Piece]:
+    def segments(self, row: int) -> list[Segment]:
         part = bisect.bisect_right(self.ends, row)
-        return self.parts[part].pieces(row - self.ends[part] + len(self.parts[part]))
+        return self.parts[part].segments(row - self.ends[part] + len(self.parts[part]))
 
 
-def rows_of(parts: Sequence[Selection], length: int, packing: bool) -> JoinedRows:
-    """packing: several pieces share a row; else each has one of its own, in the documents' order. Every rank calls."""
+def pack_documents(parts: Sequence[Selection], length: int, packing: bool) -> ConcatenatedRows:
+    """The rows of documents. packing: segments share rows; otherwise each has its own row, in document order.
+
+    Every rank must call this.
+    """
     keys = [{"rows": part.fingerprint, "length": length, "packing": packing} for part in parts]
-    fills = [functools.partial(write_rows, part, length, packing) for part in parts]
-    folders = all_cached(list(zip(keys, fills, strict=True)))
-    return JoinedRows([open_rows(part.store, length, folder) for part, folder in zip(parts, folders, strict=True)])
+    writers = [functools.partial(write_rows, part, length, packing) for part in parts]
+    folders = cached_folders(list(zip(keys, writers, strict=True)))
+    rows = [open_rows(part.store, length, folder) for part, folder in zip(parts, folders, strict=True)]
+    return ConcatenatedRows(rows)
 
 
 def open_rows(store: TokenStore, length: int, folder: Path) -> Rows:
-    """The rows that `write_rows` left there, mapped."""
-    arrays = {name: mapped(folder / name, dtype) for name, dtype in ARRAYS.items()}
+    """The rows that `write_rows` wrote to a folder, memory-mapped."""
+    arrays = {name: map_file(folder / name, dtype) for name, dtype in ROW_ARRAYS.items()}
     return Rows(store, length, **arrays, fingerprint=(folder / "fingerprint").read_text())
 
 
 def write_rows(documents: Selection, length: int, packing: bool, folder: Path) -> None:
-    known = hashlib.sha256(documents.fingerprint.encode())
-    for name, array in zip(ARRAYS, planned(documents, length, packing), strict=True):
-        content = array.astype(ARRAYS[name], copy=False).data
+    digest = hashlib.sha256(documents.fingerprint.encode())
+    for name, array in zip(ROW_ARRAYS, plan_rows(documents, length, packing), strict=True):
+        content = array.astype(ROW_ARRAYS[name], copy=False).data
         (folder / name).write_bytes(content)
-        known.update(content)
-    (folder / "fingerprint").write_text(known.hexdigest())
+        digest.update(content)
+    (folder / "fingerprint").write_text(digest.hexdigest())
 
 
-def planned(documents: Selection, length: int, packing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays of `Rows`."""
-    starts, lengths = cut(documents.begins, documents.ends, length)
+def plan_rows(documents: Selection, length: int, packing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays starts, lengths and ends of `Rows`."""
+    starts, lengths = cut_documents(documents.begins, documents.ends, length)
     if not packing:
         return starts, lengths, np.arange(len(starts) + 1)
-    narrow = np.uint16 if length < 2**16 else np.int32  # of which numpy sorts the former in linear time
-    longest_first = np.argsort((length - lengths).astype(narrow), kind="stable")
+    dtype = np.uint16 if length < 2**16 else np.int32  # numpy sorts 16-bit integers in linear time
+    longest_first = np.argsort((length - lengths).astype(dtype), kind="stable")
     starts, lengths = starts[longest_first], lengths[longest_first]
     row_of, count = best_fit(lengths, length)
     order = np.argsort(row_of, kind="stable")
-    pieces = np.bincount(row_of, minlength=count)
-    return starts[order], lengths[order], np.concatenate([[0], np.cumsum(pieces)])
+    segments = np.bincount(row_of, minlength=count)
+    return starts[order], lengths[order], np.concatenate([[0], np.cumsum(segments)])
 
 
-def cut(begins: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """starts and lengths [P] of pieces of at most `length` tokens, each but a document's first beginning with the token
-    that ended the one before. A document of one token has nothing to predict, and no piece."""
+def cut_documents(begins: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """starts and lengths [S] of segments of at most `length` tokens.
+
+    Each segment but the first of a document begins with the last token of the segment before it. A document of one
+    token has no target, and so no segment.
+    """
     step = length - 1
-    pieces = np.maximum(-(-(ends - begins - 1) // step), 0)
-    document = np.repeat(np.arange(len(begins)), pieces)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    counts = np.maximum(-(-(ends - begins - 1) // step), 0)
+    document = np.repeat(np.arange(len(begins)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = begins[document] + number * step
     return starts, np.minimum(ends[document] - starts, length).astype(np.int32)
 
 
-def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, int]:
-    """lengths [P]: of pieces, the longest first. Returns the row [P] of each, and how many rows there are.
+def best_fit(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, int]:
+    """Best-fit decreasing bin packing of segments, whose lengths [S] must be sorted in descending order.
 
-    Pieces of one length are placed together. The rows with the least room that is enough are the best for as many of
-    them as fit: a row with a piece more in it has less room still. So the time depends on how many lengths there are.
+    Returns the row [S] of each segment, and the number of rows. All segments of one length are placed together: of the
+    rows with enough room, those with the least room take as many as fit, because a row with one more segment has even
+    less room. The time therefore depends on the number of different lengths, not of segments.
     """
     row_of = np.empty(len(lengths), np.int32)
-    free = Free(shortest=int(lengths[-1]) if len(lengths) else 0)
+    unfilled = OpenRows(shortest=int(lengths[-1]) if len(lengths) else 0)
     count = 0
-    lasts = np.append(np.flatnonzero(np.diff(lengths)), len(lengths) - 1) + 1
+    stops = np.append(np.flatnonzero(np.diff(lengths)), len(lengths) - 1) + 1
     place = 0
-    for stop in lasts.tolist() if len(lengths) else []:
+    for stop in stops.tolist() if len(lengths) else []:
         size = int(lengths[place])
         while place < stop:
-            left, rows = free.take(size)
+            room, rows = unfilled.take(size)
             if rows is None:
-                left = room
-                rows = np.arange(count, count - (place - stop) // (room // size), dtype=np.int32)
+                room = row_length
+                rows = np.arange(count, count - (place - stop) // (row_length // size), dtype=np.int32)
                 count += len(rows)
-            fit = left // size
+            fit = room // size
             placed = min(stop - place, fit * len(rows))
             row_of[place : place + placed] = np.repeat(rows, fit)[:placed]
             full, rest = divmod(placed, fit)
-            free.put(left - fit * size, rows[:full])
-            free.put(left - rest * size, rows[full : full + 1])
-            free.put(left, rows[full + 1 :])
+            unfilled.put(room - fit * size, rows[:full])
+            unfilled.put(room - rest * size, rows[full : full + 1])
+            unfilled.put(room, rows[full + 1 :])
             place += placed
     return row_of, count
 
 
-class Free:
-    """Rows by the room that is left in them, where it is enough for the shortest piece."""
+class OpenRows:
+    """Rows grouped by the room left in them, if it is enough for the shortest segment."""
 
     def __init__(self, shortest: int) -> None:
         self.shortest = shortest
         self.rows: dict[int, list[np.ndarray]] = {}
-        self.rooms: list[int] = []  # for which there are any, ascending
+        self.rooms: list[int] = []  # the keys of `rows`, ascending
 
     def put(self, room: int, rows: np.ndarray) -> None:
         if room < self.shortest or not len(rows):
@@ -173,9 +185,9 @@ class Free:
         self.rows[room].append(rows)
 
     def take(self, size: int) -> tuple[int, np.ndarray | None]:
-        """The least room that is enough, and all rows that have it; None where there are none."""
-        fit = bisect.bisect_left(self.rooms, size)
-        if fit == len(self.rooms):
+        """Removes and returns the least room of at least `size`, and all rows that have it; None if there are none."""
+        index = bisect.bisect_left(self.rooms, size)
+        if index == len(self.rooms):
             return 0, None
-        room = self.rooms.pop(fit)
+        room = self.rooms.pop(index)
         return room, np.concatenate(self.rows.pop(room))

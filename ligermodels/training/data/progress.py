@@ -1,6 +1,6 @@
-"""How far the reading of data has come: a bar, or a line now and then where there is no terminal.
+"""Progress of reading data: a bar on a terminal, otherwise a line from time to time.
 
-Of several ranks the first one speaks. Knows neither files nor records.
+Only the first rank prints. This module knows nothing about files or records.
 """
 
 import sys
@@ -15,25 +15,25 @@ from ligermodels.distributed import is_first
 from ligermodels.units import byte_size, duration
 
 SILENT_SECONDS = 3.0  # before anything is shown
-SHOWN_SECONDS = 0.2  # from one look at where it is to the next
-LINE_SECONDS = 60.0  # from line to line
+POLL_SECONDS = 0.2  # between two reads of the position
+LINE_SECONDS = 60.0  # between two lines
 Item = TypeVar("Item")
 
 
-def say(line: str) -> None:
+def print_status(line: str) -> None:
     if is_first():
         print(line, file=sys.stderr, flush=True)
 
 
-class Progress:
-    """A context manager. total: bytes to read, where that is known."""
+class ReadingProgress:
+    """A context manager that shows how many bytes have been read. total: bytes to read, None if not known."""
 
     def __init__(self, title: str, total: int | None) -> None:
         self.title, self.total = title, total
-        self.begun = time.monotonic()
-        self.due = self.begun + SILENT_SECONDS
-        self.said = False
-        self.before = 0
+        self.started = time.monotonic()
+        self.next_line = self.started + SILENT_SECONDS
+        self.has_printed = False
+        self.finished_bytes = 0
         self.position: Callable[[], int] | None = None
         hidden = not is_first() or not sys.stderr.isatty()
         self.bar = tqdm(
@@ -47,40 +47,40 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bar.close()
-        if self.said and error is None:
-            say(f"{self.title}: done in {duration(time.monotonic() - self.begun)}")
+        if self.has_printed and error is None:
+            print_status(f"{self.title}: done in {duration(time.monotonic() - self.started)}")
 
     def follow(self, position: Callable[[], int]) -> None:
-        """position: how many bytes have been read of the file that is being read."""
+        """position: returns how many bytes of the current file have been read."""
         self.position = position
 
     def finish(self, size: int) -> None:
-        """A file of that size has been read."""
-        self.before, self.position = self.before + size, None
+        """Marks the current file, of `size` bytes, as read."""
+        self.finished_bytes, self.position = self.finished_bytes + size, None
 
-    def over(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, which come of the files that are followed."""
-        following = self.begun
+    def track(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yields the items, which are read from the files that are followed, and shows the progress."""
+        next_poll = self.started
         for item in items:
-            if time.monotonic() >= following:
-                following = time.monotonic() + SHOWN_SECONDS
-                self.show(self.before + (self.position() if self.position else 0))
+            if time.monotonic() >= next_poll:
+                next_poll = time.monotonic() + POLL_SECONDS
+                self.show(self.finished_bytes + (self.position() if self.position else 0))
             yield item
 
     def show(self, done: int) -> None:
-        """done: bytes, of all files."""
+        """done: bytes read of all files."""
         if not self.bar.disable:
             self.bar.update(done - self.bar.n)
             return
         now = time.monotonic()
-        if now >= self.due:
-            self.due, self.said = now + LINE_SECONDS, True
-            say(f"{self.title}: {self.status(done, now - self.begun)}")
+        if now >= self.next_line:
+            self.next_line, self.has_printed = now + LINE_SECONDS, True
+            print_status(f"{self.title}: {self.status(done, now - self.started)}")
 
     def status(self, done: int, seconds: float) -> str:
-        """12 % of 9.3 GB, 4.1 MB/s, ETA 38:10."""
+        """For example: 12% of 9.3 GB, 4.1 MB/s, ETA 38:10."""
         if not self.total:
             return f"{duration(seconds)} so far"
-        speed = f"{byte_size(round(done / seconds))}/s" if seconds else "begins"
-        left = f", ETA {duration((self.total - done) / done * seconds)}" if done else ""
-        return f"{done / self.total:.0%} of {byte_size(self.total)}, {speed}{left}"
+        speed = f"{byte_size(round(done / seconds))}/s" if seconds else "starting"
+        eta = f", ETA {duration((self.total - done) / done * seconds)}" if done else ""
+        return f"{done / self.total:.0%} of {byte_size(self.total)}, {speed}{eta}"

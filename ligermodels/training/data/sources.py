@@ -1,7 +1,8 @@
-"""From what --data names to records: files of text, JSON and parquet, folders and patterns of them, the Hub.
+"""Sources: what --data names (files, folders, glob patterns, Hub datasets), read as records.
 
-A text file is one document, in which every kind of line end is read as \\n. Nothing is read whole: a long text file
-comes in pieces, JSON (`json_files.py`) by lines or elements, tables (`tables.py`) batch by batch. Knows no tokens.
+A text file is one document; every kind of line ending is read as \\n. No file is read into memory as a whole: a long
+text file is split into pieces, JSON is read by lines or array elements, and tables are read in batches (`formats.py`).
+This module knows nothing about tokens.
 """
 
 import glob
@@ -12,129 +13,142 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.json_files import json_file
-from ligermodels.training.data.progress import Progress
+from ligermodels.training.data.formats import HUB_PREFIX, read_hub_dataset, read_json_file, read_parquet
+from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines, Conversation, Record, Text
-from ligermodels.training.data.streams import DECOMPRESS, opened_text
-from ligermodels.training.data.tables import HUB, hub_dataset, parquet
+from ligermodels.training.data.streams import DECOMPRESSORS, open_text_stream
 
-WITHOUT_FILES = ("stories", "chats", "random")  # of embedded.py
+BUILT_IN_SOURCES = ("stories", "chats", "random")  # need no file; see embedded.py
 TOKEN_SUFFIXES = (".bin", ".npy")
-PIECE_CHARACTERS = 2**18
-LONG_CHARACTERS = 2**22  # of a text that comes in pieces
-CONTEXT_CHARACTERS = 64  # of the text before a piece: more than a token or two
+PIECE_CHARACTERS = 2**18  # of one piece of a long text
+LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
+CONTEXT_CHARACTERS = 64  # of the text before a piece; more than a token or two
 
 
-class Spec(NamedTuple):
-    """weight: the source's share of a mixture, None where none is given."""
+class SourceSpec(NamedTuple):
+    """weight: the share of this source in the mixture; None if no weight was given."""
 
     name: str
     weight: float | None
 
 
-def parse_spec(text: str) -> Spec:
-    """NAME or NAME=WEIGHT; what exists under the whole of it, and what ends in no number after an =, is a NAME."""
+def parse_spec(text: str) -> SourceSpec:
+    """Parses NAME or NAME=WEIGHT.
+
+    The whole text is the NAME if a file or folder of that name exists, or if no number follows the last "=".
+    Raises InputError if the weight is not above 0.
+    """
     name, equals, number = text.rpartition("=")
     try:
         weight = float(number)
     except ValueError:
-        return Spec(text, None)
+        return SourceSpec(text, None)
     if not equals or Path(text).exists():
-        return Spec(text, None)
+        return SourceSpec(text, None)
     if not name or not 0 < weight < math.inf:
-        raise InputError(f"--data {text}: must be a name, or name=weight with a weight above 0, as my.jsonl=0.7")
-    return Spec(name, weight)
+        raise InputError(f"--data {text}: must be NAME, or NAME=WEIGHT with a weight above 0, such as my.jsonl=0.7")
+    return SourceSpec(name, weight)
 
 
-def files_of(name: str) -> list[Path]:
-    """The file; the files of known kinds in a folder and those in it; or those that a pattern matches: in order.
+def find_files(name: str) -> list[Path]:
+    """The files that a name stands for, in sorted order.
 
-    Raises InputError where there are none, and for a file of another kind that is named or matched. What a .json says
-    of a file of tokens beside it is no data.
+    name: a file; a folder, whose files with a known suffix are found recursively; or a glob pattern. A .json file that
+    describes a token file beside it is skipped. Raises InputError if no file is found, and for a named or matched file
+    with an unknown suffix.
     """
     path = Path(name)
     if path.is_dir():
-        found = [file for file in path.rglob("*") if suffix_of(file) and not hidden(file.relative_to(path))]
+        found = [file for file in path.rglob("*") if suffix_of(file) and not is_hidden(file.relative_to(path))]
     else:
         found = [Path(match) for match in glob.glob(name, recursive=True)]
-    several = sorted(file for file in found if file.is_file() and not describes_tokens(file))
-    files = [path] if path.is_file() else several
+    matches = sorted(file for file in found if file.is_file() and not describes_tokens(file))
+    files = [path] if path.is_file() else matches
     if not files:
-        what = "no file in this folder is" if path.is_dir() else "there is no such file, folder or pattern of files;"
-        raise InputError(f"--data {name}: {what} {KINDS}; also: {', '.join(WITHOUT_FILES)}, {HUB}NAME")
+        problem = "this folder has no data file" if path.is_dir() else "no file, folder or glob pattern matches"
+        others = f"{', '.join(BUILT_IN_SOURCES)} or {HUB_PREFIX}NAME"
+        raise InputError(f"--data {name}: {problem}; data files are {FILE_KINDS}; or give {others}")
     for file in files:
         if not suffix_of(file):
-            raise InputError(f"{file}: is not read as data; must be {KINDS}")
+            raise InputError(f"{file}: not a data file; must be {FILE_KINDS}")
     return files
 
 
 def suffix_of(file: Path) -> str:
-    """The kind of file, of those that are read, in whatever case; else empty."""
+    """The known suffix of a file, in lower case; empty if the file is of no known kind."""
     return next((suffix for suffix in SUFFIXES if file.name.lower().endswith(suffix)), "")
 
 
 def describes_tokens(file: Path) -> bool:
+    """Whether this is the .json file that belongs to a token file."""
     return file.suffix == ".json" and any(file.with_suffix(suffix).exists() for suffix in TOKEN_SUFFIXES)
 
 
-def hidden(path: Path) -> bool:
+def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def read(name: str, bad: BadLines, progress: Progress) -> Iterator[Record]:
-    """The records of a file, folder, pattern, or hub:name[:configuration][:split]; an empty text is none.
+def read_records(name: str, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+    """The records of a file, folder, glob pattern, or hub:name[:configuration][:split]. Empty texts are dropped.
 
-    bad: counts what cannot be used. Raises InputError naming place and field, and where there is not one record.
+    bad_lines: counts records that cannot be used. Raises InputError naming the place and the field, and if the source
+    has no record at all.
     """
-    records = hub_dataset(name, bad, progress) if name.startswith(HUB) else read_files(files_of(name), bad, progress)
+    if name.startswith(HUB_PREFIX):
+        records = read_hub_dataset(name, bad_lines, progress)
+    else:
+        records = read_files(find_files(name), bad_lines, progress)
     empty = True
     for record in records:
         if isinstance(record, Conversation) or any(record.texts):
             empty = False
-            yield from in_pieces(record) if isinstance(record, Text) else [record]
+            yield from split_long_text(record) if isinstance(record, Text) else [record]
     if empty:
-        skipped = f"; bad lines skipped: {bad.skipped}" if bad.skipped else ""
-        raise InputError(f"--data {name}: holds no text and no conversation{skipped}")
+        skipped = f"; bad lines skipped: {bad_lines.skipped}" if bad_lines.skipped else ""
+        raise InputError(f"--data {name}: contains no text and no conversation{skipped}")
 
 
-def in_pieces(text: Text) -> Iterator[Text]:
-    """Itself, unless it is very long: to tokenise takes a hundred times the memory of the text."""
+def split_long_text(text: Text) -> Iterator[Text]:
+    """The text itself, or its pieces if it is very long: tokenising needs a hundred times the memory of the text."""
     if len(text.text) <= LONG_CHARACTERS:
         yield text
     else:
-        yield from (piece._replace(place=text.place) for piece in pieces(io.StringIO(text.text)))
+        yield from (piece._replace(place=text.place) for piece in text_pieces(io.StringIO(text.text)))
 
 
-def read_files(files: Sequence[Path], bad: BadLines, progress: Progress) -> Iterator[Record]:
+def read_files(files: Sequence[Path], bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     for file in files:
         if suffix_of(file) in TOKEN_SUFFIXES:
-            raise InputError(f"{file}: holds tokens; text was expected")
-        yield from READERS[suffix_of(file)](file, bad, progress)
+            raise InputError(f"{file}: contains token ids, but text is expected; do not mix the two in one source")
+        yield from READERS[suffix_of(file)](file, bad_lines, progress)
         progress.finish(file.stat().st_size)
 
 
-def text_file(file: Path, bad: BadLines, progress: Progress) -> Iterator[Record]:
-    """Pieces of the one document, cut where a line begins. No limit skips what is not UTF-8."""
+def read_text_file(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+    """The pieces of one document. Bytes that are not UTF-8 are always an error; `bad_lines` does not apply to them."""
     line = 1
-    with opened_text(file, progress) as stream:
-        for piece in pieces(stream):
+    with open_text_stream(file, progress) as stream:
+        for piece in text_pieces(stream):
             yield piece._replace(place=f"{file}:{line}")
             line += piece.text.count("\n")
 
 
-def pieces(stream: TextIO) -> Iterator[Text]:
-    """Of one document, cut where a line begins; without their places."""
+def text_pieces(stream: TextIO) -> Iterator[Text]:
+    """Splits one document into pieces, if possible at line starts. Their `place` is left empty."""
     before, text = "", stream.read(PIECE_CHARACTERS)
     while following := stream.read(PIECE_CHARACTERS):
-        cut = last_seam(text)
-        yield Text(text[:cut], "", before, last=False)
-        before = (before + text[:cut])[-CONTEXT_CHARACTERS:]
-        text = text[cut:] + following
+        end = last_split_point(text)
+        yield Text(text[:end], "", before, last=False)
+        before = (before + text[:end])[-CONTEXT_CHARACTERS:]
+        text = text[end:] + following
     yield Text(text, "", before)
 
 
-def last_seam(text: str) -> int:
-    """The last place where tokens surely meet: a line's first character, unless it is space; else before a space."""
+def last_split_point(text: str) -> int:
+    """The last place that is certainly between two tokens.
+
+    This is the first character of a line, unless that character is whitespace; if there is none, the last space.
+    """
     place = len(text) - 1
     while (place := text.rfind("\n", 0, place)) >= 0:
         if not text[place + 1].isspace():
@@ -143,12 +157,12 @@ def last_seam(text: str) -> int:
     return space if space > 0 else len(text)
 
 
-STREAMED: dict[str, Callable[[Path, BadLines, Progress], Iterator[Record]]] = {
-    ".txt": text_file,
-    ".jsonl": json_file,
-    ".json": json_file,
+STREAMED: dict[str, Callable[[Path, BadLines, ReadingProgress], Iterator[Record]]] = {
+    ".txt": read_text_file,
+    ".jsonl": read_json_file,
+    ".json": read_json_file,
 }
-COMPRESSED = {f"{kind}{packed}": reader for kind, reader in STREAMED.items() for packed in DECOMPRESS}
-READERS = STREAMED | COMPRESSED | {".parquet": parquet}
+COMPRESSED = {f"{kind}{suffix}": reader for kind, reader in STREAMED.items() for suffix in DECOMPRESSORS}
+READERS = STREAMED | COMPRESSED | {".parquet": read_parquet}
 SUFFIXES = (*READERS, *TOKEN_SUFFIXES)
-KINDS = f"{', '.join(STREAMED)} (also with {' or '.join(DECOMPRESS)}), .parquet, {' or '.join(TOKEN_SUFFIXES)}"
+FILE_KINDS = f"{', '.join(STREAMED)} (also with {' or '.join(DECOMPRESSORS)}), .parquet, {' or '.join(TOKEN_SUFFIXES)}"

@@ -1,5 +1,7 @@
-"""Which documents validate and which train. The choice is fixed: it follows from the documents and the fraction alone,
-not from a seed, the number of ranks or the length of a row. Must not know rows.
+"""The validation split: which documents are for validation and which for training.
+
+The split depends only on the documents and the fraction, not on the seed, the number of ranks or the sequence length.
+This module knows nothing about rows.
 """
 
 import functools
@@ -9,15 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ligermodels.training.data.store import TokenStore, digests
+from ligermodels.training.data.store import TokenStore, document_hashes
 
-FRACTION, MOST_TOKENS = 0.01, 2**17
-MOST = 10  # times the fraction asked for: how much of the tokens whole documents may be
+DEFAULT_FRACTION, DEFAULT_MAX_TOKENS = 0.01, 2**17
+MAX_OVERSHOOT = 10  # whole documents may have up to this many times the given fraction of all tokens
 
 
 @dataclass(frozen=True)
 class Selection:
-    """D documents of a store, at tokens[begin:end]: begins, ends [D] int64. hashes [D] uint64: of their contents."""
+    """D documents of a store, at tokens[begin:end]. begins, ends: [D] int64. hashes: [D] uint64, of the contents."""
 
     store: TokenStore
     begins: np.ndarray
@@ -27,17 +29,17 @@ class Selection:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def where(self, chosen: np.ndarray) -> "Selection":
-        """chosen: [D] bool."""
-        return Selection(self.store, self.begins[chosen], self.ends[chosen], self.hashes[chosen])
+    def select(self, mask: np.ndarray) -> "Selection":
+        """The documents for which `mask` [D] bool is True."""
+        return Selection(self.store, self.begins[mask], self.ends[mask], self.hashes[mask])
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the documents' contents, and of where they lie."""
-        known = hashlib.sha256()
+        """A hash of the documents' contents and positions."""
+        digest = hashlib.sha256()
         for array in (self.begins, self.ends, self.hashes):
-            known.update(np.ascontiguousarray(array).data)
-        return known.hexdigest()
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     @property
     def tokens(self) -> int:
@@ -45,65 +47,67 @@ class Selection:
 
     @property
     def supervised(self) -> int:
-        """Tokens to be predicted: a document's first never is."""
+        """The number of supervised tokens; the first token of a document is never supervised."""
         if self.store.supervised is None:
             return int(np.maximum(self.ends - self.begins - 1, 0).sum())
-        spans = zip(self.begins.tolist(), self.ends.tolist(), strict=True)
-        return sum(int(np.count_nonzero(self.store.supervised[begin + 1 : end])) for begin, end in spans)
+        bounds = zip(self.begins.tolist(), self.ends.tolist(), strict=True)
+        return sum(int(np.count_nonzero(self.store.supervised[begin + 1 : end])) for begin, end in bounds)
 
 
-def usual_fraction(stores: Sequence[TokenStore]) -> float:
-    """What is for validation where nobody says how much: no more of large data than takes little time each time."""
-    return min(FRACTION, MOST_TOKENS / sum(len(store.tokens) for store in stores))
+def default_fraction(stores: Sequence[TokenStore]) -> float:
+    """The validation fraction if none is given; it is small for large data, so that each validation stays short."""
+    return min(DEFAULT_FRACTION, DEFAULT_MAX_TOKENS / sum(len(store.tokens) for store in stores))
 
 
-def all_of(store: TokenStore) -> Selection:
+def all_documents(store: TokenStore) -> Selection:
     return Selection(store, store.offsets[:-1], store.offsets[1:], store.hashes)
 
 
-def hold_out(store: TokenStore, fraction: float) -> tuple[Selection, Selection]:
-    """(training, validation). The latter are the documents whose hash is smallest, `fraction` of them and at least one,
-    so that copies of a document stay together.
+def split_documents(store: TokenStore, fraction: float) -> tuple[Selection, Selection]:
+    """(training, validation). Validation has the documents with the smallest hashes: `fraction` of them, at least one.
+    Copies of a document have the same hash and so are on the same side.
 
-    Where that would be far more of the tokens than the fraction, as of a few long documents, it is their end: the
-    document that it begins in is cut.
+    If these documents have far more than `fraction` of the tokens, as in a store of a few long documents, validation
+    has the end of the store instead, and the document at the boundary is cut in two.
     """
-    whole = all_of(store)
+    documents = all_documents(store)
     count = max(1, round(len(store) * fraction))
-    chosen = whole.hashes <= np.partition(whole.hashes, count - 1)[count - 1]
-    validation = whole.where(chosen)
-    if len(store) > 1 and validation.tokens <= MOST * fraction * whole.tokens:
-        return whole.where(~chosen), validation
-    return cut_off(whole, whole.tokens - max(2, round(whole.tokens * fraction)))
+    chosen = documents.hashes <= np.partition(documents.hashes, count - 1)[count - 1]
+    validation = documents.select(chosen)
+    if len(store) > 1 and validation.tokens <= MAX_OVERSHOOT * fraction * documents.tokens:
+        return documents.select(~chosen), validation
+    return split_at_token(documents, documents.tokens - max(2, round(documents.tokens * fraction)))
 
 
-def cut_off(whole: Selection, place: int) -> tuple[Selection, Selection]:
-    """What comes before and after tokens[place], which is the last target of the one and context in the other."""
+def split_at_token(documents: Selection, place: int) -> tuple[Selection, Selection]:
+    """The parts before and after tokens[place], which is the last target of the first and context in the second."""
     place = max(place, 0)
-    document = int(np.searchsorted(whole.ends, place, side="right"))
-    before = renewed(whole, slice(document + 1), None, place + 1)
-    return before, renewed(whole, slice(document, None), place, None)
+    document = int(np.searchsorted(documents.ends, place, side="right"))
+    before = with_boundary(documents, slice(document + 1), None, place + 1)
+    return before, with_boundary(documents, slice(document, None), place, None)
 
 
-def renewed(whole: Selection, documents: slice, begin: int | None, end: int | None) -> Selection:
-    """These documents, of which the first begins or the last ends elsewhere now."""
-    begins, ends, hashes = (x[documents].copy() for x in (whole.begins, whole.ends, whole.hashes))
-    cut = 0 if end is None else -1
-    begins[cut] = begins[cut] if begin is None else begin
-    ends[cut] = ends[cut] if end is None else end
-    content = np.array([hashes[cut], *(x[cut] - whole.begins[documents][cut] for x in (begins, ends))], np.uint64)
-    hashes[cut] = np.frombuffer(next(digests([(content.view("<u4"), [len(content) * 2])])), "<u8")[0]
-    return Selection(whole.store, begins, ends, hashes)
+def with_boundary(documents: Selection, part: slice, begin: int | None, end: int | None) -> Selection:
+    """A part of the documents, with a new begin for its first one, or a new end for its last one."""
+    begins, ends, hashes = (x[part].copy() for x in (documents.begins, documents.ends, documents.hashes))
+    changed = 0 if end is None else -1
+    begins[changed] = begins[changed] if begin is None else begin
+    ends[changed] = ends[changed] if end is None else end
+    offsets = (x[changed] - documents.begins[part][changed] for x in (begins, ends))
+    content = np.array([hashes[changed], *offsets], np.uint64)
+    digest = next(document_hashes([(content.view("<u4"), [len(content) * 2])]))
+    hashes[changed] = np.frombuffer(digest, "<u8")[0]
+    return Selection(documents.store, begins, ends, hashes)
 
 
-def without(training: Sequence[Selection], validation: Sequence[Selection]) -> list[Selection]:
-    """The training documents that are not also for validation."""
+def exclude_validation(training: Sequence[Selection], validation: Sequence[Selection]) -> list[Selection]:
+    """The training documents without those that are also validation documents."""
     held_out = np.unique(np.concatenate([part.hashes for part in validation]))
-    left_out = [among(part.hashes, held_out) for part in training]
-    return [part.where(~out) if out.any() else part for part, out in zip(training, left_out, strict=True)]
+    masks = [is_member(part.hashes, held_out) for part in training]
+    return [part.select(~mask) if mask.any() else part for part, mask in zip(training, masks, strict=True)]
 
 
-def among(hashes: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Whether each is one of the known, which are few and ascending: np.isin would sort them all."""
-    place = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-    return known[place] == hashes
+def is_member(hashes: np.ndarray, ascending: np.ndarray) -> np.ndarray:
+    """Whether each hash is in the `ascending` array, which is small. np.isin would sort all hashes."""
+    place = np.minimum(np.searchsorted(ascending, hashes), len(ascending) - 1)
+    return ascending[place] == hashes

@@ -1,7 +1,7 @@
-"""Files as streams of bytes and of text, decompressed where their names end in .gz or .zst.
+"""Opens data files as byte or text streams, and decompresses them if their names end in .gz or .zst.
 
-Text is UTF-8; a byte order mark at its beginning is not text. What is damaged or cut off is refused where reading comes
-to it. Knows no records.
+Text is UTF-8; a byte order mark at the start of a file is dropped. A damaged or truncated file raises InputError when
+reading reaches the damage. This module knows nothing about records.
 """
 
 import gzip
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.progress import Progress
+from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.packages import needs
 from ligermodels.weights.files import refuse_text
 
@@ -25,58 +25,64 @@ def gunzip(raw: BinaryIO, file: Path) -> BufferedReader:
 
 
 def unzstd(raw: BinaryIO, file: Path) -> BufferedReader:
-    """pyarrow's, which goes on from frame to frame and tells when the last is cut off."""
+    """Uses pyarrow's decompressor: it reads all frames of a file and detects a truncated last frame."""
     return BufferedReader(needs("pyarrow", str(file)).CompressedInputStream(raw, "zstd"))
 
 
-DECOMPRESS: dict[str, Callable[[BinaryIO, Path], BufferedReader]] = {".gz": gunzip, ".zst": unzstd}
+DECOMPRESSORS: dict[str, Callable[[BinaryIO, Path], BufferedReader]] = {".gz": gunzip, ".zst": unzstd}
 
 
 @contextmanager
-def opened(file: Path, progress: Progress) -> Iterator[BufferedReader]:
-    """A file's content. Raises InputError where it cannot be read, now or within the context."""
-    decompress = DECOMPRESS.get(file.suffix.lower())
+def open_stream(file: Path, progress: ReadingProgress) -> Iterator[BufferedReader]:
+    """The decompressed bytes of a file.
+
+    Raises InputError if the file cannot be opened, or if reading it fails inside the context.
+    """
+    decompress = DECOMPRESSORS.get(file.suffix.lower())
     try:
         with file.open("rb") as raw:
             progress.follow(raw.tell)
             if decompress is None:
                 yield raw
                 return
-            refuse_no_data(file, raw)
+            refuse_placeholder(file, raw)
             with decompress(raw, file) as stream:
                 yield stream
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(f"{file}: cannot be read: {error.strerror}") from error
-        raise InputError(f"{file}: damaged or cut off: {first_line(error)}; bring a whole one") from error
+        raise InputError(f"{file}: damaged or truncated: {first_line(error)}; provide a complete file") from error
 
 
-def refuse_no_data(file: Path, stream: BufferedReader) -> None:
-    """Where there is a Git LFS pointer or a web page in place of what is neither."""
+def refuse_placeholder(file: Path, stream: BufferedReader) -> None:
+    """Raises InputError if the file is a Git LFS pointer or a web page instead of data."""
     refuse_text(file, stream.peek(HEAD_BYTES)[:HEAD_BYTES])
 
 
 @contextmanager
-def opened_text(file: Path, progress: Progress) -> Iterator[TextIO]:
-    """A file's text, whose lines end in \\n alone. Raises InputError as `opened`, and for what is not UTF-8."""
+def open_text_stream(file: Path, progress: ReadingProgress) -> Iterator[TextIO]:
+    """The text of a file, with every line ending converted to \\n.
+
+    Raises InputError as `open_stream` does, and for bytes that are not UTF-8.
+    """
     try:
-        with opened(file, progress) as stream:
+        with open_stream(file, progress) as stream:
             yield TextIOWrapper(stream, encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise InputError(f"{first_not_utf8(file, progress)}; convert the file") from None
+        raise InputError(f"{find_invalid_utf8(file, progress)}; convert the file to UTF-8") from None
 
 
-def first_not_utf8(file: Path, progress: Progress) -> str:
-    """The place and the byte, in a file that has one."""
-    with opened(file, progress) as stream:
+def find_invalid_utf8(file: Path, progress: ReadingProgress) -> str:
+    """Reads a file again, and describes the first byte that is not UTF-8 with its line and column."""
+    with open_stream(file, progress) as stream:
         for number, line in enumerate(stream, 1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                return not_utf8(f"{file}:{number}", line, error)
+                return describe_invalid_utf8(f"{file}:{number}", line, error)
     return f"{file}: is not UTF-8"
 
 
-def not_utf8(place: str, line: bytes, error: UnicodeDecodeError) -> str:
+def describe_invalid_utf8(place: str, line: bytes, error: UnicodeDecodeError) -> str:
     column = len(line[: error.start].decode()) + 1
     return f"{place}:{column}: byte 0x{line[error.start]:02x} is not UTF-8 ({error.reason})"

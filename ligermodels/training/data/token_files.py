@@ -1,8 +1,9 @@
-"""Files of token ids, mapped: numpy's .npy, and .bin, raw numbers, little-endian, with a .json beside it.
+"""Files of token ids, memory-mapped: numpy's .npy, and .bin, which has raw little-endian numbers and a .json beside it.
 
     tokens.json    {"dtype": "uint16", "end_of_text": 50256}        dtype: uint16 or uint32
 
-Documents end with the end-of-text token: that of the .json, which a .npy may have too, else the model's. Knows no text.
+Documents end with the end-of-text token: the one in the .json, which a .npy may have too, otherwise the tokenizer's.
+This module knows nothing about text.
 """
 
 import json
@@ -13,92 +14,97 @@ from typing import Any
 import numpy as np
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.progress import Progress
-from ligermodels.training.data.store import TokenStore, digests, mapped, refuse_unknown
+from ligermodels.training.data.progress import ReadingProgress
+from ligermodels.training.data.store import TokenStore, document_hashes, map_file, refuse_unknown_ids
 
-INDEX = {"offsets": np.int64, "hashes": np.uint64}
-BLOCK = 2**22  # tokens
-EXAMPLE = '{"dtype": "uint16", "end_of_text": 0}'
+INDEX_ARRAYS = {"offsets": np.int64, "hashes": np.uint64}
+READ_TOKENS = 2**22  # read at a time
+TOKEN_FILE_EXAMPLE = '{"dtype": "uint16", "end_of_text": 0}'
 
 
 def write_index(tokens: np.memmap, end: int, vocab_size: int, place: str, folder: Path) -> None:
-    """Reads all tokens once, and writes into an empty folder where their documents are, with a hash of each.
+    """Reads all tokens once, and writes the documents' offsets and hashes to an empty folder.
 
     end: the end-of-text token. Raises InputError for a token outside the vocabulary, naming place and offset.
     """
-    progress = Progress(f"Reading {place}", tokens.nbytes)
+    progress = ReadingProgress(f"Reading {place}", tokens.nbytes)
     with progress, (folder / "offsets").open("wb") as offsets, (folder / "hashes").open("wb") as hashes:
         offsets.write(np.int64(0).tobytes())
 
         def blocks() -> Iterator[tuple[np.ndarray, list[int]]]:
-            for start, block, stops in blocks_of(tokens, end):
+            for start, block, stops in blocks_with_stops(tokens, end):
                 progress.show(start * tokens.itemsize)
-                refuse_unknown(block, vocab_size, place, start)
+                refuse_unknown_ids(block, vocab_size, place, start)
                 offsets.write((stops + start).tobytes())
                 yield block, stops.tolist()
 
-        hashes.writelines(digests(blocks()))
+        hashes.writelines(document_hashes(blocks()))
 
 
 def open_indexed(tokens: np.ndarray, place: str, folder: Path) -> TokenStore:
-    """The documents of a file's tokens, by the index in that folder."""
-    offsets, hashes = (mapped(folder / name, dtype) for name, dtype in INDEX.items())
+    """The documents of a token file, from the index that `write_index` wrote to a folder."""
+    offsets, hashes = (map_file(folder / name, dtype) for name, dtype in INDEX_ARRAYS.items())
     return TokenStore(tokens, offsets, hashes, None, place)
 
 
 def open_tokens(file: Path) -> np.memmap:
-    """[N] unsigned integers, mapped."""
+    """The tokens of a .npy or .bin file: [N] integers, memory-mapped. Raises InputError naming the file."""
     try:
-        tokens = np.load(file, mmap_mode="r") if file.suffix.lower() == ".npy" else raw(file)
+        tokens = np.load(file, mmap_mode="r") if file.suffix.lower() == ".npy" else open_raw(file)
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read as tokens: {first_line(error)}") from error
     if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-        raise InputError(f"{file}: must be one row of integers, the ids of tokens")
+        raise InputError(f"{file}: must be a one-dimensional array of integers, the token ids")
     if not len(tokens):
-        raise InputError(f"{file}: holds no tokens")
+        raise InputError(f"{file}: contains no tokens")
     return tokens
 
 
-def raw(file: Path) -> np.memmap:
-    dtype = described(file).get("dtype")
+def open_raw(file: Path) -> np.memmap:
+    dtype = read_description(file).get("dtype")
     if dtype not in ("uint16", "uint32"):
-        beside = file.with_suffix(".json")
+        description = file.with_suffix(".json")
         raise InputError(
-            f"{beside}: field dtype is {dtype!r}; {file.name} needs this file, as {EXAMPLE}, uint16 or uint32"
+            f"{description}: field dtype is {dtype!r}; {file.name} needs this file with a dtype of uint16 or uint32, "
+            f"such as {TOKEN_FILE_EXAMPLE}"
         )
     size = np.dtype(dtype).itemsize
     if file.stat().st_size % size:
         raise InputError(
-            f"{file}: has {file.stat().st_size} bytes, no multiple of the {size} of {dtype}; it was cut off"
+            f"{file}: has {file.stat().st_size} bytes, not a multiple of the {size} of {dtype}: the file is truncated "
+            "or the dtype is wrong"
         )
     if not file.stat().st_size:
-        raise InputError(f"{file}: holds no tokens")
+        raise InputError(f"{file}: contains no tokens")
     return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r")
 
 
-def described(file: Path) -> dict[str, Any]:
-    """What the .json beside a file says of it, nothing where there is none."""
-    beside = file.with_suffix(".json")
+def read_description(file: Path) -> dict[str, Any]:
+    """The content of the .json beside a token file; empty if there is none."""
+    description = file.with_suffix(".json")
     try:
-        value = json.loads(beside.read_text()) if beside.exists() else {}
+        value = json.loads(description.read_text()) if description.exists() else {}
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{beside}: not JSON: {first_line(error)}") from error
+        raise InputError(f"{description}: not JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
-        raise InputError(f"{beside}: must be an object as {EXAMPLE}")
+        raise InputError(f"{description}: must be an object such as {TOKEN_FILE_EXAMPLE}")
     return value
 
 
-def stated_end(file: Path) -> int | None:
-    """The end-of-text token that the .json says; None where it says none."""
-    value = described(file).get("end_of_text")
+def described_end(file: Path) -> int | None:
+    """The end-of-text token given in the .json beside a token file; None if it gives none."""
+    value = read_description(file).get("end_of_text")
     if value is not None and (type(value) is not int or value < 0):
-        raise InputError(f"{file.with_suffix('.json')}: field end_of_text is {value!r}; must be the id of a token")
+        raise InputError(f"{file.with_suffix('.json')}: field end_of_text is {value!r}; must be a token id")
     return value
 
 
-def blocks_of(tokens: np.memmap, end: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """All tokens in order: where a block begins, its tokens, and where in it documents end, the last with the file."""
-    for start in range(0, len(tokens), BLOCK):
+def blocks_with_stops(tokens: np.memmap, end: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """All tokens in order, as (start of the block, its tokens, the places in it where documents end).
+
+    The last document ends with the file.
+    """
+    for start in range(0, len(tokens), READ_TOKENS):
         block = read_block(tokens, start)
         stops = np.flatnonzero(block == end) + 1
         if start + len(block) == len(tokens) and block[-1] != end:
@@ -107,6 +113,6 @@ def blocks_of(tokens: np.memmap, end: int) -> Iterator[tuple[int, np.ndarray, np
 
 
 def read_block(tokens: np.memmap, start: int) -> np.ndarray:
-    """Read, not mapped: all pages of the mapping that are touched once would count as this process's memory."""
+    """Reads the file, not the mapping: every page of the mapping that is touched counts as this process's memory."""
     assert tokens.filename is not None
-    return np.fromfile(tokens.filename, tokens.dtype, BLOCK, offset=tokens.offset + start * tokens.itemsize)
+    return np.fromfile(tokens.filename, tokens.dtype, READ_TOKENS, offset=tokens.offset + start * tokens.itemsize)

@@ -7,7 +7,7 @@ import torch
 from ligermodels.distributed import World, total
 from ligermodels.generation.decoding import generate
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.training.data import Data, Validation, supervised
+from ligermodels.training.data import Data, ValidationRows, count_supervised
 from ligermodels.training.reporting.metrics import Metrics
 from ligermodels.training.reporting.skill import prompt_ids, right_answers
 from ligermodels.training.runs.stopping import Stop
@@ -32,7 +32,7 @@ def evaluate(
 
 
 def validation_loss(
-    model: CausalLM, validation: Validation, micro_batch_size: int, world: World, stop: Stop
+    model: CausalLM, validation: ValidationRows, micro_batch_size: int, world: World, stop: Stop
 ) -> float | None:
     """Nats per predicted token, over all ranks; None where one of them is told to stop, which all hear at one batch."""
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -42,7 +42,7 @@ def validation_loss(
             return None
         told = told_to_stop(stop, world)  # heard before the next batch: a GPU computes this one meanwhile
         summed = model(**batch._asdict(), num_items_in_batch=1).loss
-        totals += torch.stack([summed, supervised(batch)])
+        totals += torch.stack([summed, count_supervised(batch)])
     loss, count = total(totals).tolist()
     return loss / count
 
@@ -60,6 +60,6 @@ def show_skill(model: CausalLM, data: Data, step: int, metrics: Metrics) -> None
         return
     if data.questions:
         metrics.skill(step, right_answers(model, data.tokenizer, data.questions), len(data.questions))
-    begun = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.beginning()
+    begun = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.sample_prompt()
     new = generate(model, [begun], max_new_tokens=SAMPLE_TOKENS)[0]
     metrics.sample(step, f"{data.tokenizer.decode(begun)} | {data.tokenizer.decode(new)}")

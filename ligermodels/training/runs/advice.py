@@ -14,7 +14,7 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.batches import rows_a_rank
+from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.runs.folder import ADAPTER
 from ligermodels.training.runs.settings import SETTINGS_FILE
 
@@ -68,7 +68,7 @@ def is_script() -> bool:
 def runs_on_two(config: TrainConfig, world: World) -> bool:
     """Whether a run on one device can also run on two of this host."""
     try:
-        rows_a_rank(config.batch_size, config.micro_batch_size, World(world.device, size=2))
+        split_global_batch(config.batch_size, config.micro_batch_size, World(world.device, size=2))
     except InputError:
         return False
     return world.size == 1 and (world.device.type == "cpu" or torch.cuda.device_count() > 1)

@@ -3,7 +3,7 @@
 from ligermodels.errors import InputError
 from ligermodels.hub import list_architectures
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TrainConfig
-from ligermodels.training.data.sources import WITHOUT_FILES, parse_spec
+from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
 from ligermodels.units import counted
 
 LORA_SETTINGS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_export")
@@ -45,8 +45,8 @@ def refuse_contradictions(config: TrainConfig) -> None:
 def refuse_unused_fraction(config: TrainConfig) -> None:
     if config.validation_data:
         raise InputError("--validation-fraction is a part of --data, but --validation-data is given: leave one out")
-    if all(parse_spec(text).name in WITHOUT_FILES for text in config.data or []):
+    if all(parse_spec(text).name in BUILT_IN_SOURCES for text in config.data or []):
         raise InputError(
-            f"--validation-fraction is a part of files in --data; {', '.join(WITHOUT_FILES)} have validation data of "
-            "their own: leave it out"
+            f"--validation-fraction is a part of files in --data; {', '.join(BUILT_IN_SOURCES)} have validation data "
+            "of their own: leave it out"
         )

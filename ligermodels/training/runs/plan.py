@@ -1,6 +1,6 @@
-"""What a run is going to do, before it does it: parameters, tokens, steps, epochs and memory.
+"""The plan of a run: parameters, data, tokens, steps, epochs, FLOPs and memory, known before anything is allocated.
 
-It is the text of --dry-run and the first line of every run. Must not build or change what the run goes on with.
+`--dry-run` prints it, and every run begins with its first line. Must not build or change anything that the run uses.
 """
 
 import functools
@@ -26,7 +26,7 @@ from ligermodels.memory import (
 )
 from ligermodels.training.checkpoints.files import committed_steps
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.batches import rows_a_rank
+from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.folder import CHECKPOINTS
@@ -39,9 +39,11 @@ MANY_EPOCHS = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """rows: of the training data. passes: of each source, after how many rows of all its own have been seen once.
-    micro_batch_size: rows of a rank at a time. recomputed: blocks that are computed again in backward, of `blocks`.
-    memory: of one rank. flops: of a token. positions: that the model was made for. checkpoint: bytes of one, about.
+    """The numbers of a run that is about to start.
+
+    rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
+    once. recomputed: blocks with activation checkpointing, of `blocks`. memory: of one rank. flops: per token.
+    positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
     config: TrainConfig
@@ -65,21 +67,21 @@ class Plan:
 
     @property
     def micro_batch_size(self) -> int:
-        return rows_a_rank(self.config.batch_size, self.config.micro_batch_size, self.world)[1]
+        return split_global_batch(self.config.batch_size, self.config.micro_batch_size, self.world)[1]
 
     @property
     def accumulated(self) -> int:
-        """Micro-batches a step."""
-        return rows_a_rank(self.config.batch_size, self.config.micro_batch_size, self.world)[0]
+        """Micro-batches per step of a rank: gradient accumulation."""
+        return split_global_batch(self.config.batch_size, self.config.micro_batch_size, self.world)[0]
 
     @property
     def epochs(self) -> list[float]:
-        """Of each source; of sources without weights, which are one."""
+        """Of each data source; sources without mixture weights count as one."""
         return [self.config.steps * self.config.batch_size / rows for rows in self.passes]
 
     @property
     def line(self) -> str:
-        """The whole run in one."""
+        """The whole run in one line."""
         trained = "" if self.trained == self.parameters.total else f", {self.trained:,} of them trained"
         return (
             f"{self.config.title}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
@@ -128,46 +130,46 @@ class Plan:
 
     @property
     def exported(self) -> int:
-        """Bytes that the export takes on the disk, about."""
+        """Bytes of the export on the disk, about."""
         if self.config.lora_rank and self.config.lora_export == "adapter":
             return self.trained * torch.float32.itemsize
         return self.parameters.total * (torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32).itemsize
 
     @property
     def checkpoints(self) -> int:
-        """The most that the run has on the disk at a time where there is little room: one is written beside another."""
+        """The most checkpoints on the disk at a time: a new one is complete before an old one is removed."""
         saves = self.config.steps // self.config.checkpoint_every if self.config.checkpoint_every else 0
         return min(saves, max(2, self.config.keep_checkpoints))
 
     @property
     def warnings(self) -> list[str]:
-        return list(self.doubts())
+        return list(self.find_warnings())
 
-    def doubts(self) -> Iterator[str]:
+    def find_warnings(self) -> Iterator[str]:
         config, fewest, most = self.config, min(self.epochs), max(self.epochs)
         if fewest < 1:
-            seen = f"all are seen once with --steps {math.ceil(max(self.passes) / config.batch_size)}"
-            yield f"{as_text(fewest)} epochs: --steps {config.steps} leaves out rows; {seen}"
+            seen = f"all are seen once by --steps {math.ceil(max(self.passes) / config.batch_size)}"
+            yield f"{as_text(fewest)} epochs: --steps {config.steps} does not see all rows; {seen}"
         if most > MANY_EPOCHS:
             rows = "every row is" if len(self.passes) == 1 else "rows of one source are"
-            yield f"{as_text(most)} epochs: {rows} seen as often; watch the validation loss"
+            yield f"{as_text(most)} epochs: {rows} repeated as often; watch the validation loss"
         if config.warmup >= config.steps:
-            yield f"--warmup {config.warmup} takes all of --steps {config.steps}"
+            yield f"--warmup {config.warmup} is all of --steps {config.steps}"
         if config.sequence_length > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"--sequence-length {config.sequence_length} is more than {made_for}"
         if config.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
-            yield "--dtype bfloat16: this CPU has no instructions for it and takes many times as long; leave it out"
+            yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
         total = device_memory(self.world.device)
         if total and self.memory.peak > total:
             yield (
-                f"{memory_size(self.memory.peak)} are more than the GPU has; lower --micro-batch-size or "
-                "--sequence-length, or take --activation-checkpointing auto, --lora-rank or more ranks"
+                f"{memory_size(self.memory.peak)} is more than the GPU has; lower --micro-batch-size or "
+                "--sequence-length, or use --activation-checkpointing auto, --lora-rank or more ranks"
             )
-        yield from self.little_room()
+        yield from self.disk_warnings()
 
-    def little_room(self) -> Iterator[str]:
-        """Of the disk, beyond what a run that is resumed has there already."""
+    def disk_warnings(self) -> Iterator[str]:
+        """Warns where the disk is too full, beyond what a resumed run has on it already."""
         config, number = self.config, self.checkpoints
         folder, free = free_space(config.output or Path())
         there = len(committed_steps(config.resume / CHECKPOINTS)) if config.resume else 0
@@ -192,7 +194,10 @@ def make_plan(
     recomputed: int,
     memory: TrainingMemory,
 ) -> Plan:
-    """The plan of a run of `model`, which may be on the meta device, has its LoRA, and is not sharded yet."""
+    """The plan of a run.
+
+    model: with its LoRA, not sharded yet; it may be on the meta device.
+    """
     trained = trained_parameters(model)
     checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, config.dp_replicate)
     return Plan(
@@ -208,19 +213,21 @@ def as_text(epochs: float) -> str:
 
 
 def free_space(folder: Path) -> tuple[Path, int]:
-    """The first that exists of a folder and those above it, and the bytes that are free there."""
+    """The nearest existing folder among `folder` and its parents, and the bytes that are free there."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return there, shutil.disk_usage(there).free
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU; None for a CPU, whose memory is not the run's alone."""
+    """Bytes of a GPU's memory; None for a CPU, which other processes share."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def computes_in_bfloat16() -> bool:
-    """Whether this CPU has instructions for it, AVX512_BF16 (where there is AMX, too) or Arm's; what torch does without
-    them is slower than float32, without AVX512 ten times and more."""
+    """Whether this CPU has bf16 instructions: AVX512_BF16 (AMX implies it) or Arm's.
+
+    Without them torch is slower in bf16 than in float32; without AVX512, ten times slower and more.
+    """
     if platform.machine().lower() in ("x86_64", "amd64"):
         return torch.cpu._is_avx512_bf16_supported()
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -231,12 +238,12 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_needs(model: CausalLM, optimizer: AdamW, config: TrainConfig, world: World, dtype: torch.dtype) -> Needs:
-    """What the run needs, and would need with other settings.
+    """The memory of a step of this run as a function of the settings that may still change.
 
-    model: on the meta device, unsharded. optimizer: one of it; its states are made, where they take no memory.
+    model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
     """
     optimizer.create_states()
-    _, micro_batch_size = rows_a_rank(config.batch_size, config.micro_batch_size, world)
+    _, micro_batch_size = split_global_batch(config.batch_size, config.micro_batch_size, world)
     return functools.partial(
         training_memory, model, batch_size=micro_batch_size, sequence_length=config.sequence_length, dtype=dtype,
         shards=shards_of(world, config.dp_replicate), states=state_bytes(optimizer),

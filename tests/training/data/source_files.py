@@ -1,4 +1,4 @@
-"""Files of data made for tests, what they hold, and what is read of them."""
+"""Data files for tests, their records, and a function that reads them."""
 
 import gzip
 import json
@@ -6,7 +6,7 @@ import json
 import pyarrow
 
 from ligermodels.training.data import sources
-from ligermodels.training.data.progress import Progress
+from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -30,7 +30,11 @@ def write(file, *lines):
 
 
 def read(name, allowed=0):
-    return list(sources.read(str(name), BadLines(allowed), Progress("", None)))
+    return read_counting(name, BadLines(allowed))
+
+
+def read_counting(name, bad_lines):
+    return list(sources.read_records(str(name), bad_lines, ReadingProgress("", None)))
 
 
 def messages(*given, **fields):

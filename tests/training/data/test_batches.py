@@ -6,11 +6,11 @@ import torch
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.training.data.batches import Training, rows_a_rank, supervised
+from ligermodels.training.data.batches import TrainingRows, count_supervised, split_global_batch
 from tests.conftest import DEVICE
-from tests.training.data.documents import CPU, Document, distinct, rows, training, validation
+from tests.training.data.documents import CPU, distinct, document, rows, training, validation
 
-LENGTHS = [8] * 12 + [3, 5, 7, 6, 2, 30, 21]  # more than 12 rows of 8, some of them shared
+LENGTHS = [8] * 12 + [3, 5, 7, 6, 2, 30, 21]  # fill more than 12 rows of 8 tokens; some rows are shared
 
 
 def worlds(ranks):
@@ -18,7 +18,7 @@ def worlds(ranks):
 
 
 def rows_in(batch):
-    """The rows of T tokens, as tuples."""
+    """The rows of a batch, as tuples of tokens."""
     return [tuple(row) for row in batch.input_ids.view(-1, 8).tolist()]
 
 
@@ -28,21 +28,21 @@ def step_of(cursor, ranks, micro, packing):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_step_has_the_same_rows_whatever_the_ranks_and_micro_batches(packing):
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks_or_micro_batches(packing):
     steps = [step_of(cursor, 1, None, packing) for cursor in (0, 8, 16)]
     assert all(len(step) == 8 for step in steps) and len(set(map(tuple, steps))) == 3
     for ranks, micro in [(1, 2), (2, None), (2, 1), (4, 2), (4, 1)]:
         assert [step_of(cursor, ranks, micro, packing) for cursor in (0, 8, 16)] == steps
 
 
-def test_the_order_within_a_step_is_that_of_the_micro_batches_and_their_ranks():
+def test_the_rows_of_a_step_are_ordered_by_micro_batch_then_rank():
     data = training(distinct(*LENGTHS), 8, packing=False)
     (whole,) = data.micro_batches(0, 8, None, CPU)
     shares = [data.micro_batches(0, 8, 2, world) for world in worlds(2)]
     assert [row for number in range(2) for share in shares for row in rows_in(share[number])] == rows_in(whole)
 
 
-def test_resuming_at_any_cursor_gives_what_a_run_without_interruption_has():
+def test_resuming_at_any_cursor_gives_the_batches_of_an_uninterrupted_run():
     def run(start, stop):
         data = training(distinct(*LENGTHS), 8, seed=2)
         return [data.micro_batches(step * 4, 4, 2, CPU) for step in range(start, stop)]
@@ -54,7 +54,7 @@ def test_resuming_at_any_cursor_gives_what_a_run_without_interruption_has():
                 assert torch.equal(expected[a][b], got[a][b])
 
 
-def test_what_was_prepared_for_another_step_is_not_taken():
+def test_batches_prefetched_for_another_step_are_not_used():
     data = training(distinct(*LENGTHS), 8, seed=2)
     first = data.micro_batches(0, 4, None, CPU)
     for arguments in [(8, 4, None, CPU), (12, 4, 2, CPU), (16, 2, None, CPU), (0, 4, None, CPU)]:
@@ -64,27 +64,27 @@ def test_what_was_prepared_for_another_step_is_not_taken():
     assert rows_in(again[0]) == rows_in(first[0])
 
 
-def test_validation_visits_every_row_once_on_equally_many_batches_a_rank():
+def test_validation_visits_every_row_once_with_the_same_number_of_batches_on_each_rank():
     targets, counts = Counter(), []
     for world in worlds(2):
         batches = list(validation(distinct(*[6] * 7), 6).batches(2, world))
         assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 12), (1, 12)]
         targets.update(int(label) for batch in batches for label in batch.labels[batch.labels != -100])
-        counts += [int(supervised(batch)) for batch in batches]
+        counts += [int(count_supervised(batch)) for batch in batches]
     assert targets == Counter(i for d in distinct(*[6] * 7) for i in d.ids[1:])
     assert counts == [10, 10, 10, 5]
 
 
-def test_a_chat_begins_with_all_before_its_first_answer_and_a_text_with_a_few_tokens():
+def test_the_sample_prompt_of_a_chat_ends_before_its_first_answer_and_that_of_a_text_has_a_few_tokens():
     mask = [False] * 5 + [True] * 3 + [False] * 2 + [True]
-    chats, texts = validation([Document(list(range(1, 12)), mask)], 16), validation(distinct(40), 64)
-    assert chats.of_answers and chats.beginning() == [1, 2, 3, 4, 5]
-    assert not texts.of_answers and texts.beginning() == list(range(1, 17))
-    cut_before_its_answer = validation([Document(list(range(1, 12)), [False] * 8 + [True] * 3)], 6)
-    assert cut_before_its_answer.beginning() == [6, 7, 8]
+    chats, texts = validation([document(list(range(1, 12)), mask)], 16), validation(distinct(40), 64)
+    assert chats.completion_only and chats.sample_prompt() == [1, 2, 3, 4, 5]
+    assert not texts.completion_only and texts.sample_prompt() == list(range(1, 17))
+    cut_before_answer = validation([document(list(range(1, 12)), [False] * 8 + [True] * 3)], 6)
+    assert cut_before_answer.sample_prompt() == [6, 7, 8]
 
 
-def test_rows_are_known_by_their_tokens_and_by_how_they_are_packed():
+def test_the_fingerprint_depends_on_the_tokens_and_on_how_they_are_packed():
     documents = distinct(6, 3, 3)
     known = training(documents, 6).fingerprint
     assert training(distinct(6, 3, 3), 6, seed=1).fingerprint == known
@@ -95,21 +95,21 @@ def test_rows_are_known_by_their_tokens_and_by_how_they_are_packed():
     assert len({known, *(other.fingerprint for other in others)}) == 5
 
 
-def test_a_rank_without_a_supervised_token_counts_none():
-    silent = [Document(d.ids, [False] * 8) for d in distinct(8, 8)]
+def test_a_batch_without_a_supervised_token_counts_zero():
+    silent = [document(d.ids, [False] * 8) for d in distinct(8, 8)]
     (batch,) = training(silent, 8).micro_batches(0, 2, None, CPU)
-    assert int(supervised(batch)) == 0 and (batch.labels == -100).all()
+    assert int(count_supervised(batch)) == 0 and (batch.labels == -100).all()
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused():
-    assert rows_a_rank(64, 4, World(torch.device("cpu"), 0, 8)) == (2, 4)
-    assert rows_a_rank(64, None, World(torch.device("cpu"), 0, 8)) == (1, 8)
+def test_a_global_batch_that_ranks_cannot_divide_equally_is_refused():
+    assert split_global_batch(64, 4, World(torch.device("cpu"), 0, 8)) == (2, 4)
+    assert split_global_batch(64, None, World(torch.device("cpu"), 0, 8)) == (1, 8)
     for batch_size, micro, ranks in [(4, 3, 1), (4, None, 8), (6, 2, 2), (6, None, 4)]:
-        with pytest.raises(InputError, match=f"--batch-size {batch_size} is no multiple of {ranks} ranks?(:| x)"):
-            rows_a_rank(batch_size, micro, World(torch.device("cpu"), 0, ranks))
+        with pytest.raises(InputError, match=f"--batch-size {batch_size} is not a multiple of {ranks} ranks?(:| x)"):
+            split_global_batch(batch_size, micro, World(torch.device("cpu"), 0, ranks))
 
 
-def test_places_are_those_of_the_documents_in_a_steps_rows():
+def test_places_are_those_of_the_documents_in_the_rows_of_a_step():
     documents = distinct(*LENGTHS)
     data = training(documents, 8, seed=4)
     (batch,) = data.micro_batches(8, 4, None, CPU)
@@ -118,25 +118,25 @@ def test_places_are_those_of_the_documents_in_a_steps_rows():
     assert data.places(8, 4) == [owner[int(batch.input_ids[0, start])] for start in begins]
 
 
-def test_weighted_sources_share_a_batch():
-    parts = [rows(distinct(*[8] * 40), 8), rows([Document([5000 + i] * 8) for i in range(40)], 8)]
-    data = Training(parts, [3.0, 1.0], 0, True)
+def test_a_batch_has_rows_of_each_source_by_its_weight():
+    parts = [rows(distinct(*[8] * 40), 8), rows([document([5000 + i] * 8) for i in range(40)], 8)]
+    data = TrainingRows(parts, [3.0, 1.0], 0, True)
     assert len(data) == 80 and data.tokens == 640
     (batch,) = data.micro_batches(0, 64, None, CPU)
     assert sum(row[0] >= 5000 for row in rows_in(batch)) == 16
 
 
 @pytest.mark.gpu
-def test_batches_come_to_a_gpu_without_the_host_waiting():
+def test_batches_are_copied_to_a_gpu_without_blocking_the_host():
     data, world = training(distinct(*LENGTHS), 8, seed=2), World(torch.device(DEVICE))
     expected = training(distinct(*LENGTHS), 8, seed=2)
     torch.cuda.set_sync_debug_mode("error")
     try:
         steps = [data.micro_batches(cursor, 4, 2, world) for cursor in range(0, 80, 4)]
-        counts = [supervised(batch) for step in steps for batch in step]
+        counts = [count_supervised(batch) for step in steps for batch in step]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     on_cpu = [batch for cursor in range(0, 80, 4) for batch in expected.micro_batches(cursor, 4, 2, CPU)]
     for got, want in zip((batch for step in steps for batch in step), on_cpu, strict=True):
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got[:3], want[:3], strict=True))
-    assert [int(count) for count in counts] == [int(supervised(batch)) for batch in on_cpu]
+    assert [int(count) for count in counts] == [int(count_supervised(batch)) for batch in on_cpu]

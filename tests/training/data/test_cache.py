@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ligermodels.errors import InputError
 from ligermodels.training.data import cache
-from ligermodels.training.data.cache import all_cached, cache_folder, cached
+from ligermodels.training.data.cache import cache_folder, cached_folder, cached_folders
 
 
 def fill_and_note(folder):
@@ -28,7 +28,7 @@ def rank(number, store, key, fill, outcomes):
 
     os.environ["LOCAL_RANK"] = str(number)
     try:
-        outcomes.put((cached(key, fill) / "content").read_text())
+        outcomes.put((cached_folder(key, fill) / "content").read_text())
     except InputError as error:
         outcomes.put(str(error))
     dist.destroy_process_group()
@@ -46,70 +46,73 @@ def two_ranks(store, key, fill):
     return found
 
 
-def test_a_folder_is_filled_once_for_each_key(cache_of_its_own):
-    folders = [cached({"a": value}, fill_and_note) for value in (1, 2, 1)]
+def test_a_folder_is_filled_once_per_key(cache_of_its_own):
+    folders = [cached_folder({"a": value}, fill_and_note) for value in (1, 2, 1)]
     assert folders[0] == folders[2] != folders[1]
     assert (cache_folder() / "notes").read_text() == "filled filled "
     assert cache_folder().is_relative_to(cache_of_its_own)
 
 
-def test_a_failure_leaves_nothing_and_is_tried_again(cache_of_its_own):
+def test_a_failed_fill_leaves_nothing_and_the_next_call_tries_again(cache_of_its_own):
     with pytest.raises(InputError, match=r"d\.jsonl:7: bad"):
-        cached({}, fail)
+        cached_folder({}, fail)
     assert [file.suffix for file in cache_folder().iterdir()] == [".lock"]
-    assert (cached({}, fill_and_note) / "content").read_text() == "whole"
+    assert (cached_folder({}, fill_and_note) / "content").read_text() == "whole"
 
 
-def test_of_two_ranks_one_fills_and_both_have_it(tmp_path):
+def test_one_of_two_ranks_fills_a_folder_that_both_use(tmp_path):
     assert two_ranks(tmp_path / "store", {}, fill_and_note) == ["whole", "whole"]
     assert (cache_folder() / "notes").read_text() == "filled "
 
 
-def test_a_failure_of_the_rank_that_fills_is_raised_on_every_rank(tmp_path):
+def test_an_error_of_the_filling_rank_is_raised_on_every_rank(tmp_path):
     assert two_ranks(tmp_path / "store", {}, fail) == ["d.jsonl:7: bad"] * 2
 
 
-def test_a_cache_that_cannot_be_written_to_is_named_with_the_remedy(tmp_path, monkeypatch):
+def test_the_error_for_a_cache_that_is_not_writable_names_the_remedy(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(InputError, match="set XDG_CACHE_HOME to a folder that can be written to"):
-        cached({}, fill_and_note)
+    with pytest.raises(InputError, match="set XDG_CACHE_HOME to a writable folder"):
+        cached_folder({}, fill_and_note)
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next_and_nothing_else(cache_of_its_own):
-    folder = cached({}, fill_and_note)
+def test_only_the_leftovers_of_a_killed_run_are_removed(cache_of_its_own):
+    folder = cached_folder({}, fill_and_note)
     others = folder.with_name("another.tmp-7")
     shutil.move(folder, folder.with_name(f"{folder.name}.tmp-123456"))
     others.mkdir()
-    assert (cached({}, fill_and_note) / "content").read_text() == "whole"
+    assert (cached_folder({}, fill_and_note) / "content").read_text() == "whole"
     assert {file.name for file in cache_folder().iterdir() if file.is_dir()} == {folder.name, others.name}
 
 
-def test_who_waits_for_another_run_says_so(cache_of_its_own, monkeypatch):
-    folder = cached({}, fill_and_note)
-    said = []
+def test_a_run_that_waits_for_another_prints_a_line(cache_of_its_own, monkeypatch):
+    folder = cached_folder({}, fill_and_note)
+    printed = []
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.setattr(cache, "say", lambda line: said.append(line) or fcntl.flock(lock, fcntl.LOCK_UN))
-        assert cached({}, fill_and_note) == folder
-    assert said == [f"Waiting for another run, which makes what this one needs: {folder}"]
+
+        def unlock(line):
+            printed.append(line)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(cache, "print_status", unlock)
+        assert cached_folder({}, fill_and_note) == folder
+    assert printed == [f"Waiting for another run that is preparing the same data: {folder}"]
 
 
-def fail_for_want_of_room(folder):
+def fail_on_full_disk(folder):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_told_with_what_names_another(cache_of_its_own):
-    with pytest.raises(
-        InputError, match="No space left on device; make room there, or choose another folder, by XDG_CA"
-    ):
-        cached({}, fail_for_want_of_room)
+def test_the_error_for_a_full_disk_names_the_variable_that_moves_the_cache(cache_of_its_own):
+    with pytest.raises(InputError, match=r"No space left on device; .*; XDG_CACHE_HOME sets the folder of the cache"):
+        cached_folder({}, fail_on_full_disk)
     assert [file.suffix for file in cache_folder().iterdir()] == [".lock"]
 
 
-def test_ranks_wait_once_for_any_number_of_folders(cache_of_its_own, monkeypatch):
-    waited = []
-    monkeypatch.setattr(cache, "raise_error_of_any", waited.append)
-    folders = all_cached([({"a": value}, fill_and_note) for value in (1, 2, 1)])
+def test_ranks_synchronise_once_for_several_folders(cache_of_its_own, monkeypatch):
+    synchronised = []
+    monkeypatch.setattr(cache, "raise_on_all", lambda error, group: synchronised.append(error))
+    folders = cached_folders([({"a": value}, fill_and_note) for value in (1, 2, 1)])
     assert folders[0] == folders[2] != folders[1] and all((folder / "content").exists() for folder in folders)
-    assert waited == [None] and (cache_folder() / "notes").read_text() == "filled filled "
+    assert synchronised == [None] and (cache_folder() / "notes").read_text() == "filled filled "

@@ -1,4 +1,4 @@
-"""Which tokens a text and a conversation become, and which of them are supervised."""
+"""The tokens of texts, completions and conversations, and which of them are supervised."""
 
 import json
 import unicodedata
@@ -9,11 +9,12 @@ import tokenizers
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data import chat, sources
-from ligermodels.training.data.chat import Document, documents
-from ligermodels.training.data.progress import Progress
+from ligermodels.training.data.chat import tokenize_records
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
+from ligermodels.training.data.store import Document
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import FORMS, TEXTS, write_folder
+from tests.training.data.source_files import read, read_counting
 
 END = 7
 SYSTEM = {"role": "system", "content": "You are terse."}
@@ -32,7 +33,7 @@ def conversation(*messages, line=1, tools=None):
 
 
 def documents_of(tokenizer, *records, allowed=0):
-    return list(documents(records, tokenizer, END, BadLines(allowed)))
+    return list(tokenize_records(records, tokenizer, END, BadLines(allowed)))
 
 
 def supervised_texts(tokenizer, document):
@@ -46,7 +47,7 @@ def supervised_texts(tokenizer, document):
     return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
 
 
-# family -> what ends an answer: before another turn, and at the end of the conversation
+# family -> the end of an answer: before another turn, and at the end of the conversation
 ENDS = {
     "llama 2": (" </s>", " </s>"),
     "llama 3": ("<|eot_id|>", "<|eot_id|>"),
@@ -57,7 +58,7 @@ ENDS = {
     "qwen 2.5": ("<|im_end|>", "<|im_end|>"),
     "gemma 2": ("<end_of_turn>", "<end_of_turn>"),
     "gemma 3": ("<end_of_turn>", "<end_of_turn>"),
-    "phi 3": ("<|end|>", "<|end|> \n<|end|>"),  # eos_token, which that template ends with, is <|end|> in our form
+    "phi 3": ("<|end|>", "<|end|> \n<|end|>"),  # the template writes eos_token at the end, which is <|end|> here
     "phi 4 mini": ("<|end|>", "<|end|><|eot_id|>"),
     "granite": ("<|im_end|>", "<|im_end|>"),
     "olmo 2": ("<|eot_id|>", "<|eot_id|>"),
@@ -67,7 +68,7 @@ NO_SYSTEM, ALL_TURNS_CHANGE_WITH_SYSTEM = {"mistral 1", "gemma 2"}, {"mistral 3"
 
 
 @pytest.mark.parametrize("family", ENDS)
-def test_every_answer_is_supervised_with_the_token_that_ends_it(tmp_path, family):
+def test_every_answer_is_supervised_together_with_the_token_that_ends_it(tmp_path, family):
     tokenizer = tokenizer_of(tmp_path, family)
     within, at_end = ENDS[family]
     system = [] if family in NO_SYSTEM | ALL_TURNS_CHANGE_WITH_SYSTEM else [SYSTEM]
@@ -81,7 +82,7 @@ def test_every_answer_is_supervised_with_the_token_that_ends_it(tmp_path, family
         assert supervised_texts(tokenizer, document) == expected
 
 
-def test_without_a_token_that_ends_an_answer_the_next_turn_does_or_the_end_of_text(tmp_path):
+def test_an_answer_without_an_end_token_ends_with_the_next_turns_token_or_the_end_of_text(tmp_path):
     form, source = CHAT_TEMPLATES["glm 4"]
     folder = write_folder(tmp_path, form, source, additional_special_tokens=["<|user|>", "<|system|>"])
     tokenizer = Tokenizer.from_folder(folder)
@@ -100,7 +101,7 @@ TOOL = {"type": "function", "function": {"name": "get_weather"}}
 CALLED = [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "21"}, SAID]
 
 
-def test_calls_are_supervised_and_what_the_tool_returns_is_not(tmp_path):
+def test_tool_calls_are_supervised_and_tool_results_are_not(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "qwen 2.5")
     (document,) = documents_of(tokenizer, conversation(*CALLED, tools=[TOOL]))
     assert document.ids == tokenizer.apply_chat_template(CALLED, tools=[TOOL])
@@ -108,13 +109,13 @@ def test_calls_are_supervised_and_what_the_tool_returns_is_not(tmp_path):
     assert supervised_texts(tokenizer, document) == [call, "It's 21 degrees.<|im_end|>"]
 
 
-def test_a_template_with_generation_blocks_says_itself_what_is_supervised(tmp_path):
+def test_generation_blocks_of_a_template_define_what_is_supervised(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "a", "smollm 3")
     (document,) = documents_of(tokenizer, conversation(SYSTEM, *TURNS))
     assert (document.ids, document.supervised) == tokenizer.apply_chat_template_with_mask([SYSTEM, *TURNS])
-    said = [f"<|im_start|>assistant\n{message['content']}<|im_end|>\n" for message in (SAID, SAID_AGAIN)]
-    assert supervised_texts(tokenizer, document) == said
-    # Also where earlier turns change, here the numbers, and where the marks leave out what ends the answer.
+    answers = [f"<|im_start|>assistant\n{message['content']}<|im_end|>\n" for message in (SAID, SAID_AGAIN)]
+    assert supervised_texts(tokenizer, document) == answers
+    # The same if earlier turns change (here the numbers), and if the blocks leave out the token that ends the answer.
     source = (
         "{% for m in messages %}{{ loop.revindex }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
@@ -125,7 +126,7 @@ def test_a_template_with_generation_blocks_says_itself_what_is_supervised(tmp_pa
     assert supervised_texts(tokenizer, document) == [SAID["content"], SAID_AGAIN["content"]]
 
 
-def test_an_answer_of_weight_zero_is_context(tmp_path):
+def test_an_answer_of_weight_zero_is_context_only(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "a", "glm 4")
     (first,) = documents_of(
         tokenizer, conversation(ASKED, SAID | {"weight": 0}, ASKED_AGAIN, SAID_AGAIN | {"weight": 1})
@@ -135,18 +136,22 @@ def test_an_answer_of_weight_zero_is_context(tmp_path):
     assert last.ids == tokenizer.apply_chat_template(TURNS)
     assert supervised_texts(tokenizer, last) == [f"\n{SAID['content']}"]
     assert supervised_texts(tokenizer, first)[0].startswith(f"\n{SAID_AGAIN['content']}")
-    with pytest.raises(InputError, match=r"d\.jsonl:1: field messages: none is the assistant's, or weight is 0"):
+    with pytest.raises(
+        InputError, match=r"d\.jsonl:1: field messages: no assistant message with a weight other than 0"
+    ):
         documents_of(tokenizer, conversation(ASKED, SAID | {"weight": 0}))
     marked = tokenizer_of(tmp_path / "b", "smollm 3")
-    with pytest.raises(InputError, match=r"d\.jsonl:1: .*a weight of 0 and a chat template with {% generation %}"):
+    with pytest.raises(
+        InputError, match=r"d\.jsonl:1: .*a weight of 0 cannot be used with a chat template that has {% gen"
+    ):
         documents_of(marked, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
 
 
 THINK = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt's 21 degrees."}
 
 
-def test_an_answer_that_a_template_changes_once_more_follow_gets_a_document_of_its_own(tmp_path):
-    """As it will be answered: Qwen 3 drops earlier reasoning, and writes an empty one before the last answer."""
+def test_an_answer_that_the_template_changes_when_more_turns_follow_gets_its_own_document(tmp_path):
+    """Its context is that of generation: Qwen 3 drops earlier reasoning and adds an empty one to the last answer."""
     tokenizer = tokenizer_of(tmp_path / "qwen", "qwen 3")
     first, last = documents_of(tokenizer, conversation(ASKED, THINK, ASKED_AGAIN, SAID_AGAIN, line=4))
     (alone,) = documents_of(tokenizer, conversation(ASKED, THINK, line=4))
@@ -156,40 +161,44 @@ def test_an_answer_that_a_template_changes_once_more_follow_gets_a_document_of_i
     assert "It's 21 degrees.<|im_end|>" in whole and "hm" not in whole
 
 
-def test_a_template_that_changes_what_an_answer_answers_is_refused_by_name_of_line_and_template(tmp_path):
-    """A system message that is written into the last question, but not once that is answered."""
+def test_a_template_that_changes_the_question_of_an_answer_is_refused_naming_line_and_template(tmp_path):
+    """The template writes a system message into the last question, but not into earlier ones."""
     tokenizer = tokenizer_of(tmp_path, "mistral 3")
     with pytest.raises(InputError) as refused:
         documents_of(tokenizer, conversation(SYSTEM, *TURNS, line=4))
     file = tmp_path / "tokenizer_config.json"
-    assert str(refused.value).startswith(f"d.jsonl:4: {file}: field chat_template: writes what goes up to messages[2]")
-    assert "'What is the weather?[/INST] It', not 'You are terse." in str(refused.value)
+    assert str(refused.value).startswith(f"d.jsonl:4: {file}: field chat_template: the text up to messages[2] changes")
+    assert "to 'What is the weather?[/INST] It'" in str(refused.value) and "from 'You are terse." in str(refused.value)
     assert "{% generation %} … {% endgeneration %}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("messages", "source", "complaint"),
     [
-        ([SYSTEM, ASKED], None, "field messages: none is the assistant's, or weight is 0, so no token is supervised"),
-        ([SAID, ASKED], None, r"field messages\[0\].role is 'assistant'; there must be a message that it answers"),
-        (TURNS, "{{ messages[0].content }}", r"field messages\[1\]: the chat template writes nothing of it"),
-        (TURNS, "{% generation %}{% endgeneration %}{{ 'a' }}", "no token of it is supervised; the assistant says"),
+        (
+            [SYSTEM, ASKED],
+            None,
+            "field messages: no assistant message with a weight other than 0: nothing",
+        ),
+        ([SAID, ASKED], None, r"field messages\[0\].role is 'assistant'; a message must come before an answer"),
+        (TURNS, "{{ messages[0].content }}", r"field messages\[1\]: the chat template writes nothing for it"),
+        (TURNS, "{% generation %}{% endgeneration %}{{ 'a' }}", "no token is supervised, because the assistant says"),
         (TURNS, "{{ raise_exception('no\nway') }}", r"tokenizer_config.json: field chat_template, line 1: no"),
-        (TURNS, "{{ messages | length }}{{ add_generation_prompt }}", r"up to messages\[1\] otherwise"),
+        (TURNS, "{{ messages | length }}{{ add_generation_prompt }}", r"the text up to messages\[1\] changes"),
     ],
 )
-def test_a_conversation_that_teaches_nothing_is_an_error_and_counts_as_a_bad_line(
+def test_a_conversation_without_a_usable_answer_is_an_error_and_counts_as_a_bad_line(
     tmp_path, messages, source, complaint
 ):
     tokenizer = tokenizer_of(tmp_path, "qwen 2", **({"source": source} if source else {}))
     with pytest.raises(InputError, match=rf"^d\.jsonl:3: .*{complaint}"):
         documents_of(tokenizer, conversation(*messages, line=3))
     bad = BadLines(1)
-    assert list(documents([Text("a", "x"), conversation(*messages)], tokenizer, END, bad))[1:] == []
+    assert list(tokenize_records([Text("a", "x"), conversation(*messages)], tokenizer, END, bad))[1:] == []
     assert bad.skipped == 1
 
 
-def test_messages_need_a_chat_template_and_no_limit_skips_that(tmp_path):
+def test_a_missing_chat_template_is_an_error_that_allow_bad_lines_does_not_skip(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "qwen 2", source=None)
     with pytest.raises(
         InputError, match=rf"^d\.jsonl:1: {tmp_path} has no chat template for messages; put its chat_te"
@@ -197,7 +206,7 @@ def test_messages_need_a_chat_template_and_no_limit_skips_that(tmp_path):
         documents_of(tokenizer, conversation(*TURNS), allowed=9)
 
 
-def test_a_text_begins_as_the_tokenizer_begins_one_and_ends_with_the_end_of_text(tmp_path):
+def test_a_text_begins_as_the_tokenizer_begins_one_and_ends_with_the_end_of_text_token(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "llama 3")
     texts = [Text(text, f"d.jsonl:{line}") for line, text in enumerate(TEXTS)]
     assert documents_of(tokenizer, *texts) == [
@@ -206,33 +215,33 @@ def test_a_text_begins_as_the_tokenizer_begins_one_and_ends_with_the_end_of_text
     ]
 
 
-def test_a_tokenizer_that_ends_texts_itself_ends_them_once(tmp_path):
+def test_an_end_of_text_token_that_the_tokenizer_adds_itself_is_not_added_twice(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "llama 3")
     ids = tokenizer.encode("a b")
     tokenizer.tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         "$A <|eot_id|>", special_tokens=[("<|eot_id|>", tokenizer.eos_token_id)]
     )
-    (document,) = documents([Text("a b", "")], tokenizer, tokenizer.eos_token_id, BadLines(0))
+    (document,) = tokenize_records([Text("a b", "")], tokenizer, tokenizer.eos_token_id, BadLines(0))
     assert document.ids == [*ids[1:], tokenizer.eos_token_id]
     pieces = [Text("a b\n", "", last=False), Text("c", "", before="a b\n")]
-    first, second = documents(pieces, tokenizer, tokenizer.eos_token_id, BadLines(0))
+    first, second = tokenize_records(pieces, tokenizer, tokenizer.eos_token_id, BadLines(0))
     whole = tokenizer.encode("a b\nc", add_special_tokens=False)
     assert [*first.ids, *second.ids[1:]] == [*whole, tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_of_a_prompt_with_its_completion_the_completion_is_supervised_and_the_end_of_text(tmp_path, form):
+def test_completion_only_loss_supervises_the_completion_and_the_end_of_text_token(tmp_path, form):
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, form))
     prompt, answer = "The cafe\u0301 in Paris asks: what is the weather", " today?\n\nIt's 21 degrees."
     (document,) = documents_of(tokenizer, Completion(prompt, answer, "d.jsonl:1"))
     assert document.ids == [*tokenizer.encode(prompt + answer), END] and document.place == "d.jsonl:1"
-    learned = document.supervised.index(True)
-    assert all(document.supervised[learned:])
-    given, said = (tokenizer.decode(ids).strip() for ids in (document.ids[:learned], document.ids[learned:-1]))
-    assert unicodedata.normalize("NFC", given) == unicodedata.normalize("NFC", prompt) and said == answer.strip()
+    first = document.supervised.index(True)
+    assert all(document.supervised[first:])
+    before, after = (tokenizer.decode(ids).strip() for ids in (document.ids[:first], document.ids[first:-1]))
+    assert unicodedata.normalize("NFC", before) == unicodedata.normalize("NFC", prompt) and after == answer.strip()
 
 
-def test_a_token_of_both_prompt_and_completion_is_supervised_and_what_ends_texts_does_so_once(tmp_path):
+def test_a_token_of_both_prompt_and_completion_is_supervised_and_the_end_of_text_is_added_once(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "llama 3")
     assert len(tokenizer.encode(" Paris", add_special_tokens=False)) == 1
     (document,) = documents_of(tokenizer, Completion("in Par", "is", "d.jsonl:1"))
@@ -241,21 +250,21 @@ def test_a_token_of_both_prompt_and_completion_is_supervised_and_what_ends_texts
     tokenizer.tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         "$A <|eot_id|>", special_tokens=[("<|eot_id|>", tokenizer.eos_token_id)]
     )
-    (ended,) = documents([Completion("in Par", "is", "")], tokenizer, tokenizer.eos_token_id, BadLines(0))
+    (ended,) = tokenize_records([Completion("in Par", "is", "")], tokenizer, tokenizer.eos_token_id, BadLines(0))
     assert ended.ids == [*document.ids[1:-1], tokenizer.eos_token_id]
     assert ended.supervised == document.supervised[1:]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_long_text_in_pieces_has_the_tokens_of_the_whole_each_predicted_once(tmp_path, monkeypatch, form):
+def test_the_pieces_of_a_long_text_have_the_tokens_of_the_whole_text_each_a_target_once(tmp_path, monkeypatch, form):
     monkeypatch.setattr(sources, "PIECE_CHARACTERS", 200)
-    monkeypatch.setattr(chat, "BATCH_RECORDS", 3)
+    monkeypatch.setattr(chat, "TOKENIZATION_RECORDS", 3)
     lines = [line for text in TEXTS for line in text.split("\n") if "-" not in line]  # "\n-" is a token of these forms
     text = "".join(f"{line}{'  ' * (n % 3)}\n{chr(10) * (n % 2)}" for n, line in enumerate(lines * 9))
     text += " ".join(lines * 3)  # a line longer than a piece
     (tmp_path / "a.txt").write_text(text)
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path / form, form))
-    pieces = documents_of(tokenizer, *sources.read(str(tmp_path / "a.txt"), BadLines(0), Progress("", None)))
+    pieces = documents_of(tokenizer, *read(tmp_path / "a.txt"))
     assert len(pieces) > 10
     joined = pieces[0].ids
     for piece in pieces[1:]:
@@ -264,7 +273,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole_each_predicted_once(t
     assert joined == [*tokenizer.encode(text), END]
 
 
-def test_a_seam_within_a_token_loses_no_text(tmp_path):
+def test_a_split_within_a_token_loses_no_text(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "llama 3")
     whole, parts = " Paris", [Text(" Par", "", last=False), Text("is", "", before=" Par")]
     assert len(tokenizer.encode(whole, add_special_tokens=False)) == 1
@@ -272,7 +281,7 @@ def test_a_seam_within_a_token_loses_no_text(tmp_path):
     assert tokenizer.decode([*first.ids, *second.ids[1:-1]]) == whole
 
 
-def test_records_of_all_kinds_keep_their_order_whatever_the_batches(tmp_path, monkeypatch):
+def test_records_of_all_kinds_keep_their_order_for_any_batch_size(tmp_path, monkeypatch):
     tokenizer = tokenizer_of(tmp_path, "qwen 2")
     lines = [
         (
@@ -286,39 +295,39 @@ def test_records_of_all_kinds_keep_their_order_whatever_the_batches(tmp_path, mo
     ]
     expected = documents_of(tokenizer, *lines)
     assert [document.place for document in expected] == [f"d.jsonl:{line}" for line in range(40)]
-    monkeypatch.setattr(chat, "BATCH_RECORDS", 2)
+    monkeypatch.setattr(chat, "TOKENIZATION_RECORDS", 2)
     assert documents_of(tokenizer, *lines) == expected
-    monkeypatch.setattr(chat, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(chat, "TOKENIZATION_CHARACTERS", 100)
     assert documents_of(tokenizer, *lines) == expected
 
 
 def test_records_are_tokenised_as_they_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "BATCH_RECORDS", 4)
+    monkeypatch.setattr(chat, "TOKENIZATION_RECORDS", 4)
     tokenizer = tokenizer_of(tmp_path, "qwen 2")
     taken = []
     records = (taken.append(line) or Text("a b", f"{line}") for line in range(1000))
-    next(documents(records, tokenizer, END, BadLines(0)))
+    next(tokenize_records(records, tokenizer, END, BadLines(0)))
     assert len(taken) == 4
 
 
-def test_from_file_to_mask(tmp_path):
+def test_a_file_becomes_token_ids_and_masks(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "model", "qwen 2")
     file = tmp_path / "a.jsonl"
     file.write_text(
         "\n".join(json.dumps(line) for line in ({"messages": TURNS}, {"text": "It's"}, {"messages": TURNS[:2]}))
     )
     bad = BadLines(0)
-    turns, text, turn = documents(sources.read(str(file), bad, Progress("", None)), tokenizer, END, bad)
+    turns, text, turn = tokenize_records(read_counting(file, bad), tokenizer, END, bad)
     assert (turns.place, text.place, turn.place) == (f"{file}:1", f"{file}:2", f"{file}:3")
     assert supervised_texts(tokenizer, turns)[:1] == supervised_texts(tokenizer, turn) == ["It's 21 degrees.<|im_end|>"]
     assert text.supervised is None
 
 
-def test_only_pieces_that_go_on_are_encoded_behind_what_is_before_them(tmp_path, monkeypatch):
+def test_only_later_pieces_of_a_text_are_encoded_with_the_text_before_them(tmp_path, monkeypatch):
     tokenizer = tokenizer_of(tmp_path, "qwen 2")
-    asked = []
+    batches = []
     encode = tokenizer.encode_batch
-    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: asked.append(list(texts)) or encode(texts))
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: batches.append(list(texts)) or encode(texts))
     texts = [Text("one", ""), Text("two\n", "", last=False), Text("three", "", "two\n"), Text("four", "")]
     assert len(documents_of(tokenizer, *texts)) == 4
-    assert asked == [["two\n"], ["one", "two\n", "two\nthree", "four"]]
+    assert batches == [["two\n"], ["one", "two\n", "two\nthree", "four"]]

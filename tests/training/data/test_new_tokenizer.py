@@ -7,8 +7,13 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data.corpus import conversations, vocabulary_texts
-from ligermodels.training.data.new_tokenizer import SPECIAL, save_tokenizer, tokenizer_and_end, train_tokenizer
+from ligermodels.training.data.embedded_stories import conversations, vocabulary_texts
+from ligermodels.training.data.new_tokenizer import (
+    SPECIAL_TOKENS,
+    read_tokenizer_and_end,
+    save_tokenizer,
+    train_tokenizer,
+)
 from ligermodels.verify import reference
 from ligermodels.verify.text import TEXTS, text_checks
 
@@ -20,14 +25,14 @@ def tokenizer():
     return train_tokenizer(vocabulary_texts(), 1024)
 
 
-def test_the_embedded_texts_give_1024_entries_of_which_the_first_three_are_special(tokenizer):
+def test_the_embedded_corpus_gives_1024_entries_whose_first_three_are_special(tokenizer):
     assert tokenizer.vocab_size == 1024
-    assert [tokenizer.tokenizer.token_to_id(token) for token in SPECIAL] == [0, 1, 2]
+    assert [tokenizer.tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
     assert tokenizer.special_ids == {0, 1, 2}
     assert train_tokenizer(vocabulary_texts(), 1024).tokenizer.to_str() == tokenizer.tokenizer.to_str()
 
 
-def test_a_text_begins_with_end_of_text_and_each_digit_is_a_token(tokenizer):
+def test_a_text_begins_with_the_end_of_text_token_and_each_digit_is_a_token(tokenizer):
     ids = tokenizer.encode("Ada hat 12 Äpfel.")
     assert ids[0] == 0
     assert tokenizer.decode(ids) == "Ada hat 12 Äpfel."
@@ -37,43 +42,43 @@ def test_a_text_begins_with_end_of_text_and_each_digit_is_a_token(tokenizer):
 
 
 @pytest.mark.parametrize("name", WITH_PRESETS)
-def test_transformers_reads_the_same_from_the_folder_of_every_family(name, tokenizer, tmp_path):
-    """For Qwen 2 it builds a tokenizer of its own, of which only vocabulary and merges are the folder's."""
+def test_transformers_gives_the_same_ids_for_the_folder_of_every_family(name, tokenizer, tmp_path):
+    """For Qwen 2, transformers builds its own tokenizer and takes only vocabulary and merges from the folder."""
     ligermodels.export(ligermodels.create(name, size="tiny"), tmp_path)
     save_tokenizer(tokenizer, tmp_path)
     checks = text_checks(tmp_path)
     assert [check.passed for check in checks] == [True, True], checks
     theirs = reference.load_tokenizer(tmp_path)
     for messages in conversations(seed=3, count=4):
-        ids, said = tokenizer.apply_chat_template_with_mask(messages)
+        ids, mask = tokenizer.apply_chat_template_with_mask(messages)
         read = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        assert (read["input_ids"], [bool(said) for said in read["assistant_masks"]]) == (ids, said)
+        assert (read["input_ids"], [bool(flag) for flag in read["assistant_masks"]]) == (ids, mask)
         assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
     assert theirs.eos_token_id == theirs.pad_token_id == 0
 
 
-def test_the_assistant_says_its_messages_and_the_end_of_its_turns(tokenizer):
+def test_the_assistant_mask_covers_the_assistants_messages_and_the_end_of_its_turns(tokenizer):
     for messages in conversations(seed=4, count=10):
-        ids, said = tokenizer.apply_chat_template_with_mask(messages)
-        spoken = tokenizer.decode([i for i, s in zip(ids, said, strict=True) if s], skip_special_tokens=False)
-        assert spoken == "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
+        ids, mask = tokenizer.apply_chat_template_with_mask(messages)
+        supervised = tokenizer.decode([i for i, flag in zip(ids, mask, strict=True) if flag], skip_special_tokens=False)
+        assert supervised == "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
 
 
 @pytest.mark.parametrize("given", ["tools", "tool_calls"])
-def test_tools_are_refused_as_the_template_would_leave_them_out(given, tokenizer):
+def test_tools_which_the_template_would_drop_are_refused(given, tokenizer):
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
-    said = {"role": "assistant", "content": "12"} | ({"tool_calls": [call]} if given == "tool_calls" else {})
+    answer = {"role": "assistant", "content": "12"} | ({"tool_calls": [call]} if given == "tool_calls" else {})
     tools = [{"type": "function", "function": {"name": "add"}}] if given == "tools" else None
-    with pytest.raises(InputError, match="not for this template; take a model whose chat template writes them"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "5 + 7?"}, said], tools=tools)
+    with pytest.raises(InputError, match="this chat template does not support tool"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "5 + 7?"}, answer], tools=tools)
 
 
-def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_system_which_callers_explain(tokenizer, tmp_path):
+def test_a_tokenizer_that_cannot_be_written_raises_the_os_error_which_callers_explain(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError):
         save_tokenizer(tokenizer, tmp_path / "none")
 
 
-def test_a_saved_tokenizer_is_read_back_as_it_was_and_ends_generation_with_a_text_or_a_turn(tokenizer, tmp_path):
+def test_a_saved_tokenizer_is_read_back_unchanged_and_generation_stops_after_a_text_or_turn(tokenizer, tmp_path):
     save_tokenizer(tokenizer, tmp_path)
     read = Tokenizer.from_folder(tmp_path)
     assert read.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
@@ -84,13 +89,13 @@ def test_a_saved_tokenizer_is_read_back_as_it_was_and_ends_generation_with_a_tex
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": [0, 2]}
 
 
-def test_the_end_of_text_is_config_jsons_then_generation_config_jsons_and_else_an_error(tokenizer, tmp_path):
+def test_the_end_of_text_token_comes_from_config_json_then_generation_config_json_or_raises(tokenizer, tmp_path):
     save_tokenizer(tokenizer, tmp_path)
     config = tmp_path / "config.json"
     config.write_text('{"eos_token_id": 5}')
-    assert tokenizer_and_end(tmp_path)[1] == 5
+    assert read_tokenizer_and_end(tmp_path)[1] == 5
     config.write_text("{}")
-    assert tokenizer_and_end(tmp_path)[1] == 0
+    assert read_tokenizer_and_end(tmp_path)[1] == 0
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(InputError, match=r"config\.json: eos_token_id is None"):
-        tokenizer_and_end(tmp_path)
+        read_tokenizer_and_end(tmp_path)

@@ -1,4 +1,4 @@
-import argparse
+import dataclasses
 import json
 import random
 import tracemalloc
@@ -10,20 +10,18 @@ import torch
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.training.data import embedded, open_data, reader, split, supervised, token_files
-from ligermodels.training.data.corpus import stories
+from ligermodels.training import TrainConfig
+from ligermodels.training.data import count_supervised, embedded, open_data, reader, split, token_files
+from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.data.new_tokenizer import save_tokenizer, train_tokenizer
 from tests.training.data.documents import CPU
 
-DEFAULTS = {
-    "data": None, "validation_data": None, "validation_fraction": 0.01, "packing": True, "allow_bad_lines": 0,
-    "seed": 0, "batch_size": 2, "micro_batch_size": None, "sequence_length": 64,
-}  # fmt: skip
+DEFAULTS = TrainConfig(validation_fraction=0.01, batch_size=2, sequence_length=64)
 
 
 def opened(*data, folder=None, vocab_size=300, world=CPU, **settings):
-    args = argparse.Namespace(**(DEFAULTS | {"data": list(map(str, data)) or None} | settings))
-    return open_data(args, folder, vocab_size, world)
+    config = dataclasses.replace(DEFAULTS, data=tuple(map(str, data)) or None, **settings)
+    return open_data(config, folder, vocab_size, world)
 
 
 def write(path, texts):
@@ -49,7 +47,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def folder(texts, tmp_path_factory):
-    """A model's, as far as data is concerned."""
+    """A model's folder, with the files that open_data needs."""
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(train_tokenizer(texts[:50], 300), folder)
     (folder / "config.json").write_text('{"eos_token_id": [7, 8]}')
@@ -58,29 +56,29 @@ def folder(texts, tmp_path_factory):
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(embedded, "STORIES", 300)
-    monkeypatch.setattr(embedded, "UNSEEN_STORIES", 30)
-    monkeypatch.setattr(embedded, "CONVERSATIONS", 60)
-    monkeypatch.setattr(embedded, "UNSEEN_CONVERSATIONS", 10)
+    monkeypatch.setattr(embedded, "TRAINING_STORIES", 300)
+    monkeypatch.setattr(embedded, "VALIDATION_STORIES", 30)
+    monkeypatch.setattr(embedded, "TRAINING_CHATS", 60)
+    monkeypatch.setattr(embedded, "VALIDATION_CHATS", 10)
 
 
-def test_the_floor_is_the_nats_of_the_validation_stories_over_their_predicted_tokens(few):
+def test_the_floor_is_the_nats_of_the_validation_stories_over_their_supervised_tokens(few):
     data = opened(vocab_size=1024, sequence_length=64)
     unseen = list(stories(1, 30))
     tokens = sum(len(data.new_tokenizer.encode(text, add_special_tokens=False)) + 1 for text, _ in unseen)
     assert data.floor == pytest.approx(sum(nats for _, nats in unseen) / tokens, rel=1e-12)
     assert 0.45 < data.floor < 0.8
-    assert sum(int(supervised(batch)) for batch in data.validation.batches(4, CPU)) == tokens
+    assert sum(int(count_supervised(batch)) for batch in data.validation.batches(4, CPU)) == tokens
     assert data.description == "the embedded stories"
     prompt, answer = data.questions[0]
     assert unseen[0][0].startswith(prompt) and prompt.endswith("=") and answer in unseen[0][0]
 
 
-def test_embedded_data_is_tokenised_once_for_a_tokenizer_and_a_number_of_documents(few, folder, monkeypatch):
+def test_embedded_data_is_tokenised_once_per_tokenizer_and_number_of_documents(few, folder, monkeypatch):
     data = opened("stories", "chats", vocab_size=1024)
     monkeypatch.setattr(reader, "train_tokenizer", None)
     with monkeypatch.context() as once:
-        once.setattr(reader, "documents", None)
+        once.setattr(reader, "tokenize_records", None)
         again = opened("stories", "chats", vocab_size=1024)
     assert one_pass(again) == one_pass(data) and again.floor == data.floor and again.questions == data.questions
     assert again.training.fingerprint == data.training.fingerprint
@@ -88,26 +86,26 @@ def test_embedded_data_is_tokenised_once_for_a_tokenizer_and_a_number_of_documen
     assert (
         opened("stories", folder=folder).training.fingerprint != opened("stories", vocab_size=1024).training.fingerprint
     )
-    monkeypatch.setattr(embedded, "STORIES", 100)
+    monkeypatch.setattr(embedded, "TRAINING_STORIES", 100)
     assert len(opened("stories", vocab_size=1024).training) < len(data.training) / 2
 
 
-def test_chats_are_masked_to_answers_whose_floor_is_zero_and_mix_with_stories(few):
+def test_only_the_answers_of_chats_are_supervised_with_floor_zero_and_chats_mix_with_stories(few):
     chats = opened("chats", vocab_size=1024)
     assert chats.floor == 0.0
     (batch,) = chats.training.micro_batches(0, 8, None, CPU)
-    assert 0.05 < int(supervised(batch)) / batch.input_ids.numel() < 0.5
+    assert 0.05 < int(count_supervised(batch)) / batch.input_ids.numel() < 0.5
     mixed = opened("stories=0.75", "chats=0.25", vocab_size=1024)
     assert mixed.description == "the embedded stories=0.75 + the embedded chats=0.25"
     alone = opened("stories", vocab_size=1024)
-    predicted = [sum(int(supervised(b)) for b in d.validation.batches(1, CPU)) for d in (alone, chats, mixed)]
+    predicted = [sum(int(count_supervised(b)) for b in d.validation.batches(1, CPU)) for d in (alone, chats, mixed)]
     assert predicted[0] + predicted[1] == predicted[2]
     assert mixed.floor == pytest.approx(alone.floor * predicted[0] / predicted[2])
     entries = mixed.training.mixture.entries(0, 100)
     assert sum(source for source, _ in entries) == 25
 
 
-def test_random_tokens_are_rows_without_documents_within_the_vocabulary():
+def test_random_tokens_are_rows_without_packing_within_the_vocabulary():
     data = opened(vocab_size=50)
     (batch,) = data.training.micro_batches(0, 256, None, CPU)
     assert batch.cu_seqlens is None and batch.input_ids.shape == (256, 64)
@@ -131,14 +129,14 @@ def test_a_file_is_tokenised_by_the_models_tokenizer_or_by_a_new_one(texts, fold
 
 
 def split_of(data):
-    """The documents of each side, by where they were read."""
+    """The places of the training documents and of the validation documents."""
     rows = data.validation.rows
     return set(data.training.places(0, len(data.training))), {
-        p.store.place(p.start) for row in range(len(rows)) for p in rows.pieces(row)
+        p.store.place(p.start) for row in range(len(rows)) for p in rows.segments(row)
     }
 
 
-def test_the_split_is_fixed_and_disjoint_and_copies_stay_on_one_side(texts, folder, tmp_path):
+def test_the_validation_split_is_fixed_and_disjoint_and_keeps_copies_on_one_side(texts, folder, tmp_path):
     path = write(tmp_path / "d.jsonl", texts + texts[:150])
     splits = [
         split_of(opened(path, folder=folder, validation_fraction=0.05, **settings))
@@ -161,35 +159,35 @@ def test_the_split_is_fixed_and_disjoint_and_copies_stay_on_one_side(texts, fold
     }
 
 
-def test_of_one_long_document_the_end_is_for_validation_and_no_target_is_lost(texts, folder, tmp_path):
+def test_the_end_of_a_single_long_document_is_for_validation_and_no_target_is_lost(texts, folder, tmp_path):
     (tmp_path / "d.txt").write_text("".join(texts))
     data = opened(tmp_path / "d.txt", folder=folder, validation_fraction=0.1)
     ids = [*data.tokenizer.encode("".join(texts)), 7]
     before, after = [data.training.sources[0].parts[0]], [data.validation.rows.parts[0]]
     assert before[0].starts.min() == 0 and after[0].starts.max() + after[0].lengths[-1] <= len(ids)
-    due = sum(int(supervised(b)) for b in data.training.micro_batches(0, len(data.training), 1, CPU))
-    held_out = sum(int(supervised(b)) for b in data.validation.batches(1, CPU))
+    due = sum(int(count_supervised(b)) for b in data.training.micro_batches(0, len(data.training), 1, CPU))
+    held_out = sum(int(count_supervised(b)) for b in data.validation.batches(1, CPU))
     assert due + held_out == len(ids) - 1
     assert held_out == pytest.approx(0.1 * len(ids), abs=1)
 
 
-def test_validation_data_of_its_own_is_left_out_of_training(texts, folder, tmp_path):
+def test_documents_of_the_validation_data_are_excluded_from_training(texts, folder, tmp_path):
     path, other = write(tmp_path / "d.jsonl", texts), write(tmp_path / "v.jsonl", texts[40:50])
-    data = opened(path, folder=folder, validation_data=[str(other)])
+    data = opened(path, folder=folder, validation_data=(str(other),))
     training, validation = split_of(data)
     assert validation == {f"{other}:{n}" for n in range(1, 11)}
     assert training == {f"{path}:{n}" for n in range(1, 301) if not 41 <= n <= 50}
-    assert "(10 documents left out: also for validation)" in data.description
+    assert "(10 documents excluded, also in the validation data)" in data.description
 
 
-def test_token_files_are_documents_between_end_of_text(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(token_files, "BLOCK", 500)
+def test_the_documents_of_token_files_end_with_the_end_of_text_token(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(token_files, "READ_TOKENS", 500)
     draw = random.Random(0)
     documents = [[draw.randrange(8, 300) for _ in range(draw.randint(1, 90))] for _ in range(200)]
     ids = np.array([token for document in documents for token in [*document, 7]])
     ids.astype("<u2").tofile(tmp_path / "a.bin")
     (tmp_path / "a.json").write_text('{"dtype": "uint16", "end_of_text": 7}')
-    np.save(tmp_path / "b.npy", ids.astype(np.uint32))  # the end of text is the model's
+    np.save(tmp_path / "b.npy", ids.astype(np.uint32))  # uses the model's end-of-text token
     raw, saved = opened(tmp_path / "a.bin"), opened(tmp_path / "b.npy", folder=folder)
     assert one_pass(raw) == one_pass(saved)
     assert raw.tokenizer is None
@@ -209,17 +207,15 @@ def test_token_files_are_documents_between_end_of_text(tmp_path, folder, monkeyp
         (b"\x01\x00" * 4, None, r"a\.json: field dtype is None; a\.bin needs this file"),
         (b"\x01\x00" * 4, "{dtype", r"a\.json: not JSON"),
         (b"\x01\x00" * 4, "[]", r"a\.json: must be an object"),
-        (b"\x01\x00\x01", GOOD, r"a\.bin: has 3 bytes, no multiple of the 2"),
-        (b"", GOOD, r"a\.bin: holds no tokens"),
+        (b"\x01\x00\x01", GOOD, r"a\.bin: has 3 bytes, not a multiple of the 2"),
+        (b"", GOOD, r"a\.bin: contains no tokens"),
         (b"\x01\x00" * 4, '{"dtype": "uint16", "end_of_text": "x"}', r"a\.json: field end_of_text is 'x'"),
         (b"\x01\x00" * 4, '{"dtype": "uint16"}', r"a\.json: must give end_of_text"),
         (b"\x01\x00" * 70_000 + b"\x2c\x01", GOOD, r"a\.bin: token 70000 has the id 300, .* vocabulary of 300"),
     ],
 )  # fmt: skip
-def test_a_token_file_that_cannot_be_used_is_named_with_field_and_offset(
-    content, about, complaint, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(token_files, "BLOCK", 20_000)
+def test_the_error_for_an_invalid_token_file_names_field_and_offset(content, about, complaint, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "READ_TOKENS", 20_000)
     (tmp_path / "a.bin").write_bytes(content)
     if about is not None:
         (tmp_path / "a.json").write_text(about)
@@ -230,18 +226,18 @@ def test_a_token_file_that_cannot_be_used_is_named_with_field_and_offset(
 @pytest.mark.parametrize(
     "array", [np.zeros((2, 2), np.uint16), np.zeros(4, np.float32), np.zeros(0, np.uint16), np.array([-1, 5])]
 )
-def test_an_array_that_is_no_row_of_token_ids_is_refused(array, tmp_path, folder):
+def test_an_array_that_has_no_valid_token_ids_is_refused(array, tmp_path, folder):
     np.save(tmp_path / "a.npy", array)
-    with pytest.raises(InputError, match=r"a\.npy: (must be one row|holds no tokens|token 0 has the id -1)"):
+    with pytest.raises(InputError, match=r"a\.npy: (must be a one-dim|contains no tokens|token 0 has the id -1)"):
         opened(tmp_path / "a.npy", folder=folder)
 
 
 @pytest.mark.parametrize(
     "settings, complaint",
     [
-        ({"sequence_length": 20_000}, r"d\.jsonl: [\d,]+ tokens for training, less than one row; lower --sequence-l"),
-        ({"batch_size": 5000}, r"d\.jsonl: fills \d+ rows of 64 tokens .* a step takes 5000; lower --batch-size"),
-        ({"batch_size": 3, "micro_batch_size": 2}, "--batch-size 3 is no multiple"),
+        ({"sequence_length": 20_000}, r"d\.jsonl: has [\d,]+ tokens for training, less than one row; lower --s"),
+        ({"batch_size": 5000}, r"d\.jsonl: fills \d+ rows of 64 tokens .* but a step takes 5000; lower --batch-size"),
+        ({"batch_size": 3, "micro_batch_size": 2}, "--batch-size 3 is not a multiple"),
         ({"vocab_size": 200}, r"d\.jsonl:1: token \d+ has the id 2\d\d, outside the model's vocabulary of 200"),
     ],
 )  # fmt: skip
@@ -251,31 +247,31 @@ def test_too_little_data_and_a_tokenizer_that_does_not_fit_are_refused(settings,
         opened(path, folder=folder, **settings)
 
 
-def test_weights_on_some_sources_only_are_refused(texts, folder, tmp_path):
+def test_weights_on_only_some_sources_or_on_validation_data_are_refused(texts, folder, tmp_path):
     path = write(tmp_path / "d.jsonl", texts)
-    with pytest.raises(InputError, match=r"--validation-data stories=0\.5: .* whatever its weight"):
-        opened(path, folder=folder, validation_data=["stories=0.5"])
+    with pytest.raises(InputError, match=r"--validation-data stories=0\.5: .*; remove the weight"):
+        opened(path, folder=folder, validation_data=("stories=0.5",))
     with pytest.raises(InputError, match="--data stories: has no weight"):
         opened(f"{path}=0.5", "stories", folder=folder)
 
 
-def test_bad_lines_are_counted_over_all_sources_and_also_when_they_come_from_the_cache(texts, folder, tmp_path):
+def test_bad_lines_are_counted_over_all_sources_also_from_the_cache(texts, folder, tmp_path):
     paths = [write(tmp_path / f"{name}.jsonl", texts[:100]) for name in "ab"]
     for path in paths:
         path.write_text(path.read_text() + "\nbad\n")
     for _ in range(2):
         assert "(2 bad lines skipped)" in opened(*paths, folder=folder, allow_bad_lines=2).description
-        with pytest.raises(InputError, match="2 bad lines; --allow-bad-lines 1"):
+        with pytest.raises(InputError, match="2 bad lines, but --allow-bad-lines 1"):
             opened(*paths, folder=folder, allow_bad_lines=1)
     assert "(1 bad line skipped)" in opened(paths[0], folder=folder, allow_bad_lines=1).description
 
 
-def test_what_is_tokenised_once_is_taken_from_the_cache_until_anything_changes(
+def test_tokenised_data_is_read_from_the_cache_until_anything_changes(
     texts, folder, tmp_path, cache_of_its_own, monkeypatch
 ):
     path = write(tmp_path / "d.jsonl", texts)
     first = one_pass(opened(path, folder=folder))
-    monkeypatch.setattr(reader, "documents", None)  # with which nothing can be tokenised
+    monkeypatch.setattr(reader, "tokenize_records", None)  # makes tokenisation impossible
     assert one_pass(opened(path, folder=folder)) == first
     assert one_pass(opened(path, folder=folder, validation_fraction=0.2)) != first
     for change in ({"vocab_size": 301}, {"folder": None}):
@@ -287,10 +283,10 @@ def test_what_is_tokenised_once_is_taken_from_the_cache_until_anything_changes(
     assert {file.suffix for file in (cache_of_its_own / "ligermodels/data").iterdir()} == {
         "",
         ".lock",
-    }  # nothing half-written
+    }  # nothing incomplete
 
 
-def test_a_part_of_a_data_set_of_the_hub_is_not_taken_for_another(folder, tmp_path, texts, monkeypatch):
+def test_splits_of_a_hub_dataset_are_not_confused(folder, tmp_path, texts, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sums").mkdir()
@@ -301,7 +297,7 @@ def test_a_part_of_a_data_set_of_the_hub_is_not_taken_for_another(folder, tmp_pa
     assert [len(set().union(*split_of(data))) for data in datas] == [40, 20, 60, 10]
 
 
-def test_data_order_is_that_of_the_seed_on_any_number_of_ranks(texts, folder, tmp_path):
+def test_the_order_of_the_data_depends_on_the_seed_and_not_on_the_number_of_ranks(texts, folder, tmp_path):
     path = write(tmp_path / "d.jsonl", texts)
 
     def step(ranks, seed=0):
@@ -314,22 +310,22 @@ def test_data_order_is_that_of_the_seed_on_any_number_of_ranks(texts, folder, tm
     assert step(1) == step(2) == step(4) != step(1, seed=1)
 
 
-def test_of_large_data_no_more_is_held_out_than_a_validation_should_take(texts, folder, tmp_path, monkeypatch):
+def test_the_default_validation_split_of_large_data_is_limited_in_tokens(texts, folder, tmp_path, monkeypatch):
     path = write(tmp_path / "d.jsonl", texts)
-    monkeypatch.setattr(split, "FRACTION", 0.2)
+    monkeypatch.setattr(split, "DEFAULT_FRACTION", 0.2)
     few = opened(path, folder=folder, validation_fraction=None)
-    monkeypatch.setattr(split, "MOST_TOKENS", 1000)
+    monkeypatch.setattr(split, "DEFAULT_MAX_TOKENS", 1000)
     fewer = opened(path, folder=folder, validation_fraction=None)
-    asked = opened(path, folder=folder, validation_fraction=0.2)
+    given = opened(path, folder=folder, validation_fraction=0.2)
     held_out = [
-        sum(int(supervised(batch)) for batch in data.validation.batches(1, CPU)) for data in (few, fewer, asked)
+        sum(int(count_supervised(batch)) for batch in data.validation.batches(1, CPU)) for data in (few, fewer, given)
     ]
     assert held_out[0] == held_out[2] > 5000
     assert 500 < held_out[1] < 1500
 
 
-def test_a_document_of_many_blocks_is_indexed_in_little_memory_and_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_files, "BLOCK", 2**16)
+def test_a_large_token_file_is_indexed_once_and_in_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "READ_TOKENS", 2**16)
     ids = np.random.default_rng(0).integers(8, 300, 4_000_000, np.uint16)
     ids.tofile(tmp_path / "a.bin")
     (tmp_path / "a.json").write_text('{"dtype": "uint16", "end_of_text": 7}')
@@ -341,12 +337,12 @@ def test_a_document_of_many_blocks_is_indexed_in_little_memory_and_once(tmp_path
     assert peak < 1_500_000  # of 8 MB
     assert np.fromfile(tmp_path / "offsets", np.int64).tolist() == [0, 4_000_000]
     first = opened(tmp_path / "a.bin", sequence_length=2048).training.fingerprint
-    monkeypatch.setattr(token_files, "read_block", None)  # with which nothing is read but for batches
+    monkeypatch.setattr(token_files, "read_block", None)  # so nothing can be read except for batches
     assert opened(tmp_path / "a.bin", sequence_length=2048).training.fingerprint == first
 
 
-def test_a_new_tokenizer_is_trained_on_as_much_text_as_its_size_asks_for(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "CHARACTERS_AN_ENTRY", 20)
+def test_a_new_tokenizer_is_trained_on_an_amount_of_text_that_follows_its_size(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "CHARACTERS_PER_ENTRY", 20)
     path, read = write(tmp_path / "d.jsonl", texts), []
     train = reader.train_tokenizer
     monkeypatch.setattr(
@@ -355,7 +351,7 @@ def test_a_new_tokenizer_is_trained_on_as_much_text_as_its_size_asks_for(texts, 
     opened(path, vocab_size=300)
     longest = max(map(len, texts))
     assert read == texts[: len(read)] and 6000 <= sum(map(len, read)) < 6000 + longest
-    monkeypatch.setattr(reader, "MOST_CHARACTERS", 2000)
+    monkeypatch.setattr(reader, "MAX_CHARACTERS", 2000)
     read.clear()
     opened(write(path, texts[1:]), vocab_size=300)
     assert 2000 <= sum(map(len, read)) < 2000 + longest

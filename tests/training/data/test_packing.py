@@ -8,16 +8,16 @@ import torch
 
 import ligermodels
 from ligermodels.training.data import packing
-from ligermodels.training.data.batches import supervised
+from ligermodels.training.data.batches import count_supervised
 from ligermodels.training.data.packing import best_fit
-from tests.training.data.documents import CPU, Document, distinct, rows, validation
+from tests.training.data.documents import CPU, distinct, document, rows, validation
 
 LENGTHS = (3, 7, 8, 9, 15, 22, 2, 2, 5, 1, 30)
 IGNORED = -100
 
 
 def targets_of(batch):
-    """(the token before, the target) of all that is predicted, read off as the model's convention has it."""
+    """(previous token, target) for each supervised token, read from a batch by the model's convention."""
     ends = batch.cu_seqlens.tolist() if batch.cu_seqlens is not None else None
     for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
         starts = set(ends or [0])
@@ -28,29 +28,29 @@ def targets_of(batch):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_every_token_but_a_documents_first_is_a_target_exactly_once_after_its_predecessor(packing):
+def test_every_token_but_the_first_of_a_document_is_a_target_exactly_once_after_its_predecessor(packing):
     documents = distinct(*LENGTHS)
     batches = list(validation(documents, 8, packing).batches(3, CPU))
     targets = Counter(pair for batch in batches for pair in targets_of(batch))
     assert targets == Counter(pair for document in documents for pair in itertools.pairwise(document.ids))
-    assert sum(int(supervised(batch)) for batch in batches) == sum(LENGTHS) - len(LENGTHS)
+    assert sum(int(count_supervised(batch)) for batch in batches) == sum(LENGTHS) - len(LENGTHS)
     assert sum(int((batch.labels != IGNORED).sum()) for batch in batches) == sum(LENGTHS) - len(LENGTHS)
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_mask_is_kept_through_cutting_and_packing(packing):
+def test_cutting_and_packing_keep_the_mask(packing):
     draw = random.Random(0)
-    documents = [Document(d.ids, [draw.random() < 0.4 for _ in d.ids]) for d in distinct(*LENGTHS)]
-    documents.append(Document([9001, 9002, 9003]))  # one that has no mask among those that have
+    documents = [document(d.ids, [draw.random() < 0.4 for _ in d.ids]) for d in distinct(*LENGTHS)]
+    documents.append(document([9001, 9002, 9003]))  # without a mask, among documents that have one
     targets = [t for batch in validation(documents, 8, packing).batches(4, CPU) for _, t in targets_of(batch)]
     expected = [i for d in documents[:-1] for i, due in zip(d.ids[1:], d.supervised[1:], strict=True) if due]
     assert sorted(targets) == [*sorted(expected), 9002, 9003]
 
 
-def test_offsets_name_every_document_and_the_padding_of_every_row():
+def test_cu_seqlens_has_every_document_and_the_padding_of_every_row():
     (batch,) = validation(distinct(5, 3, 6, 1, 4), 8).batches(3, CPU)
     assert batch.cu_seqlens.dtype == torch.int32 and batch.max_seqlen == 8
-    assert batch.cu_seqlens.tolist() == [0, 6, 8, 13, 16, 20, 24]  # 6 and 2 of padding, 5 and 3, 4 and 4 of padding
+    assert batch.cu_seqlens.tolist() == [0, 6, 8, 13, 16, 20, 24]  # 6 + 2 of padding, 5 + 3, 4 + 4 of padding
     assert batch.input_ids.shape == batch.labels.shape == (1, 24)
     assert (batch.input_ids[0, 6:8] == 0).all() and (batch.labels[0, 20:] == IGNORED).all()
 
@@ -66,7 +66,7 @@ def naive_best_fit(lengths, room):
     return left
 
 
-def test_best_fit_wastes_what_the_plain_algorithm_wastes_and_nothing_where_all_fits():
+def test_best_fit_leaves_the_same_room_as_the_plain_algorithm():
     assert best_fit(np.array([6, 5, 4, 4, 3, 2]), 8)[1] == 3
     draw = random.Random(1)
     for _ in range(20):
@@ -78,9 +78,9 @@ def test_best_fit_wastes_what_the_plain_algorithm_wastes_and_nothing_where_all_f
         assert sorted(left) == sorted(naive_best_fit(np.array(lengths), 40))
 
 
-def test_tokens_are_counted_without_padding_and_one_of_context_for_each_cut():
+def test_the_number_of_tokens_excludes_padding_and_includes_one_token_of_context_for_each_cut():
     assert rows(distinct(5, 3, 6), 8).tokens == 14
-    assert rows(distinct(22), 8).tokens == 22 + 2  # pieces of 8, 8 and 8 overlap by one each
+    assert rows(distinct(22), 8).tokens == 22 + 2  # three segments of 8, each overlapping the one before by one token
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def model():
     model = ligermodels.create("qwen2", size="tiny", seed=3)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3)  # sharp attention, so that a leak between documents shows
+            parameter.mul_(3)  # sharp attention, so that a leak between documents is visible
     return model
 
 
@@ -103,12 +103,12 @@ def chats(seed):
     draw = random.Random(seed)
     lengths = [draw.randint(2, 50) for _ in range(12)]
     return [
-        Document([draw.randrange(1024) for _ in range(n)], [draw.random() < 0.7 for _ in range(n)] if n % 2 else None)
+        document([draw.randrange(1024) for _ in range(n)], [draw.random() < 0.7 for _ in range(n)] if n % 2 else None)
         for n in lengths
     ]
 
 
-def test_packing_on_and_off_give_the_same_summed_loss(model):
+def test_packing_does_not_change_the_summed_loss(model):
     documents = chats(seed=5)
     with torch.no_grad():
         on, off = (float(summed_losses(model, documents, 32, packing)) for packing in (True, False))
@@ -116,36 +116,36 @@ def test_packing_on_and_off_give_the_same_summed_loss(model):
     assert on == pytest.approx(off, rel=1e-6)
 
 
-def test_editing_one_document_leaves_the_losses_of_those_in_its_row_as_they_are(model):
-    """Packed: a, b and c share a row, of which only b and c are predicted."""
-    a, b, c = (Document([draw.randrange(1024) for _ in range(10)], None) for draw in map(random.Random, (1, 2, 3)))
-    edited, silent = Document([1023 - i for i in a.ids], [False] * 10), Document(a.ids, [False] * 10)
+def test_document_masking_editing_one_document_does_not_change_the_losses_of_others_in_its_row(model):
+    """Documents a, b and c share a row; only b and c are supervised."""
+    a, b, c = (document([draw.randrange(1024) for _ in range(10)], None) for draw in map(random.Random, (1, 2, 3)))
+    edited, silent = document([1023 - i for i in a.ids], [False] * 10), document(a.ids, [False] * 10)
     with torch.no_grad():
         before, after = (summed_losses(model, [first, b, c], 30, True, rows=1) for first in (silent, edited))
-        other = summed_losses(model, [silent, b, Document([1023 - i for i in c.ids])], 30, True, rows=1)
+        other = summed_losses(model, [silent, b, document([1023 - i for i in c.ids])], 30, True, rows=1)
     assert len(rows([a, b, c], 30)) == 1
     assert torch.equal(before, after) and not torch.equal(before, other)
 
 
-def test_millions_of_pieces_take_as_many_steps_as_there_are_lengths(monkeypatch):
+def test_the_steps_of_best_fit_grow_with_the_number_of_lengths_not_of_segments(monkeypatch):
     taken = []
-    take = packing.Free.take
-    monkeypatch.setattr(packing.Free, "take", lambda free, size: taken.append(size) or take(free, size))
+    take = packing.OpenRows.take
+    monkeypatch.setattr(packing.OpenRows, "take", lambda rows, size: taken.append(size) or take(rows, size))
     lengths = np.sort(np.random.default_rng(0).integers(2, 257, 1_000_000))[::-1]
     row_of, count = best_fit(lengths, 256)
     assert np.bincount(row_of, lengths, count).max() <= 256 and count <= 1.002 * lengths.sum() / 256
     assert len(taken) < 4 * 256
 
 
-def test_rows_are_planned_once_for_all_that_they_follow_from(monkeypatch):
+def test_rows_are_planned_once_for_the_same_documents_length_and_packing(monkeypatch):
     documents = distinct(*LENGTHS)
     first = rows(documents, 8).parts[0]
-    monkeypatch.setattr(packing, "cut", None)  # with which nothing can be planned
+    monkeypatch.setattr(packing, "cut_documents", None)  # makes planning impossible
     again = rows(documents, 8).parts[0]
     assert again.fingerprint == first.fingerprint
     assert all(isinstance(array, np.memmap) for array in (again.starts, again.lengths, again.ends))
-    assert [again.pieces(row)[0].start for row in range(len(again))] == [
-        first.pieces(row)[0].start for row in range(len(first))
+    assert [again.segments(row)[0].start for row in range(len(again))] == [
+        first.segments(row)[0].start for row in range(len(first))
     ]
     for others, length, packed in ((documents[1:], 8, True), (documents, 9, True), (documents, 8, False)):
         with pytest.raises(TypeError):

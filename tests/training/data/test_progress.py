@@ -4,19 +4,19 @@ import sys
 import pytest
 
 from ligermodels.training.data import progress
-from ligermodels.training.data.progress import Progress
+from ligermodels.training.data.progress import ReadingProgress
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Stands still but when it is moved."""
+    """A clock that only the test advances."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
 
-def test_without_a_terminal_there_is_a_line_a_minute_with_what_is_left(clock, capsys):
-    with Progress("Tokenising d.jsonl", 4_000_000) as shown:
+def test_without_a_terminal_a_line_a_minute_shows_the_remaining_time(clock, capsys):
+    with ReadingProgress("Tokenising d.jsonl", 4_000_000) as shown:
         for seconds in range(0, 200, 2):
             clock[0] = 100.0 + seconds
             shown.show(20_000 * seconds)
@@ -29,22 +29,22 @@ def test_without_a_terminal_there_is_a_line_a_minute_with_what_is_left(clock, ca
     ]
 
 
-def test_what_takes_no_time_says_nothing_nor_do_ranks_but_the_first(clock, capsys, monkeypatch):
-    with Progress("a", 10) as shown:
+def test_nothing_is_printed_for_short_reads_or_by_ranks_other_than_the_first(clock, capsys, monkeypatch):
+    with ReadingProgress("a", 10) as shown:
         shown.show(10)
     monkeypatch.setenv("RANK", "1")
-    with Progress("b", 10) as shown:
+    with ReadingProgress("b", 10) as shown:
         clock[0] += 1000
         shown.show(10)
     assert capsys.readouterr().err == ""
 
 
-def test_on_a_terminal_there_is_a_bar_over_all_files(clock, capsys, monkeypatch):
+def test_on_a_terminal_one_bar_covers_all_files(clock, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     positions = iter([0, 5, 9, 0, 3])
-    with Progress("a", 20) as shown:
+    with ReadingProgress("a", 20) as shown:
         shown.follow(lambda: next(positions))
-        for number in shown.over(itertools.count()):
+        for number in shown.track(itertools.count()):
             clock[0] += 1
             if number == 2:
                 shown.finish(10)

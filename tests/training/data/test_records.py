@@ -1,19 +1,30 @@
-"""The forms in which data are given, and the line and field that name what is none of them."""
+"""The record formats, and the error messages that name line and field of a bad record."""
 
 import json
 
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import sources
-from ligermodels.training.data.progress import Progress
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
-from tests.training.data.source_files import ANSWER, CALL, CALLED, PART, TERSE, TOOL, TURNS, USER, messages, read, write
+from tests.training.data.source_files import (
+    ANSWER,
+    CALL,
+    CALLED,
+    PART,
+    TERSE,
+    TOOL,
+    TURNS,
+    USER,
+    messages,
+    read,
+    read_counting,
+    write,
+)
 
 ALPACA = {"instruction": "Add.", "input": "2 + 2?", "output": "4"}
 
 
-def test_messages_as_openais_api_has_them(tmp_path):
+def test_messages_of_openais_api_are_read(tmp_path):
     parts = {"role": "user", "content": [PART, {"type": "text", "text": "2?"}]}
     plain = {"role": "assistant", "content": "4", "tool_calls": [], "reasoning_content": "hm"}
     line = messages(parts, CALLED, {"role": "tool", "content": "4", "tool_call_id": "a"}, plain, tools=[TOOL])
@@ -51,7 +62,7 @@ def test_messages_as_openais_api_has_them(tmp_path):
         ({"prompt": "x", "text": "a"}, Text("a", "a.jsonl:1")),
     ],
 )
-def test_the_forms_in_which_fine_tuning_has_its_data(tmp_path, monkeypatch, line, read_as):
+def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.jsonl", line)
     if isinstance(read_as, list):
@@ -64,14 +75,14 @@ def test_the_forms_in_which_fine_tuning_has_its_data(tmp_path, monkeypatch, line
     [
         (b'{"text": "a"', ":2:13: not JSON: Expecting ',' delimiter"),
         ('{"text": "ä", x'.encode(), ":2:15: not JSON: Expecting property name"),
-        (b"[" * 100_000, ":2: not JSON that is read: maximum recursion depth"),
-        (b'{"text": ' + b"1" * 5000 + b"}", ":2: not JSON that is read: Exceeds the limit"),
+        (b"[" * 100_000, ":2: JSON that cannot be decoded: maximum recursion depth"),
+        (b'{"text": ' + b"1" * 5000 + b"}", ":2: JSON that cannot be decoded: Exceeds the limit"),
         (b'{"text": "\xc3\xa4\xff"}', ":2:12: byte 0xff is not UTF-8 (invalid start byte)"),
-        (b'{"text": "a \\uD83D"}', ":2: holds half of a surrogate pair"),
+        (b'{"text": "a \\uD83D"}', ":2: has half of a surrogate pair"),
         ([1], ":2: is a list; must be an object"),
         (
             {"txt": "a", "id": 1},
-            "conversations, instruction with output, prompt with completion or text, but txt, id",
+            "conversations, instruction with output, prompt with completion or text; its fields are txt, id",
         ),
         ({"text": None}, ":2: field text is null; must be a string"),
         ({"text": 5}, ":2: field text is a number; must be a string"),
@@ -91,36 +102,42 @@ def test_the_forms_in_which_fine_tuning_has_its_data(tmp_path, monkeypatch, line
             messages(USER, CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}),
             ":2: field messages[1].tool_calls[0].function.arguments is a string that is not JSON: Expecting value",
         ),
-        (messages(USER, ANSWER | {"weight": 0.5}), ":2: field messages[1].weight is 0.5; must be 0, for context alone"),
+        (
+            messages(USER, ANSWER | {"weight": 0.5}),
+            ":2: field messages[1].weight is 0.5; must be 0 (context only)",
+        ),
         (messages(USER, ANSWER, tools={}), ":2: field tools is an object; must be a list of objects"),
         (messages(USER, ANSWER, tools="["), ":2: field tools is a string that is not JSON"),
         ({"conversations": []}, ":2: field conversations is an empty list; must be a list of at least one"),
         ({"conversations": [{"from": "bing", "value": "4"}]}, "[0].from is 'bing'; must be one of human, gpt, system"),
         ({"conversations": [{"from": "gpt"}]}, ":2: field conversations[0].value is null; must be a string"),
-        ({"conversations": ["a"]}, ":2: field conversations[0] is a string; must be an object as"),
+        ({"conversations": ["a"]}, ":2: field conversations[0] is a string; must be an object such as"),
         (ALPACA | {"output": 4}, ":2: field output is a number; must be a string"),
         (ALPACA | {"input": ["2"]}, ":2: field input is a list; must be a string"),
-        (ALPACA | {"history": [["1 + 1?", "2"]]}, ":2: field history is not read; give all turns as messages"),
+        (ALPACA | {"history": [["1 + 1?", "2"]]}, ":2: field history is not supported; give all turns as messages"),
         ({"prompt": "2", "completion": [ANSWER]}, ":2: field completion is a list; must be a string"),
         ({"prompt": [USER], "completion": "4"}, ":2: field completion is a string; must be a list of at least one"),
     ],
 )
-def test_a_bad_line_is_named_and_skipped_only_within_the_limit(tmp_path, line, complaint):
+def test_the_error_for_a_bad_line_names_it_and_only_allowed_ones_are_skipped(tmp_path, line, complaint):
     name = write(tmp_path / "a.jsonl", {"text": "a"}, line, {"text": "b"}, line)
     with pytest.raises(InputError) as refused:
         read(name)
     assert str(refused.value).startswith(f"{name}:2:")
     assert complaint in str(refused.value) and str(refused.value).endswith("(--allow-bad-lines 0)")
-    with pytest.raises(InputError, match=r"a\.jsonl:4:.*\(--allow-bad-lines 1, 1 before it were skipped\)$"):
+    with pytest.raises(InputError, match=r"a\.jsonl:4:.*\(--allow-bad-lines 1, 1 skipped before\)$"):
         read(name, allowed=1)
     bad = BadLines(2)
-    assert list(sources.read(name, bad, Progress("", None))) == [Text("a", f"{name}:1"), Text("b", f"{name}:3")]
+    assert read_counting(name, bad) == [
+        Text("a", f"{name}:1"),
+        Text("b", f"{name}:3"),
+    ]
     assert bad.skipped == 2
 
 
-def test_the_limit_is_one_for_all_sources(tmp_path):
+def test_all_sources_share_one_limit_of_bad_lines(tmp_path):
     names = [write(tmp_path / f"{letter}.jsonl", {"text": letter}, b"{") for letter in "ab"]
     bad = BadLines(1)
-    assert [record.text for record in sources.read(names[0], bad, Progress("", None))] == ["a"]
+    assert [record.text for record in read_counting(names[0], bad)] == ["a"]
     with pytest.raises(InputError, match=r"b\.jsonl:2:2: not JSON"):
-        list(sources.read(names[1], bad, Progress("", None)))
+        read_counting(names[1], bad)

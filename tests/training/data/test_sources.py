@@ -1,4 +1,4 @@
-"""What --data names: text files and the pieces of long ones, folders, patterns, weights."""
+"""What --data names: text files and the pieces of long ones, folders, glob patterns, weights."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from ligermodels.training.data.records import Text
 from tests.training.data.source_files import read, write
 
 
-def test_a_text_file_is_one_document_without_its_byte_order_mark_and_with_line_feeds(tmp_path):
+def test_a_text_file_is_one_document_without_byte_order_mark_and_with_line_feeds(tmp_path):
     name = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\rthree", "ä\u2028".encode())
     assert read(name) == [Text("one\n\ufefftwo\rthree\nä\u2028".replace("\r", "\n"), f"{name}:1")]
 
@@ -20,14 +20,14 @@ def test_a_text_file_is_one_document_without_its_byte_order_mark_and_with_line_f
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
 def test_an_empty_file_is_refused(tmp_path, file, content):
     with pytest.raises(
-        InputError, match=rf"--data {write(tmp_path / file, content)}: holds no text and no conversation$"
+        InputError, match=rf"--data {write(tmp_path / file, content)}: contains no text and no conversation$"
     ):
         read(tmp_path / file)
 
 
-def test_empty_texts_and_skipped_lines_are_no_data(tmp_path):
+def test_a_source_with_only_empty_texts_and_bad_lines_is_refused(tmp_path):
     name = write(tmp_path / "a.jsonl", {"text": ""}, b"\r", b"{")
-    with pytest.raises(InputError, match=r"holds no text and no conversation; bad lines skipped: 1$"):
+    with pytest.raises(InputError, match=r"contains no text and no conversation; bad lines skipped: 1$"):
         read(name, allowed=1)
 
 
@@ -43,11 +43,11 @@ def test_empty_texts_and_skipped_lines_are_no_data(tmp_path):
         ("one", "one"),
     ],
 )
-def test_a_piece_ends_before_a_line_or_else_before_a_space(text, piece):
-    assert text[: sources.last_seam(text)] == piece
+def test_a_long_text_is_split_before_a_line_otherwise_before_a_space(text, piece):
+    assert text[: sources.last_split_point(text)] == piece
 
 
-def test_the_pieces_of_a_long_text_are_all_of_it_each_with_its_line_and_what_is_before_it(tmp_path, monkeypatch):
+def test_the_pieces_of_a_long_text_contain_all_of_it_with_their_lines_and_the_text_before(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
     monkeypatch.setattr(sources, "CONTEXT_CHARACTERS", 12)
     lines = [f"line {number}" for number in range(1, 40)]
@@ -63,7 +63,7 @@ def test_the_pieces_of_a_long_text_are_all_of_it_each_with_its_line_and_what_is_
 
 
 @pytest.mark.parametrize("name", ["A.TXT", "A.JSONL", "A.Json", "A.TXT.GZ"])
-def test_a_files_kind_is_told_by_its_name_in_whatever_case(name, tmp_path):
+def test_the_suffix_of_a_file_is_case_insensitive(name, tmp_path):
     content = b"once" if "TXT" in name else b'{"text": "once"}'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
     for given in (tmp_path, tmp_path / name):
@@ -71,7 +71,7 @@ def test_a_files_kind_is_told_by_its_name_in_whatever_case(name, tmp_path):
         assert record.texts == ["once"]
 
 
-def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
+def test_a_folder_and_a_glob_pattern_give_their_files_in_order(tmp_path):
     for name in [
         "b.txt",
         "a.jsonl",
@@ -84,35 +84,38 @@ def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
         "d.json",
     ]:
         write(tmp_path / "data" / name, {"text": name})
-    found = [str(file.relative_to(tmp_path / "data")) for file in sources.files_of(str(tmp_path / "data"))]
+    found = [str(file.relative_to(tmp_path / "data")) for file in sources.find_files(str(tmp_path / "data"))]
     assert found == ["a.jsonl", "b.txt", "d.json", "in/c.txt", "in/d.bin"]
-    assert [file.name for file in sources.files_of(f"{tmp_path}/data/?.js*l")] == ["a.jsonl"]
-    assert [file.name for file in sources.files_of(f"{tmp_path}/data/**/*.txt")] == ["b.txt", "c.txt"]
+    assert [file.name for file in sources.find_files(f"{tmp_path}/data/?.js*l")] == ["a.jsonl"]
+    assert [file.name for file in sources.find_files(f"{tmp_path}/data/**/*.txt")] == ["b.txt", "c.txt"]
     assert [record.place for record in read(f"{tmp_path}/data/**/*.txt")] == [
         f"{tmp_path}/data/{file}:1" for file in ("b.txt", "in/c.txt")
     ]
-    with pytest.raises(InputError, match=r"in/d\.bin: holds tokens"):
+    with pytest.raises(InputError, match=r"in/d\.bin: contains token ids"):
         read(tmp_path / "data" / "in")
 
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("no.txt", r"no\.txt: there is no such file, folder or pattern of files; \.txt, .*; also: stories, chats"),
-        ("*.txt", "there is no such file, folder or pattern"),
+        (
+            "no.txt",
+            r"no\.txt: no file, folder or glob pattern matches; .* \.txt, .*; or give stories, chats",
+        ),
+        ("*.txt", "no file, folder or glob pattern matches"),
         (
             "README.md",
-            r"README\.md: is not read as data; must be \.txt, \.jsonl, \.json \(also with \.gz or \.zst\), \.parquet, ",
+            r"README\.md: not a data file; must be \.txt, \.jsonl, \.json \(also with \.gz or \.zst\), \.parquet, ",
         ),
-        ("READ*", r"README\.md: is not read as data"),
-        ("empty", r"empty: no file in this folder is \.txt, \.jsonl"),
+        ("READ*", r"README\.md: not a data file"),
+        ("empty", r"empty: this folder has no data file; data files are \.txt, \.jsonl"),
     ],
 )
-def test_what_is_no_source_is_refused(tmp_path, name, complaint):
+def test_a_name_that_is_no_source_is_refused(tmp_path, name, complaint):
     write(tmp_path / "README.md", b"a")
     write(tmp_path / "empty" / "a.jso", b"a")
     with pytest.raises(InputError, match=complaint):
-        sources.files_of(str(tmp_path / name))
+        sources.find_files(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -123,11 +126,11 @@ def test_what_is_no_source_is_refused(tmp_path, name, complaint):
         ("hub:a/b:train=2", ("hub:a/b:train", 2.0)),
         ("a=b.txt", ("a=b.txt", None)),
         ("a=b=1e-2", ("a=b", 0.01)),
-        ("run=3", ("run=3", None)),  # a folder of that name is there
+        ("run=3", ("run=3", None)),  # a folder of that name exists
         ("5", ("5", None)),
     ],
 )
-def test_a_weight_is_the_number_behind_the_last_equals_sign(tmp_path, monkeypatch, text, spec):
+def test_a_weight_is_the_number_after_the_last_equals_sign(tmp_path, monkeypatch, text, spec):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run=3").mkdir()
     assert sources.parse_spec(text) == spec
@@ -135,11 +138,11 @@ def test_a_weight_is_the_number_behind_the_last_equals_sign(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("text", ["a=0", "a=-1", "a=nan", "a=inf", "=2"])
 def test_a_weight_must_be_above_zero(text):
-    with pytest.raises(InputError, match=f"--data {text}: must be a name, or name=weight with a weight above 0"):
+    with pytest.raises(InputError, match=f"--data {text}: must be NAME, or NAME=WEIGHT with a weight above 0"):
         sources.parse_spec(text)
 
 
-def test_a_very_long_text_of_json_comes_in_the_pieces_of_a_file_of_it(tmp_path, monkeypatch):
+def test_a_very_long_text_in_json_is_split_like_a_text_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
     monkeypatch.setattr(sources, "LONG_CHARACTERS", 100)
     long, short = "\n".join(f"line {number}\r" for number in range(40)), "x" * 100

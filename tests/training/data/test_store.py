@@ -6,20 +6,20 @@ import pytest
 
 from ligermodels.errors import InputError
 from ligermodels.training.data import store
-from tests.training.data.documents import Document, stored
+from tests.training.data.documents import document, stored
 
 DOCUMENTS = [
-    Document([5, 70_000, 7], None, "a.jsonl:1"),
-    Document([9, 8], [False, True], "ä b.jsonl:2"),
-    Document([5, 70_000, 7], None, "a.jsonl:3"),
+    document([5, 70_000, 7], None, "a.jsonl:1"),
+    document([9, 8], [False, True], "ä b.jsonl:2"),
+    document([5, 70_000, 7], None, "a.jsonl:3"),
 ]
 
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, np.uint16), (2**16 + 1, np.uint32), (100_000, np.uint32)])
-def test_a_store_holds_its_documents(vocab_size, dtype, masked):
+def test_a_store_returns_the_documents_written_to_it(vocab_size, dtype, masked):
     documents = [
-        Document([min(i, vocab_size - 1) for i in d.ids], d.supervised if masked else None, d.place) for d in DOCUMENTS
+        document([min(i, vocab_size - 1) for i in d.ids], d.supervised if masked else None, d.place) for d in DOCUMENTS
     ]
     known = stored(iter(documents), vocab_size)
     assert known.tokens.dtype == dtype and len(known) == 3
@@ -31,41 +31,41 @@ def test_a_store_holds_its_documents(vocab_size, dtype, masked):
     assert known.hashes[0] == known.hashes[2] != known.hashes[1]
 
 
-def test_a_hash_is_the_contents_alone():
+def test_the_hash_of_a_document_depends_only_on_its_tokens():
     narrow, wide = stored(DOCUMENTS[1:2], 10), stored(DOCUMENTS[1:2], 100_000)
     assert narrow.tokens.dtype != wide.tokens.dtype
     assert narrow.hashes.tolist() == wide.hashes.tolist() == [15464793929636159193]
 
 
 @pytest.mark.parametrize("vocab_size", [70_000, 300])
-def test_a_token_outside_the_vocabulary_is_named_with_its_place(vocab_size):
+def test_the_error_for_a_token_outside_the_vocabulary_names_its_place(vocab_size):
     with pytest.raises(InputError, match=rf"a\.jsonl:1: token 1 has the id 70000, .* vocabulary of {vocab_size}"):
         stored(DOCUMENTS, vocab_size)
 
 
 def in_batches_of(tokens, monkeypatch):
-    monkeypatch.setattr(store, "BATCH_TOKENS", tokens)
+    monkeypatch.setattr(store, "STORE_BATCH_TOKENS", tokens)
 
 
-def test_the_files_of_a_store_are_as_large_as_its_docstring_says(tmp_path, monkeypatch):
+def test_the_files_of_a_store_have_the_documented_sizes(tmp_path, monkeypatch):
     in_batches_of(500, monkeypatch)
-    texts = [Document([7] * 9, None, f"/a/long/path/to/a.jsonl:{line}") for line in range(1, 1001)]
+    texts = [document([7] * 9, None, f"/a/long/path/to/a.jsonl:{line}") for line in range(1, 1001)]
     sizes = {}
-    for name, documents in {"texts": texts, "chats": [*texts, Document([7] * 9, [True] * 9, "b.jsonl:1")]}.items():
+    for name, documents in {"texts": texts, "chats": [*texts, document([7] * 9, [True] * 9, "b.jsonl:1")]}.items():
         (tmp_path / name).mkdir()
-        store.write(documents, 2**16, tmp_path / name)
+        store.write_store(documents, 2**16, tmp_path / name)
         sizes[name] = sum(file.stat().st_size for file in (tmp_path / name).iterdir() if file.name != "store.json")
     assert sizes == {"texts": 9000 * 2 + 1000 * 24 + 8, "chats": 9009 * 3 + 1001 * 24 + 8}
 
 
 @pytest.mark.parametrize("batch", [1, 4, 100])
-def test_a_mask_that_comes_late_leaves_all_tokens_before_it_supervised(batch, monkeypatch):
+def test_all_tokens_before_the_first_mask_are_supervised(batch, monkeypatch):
     in_batches_of(batch, monkeypatch)
-    mixed = stored([Document([1, 2, 3]), Document([4, 5]), Document([6, 7], [False, True]), Document([8])])
+    mixed = stored([document([1, 2, 3]), document([4, 5]), document([6, 7], [False, True]), document([8])])
     assert mixed.supervised.tolist() == [True] * 5 + [False, True, True]
 
 
-def test_a_place_is_given_back_whatever_it_is_made_of(monkeypatch):
+def test_a_place_is_stored_exactly_whatever_its_format(monkeypatch):
     in_batches_of(2, monkeypatch)
     places = [
         "a:1",
@@ -81,12 +81,12 @@ def test_a_place_is_given_back_whatever_it_is_made_of(monkeypatch):
         "c:1",
         "c\n:2",
     ]
-    known = stored([Document([5, 5], None, place) for place in places])
+    known = stored([document([5, 5], None, place) for place in places])
     assert [known.place(2 * number + 1) for number in range(len(places))] == places
-    assert len(stored([Document([5], None, f"a:{line}") for line in range(9)]).places.origins) == 1
+    assert len(stored([document([5], None, f"a:{line}") for line in range(9)]).places.origins) == 1
 
 
-def test_documents_over_many_blocks_have_the_hash_of_their_content():
+def test_the_hash_of_a_document_does_not_depend_on_the_blocks_it_is_read_in():
     draw = random.Random(0)
     documents = [[draw.randrange(2**16) for _ in range(draw.randint(1, 40))] for _ in range(50)]
     tokens, ends = np.concatenate(documents).astype(np.uint16), np.cumsum([len(d) for d in documents])
@@ -96,6 +96,6 @@ def test_documents_over_many_blocks_have_the_hash_of_their_content():
             block = tokens[start : start + size]
             yield block, [int(end) - start for end in ends if start < end <= start + len(block)]
 
-    assert [list(store.digests(blocks(size))) for size in (1, 7, 5000)] == [
+    assert [list(store.document_hashes(blocks(size))) for size in (1, 7, 5000)] == [
         [hashlib.blake2b(np.array(d, "<u4").tobytes(), digest_size=8).digest() for d in documents]
     ] * 3

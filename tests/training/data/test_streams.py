@@ -1,4 +1,4 @@
-"""Files of any kind as streams: decompressed, decoded, never whole in memory, and refused where they are damaged."""
+"""Files as streams: decompressed, decoded, never held in memory as a whole, and refused if damaged."""
 
 import json
 import random
@@ -10,34 +10,34 @@ import pytest
 
 from ligermodels.errors import InputError
 from ligermodels.training.data import progress, sources
-from ligermodels.training.data.progress import Progress
+from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines, Text
 from tests.training.data.source_files import COMPRESS, read, write
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-def test_a_compressed_text_is_the_text(tmp_path, compression):
+def test_a_compressed_text_file_is_decompressed(tmp_path, compression):
     name = write(tmp_path / f"a.txt{compression}", COMPRESS[compression](b"\xef\xbb\xbfone\r\ntwo \xc3\xa4"))
     assert read(name) == [Text("one\ntwo ä", f"{name}:1")]
 
 
 @pytest.mark.parametrize("file", ["a.jsonl.gz", "a.json.gz", "a.txt.gz", "a.jsonl.zst", "a.json.zst", "a.txt.zst"])
-def test_a_damaged_archive_is_named(tmp_path, file):
+def test_the_error_for_a_damaged_archive_names_the_file(tmp_path, file):
     kind = "." + file.rpartition(".")[2]
     whole = COMPRESS[kind](b"[" + b'{"text": "' + bytes(range(97, 123)) * 900 + b'"}]')
     for damaged in (whole[:-9], whole[:40], b"no archive", whole + b"x"):
-        with pytest.raises(InputError, match=rf"{file}: damaged or cut off: .+; bring a whole one$"):
+        with pytest.raises(InputError, match=rf"{file}: damaged or truncated: .+; provide a complete file$"):
             read(write(tmp_path / file, damaged), allowed=9)
 
 
 @pytest.mark.parametrize("file", ["a.jsonl", "a.json.gz", "a.txt.zst", "a.parquet"])
-def test_a_git_lfs_pointer_is_called_one(tmp_path, file):
+def test_a_git_lfs_pointer_is_reported_as_one(tmp_path, file):
     name = write(tmp_path / file, b"version https://git-lfs.github.com/spec/v1", b"oid sha256:0")
     with pytest.raises(InputError, match=rf"{file}: is a Git LFS pointer"):
         read(name, allowed=9)
 
 
-def test_what_is_not_utf8_in_a_text_file_has_its_line_and_column_in_any_piece(tmp_path, monkeypatch):
+def test_the_error_for_invalid_utf8_names_line_and_column_in_any_piece_of_a_text_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_CHARACTERS", 8)
     name = write(tmp_path / "a.txt", b"line", *[b"some line"] * 2000, "äö".encode() + b"\xe4 x", b"end")
     with pytest.raises(InputError, match=r"a\.txt:2002:3: byte 0xe4 is not UTF-8 \(invalid continuation byte\)"):
@@ -50,7 +50,7 @@ def test_large_files_are_not_held_in_memory(tmp_path, file):
     lines = b"[" + b",\n".join([line] * 1600) + b"]" if file == "a.json" else b"\n".join([line] * 1600)  # 16 MB
     name = write(tmp_path / file, COMPRESS[(tmp_path / file).suffix if file.count(".") > 1 else ""](lines))
     tracemalloc.start()
-    count = sum(len(record.text) for record in sources.read(name, BadLines(0), Progress("", None)))
+    count = sum(len(record.text) for record in sources.read_records(name, BadLines(0), ReadingProgress("", None)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 1600 * len(line) + 1599 if file == "a.txt" else count == 16_000_000
@@ -58,8 +58,8 @@ def test_large_files_are_not_held_in_memory(tmp_path, file):
 
 
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_progress_counts_the_bytes_of_a_file_and_ends_with_all_of_them(tmp_path, file, monkeypatch):
-    monkeypatch.setattr(progress, "SHOWN_SECONDS", 0)
+def test_progress_follows_the_bytes_of_a_file_to_its_end(tmp_path, file, monkeypatch):
+    monkeypatch.setattr(progress, "POLL_SECONDS", 0)
     draw = random.Random(0)
     texts = [{"text": draw.randbytes(500).hex()} for _ in range(4000)]
     path = tmp_path / file
@@ -70,9 +70,9 @@ def test_progress_counts_the_bytes_of_a_file_and_ends_with_all_of_them(tmp_path,
         content = b"[" + b",".join(lines) + b"]" if file == "a.json" else b"\n".join(lines)
         path.write_bytes(COMPRESS[path.suffix if file.count(".") > 1 else ""](content))
     seen, size = [], path.stat().st_size
-    meter = Progress("", size)
+    meter = ReadingProgress("", size)
     meter.show = seen.append
-    for _ in meter.over(sources.read(str(path), BadLines(0), meter)):
+    for _ in meter.track(sources.read_records(str(path), BadLines(0), meter)):
         pass
-    assert seen == sorted(seen) and seen[-1] <= size == meter.before
+    assert seen == sorted(seen) and seen[-1] <= size == meter.finished_bytes
     assert any(0.3 * size < done < 0.7 * size for done in seen) and seen[-1] > 0.7 * size

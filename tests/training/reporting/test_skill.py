@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.training.data.corpus import vocabulary_texts
+from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.new_tokenizer import train_tokenizer
 from ligermodels.training.reporting import skill
 from ligermodels.training.reporting.skill import right_answers

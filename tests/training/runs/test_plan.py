@@ -83,9 +83,9 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
 @pytest.mark.parametrize(
     "argv, rows, warning",
     [
-        (["--steps", "31"], 1001, "0.12 epochs: --steps 31 leaves out rows; all are seen once with --steps 251"),
-        (["--steps", "5000"], 1000, "20 epochs: every row is seen as often; watch the validation loss"),
-        (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 takes all of --steps 300"),
+        (["--steps", "31"], 1001, "0.12 epochs: --steps 31 does not see all rows; all are seen once by --steps 251"),
+        (["--steps", "5000"], 1000, "20 epochs: every row is repeated as often; watch the validation loss"),
+        (["--steps", "300", "--warmup", "300"], 1000, "--warmup 300 is all of --steps 300"),
         (
             ["--sequence-length", "513", "--steps", "250"],
             1000,
@@ -159,7 +159,7 @@ def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of(machine, ins
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(module, "device_memory", lambda device: None)
     half = ["--steps", "250", "--dtype", "bfloat16"]
-    warning = "--dtype bfloat16: this CPU has no instructions for it and takes many times as long; leave it out"
+    warning = "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
     assert planned(*half)[1].warnings == [warning] * slow
     assert planned("--steps", "250")[1].warnings == planned(*half, world=World(torch.device("cuda")))[1].warnings == []
 
@@ -168,8 +168,8 @@ def test_in_a_mixture_each_source_has_epochs_of_its_own():
     """250 steps take 1,000 rows, as many as there are, but by their weights not each once."""
     _, whole = planned("--steps", "250", passes=[90, 4000])
     assert whole.warnings == [
-        "0.25 epochs: --steps 250 leaves out rows; all are seen once with --steps 1000",
-        "11 epochs: rows of one source are seen as often; watch the validation loss",
+        "0.25 epochs: --steps 250 does not see all rows; all are seen once by --steps 1000",
+        "11 epochs: rows of one source are repeated as often; watch the validation loss",
     ]
 
 
@@ -177,5 +177,5 @@ def test_a_step_that_does_not_fit_is_warned_of(monkeypatch):
     monkeypatch.setattr(module, "device_memory", lambda device: 32 * 2**20)
     _, whole = planned("--steps", "500")
     (warning,) = whole.warnings
-    assert warning.startswith(f"{memory_size(whole.memory.peak)} are more than the GPU has; lower --micro-batch-size")
+    assert warning.startswith(f"{memory_size(whole.memory.peak)} is more than the GPU has; lower --micro-batch-size")
     assert f"{memory_size(whole.memory.peak)} of 32.0 MiB" in whole.text()

@@ -5,17 +5,23 @@ import re
 
 import pytest
 
-from ligermodels.training.data import corpus
-from ligermodels.training.data.corpus import Story, asked_in_conversation, asked_in_story, conversations, stories
+from ligermodels.training.data import embedded_stories as grammar
+from ligermodels.training.data.embedded_stories import (
+    Story,
+    conversation_question,
+    conversations,
+    stories,
+    story_question,
+)
 
 
 def every_story():
-    """All derivations of the grammar, counted through by the digits of their choices, the last one fastest."""
+    """All derivations of the grammar: counts through the digits that stand for choices, the last digit fastest."""
     digits = []
     while True:
         radices = []
         story = Story(functools.partial(follow, digits, radices))
-        yield story.tell(), story.nats
+        yield story.text(), story.nats
         digits += [0] * (len(radices) - len(digits))
         while digits and digits[-1] + 1 == radices[len(digits) - 1]:
             digits.pop()
@@ -25,40 +31,43 @@ def every_story():
 
 
 def follow(digits, radices, options):
-    """A draw that takes the next digit, 0 once they are used up, and notes how many options there were."""
+    """A draw that takes the next digit, or 0 after the last one, and records the number of options."""
     radices.append(options)
     return digits[len(radices) - 1] if len(radices) <= len(digits) else 0
 
 
 @pytest.fixture
 def tiny_grammar(monkeypatch):
-    for name in ("NAMES", "ANIMALS", "PLACES", "THINGS", "LOSSES", "OPENINGS", "SUMS", "DIFFERENCES", "ENDINGS"):
-        monkeypatch.setattr(corpus, name, getattr(corpus, name)[:2])
-    monkeypatch.setattr(corpus, "ADDENDS", range(1, 4))
-    monkeypatch.setattr(corpus, "MINUENDS", range(2, 5))
+    word_lists = ("CHARACTER_NAMES", "ANIMALS", "PLACES", "THINGS", "LOSSES")
+    for name in (*word_lists, "OPENINGS", "SUMS", "DIFFERENCES", "ENDINGS"):
+        monkeypatch.setattr(grammar, name, getattr(grammar, name)[:2])
+    monkeypatch.setattr(grammar, "ADDENDS", range(1, 4))
+    monkeypatch.setattr(grammar, "MINUENDS", range(2, 5))
 
 
 def test_all_stories_of_a_tiny_grammar_have_probabilities_that_sum_to_one(tiny_grammar):
-    told = list(every_story())
-    assert math.isclose(math.fsum(math.exp(-nats) for _, nats in told), 1.0, rel_tol=1e-12)
-    assert len({text for text, _ in told}) == len(told) > 1000
+    stories = list(every_story())
+    assert math.isclose(math.fsum(math.exp(-nats) for _, nats in stories), 1.0, rel_tol=1e-12)
+    assert len({text for text, _ in stories}) == len(stories) > 1000
 
 
 def derivations(text):
-    """(number of derivations, nats of one), found by matching regular expressions: shares only the word lists."""
+    """(number of derivations, nats of one), found by regular expressions; shares only word lists with the grammar."""
     words = {
-        "hero": corpus.NAMES, "friend": corpus.NAMES, "animal": corpus.ANIMALS, "place": corpus.PLACES,
-        "thing": corpus.THINGS, "loss": corpus.LOSSES,
+        "hero": grammar.CHARACTER_NAMES, "friend": grammar.CHARACTER_NAMES, "animal": grammar.ANIMALS,
+        "place": grammar.PLACES, "thing": grammar.THINGS, "loss": grammar.LOSSES,
     }  # fmt: skip
     found = []
     for events, opening, ending in itertools.product(
-        (corpus.SUMS, corpus.DIFFERENCES), range(len(corpus.OPENINGS)), range(len(corpus.ENDINGS))
+        (grammar.SUMS, grammar.DIFFERENCES),
+        range(len(grammar.OPENINGS)),
+        range(len(grammar.ENDINGS)),
     ):
         for event in events:
-            template = " ".join((corpus.OPENINGS[opening], event, corpus.ENDINGS[ending]))
+            template = " ".join((grammar.OPENINGS[opening], event, grammar.ENDINGS[ending]))
             slots = match(template, text, words)
             if slots:
-                choices = [2, len(corpus.OPENINGS), len(events), len(corpus.ENDINGS)]
+                choices = [2, len(grammar.OPENINGS), len(events), len(grammar.ENDINGS)]
                 choices += [len(words[slot]) - (slot == "friend") for slot in slots if slot in words]
                 choices += [12, 12] if "sum" in slots else [23, int(slots["many"]) - 1]
                 found.append(sum(math.log(n) for n in choices))
@@ -77,20 +86,26 @@ def match(template, text, words):
     return found.groupdict() if found else None
 
 
-def test_nats_match_an_independent_recount_with_exactly_one_derivation():
+def test_each_story_has_one_derivation_and_its_nats_match_an_independent_count():
     for text, nats in stories(seed=3, count=40):
         number, recount = derivations(text)
         assert number == 1, text
         assert math.isclose(nats, recount, rel_tol=1e-12), text
 
 
-def test_no_value_of_a_slot_begins_another():
-    """Else a story could be read in two ways without two templates matching."""
-    for values in (corpus.NAMES, corpus.ANIMALS, corpus.PLACES, corpus.THINGS, corpus.LOSSES):
+def test_no_value_of_a_slot_is_a_prefix_of_another():
+    """Otherwise a story could be read in two ways although only one template matches."""
+    for values in (
+        grammar.CHARACTER_NAMES,
+        grammar.ANIMALS,
+        grammar.PLACES,
+        grammar.THINGS,
+        grammar.LOSSES,
+    ):
         assert not [(a, b) for a, b in itertools.permutations(values, 2) if b.startswith(a)]
 
 
-def test_stories_are_the_same_for_a_seed_and_their_sums_are_right():
+def test_stories_follow_from_the_seed_and_their_sums_are_right():
     first, again, other = (list(stories(seed, 200)) for seed in (5, 5, 6))
     assert first == again != other
     assert first[0][0].startswith("There is a legend about Tilda, the brave walrus who filled the post office")
@@ -109,21 +124,21 @@ BEGINNINGS = (
 )
 
 
-def calculation(said, before):
-    """What a user's message asks for, "7 + 5 = 12.", where there were `before` things; None at the beginning."""
+def calculation(question, before):
+    """The answer to a user's message, such as "7 + 5 = 12.". before: the number of things; None in the first turn."""
     if before is None:
-        found = [(match, sign) for pattern, sign in BEGINNINGS if (match := re.search(pattern, said))]
+        found = [(match, sign) for pattern, sign in BEGINNINGS if (match := re.search(pattern, question))]
         ((match, sign),) = found
         a, b = int(match["a"]), int(match["b"])
     else:
-        (number,) = re.findall(r"\d+", said)
-        a, sign, b = before, "+" if "more" in said else "-", int(number)
+        (number,) = re.findall(r"\d+", question)
+        a, sign, b = before, "+" if "more" in question else "-", int(number)
     result = a + b if sign == "+" else a - b
     return f"{a} {sign} {b} = {result}.", result
 
 
-def test_every_answer_of_a_conversation_is_what_an_independent_reading_calculates():
-    asked = set()
+def test_every_answer_of_a_conversation_equals_an_independent_calculation():
+    answers = set()
     for messages in conversations(seed=7, count=300):
         turns = messages[1:] if messages[0]["role"] == "system" else messages
         number = None
@@ -132,11 +147,11 @@ def test_every_answer_of_a_conversation_is_what_an_independent_reading_calculate
             answer, number = calculation(user["content"], number)
             assert assistant["content"] == answer
             assert 1 <= number <= 24
-            asked.add(answer)
-    assert len(asked) > 250
+            answers.add(answer)
+    assert len(answers) > 250
 
 
-def test_conversations_are_the_same_for_a_seed_have_one_to_three_questions_and_now_and_then_a_system_prompt():
+def test_conversations_follow_from_the_seed_with_one_to_three_questions_and_sometimes_a_system_prompt():
     first, again, other = (list(conversations(seed, 400)) for seed in (5, 5, 6))
     assert first == again != other
     systems = [messages for messages in first if messages[0]["role"] == "system"]
@@ -145,8 +160,8 @@ def test_conversations_are_the_same_for_a_seed_have_one_to_three_questions_and_n
     assert set(questions) == {1, 2, 3} and min(map(questions.count, (1, 2, 3))) > 100
 
 
-def test_what_is_asked_is_what_stands_before_the_last_answer():
+def test_the_prompt_of_a_question_is_the_text_before_the_last_answer():
     text = "Ada had 7 keys. They counted: 7 + 5 = 12. That night Ada dreamt of keys."
-    assert asked_in_story(text) == ("Ada had 7 keys. They counted: 7 + 5 =", "12.")
+    assert story_question(text) == ("Ada had 7 keys. They counted: 7 + 5 =", "12.")
     messages = next(conversations(seed=0, count=1))
-    assert asked_in_conversation(messages) == (messages[:-1], "2 - 1 = 1.")
+    assert conversation_question(messages) == (messages[:-1], "2 - 1 = 1.")

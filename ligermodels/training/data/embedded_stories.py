@@ -1,11 +1,11 @@
-"""The embedded corpus: very short stories with sums in them, from a grammar small enough that its entropy is known, and
-conversations about such stories, in which the sums are asked for.
+"""The embedded corpus: very short stories with sums in them, and conversations that ask for these sums.
 
-A story is an opening, a sum or a difference, and an ending, each a template whose slots are filled as they are reached.
-Every choice is uniform and no text has two derivations, so a story's probability is the product of 1 / (number of
-options) over its choices, and nobody can predict unseen stories better than Σ nats / Σ tokens: the floor of the
-validation loss. Every answer in a conversation follows from what was said before it: there the floor is zero.
-Must not know tokens or models.
+The stories come from a grammar small enough that its entropy is known. A story is an opening, a sum or a difference,
+and an ending. Each is a template whose slots are filled in the order in which they are reached. Every choice is uniform
+and every text has exactly one derivation, so the probability of a story is the product of 1 / (number of options) over
+its choices. No model can predict unseen stories better than sum(nats) / sum(tokens), which is the floor of the
+validation loss. In a conversation every answer follows from the messages before it, so there the floor is zero.
+This module knows nothing about tokens or models.
 """
 
 import math
@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-NAMES = (
+CHARACTER_NAMES = (
     "Ada", "Bruno", "Carla", "Dino", "Emil", "Fay", "Gus", "Hana", "Igor", "Juno", "Kofi", "Lena", "Milo", "Nora",
     "Otto", "Pia", "Quentin", "Rosa", "Sven", "Tilda", "Ugo", "Vera", "Wanda", "Yusuf",
 )  # fmt: skip
@@ -68,12 +68,12 @@ ENDINGS = (
     "Suddenly a hundred mushrooms sang a lullaby.",
     "{friend} wrote a terrible poem about it, which {hero} pretended to enjoy.",
 )
-QUESTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
+QUESTION_TEMPLATES: dict[tuple[str, ...], tuple[str, ...]] = {
     SUMS: ("How many {thing} were there?", "How many is that?", "What is the sum?"),
     DIFFERENCES: ("How many {thing} were left?", "How many is that?", "What is the difference?"),
 }
-# Of a conversation that goes on: the number of things there are by now has become `first` and `many`.
-FURTHER_QUESTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
+# For later turns of a conversation: the current number of things is then both `first` and `many`.
+FOLLOW_UP_TEMPLATES: dict[tuple[str, ...], tuple[str, ...]] = {
     SUMS: (
         "Then {friend} found {second} more. How many were there?",
         "{hero} bought {second} more. How many is that?",
@@ -85,16 +85,19 @@ FURTHER_QUESTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "And what if {gone} of them {loss}?",
     ),
 }
-ANSWERS: dict[tuple[str, ...], str] = {SUMS: "{first} + {second} = {sum}.", DIFFERENCES: "{many} - {gone} = {rest}."}
+ANSWER_TEMPLATES: dict[tuple[str, ...], str] = {
+    SUMS: "{first} + {second} = {sum}.",
+    DIFFERENCES: "{many} - {gone} = {rest}.",
+}
 SYSTEM_PROMPTS = ("You are good at sums.", "You listen to stories and count.", "Answer with a calculation.")
-TURNS = (1, 2, 3)
+TURN_COUNTS = (1, 2, 3)
 VOCABULARY_STORIES, VOCABULARY_CONVERSATIONS = 4000, 500
 ADDENDS = range(1, 13)
 MINUENDS = range(2, 25)
 
 SLOTS: dict[str, Callable[["Story"], Any]] = {
-    "hero": lambda story: story.choose(NAMES),
-    "friend": lambda story: story.choose([name for name in NAMES if name != story["hero"]]),
+    "hero": lambda story: story.choose(CHARACTER_NAMES),
+    "friend": lambda story: story.choose([name for name in CHARACTER_NAMES if name != story["hero"]]),
     "animal": lambda story: story.choose(ANIMALS),
     "place": lambda story: story.choose(PLACES),
     "thing": lambda story: story.choose(THINGS),
@@ -127,29 +130,29 @@ class Story(dict[str, Any]):
         self[slot] = SLOTS[slot](self)
         return self[slot]
 
-    def tell(self) -> str:
+    def text(self) -> str:
         event = self.choose((SUMS, DIFFERENCES))
         return " ".join(self.choose(part).format_map(self) for part in (OPENINGS, event, ENDINGS))
 
-    def discuss(self) -> list[Message]:
-        """A story without its result, which is asked for; then there are more or fewer things, and so on."""
+    def conversation(self) -> list[Message]:
+        """A story without its result, and the question for it; in later turns the number of things changes again."""
         system = self.choose((None, None, None, SYSTEM_PROMPTS))
         messages = [{"role": "system", "content": self.choose(system)}] if system else []
         event = self.choose((SUMS, DIFFERENCES))
         facts = self.choose(event).partition(". ")[0] + "."
-        said = " ".join((self.choose(OPENINGS), facts, self.choose(QUESTIONS[event])))
-        for further in reversed(range(self.choose(TURNS))):
+        template = " ".join((self.choose(OPENINGS), facts, self.choose(QUESTION_TEMPLATES[event])))
+        for turns_left in reversed(range(self.choose(TURN_COUNTS))):
             messages += [
-                {"role": "user", "content": said.format_map(self)},
-                {"role": "assistant", "content": ANSWERS[event].format_map(self)},
+                {"role": "user", "content": template.format_map(self)},
+                {"role": "assistant", "content": ANSWER_TEMPLATES[event].format_map(self)},
             ]
-            if further:
-                event = self.go_on_from(self["sum"] if event is SUMS else self["rest"])
-                said = self.choose(FURTHER_QUESTIONS[event])
+            if turns_left:
+                event = self.continue_from(self["sum"] if event is SUMS else self["rest"])
+                template = self.choose(FOLLOW_UP_TEMPLATES[event])
         return messages
 
-    def go_on_from(self, number: int) -> tuple[str, ...]:
-        """What happens next to `number` things: of sums and differences what stays within the numbers of stories."""
+    def continue_from(self, number: int) -> tuple[str, ...]:
+        """Chooses the next event for `number` things: a sum or a difference within the range of numbers of stories."""
         for slot in ("second", "sum", "gone", "rest", "loss", "friend"):
             self.pop(slot, None)
         self["first"] = self["many"] = number
@@ -158,40 +161,41 @@ class Story(dict[str, Any]):
 
 
 def stories(seed: int, count: int) -> Iterator[tuple[str, float]]:
-    """`count` stories, each with its exact negative log-probability in nats; the same for a seed everywhere."""
-    for story in blank_stories(seed, count):
-        yield story.tell(), story.nats
+    """`count` stories, each with its exact negative log-probability in nats; the same for a seed on any machine."""
+    for story in seeded_stories(seed, count):
+        yield story.text(), story.nats
 
 
 def conversations(seed: int, count: int) -> Iterator[list[Message]]:
-    """`count` conversations, of one to three questions about a story each; the same for a seed everywhere.
+    """`count` conversations, with one to three questions about a story each; the same for a seed on any machine.
 
-    One in four begins with a system prompt. The assistant's messages are sums and differences, as "7 + 5 = 12.".
+    One in four begins with a system prompt. The assistant's messages are sums and differences such as "7 + 5 = 12.".
     """
-    for story in blank_stories(seed, count):
-        yield story.discuss()
+    for story in seeded_stories(seed, count):
+        yield story.conversation()
 
 
 def vocabulary_texts() -> Iterator[str]:
-    """What the vocabulary of a tokenizer for all this is made of."""
+    """The texts on which the tokenizer for the embedded corpus is trained."""
     yield from (text for text, _ in stories(seed=0, count=VOCABULARY_STORIES))
     for messages in conversations(seed=0, count=VOCABULARY_CONVERSATIONS):
         yield from (text for message in messages for text in message.values())
 
 
-def blank_stories(seed: int, count: int) -> Iterator[Story]:
-    # random() is the one method whose sequence Python promises to keep from version to version.
+def seeded_stories(seed: int, count: int) -> Iterator[Story]:
+    """Stories without a slot filled, which share one random number generator."""
+    # random() is the only method whose sequence Python keeps stable from version to version.
     uniform = random.Random(seed).random
     for _ in range(count):
         yield Story(lambda options: int(uniform() * options))
 
 
-def asked_in_story(text: str) -> tuple[str, str]:
-    """(the story up to its result, the result), as ("… They counted: 7 + 5 =", "12.")."""
+def story_question(text: str) -> tuple[str, str]:
+    """(the story up to its result, the result), such as ("… They counted: 7 + 5 =", "12.")."""
     prompt, sign, rest = text.partition("=")
     return prompt + sign, rest.split()[0]
 
 
-def asked_in_conversation(messages: list[Message]) -> tuple[list[Message], str]:
-    """(all up to the last answer, that answer)."""
+def conversation_question(messages: list[Message]) -> tuple[list[Message], str]:
+    """(all messages before the last answer, the last answer)."""
     return messages[:-1], messages[-1]["content"]

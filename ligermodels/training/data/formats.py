@@ -1,0 +1,244 @@
+"""File formats: JSON lines, JSON arrays, parquet (read by pyarrow) and Hub datasets (read by `datasets`), as records.
+
+No file is read into memory as a whole. Of a JSON array, no more is held than its longest element needs. A line that is
+not JSON is one bad line; in an array, everything after such an error is lost, so it ends reading. pyarrow and datasets
+are imported on first use. This module knows nothing about tokens.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from ligermodels.errors import InputError, first_line
+from ligermodels.training.data.progress import ReadingProgress
+from ligermodels.training.data.records import (
+    ACCEPTED_FIELDS,
+    RECORD_FIELDS,
+    RECORD_FORMATS,
+    BadLines,
+    Record,
+    parse_record,
+)
+from ligermodels.training.data.streams import describe_invalid_utf8, open_stream, open_text_stream, refuse_placeholder
+from ligermodels.training.packages import needs
+
+MAX_RECORD_BYTES = 2**28  # of a JSON line; for an array element, characters
+CHUNK_CHARACTERS = 2**16
+DECODER = json.JSONDecoder()
+JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
+SURROGATE_ESCAPE, SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+JSON_LAYOUTS = "the file must have one object per line, or be one array of objects"
+HUB_PREFIX = "hub:"
+COLON_OUTSIDE_BRACKETS = re.compile(r":(?![^\[]*\])")
+TABLE_BATCH_ROWS = 1024
+
+
+def read_json_file(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+    """The records of a JSON file, which is an array if its first character is "[", and JSON lines otherwise."""
+    with open_stream(file, progress) as stream:
+        refuse_placeholder(file, stream)
+        is_array = stream.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    return (read_json_array if is_array else read_json_lines)(file, bad_lines, progress)
+
+
+def read_json_lines(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+    for number, line in numbered_lines(file, progress):
+        record = bad_lines.attempt(parse_json_line, line, f"{file}:{number}")
+        if record is not None:
+            yield record
+
+
+def numbered_lines(file: Path, progress: ReadingProgress) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their line numbers, which start at 1."""
+    with open_stream(file, progress) as stream:
+        number = 0
+        while line := stream.readline(MAX_RECORD_BYTES + 1):
+            number += 1
+            if len(line) > MAX_RECORD_BYTES:
+                raise InputError(f"{file}:{number}: has more than {MAX_RECORD_BYTES:,} bytes; {JSON_LAYOUTS}")
+            line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
+            if line:
+                yield number, line
+
+
+def parse_json_line(line: bytes, place: str) -> Record:
+    try:
+        text = line.decode()
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise InputError(describe_invalid_utf8(place, line, error)) from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{place}:{error.colno}: not JSON: {error.msg}; {JSON_LAYOUTS}") from None
+    except (ValueError, RecursionError) as error:
+        raise unsupported_json(place, error) from None
+    return parse_json_record(value, text, place)
+
+
+def read_json_array(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+    with open_text_stream(file, progress) as stream:
+        scanner = JSONScanner(stream)
+        scanner.take()  # the [
+        delimiter = scanner.take() if scanner.peek() == "]" else ","
+        number = 0
+        while delimiter == ",":
+            number += 1
+            place = f"{file}: element {number}"
+            record = bad_lines.attempt(parse_json_record, *scanner.take_value(place), place)
+            if record is not None:
+                yield record
+            delimiter = scanner.take()
+        if delimiter != "]":
+            problem = f"followed by {delimiter!r} instead of , or ]" if delimiter else "the last, and the ] is missing"
+            raise InputError(f"{file}: element {number} is {problem}; the file is damaged or truncated")
+        if scanner.peek():
+            raise InputError(f"{file}: has {scanner.peek()!r} after the end of the array; {JSON_LAYOUTS}")
+
+
+class JSONScanner:
+    """Takes characters and JSON values from a text stream. Holds only the text that is not taken yet."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.buffer, self.position = stream, "", 0
+
+    def read_more(self) -> bool:
+        """Reads a chunk, at least as long as the text not taken yet; returns False at the end of the stream."""
+        chunk = self.stream.read(max(CHUNK_CHARACTERS, len(self.buffer) - self.position))
+        if chunk:
+            self.buffer, self.position = self.buffer[self.position :] + chunk, 0
+        return bool(chunk)
+
+    def peek(self) -> str:
+        """The next character that is not whitespace; empty at the end of the stream."""
+        while True:
+            self.position = JSON_WHITESPACE.match(self.buffer, self.position).end()  # type: ignore[union-attr]
+            if self.position < len(self.buffer) or not self.read_more():
+                return self.buffer[self.position : self.position + 1]
+
+    def take(self) -> str:
+        character = self.peek()
+        self.position += len(character)
+        return character
+
+    def take_value(self, place: str) -> tuple[Any, str]:
+        """The next JSON value, and its text. Raises InputError naming the place.
+
+        Reads on while the text is not valid JSON, because it may be incomplete. A value must also be followed by a
+        character: the digits of a number may continue in the next chunk.
+        """
+        self.peek()
+        while True:
+            error, value, end = try_decode(self.buffer, self.position, place)
+            complete = error is None and end < len(self.buffer)
+            if complete or len(self.buffer) - self.position > MAX_RECORD_BYTES or not self.read_more():
+                break
+        if error:
+            column = error.pos - self.position + 1
+            raise InputError(f"{place}: not JSON at character {column}: {error.msg}; the rest of the file is not read")
+        text, self.position = self.buffer[self.position : end], end
+        return value, text
+
+
+def try_decode(text: str, start: int, place: str) -> tuple[json.JSONDecodeError | None, Any, int]:
+    """(error, None, start) if there is no JSON value at text[start:], or (None, value, end of the value)."""
+    try:
+        return None, *DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        return error, None, start
+    except (ValueError, RecursionError) as error:
+        raise unsupported_json(place, error) from None
+
+
+def unsupported_json(place: str, error: Exception) -> InputError:
+    """For valid JSON that Python does not decode: numbers of thousands of digits, and very deep nesting."""
+    return InputError(f"{place}: JSON that cannot be decoded: {first_line(error)}")
+
+
+def parse_json_record(value: Any, text: str, place: str) -> Record:
+    """text: the JSON text of the value."""
+    if SURROGATE_ESCAPE.search(text) and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+        raise InputError(f"{place}: has half of a surrogate pair, such as \\ud83d alone, which is not a character")
+    return parse_record(value, place)
+
+
+def read_parquet(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+    return read_table(parquet_batches(file, progress), str(file), bad_lines)
+
+
+def parquet_batches(file: Path, progress: ReadingProgress) -> Iterator[list[dict[str, Any]]]:
+    pyarrow = needs("pyarrow", str(file))
+    parquet = needs("pyarrow.parquet", str(file))
+    try:
+        with file.open("rb") as stream:
+            refuse_placeholder(file, stream)
+        table = parquet.ParquetFile(file, pre_buffer=False)  # pre_buffer keeps everything read until the end
+        columns = record_columns(table.schema_arrow.names, str(file))
+        done, rows, size = 0, table.metadata.num_rows, file.stat().st_size
+        progress.follow(lambda: size * done // rows)
+        for batch in table.iter_batches(TABLE_BATCH_ROWS, columns=columns):
+            yield batch.to_pylist()
+            done += batch.num_rows
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"{file}: not a parquet file that pyarrow can read: {first_line(error)}") from error
+
+
+def read_hub_dataset(name: str, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+    return read_table(hub_batches(name, progress), name, bad_lines)
+
+
+def hub_batches(name: str, progress: ReadingProgress) -> Iterator[list[dict[str, Any]]]:
+    dataset = load_hub_dataset(name)
+    columns = record_columns(dataset.column_names, name)
+    done, rows, size = 0, len(dataset), progress.total or 0
+    progress.follow(lambda: size * done // rows)
+    for batch in dataset.select_columns(columns).iter(TABLE_BATCH_ROWS):  # a list of values for each column
+        yield [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        done += TABLE_BATCH_ROWS
+
+
+def hub_cache_files(name: str) -> list[Path]:
+    """The local files that hold a Hub dataset."""
+    return [Path(file["filename"]) for file in load_hub_dataset(name).cache_files]
+
+
+def load_hub_dataset(name: str) -> Any:
+    """Loads hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT.
+
+    The default split is train. A split may be a slice, such as train[:10%]. Raises InputError naming the dataset.
+    """
+    path, *options = COLON_OUTSIDE_BRACKETS.split(name.removeprefix(HUB_PREFIX))
+    if not path or len(options) > 2:
+        raise InputError(f"--data {name}: must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
+    split = options.pop() if options else "train"
+    datasets = needs("datasets", name)
+    try:
+        return datasets.load_dataset(path, *options, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(f"--data {name}: {first_line(error)}") from error
+
+
+def record_columns(names: list[str], place: str) -> list[str]:
+    """The columns that records are made of. Raises InputError if they are not enough for any record format."""
+    columns = [name for name in RECORD_FIELDS if name in names]
+    if not any(set(fields) <= set(columns) for fields in (*RECORD_FORMATS, ("text",))):
+        raise InputError(f"{place}: has no column {ACCEPTED_FIELDS}; its columns are {', '.join(names) or 'none'}")
+    return columns
+
+
+def read_table(batches: Iterator[list[dict[str, Any]]], place: str, bad_lines: BadLines) -> Iterator[Record]:
+    number = 0
+    for rows in batches:
+        for row in rows:
+            number += 1
+            record = bad_lines.attempt(parse_record, drop_nulls(row), f"{place}: row {number}")
+            if record is not None:
+                yield record
+
+
+def drop_nulls(value: Any) -> Any:
+    """Removes null fields: in a column of objects, every object has the fields of all, with null for absent ones."""
+    if isinstance(value, dict):
+        return {name: drop_nulls(field) for name, field in value.items() if field is not None}
+    return [drop_nulls(entry) for entry in value] if isinstance(value, list) else value
