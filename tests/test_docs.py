@@ -174,6 +174,12 @@ def test_readme_leads_to_every_page(page):
     assert f"]({names(page)})" in README.read_text(encoding="utf-8")
 
 
+def test_the_tree_in_architecture_names_files_that_exist():
+    tree = blocks(ROOT / "ARCHITECTURE.md")[0].code
+    files = [ROOT / "train.py", *ROOT.glob("ligermodels/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    assert set(re.findall(r"\w+\.py", tree)) <= {file.name for file in files}
+
+
 def test_readme_is_short():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= README_LINES
