@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "distributed": {"errors"},
     "kernels": set(),
     "ops": {"kernels"},
-    "nn": {"kernels"},
+    "nn": {"kernels", "ops"},
     "configs": {"errors"},
     "weights": {"errors", "distributed", "configs"},
     "layers": {"errors", "configs", "kernels", "weights"},
