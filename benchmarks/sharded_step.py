@@ -45,7 +45,7 @@ def measure(
 ) -> dict:  # fmt: skip
     world = alone_here() if alone else distributed.start()
     model = create(MODELS[model_name], dtype=stored, device="meta")
-    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_gathered=keep_gathered)
+    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_unsharded=keep_gathered)
     if compiled:
         compile_blocks(model)
     fsdp.shard(model, world, torch.bfloat16, keep_gathered=keep_gathered)

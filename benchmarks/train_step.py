@@ -94,7 +94,7 @@ def ligermodels(raw, recompute):
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
     if recompute:
-        model.recompute_in_backward()
+        model.checkpoint_activations()
     return model
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.cli import bench, export, generate, info, listing, train, verify
 from ligermodels.cli.flags import Parser
-from ligermodels.errors import InputError, first_line, reader_left
+from ligermodels.errors import InputError, first_line, silence_closed_stdout
 
 UNUSABLE, INTERRUPTED = 2, 130  # the second as a shell reports SIGINT
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        return reader_left()
+        return silence_closed_stdout()
 
 
 def parser() -> Parser:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ligermodels.cli.flags import positive
 from ligermodels.cli.parsing import Commands, add_command, add_dtype, add_revision
-from ligermodels.configs.shared import MoEConfig
+from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.memory import count_parameters, inference_memory, training_memory
@@ -59,13 +59,13 @@ def memory(described: Description, args: argparse.Namespace) -> Iterator[tuple[s
     recomputing = ", every block recomputed" if recompute else ""
     yield "memory", f"{rows}{recomputing}; to train: weights + states + the larger of the two in brackets"
     generating = inference_memory(model, *batch)
-    training = training_memory(model, *batch, recomputed=recomputed)
+    training = training_memory(model, *batch, checkpointed_blocks=recomputed)
     add_lora(model, rank=args.lora_rank)
-    adapting = training_memory(model, *batch, recomputed=recomputed)
+    adapting = training_memory(model, *batch, checkpointed_blocks=recomputed)
     for label, step in (("  train", training), ("  LoRA", adapting)):
         start = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
         end = f"gradients {memory_size(step.gradients)} + a block {memory_size(step.block)}"
-        lasting = f"weights {memory_size(step.weights)} + states {memory_size(step.states)}"
+        lasting = f"weights {memory_size(step.weights)} + states {memory_size(step.optimizer_states)}"
         yield label, f"{memory_size(step.peak):>10} = {lasting} + ({start} | {end})"
     parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(generating).items())
     yield "  generate", f"{memory_size(generating.peak):>10} = {parts}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ligermodels.errors import InputError, nearest
+from ligermodels.errors import InputError, suggest_closest
 from ligermodels.hub import list_architectures
 
 DEFAULT_SIZE = "tiny"
@@ -210,7 +210,7 @@ def parsed_item(field: dataclasses.Field, text: str) -> Any:
 
 
 def not_a_choice(value: Any, choices: Sequence[str]) -> str:
-    return f"is {value!r}; must be one of {', '.join(choices)}{nearest(str(value), choices)}"
+    return f"is {value!r}; must be one of {', '.join(choices)}{suggest_closest(str(value), choices)}"
 
 
 def words_of(kind: type, rule: Rule | None) -> str:

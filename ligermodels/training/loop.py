@@ -117,11 +117,11 @@ def prepare(config: TrainConfig, world: World) -> Run:
     needs = memory_needs(model, build(model), config, world, compute_dtype)
     recomputed = recompute(model, config.activation_checkpointing, world, needs)
     keep_gathered = keeps_gathered(world, needs, recomputed)
-    needs = partial(needs, keep_gathered=keep_gathered)
+    needs = partial(needs, keep_unsharded=keep_gathered)
     made = make_plan(
         model, config, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation), recomputed=recomputed,
-        memory=needs(recomputed=recomputed),
+        memory=needs(checkpointed_blocks=recomputed),
     )  # fmt: skip
     return Run(config, pretrained, model, data, build, needs, keep_gathered, made)
 

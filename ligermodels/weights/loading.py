@@ -34,7 +34,7 @@ class HubModel(Protocol):
 
     @property
     def config(self) -> Any:
-        """`raw`, the dict of its config.json; `tie_word_embeddings`; `also_named`, see both_spellings."""
+        """`raw`, the dict of its config.json; `tie_word_embeddings`; `alternative_names`, see both_spellings."""
 
     @property
     def hub_class(self) -> str:

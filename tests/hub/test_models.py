@@ -16,7 +16,7 @@ from tests.weights.tiny import LAYERS, RAW, Tiny, randomized
 class FakeConfig:
     raw: dict
     tie_word_embeddings: bool
-    also_named: ClassVar = {}
+    alternative_names: ClassVar = {}
     num_hidden_layers: ClassVar = LAYERS
 
     @classmethod
@@ -134,7 +134,7 @@ def test_unknown_model_type_names_the_nearest_and_the_supported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW | {"model_type": "tinny", "auto_map": {"AutoModel": "x.Y"}}))
     with pytest.raises(HubError) as caught:
         hub.load(tmp_path)
-    assert "model_type 'tinny' is not supported; did you mean 'tiny'?; there is: other, tiny" in str(caught.value)
+    assert "model_type 'tinny' is not supported; did you mean 'tiny'?; choose from: other, tiny" in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -153,8 +153,8 @@ def test_auto_map_of_a_known_model_type_is_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("source", "size", "names"),
     [
-        ("tiny", "tinny", "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; there is: tied, tiny"),
-        ("tiny", None, "tiny: size None is not a preset; there is: tied, tiny"),
+        ("tiny", "tinny", "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; choose from: tied, tiny"),
+        ("tiny", None, "tiny: size None is not a preset; choose from: tied, tiny"),
         ("tinny", None, "tinny: is no architecture and no config.json; did you mean 'tiny'?"),
         ("tinny", "tiny", "tinny: size 'tiny' goes with the name of an architecture; did you mean 'tiny'?"),
     ],

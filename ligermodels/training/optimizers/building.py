@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError, hint
+from ligermodels.errors import InputError, suggest
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 from ligermodels.training.optimizers.muon import Muon, matrices_of
@@ -38,7 +38,7 @@ def build_optimizer(
             raise InputError(f"optimizer adamw8bit keeps its states in 8 bits, not in {states}; leave states out")
         case "muon":
             return Muon(groups, matrices_of(model), states=states, **options)
-    raise InputError(f"optimizer {name!r}: unknown{hint(name, OPTIMIZERS)}")
+    raise InputError(f"optimizer {name!r}: unknown{suggest(name, OPTIMIZERS)}")
 
 
 def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -19,7 +19,7 @@ from typing import Any, Self, TextIO
 import torch
 from tqdm import tqdm
 
-from ligermodels.errors import InputError, reader_left
+from ligermodels.errors import InputError, silence_closed_stdout
 from ligermodels.training.reporting.loggers import Logger
 from ligermodels.units import counted, duration, memory_size
 
@@ -154,7 +154,7 @@ class Metrics:
                 self.bar.write(line)
                 sys.stdout.flush()
             except BrokenPipeError:
-                reader_left()
+                silence_closed_stdout()
             except OSError:
                 pass  # kept until there is room, as far as the buffer goes
         self.resume_clock()

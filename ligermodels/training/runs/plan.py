@@ -199,7 +199,9 @@ def make_plan(
     model: with its LoRA, not sharded yet; it may be on the meta device.
     """
     trained = trained_parameters(model)
-    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, config.dp_replicate)
+    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.optimizer_states * shards_of(
+        world, config.dp_replicate
+    )
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         flops_per_token(model, config.sequence_length), memory, recomputed, len(model.model.layers),
@@ -246,5 +248,5 @@ def memory_needs(model: CausalLM, optimizer: AdamW, config: TrainConfig, world: 
     _, micro_batch_size = split_global_batch(config.batch_size, config.micro_batch_size, world)
     return functools.partial(
         training_memory, model, batch_size=micro_batch_size, sequence_length=config.sequence_length, dtype=dtype,
-        shards=shards_of(world, config.dp_replicate), states=state_bytes(optimizer),
+        shards=shards_of(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
     )  # fmt: skip

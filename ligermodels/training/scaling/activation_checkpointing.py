@@ -22,7 +22,12 @@ class Needs(Protocol):
     """`ligermodels.memory.training_memory` of a run, by whose keywords it is asked about others."""
 
     def __call__(
-        self, *, batch_size: int = ..., sequence_length: int = ..., recomputed: int = 0, keep_gathered: bool = False
+        self,
+        *,
+        batch_size: int = ...,
+        sequence_length: int = ...,
+        checkpointed_blocks: int = 0,
+        keep_unsharded: bool = False,
     ) -> TrainingMemory: ...
 
 
@@ -39,7 +44,7 @@ def recompute(model: CausalLM, how: str, world: World, needs: Needs) -> int:
             count = blocks
         case _:
             count = fewest(blocks, needs, usable_memory(world))
-    model.recompute_in_backward(count)
+    model.checkpoint_activations(count)
     return count
 
 
@@ -49,12 +54,12 @@ def keeps_gathered(world: World, needs: Needs, recomputed: int) -> bool:
     On a CPU they do not: room is not known there, and to gather once more is to copy.
     """
     room = usable_memory(world)
-    return math.isfinite(room) and needs(recomputed=recomputed, keep_gathered=True).peak <= room
+    return math.isfinite(room) and needs(checkpointed_blocks=recomputed, keep_unsharded=True).peak <= room
 
 
 def fewest(blocks: int, needs: Needs, usable: float) -> int:
     """The fewest blocks with which a step fits; all of them where it never does."""
-    return bisect.bisect_left(range(blocks), True, key=lambda count: needs(recomputed=count).peak <= usable)
+    return bisect.bisect_left(range(blocks), True, key=lambda count: needs(checkpointed_blocks=count).peak <= usable)
 
 
 def usable_memory(world: World) -> float:

@@ -24,4 +24,4 @@ def compile_blocks(model: CausalLM) -> None:
     """
     torch._dynamo.config.recompile_limit = MOST_VARIANTS
     for block in blocks(model):
-        block.block = torch.compile(block.block, fullgraph=True)  # type: ignore[method-assign]
+        block.forward_block = torch.compile(block.forward_block, fullgraph=True)  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ def explain_out_of_memory(
 
     micro_batch_size: rows a rank computes at a time. recomputed: how many of the model's `blocks` are computed again.
     """
-    needed = needs(recomputed=recomputed)
+    needed = needs(checkpointed_blocks=recomputed)
     parts = ", ".join(f"{name} {memory_size(size)}" for name, size in needed.parts.items() if size)
     return (
         f"out of GPU memory with --micro-batch-size {micro_batch_size} --sequence-length {args.sequence_length}, "
@@ -41,11 +41,11 @@ def explain_out_of_memory(
 def remedies(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: int, blocks: int) -> Iterator[str]:
     """Flags that are not set so yet, the cheapest first, with what would be needed where only activations change."""
     if recomputed < blocks:
-        lowest = memory_size(needs(recomputed=blocks).peak)
+        lowest = memory_size(needs(checkpointed_blocks=blocks).peak)
         yield f"--activation-checkpointing full ({lowest}), or auto for no more than it takes"
     if micro_batch_size > 1:
         half = micro_batch_size // 2
-        then = memory_size(needs(batch_size=half, recomputed=recomputed).peak)
+        then = memory_size(needs(batch_size=half, checkpointed_blocks=recomputed).peak)
         yield f"--micro-batch-size {half} ({then}), accumulation makes up for it"
     if args.dtype != "bfloat16":
         yield "--dtype bfloat16"
@@ -55,7 +55,7 @@ def remedies(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: i
         yield "--optimizer adamw8bit or --optimizer-state-dtype bfloat16"
     if args.lora_rank is None:
         yield "--lora-rank 16"
-    shorter = needs(sequence_length=args.sequence_length // 2, recomputed=recomputed).peak
+    shorter = needs(sequence_length=args.sequence_length // 2, checkpointed_blocks=recomputed).peak
     yield f"--sequence-length {args.sequence_length // 2} ({memory_size(shorter)})"
     if args.dp_replicate > 1:
         yield "--dp-replicate 1"

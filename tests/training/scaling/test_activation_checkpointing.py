@@ -32,13 +32,13 @@ def model():
 
 
 def recomputing(model):
-    return [block.recompute for block in model.model.layers]
+    return [block.activation_checkpointing for block in model.model.layers]
 
 
 @pytest.mark.parametrize("wanted", range(BLOCKS + 1))
 def test_auto_computes_again_no_more_blocks_than_memory_demands(wanted, model, monkeypatch):
     needs = needs_of(model)
-    peaks = [needs(recomputed=count).peak for count in range(BLOCKS + 1)]
+    peaks = [needs(checkpointed_blocks=count).peak for count in range(BLOCKS + 1)]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == BLOCKS + 1
     monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world: peaks[wanted])
     assert activation_checkpointing.recompute(model, "auto", CPU, needs) == wanted
@@ -56,7 +56,7 @@ def test_without_enough_memory_auto_computes_all_blocks_again_and_on_a_cpu_none(
 def test_gathered_weights_are_kept_where_there_is_room(model, monkeypatch):
     needs = needs_of(model, shards=2)
     assert activation_checkpointing.keeps_gathered(CPU, needs, 1) is False
-    both = [needs(recomputed=1, keep_gathered=keep).peak for keep in (False, True)]
+    both = [needs(checkpointed_blocks=1, keep_unsharded=keep).peak for keep in (False, True)]
     one_block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     assert both[1] - both[0] == (BLOCKS - 1) * one_block  # the last one's are kept in any case
     for room, expected in ((both[1], True), (both[1] - 1, False)):
@@ -73,10 +73,10 @@ def test_what_fits_still_does_where_the_estimate_is_as_low_and_as_much_is_reserv
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_autograd_keeps_with_some_blocks_computed_again_is_what_was_estimated(count):
     layers, tokens, dtype = 3, 16, torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    kept = saved_bytes(BASE, layers, dtype, lambda model: model.recompute_in_backward(count), 1, tokens)
+    kept = saved_bytes(BASE, layers, dtype, lambda model: model.checkpoint_activations(count), 1, tokens)
     model = ligermodels.create(BASE | {"num_hidden_layers": layers}, device="meta")
     vocab, hidden = model.lm_head.weight.shape
-    estimate = training_memory(model, 1, tokens, dtype, recomputed=count).activations
+    estimate = training_memory(model, 1, tokens, dtype, checkpointed_blocks=count).activations
     gradients_of_head = (tokens + vocab) * hidden * 4  # fp32
     assert estimate + gradients_of_head == pytest.approx(kept, rel=0.03)
 
@@ -89,10 +89,10 @@ def test_out_of_memory_names_batch_length_estimate_and_the_flags_that_lower_it(m
     explain = functools.partial(explain_out_of_memory, torch.OutOfMemoryError("tried 2 GiB\nmore"), args, needs)
     text = explain(micro_batch_size=8, recomputed=2, blocks=BLOCKS)
     assert "--micro-batch-size 8 --sequence-length 131072, 2 of 6 blocks recomputed" in text
-    assert f"needs about {memory_size(needs(recomputed=2).peak)} (" in text
-    assert f"--activation-checkpointing full ({memory_size(needs(recomputed=6).peak)})" in text
-    half = needs(recomputed=2, batch_size=4).peak
-    assert f"--micro-batch-size 4 ({memory_size(half)})" in text and half < needs(recomputed=2).peak
+    assert f"needs about {memory_size(needs(checkpointed_blocks=2).peak)} (" in text
+    assert f"--activation-checkpointing full ({memory_size(needs(checkpointed_blocks=6).peak)})" in text
+    half = needs(checkpointed_blocks=2, batch_size=4).peak
+    assert f"--micro-batch-size 4 ({memory_size(half)})" in text and half < needs(checkpointed_blocks=2).peak
     assert "--sequence-length 65536" in text and "--lora-rank 16" in text and "adamw8bit" in text
     assert text.endswith("tried 2 GiB") and "\n" not in text
 
@@ -114,4 +114,7 @@ def test_out_of_memory_names_no_flag_that_is_set_already(model):
         flag in less for flag in ("--activation-checkpointing", "--micro-batch-size", "adamw8bit", "--lora-rank")
     )
     assert "--dtype bfloat16" in less and "--dp-replicate 1" in less
-    assert " 0.0 GiB" not in text and f"about {memory_size(needs_of(model)(recomputed=BLOCKS).peak)} (weights " in text
+    assert (
+        " 0.0 GiB" not in text
+        and f"about {memory_size(needs_of(model)(checkpointed_blocks=BLOCKS).peak)} (weights " in text
+    )

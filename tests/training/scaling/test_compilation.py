@@ -18,7 +18,7 @@ def test_lengths_of_documents_do_not_recompile_and_numbers_stay():
     raw = config("llama", tied=False) | {"num_hidden_layers": 3}
     plain, compiled = (adapt(ligermodels.create(raw)) for _ in range(2))
     for model in (plain, compiled):
-        model.recompute_in_backward(1)
+        model.checkpoint_activations(1)
     compiled.load_state_dict(plain.state_dict())
     with compiling_by(counter):
         compile_blocks(compiled)

@@ -10,7 +10,7 @@ from torchao.float8.float8_linear import Float8Linear
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
-from ligermodels.layers.decoder import Head
+from ligermodels.layers.decoder import LMHead
 from ligermodels.training.scaling import float8
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import relative_error
@@ -44,7 +44,7 @@ def test_the_blocks_linears_are_converted_and_nothing_else(architecture, mlp, ca
     before = dict(model.named_parameters())
     assert float8.convert(model, GPU) == 4 * model.config.num_hidden_layers
     assert converted(model) == ATTENTION | mlp
-    assert type(model.lm_head) is Head
+    assert type(model.lm_head) is LMHead
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
 

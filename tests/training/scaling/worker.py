@@ -60,7 +60,7 @@ def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, kee
     model = ligermodels.create(model, dtype=getattr(torch, base), device="meta")
     if lora:
         adapt(model, dtype=getattr(torch, lora))
-    model.recompute_in_backward(recomputed)
+    model.checkpoint_activations(recomputed)
     if compiled:
         with compiling_by("eager"):
             compile_blocks(model)
