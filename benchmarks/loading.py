@@ -35,8 +35,8 @@ from ligermodels import distributed, hub
 from ligermodels.training.scaling import fsdp
 from ligermodels.weights.files import INDEX_FILE, read_header
 from ligermodels.weights.loading import load_weights
-from ligermodels.weights.mapping import plan
-from ligermodels.weights.sharding import whole
+from ligermodels.weights.mapping import plan_pieces
+from ligermodels.weights.sharding import full_tensor
 from ligermodels.weights.writing import DTYPE_NAMES
 
 DEVICE = "cuda"
@@ -69,9 +69,9 @@ def ligermodels_sharded(folder: Path) -> Landed:
 @torch.no_grad()
 def hub_tensors_of(model) -> Landed:
     parameters = dict(model.named_parameters())
-    pieces = plan({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())
+    pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())
     for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
-        parameter = whole(parameters[name])
+        parameter = full_tensor(parameters[name])
         yield from ((piece.tensor, parameter[piece.index].reshape(piece.shape)) for piece in group)
 
 
@@ -156,7 +156,7 @@ def generate(raw: dict, folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(raw | {"torch_dtype": "bfloat16"}))
     model = hub.create(raw, device="meta")
-    pieces = plan({name: parameter.shape for name, parameter in model.named_parameters()}, model.weight_rules())
+    pieces = plan_pieces({name: parameter.shape for name, parameter in model.named_parameters()}, model.weight_rules())
     sizes = [torch.Size(piece.shape).numel() * dtype.itemsize for piece in pieces]
     shards: dict[int, dict[str, dict]] = {}
     for piece, size, end in zip(pieces, sizes, itertools.accumulate(sizes), strict=True):

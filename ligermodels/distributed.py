@@ -1,4 +1,4 @@
-"""Ranks: which one this is, the process group, sums over all of them, and errors that all of them raise.
+"""Ranks and collectives: this process's rank, the process group, sums over ranks, and errors that all ranks raise.
 
 Every function also works in a single process without torchrun. Must not know models, files or data.
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 
-TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that has died or hangs ends the others by then
-T = TypeVar("T")
+TIMEOUT = timedelta(minutes=10)  # of a collective: if one rank dies or hangs, the others end after this time
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks. Without torchrun: rank 0 of 1."""
+    """This process's device and rank, and the number of ranks. Without torchrun: rank 0 of 1."""
 
     device: torch.device
     rank: int = 0
@@ -35,10 +35,9 @@ class World:
 
 
 def start(timeout: timedelta = TIMEOUT) -> World:
-    """Joins the process group that torchrun describes, if it started this process: NCCL on GPUs, gloo on CPUs.
+    """Joins the process group of torchrun, if torchrun started this process: NCCL on GPUs, gloo on CPUs.
 
-    timeout: how long a rank waits for the others in a collective before it ends with an error. A process group that
-    exists already is kept.
+    timeout: of a collective; a rank that waits longer ends with an error. An existing process group is kept.
     """
     device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -52,8 +51,8 @@ def start(timeout: timedelta = TIMEOUT) -> World:
 def stop() -> None:
     """Leaves the process group.
 
-    A sharded model that is garbage by now still holds the group in reference cycles, and with it gloo's threads, which
-    abort if they live to see the interpreter shut down. So garbage is collected first.
+    Garbage is collected first: reference cycles of a sharded model that is no longer used keep the group alive, and
+    gloo's threads abort the process if they still run when the interpreter shuts down.
     """
     if dist.is_initialized():
         gc.collect()
@@ -61,20 +60,22 @@ def stop() -> None:
 
 
 def backend_of(device: torch.device) -> str:
+    """The backend of a process group on this device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def under_torchrun() -> bool:
+    """Whether torchrun, or a launcher with the same environment variables, started this process."""
     return "RANK" in os.environ
 
 
 def rank() -> int:
-    """This process's rank, also before it has joined the process group."""
+    """This process's rank, also before it joins the process group."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def local_rank() -> int:
-    """This process's rank among those of its host."""
+    """This process's rank among the processes of its host."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -84,25 +85,25 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, or a process alone."""
+    """Whether this is rank 0, or a single process."""
     return rank() == 0
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank has called this before: the one that has not tells the user."""
+    """Whether no other rank has called this function before; only that rank prints its error."""
     if not under_torchrun() or not dist.is_initialized():
         return is_first()
     return dist.distributed_c10d._get_default_store().add("failed", 1) == 1
 
 
 def wait_for_all() -> None:
-    """A barrier. At the end of a run, a rank that leaves early closes connections that others may still be using."""
+    """A barrier. Called at the end of a run, because a rank that leaves early closes connections that others use."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum of `x` over all ranks, on all ranks; a new tensor."""
+    """The sum of `x` over all ranks, as a new tensor on every rank."""
     x = x.clone()
     if dist.is_initialized():
         dist.all_reduce(x)
@@ -110,15 +111,15 @@ def total(x: Tensor) -> Tensor:
 
 
 def smallest(x: Tensor) -> Tensor:
-    """The minimum of `x` over all ranks, on all ranks; a new tensor."""
+    """The minimum of `x` over all ranks, as a new tensor on every rank."""
     x = x.clone()
     if dist.is_initialized():
         dist.all_reduce(x, op=dist.ReduceOp.MIN)
     return x
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank, in the order of ranks, on all ranks. It is pickled on the way."""
+def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """The values of all ranks, in rank order, on every rank. Values are pickled."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -126,8 +127,8 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def from_first(value: T) -> T:
-    """The `value` of rank 0, on all ranks."""
+def from_first(value: Value) -> Value:
+    """The `value` of rank 0, on every rank. It is pickled."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
@@ -135,10 +136,10 @@ def from_first(value: T) -> T:
 
 
 def raise_on_all(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank calls, with its error if it has one; where any rank has, every rank raises.
+    """Raises on every rank if at least one rank has an error. Every rank must call, with its error or None.
 
-    A rank raises its own error, else that of the first rank that has one: of the same class, or InputError where that
-    is not one of ours.
+    A rank with an error raises it. The others raise the error of the lowest rank that has one, with the same text: of
+    the same class if that is an InputError, else an InputError.
     """
     known = None if error is None else (type(error) if isinstance(error, InputError) else InputError, str(error))
     errors = gather_objects(known, group)
@@ -149,10 +150,10 @@ def raise_on_all(error: Exception | None, group: dist.ProcessGroup | None = None
         raise kind(message)
 
 
-def same_on_all(function: Callable[..., T], *arguments: Any, group: dist.ProcessGroup | None = None) -> T:
-    """What `function` returns on every rank. An InputError that one rank raises is raised on all.
+def same_on_all(function: Callable[..., Value], *arguments: Any, group: dist.ProcessGroup | None = None) -> Value:
+    """Calls `function` on every rank, and returns its result, which must be the same on all ranks.
 
-    Raises InputError where ranks have different results.
+    If it raises an InputError on one rank, every rank raises it. Raises InputError if the results differ.
     """
     result, error = None, None
     try:
@@ -162,13 +163,13 @@ def same_on_all(function: Callable[..., T], *arguments: Any, group: dist.Process
     raise_on_all(error, group)
     results = gather_objects(result, group)
     if any(other != results[0] for other in results):
-        raise InputError(f"ranks disagree, {results[0]} and others; choose a folder that all hosts share")
+        raise InputError(f"ranks have different results, on rank 0 {results[0]}; choose a folder that all hosts share")
     return results[0]  # type: ignore[return-value]
 
 
 @contextmanager
 def waiting_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
-    """A gloo process group of all ranks whose collectives wait so long; None in a process alone."""
+    """A gloo process group of all ranks whose collectives have this timeout; None in a single process."""
     if not dist.is_initialized():
         yield None
         return

@@ -233,16 +233,16 @@ EXPERT = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
         ({"bias": "all"}, "bias is 'all'; must be 'none'"),
         ({"of_tomorrow": 3}, "of_tomorrow is 3; is not supported"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; must be 'LORA'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; it changed the base"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; it changes the base"),
         ({"use_rslora": "yes"}, "use_rslora is 'yes'; must be true or false"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; must be"),
         ({"r": "4"}, "r is '4'; must be"),
         ({"lora_alpha": True}, "lora_alpha is True; must be"),
         ({"alpha_pattern": {"(a+)+$": 4}}, "alpha_pattern is .*patterns are not supported"),
         ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern is .*must be numbers above zero"),
-        ({"alpha_pattern": {"q_proj": 3}}, "must not tell .*q_proj, .*k_proj, .*v_proj apart"),
+        ({"alpha_pattern": {"q_proj": 3}}, "must give the same values to .*q_proj, .*k_proj, .*v_proj:"),
         ({"target_modules": None}, "target_modules is None; must be"),
-        ({"r": 5}, r"28 misshapen: .*q_proj\.lora_A\.weight is \[4, 48\] instead of \[5, 48\]"),
+        ({"r": 5}, r"28 of the wrong shape: .*q_proj\.lora_A\.weight is \[4, 48\] instead of \[5, 48\]"),
     ],
 )
 def test_what_an_adapter_says_and_we_do_not_do_is_refused_by_name(base, tmp_path, fields, message):
@@ -260,10 +260,13 @@ def test_what_an_adapter_says_and_we_do_not_do_is_refused_by_name(base, tmp_path
     [
         (lambda x: x.pop(Q_A), f"1 missing: {Q_A}"),
         (lambda x: [x.pop(name) for name in list(x) if "layers.1.self_attn.v_proj" in name], "2 missing: .*layers.1"),
-        (lambda x: x.update({Q_A: x[Q_A][:, 1:].clone()}), r"1 misshapen: .*q_proj.* \[4, 47\] instead of \[4, 48\]"),
-        (lambda x: x.update({Q_A: x[Q_A].int()}), "1 not floating: .*q_proj.*int32"),
-        (lambda x: x.update({EXPERT: x[Q_A].clone()}), f"1 of no projection that can have LoRA here: {EXPERT}"),
-        (lambda x: x.update({"base_model.model.lm_head.weight": x[Q_A].clone()}), "1 of no projection .*lm_head"),
+        (
+            lambda x: x.update({Q_A: x[Q_A][:, 1:].clone()}),
+            r"1 of the wrong shape: .*q_proj.* \[4, 47\] instead of \[4, 48\]",
+        ),
+        (lambda x: x.update({Q_A: x[Q_A].int()}), "1 not floating point: .*q_proj.*int32"),
+        (lambda x: x.update({EXPERT: x[Q_A].clone()}), f"1 not of a projection that can have LoRA: {EXPERT}"),
+        (lambda x: x.update({"base_model.model.lm_head.weight": x[Q_A].clone()}), "1 not of a projection .*lm_head"),
         (lambda x: x.clear(), "14 missing|28 missing"),
     ],
 )
@@ -292,7 +295,9 @@ def test_a_model_with_lora_is_filled_by_an_adapter_of_the_same_kind_alone(base, 
     ligermodels.load_adapter(same, tmp_path / "adapter")
     assert parameters_equal(same, model) and {layer.dropout for layer in lora_modules(same)} == {0.1}
     ligermodels.add_lora(other, rank=4, alpha=7.0)
-    with pytest.raises(CheckpointError, match=r"has other LoRA already: on model\.layers\.0\.mlp\.down_proj.* 1\.75"):
+    with pytest.raises(
+        CheckpointError, match=r"already has different LoRA: on model\.layers\.0\.mlp\.down_proj.* 1\.75"
+    ):
         ligermodels.load_adapter(other, tmp_path / "adapter")
 
 

@@ -215,8 +215,8 @@ fault("6 index is a list", index(lambda _: []), INDEX, "weight_map")
 fault("6 index is not JSON", in_place_of(INDEX, lambda path: path.write_text("{")), INDEX, "not JSON")
 for file in (WEIGHTS, INDEX, CONFIG, "generation_config.json"):
     fault(f"7 link out of the folder: {file}", in_place_of(file, link_out), file, "leads out of the folder", "outside")
-    fault(f"7 link to itself: {file}", in_place_of(file, lambda p: p.symlink_to(p.name)), file, "link to nothing")
-    fault(f"7 link to nothing: {file}", in_place_of(file, lambda p: p.symlink_to("gone")), file, "link to nothing")
+    fault(f"7 link to itself: {file}", in_place_of(file, lambda p: p.symlink_to(p.name)), file, "broken link")
+    fault(f"7 link to nothing: {file}", in_place_of(file, lambda p: p.symlink_to("gone")), file, "broken link")
     fault(f"7 pipe: {file}", in_place_of(file, os.mkfifo), file, "not a regular file")
     fault(f"7 folder: {file}", in_place_of(file, os.mkdir), file, "not a regular file")
     fault(f"7 socket: {file}", in_place_of(file, listen), file, "not a regular file")
@@ -342,7 +342,7 @@ def test_what_the_model_has_no_place_for_is_left_out_where_that_is_allowed(folde
         folder / INDEX, weight_map=json.loads((folder / INDEX).read_text())["weight_map"] | {"x": "x.safetensors"}
     )
     assert "allow_unexpected=True" in refusal_of(folder)
-    with pytest.warns(UserWarning, match=r"model: left out, as the model has no place for them: x$"):
+    with pytest.warns(UserWarning, match=r"model: ignored, the model has no place for them: x$"):
         model = ligermodels.load(folder, allow_unexpected=True)
     assert_same(model, ligermodels.load(healthy))
     tensors_missing = json.loads((folder / INDEX).read_text())["weight_map"]

@@ -7,7 +7,7 @@ import torch
 
 import ligermodels
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.weights.mapping import plan
+from ligermodels.weights.mapping import plan_pieces
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
@@ -45,7 +45,7 @@ PACKED = [
 def hub_tensors(model):
     """The weights of a model under their Hub names."""
     parameters = dict(model.named_parameters())
-    pieces = plan({name: p.shape for name, p in parameters.items()}, model.weight_rules())
+    pieces = plan_pieces({name: p.shape for name, p in parameters.items()}, model.weight_rules())
     return {piece.tensor: parameters[piece.parameter].detach()[piece.index] for piece in pieces}
 
 

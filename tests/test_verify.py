@@ -1,4 +1,4 @@
-"""`ligermodels verify`: a sound checkpoint gets its certificate, and each check notices what it is there for."""
+"""`ligermodels verify`: a valid checkpoint gets its certificate, and each check detects its kind of fault."""
 
 import json
 
@@ -42,7 +42,7 @@ def verified(folder, tmp_path, capsys):
     return status, outcomes, certificate, capsys.readouterr().out
 
 
-def test_a_sound_checkpoint_passes_and_the_certificate_says_what_was_compared(folder, tmp_path, capsys):
+def test_a_valid_checkpoint_passes_and_the_certificate_lists_the_checks(folder, tmp_path, capsys):
     status, outcomes, certificate, out = verified(folder, tmp_path, capsys)
     assert status == 0 and certificate["passed"], out
     assert outcomes == dict.fromkeys(ARITHMETIC + TRIP + TEXT, "passed")
@@ -57,7 +57,7 @@ def test_a_sound_checkpoint_passes_and_the_certificate_says_what_was_compared(fo
     assert page.count('class="passed"') == 1 + len(outcomes) and "http" not in page and "fp32 gradients" in page
 
 
-def test_the_certificates_of_two_runs_and_of_the_hub_have_names_of_their_own(tmp_path, monkeypatch):
+def test_certificates_of_different_models_have_different_file_names(tmp_path, monkeypatch):
     for run in ("runs/qwen2", "runs/qwen2-2", "elsewhere"):
         (tmp_path / run / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -69,8 +69,8 @@ def test_the_certificates_of_two_runs_and_of_the_hub_have_names_of_their_own(tmp
     assert file_name(".") == "--".join([*tmp_path.parts[1:], "runs", "qwen2", "model"])
 
 
-def test_each_check_notices_its_own_fault(folder, tmp_path, capsys, monkeypatch):
-    """One gradient, the cache, bf16 alone, text, and what is written beside the tensors; all else still passes."""
+def test_each_check_detects_its_own_fault(folder, tmp_path, capsys, monkeypatch):
+    """Faults in one gradient, the KV cache, bf16 only, the text, and the files other than weights; the rest passes."""
     load, update, encode, render = hub.load, LayerCache.update, Tokenizer.encode, Tokenizer.render_chat_template
     config_of = round_trip.read_config
 
@@ -99,14 +99,14 @@ def test_each_check_notices_its_own_fault(folder, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr("ligermodels.weights.exporting.copy_files", forgetful)
     status, outcomes, certificate, out = verified(folder, tmp_path, capsys)
     assert status == 1 and not certificate["passed"]
-    sound = {name for name, outcome in outcomes.items() if outcome == "passed"}
-    assert sound == {"fp32 logits", "fp32 loss", "tensors after a round trip"}
+    passed = {name for name, outcome in outcomes.items() if outcome == "passed"}
+    assert passed == {"fp32 logits", "fp32 loss", "tensors after a round trip"}
     (line,) = (line for line in out.splitlines() if line.startswith("failed   fp32 gradients"))
     assert "1 of 26 beyond" in line and "model.layers.1.mlp.down_proj.weight" in line
     assert 'class="failed"' in (tmp_path / f"{file_name(str(folder))}.html").read_text()
 
 
-def test_a_weight_that_is_another_on_one_side_is_noticed(folder, tmp_path, capsys, monkeypatch):
+def test_a_weight_that_differs_on_one_side_is_detected(folder, tmp_path, capsys, monkeypatch):
     load = hub.load
 
     def altered(*args, **options):
@@ -123,7 +123,7 @@ def test_a_weight_that_is_another_on_one_side_is_noticed(folder, tmp_path, capsy
     assert "1 differ: model.layers.0.mlp.gate_proj.weight" in out
 
 
-def test_where_fp64_does_not_fit_the_truth_is_fp32_and_faults_still_show(folder, monkeypatch):
+def test_if_fp64_does_not_fit_the_truth_is_fp32_and_faults_are_still_detected(folder, monkeypatch):
     monkeypatch.setattr(parity, "fits_fp64", lambda *args: False)
     assert [check.passed for check in parity.parity_checks(folder, "cpu", 4)] == 6 * [True]
     load = hub.load
@@ -138,8 +138,8 @@ def test_where_fp64_does_not_fit_the_truth_is_fp32_and_faults_still_show(folder,
     assert {"fp32 logits", "fp32 gradients"} <= failed
 
 
-def test_gradients_of_experts_go_by_their_names_on_the_hub(tmp_path):
-    """Of which the reference has other ones in memory."""
+def test_gradients_of_experts_have_their_hub_names(tmp_path):
+    """The reference implementation has other names in memory."""
     save_reference(CASES["mixtral"] | {"num_hidden_layers": 2}, tmp_path)
     checks = {check.name: check for check in parity.parity_checks(tmp_path, "cpu", 2)}
     assert all(check.passed for check in checks.values())
@@ -148,7 +148,7 @@ def test_gradients_of_experts_go_by_their_names_on_the_hub(tmp_path):
     assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in gradients
 
 
-def test_without_transformers_or_a_checkpoint_there_is_no_certificate(folder, tmp_path, capsys, monkeypatch):
+def test_without_transformers_or_a_checkpoint_no_certificate_is_written(folder, tmp_path, capsys, monkeypatch):
     def refused(model):
         assert main(["verify", str(model), "--output", str(tmp_path / "out"), "--device", "cpu"]) == 2
         error = capsys.readouterr().err

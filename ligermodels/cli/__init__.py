@@ -15,21 +15,23 @@ UNUSABLE, INTERRUPTED = 2, 130  # the second as a shell reports SIGINT
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2, after one line on stderr, for input that cannot be used."""
     try:
-        args = parser().parse_command(sys.argv[1:] if arguments is None else arguments)
+        args = build_parser().parse_command(sys.argv[1:] if arguments is None else arguments)
         status = args.run(args)
         sys.stdout.flush()
         return status or 0
     except InputError as error:
-        return refused(str(error))
+        return report_error(str(error))
     except torch.OutOfMemoryError as error:
-        return refused(f"out of memory on the GPU; `ligermodels info` tells what a model needs: {first_line(error)}")
+        return report_error(
+            f"out of memory on the GPU; `ligermodels info` tells what a model needs: {first_line(error)}"
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         return silence_closed_stdout()
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     root = Parser(prog="ligermodels", description="Decoder language models on fused Triton kernels.")
     commands = root.add_subparsers(required=True, metavar="command")
     for command in (train, listing, info, generate, export, verify, bench):
@@ -37,6 +39,6 @@ def parser() -> Parser:
     return root
 
 
-def refused(message: str) -> int:
+def report_error(message: str) -> int:
     print(f"ligermodels: {message}", file=sys.stderr)
     return UNUSABLE

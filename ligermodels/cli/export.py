@@ -5,10 +5,10 @@ import functools
 from pathlib import Path
 
 from ligermodels import hub
-from ligermodels.cli.parsing import Commands, add_adapter, add_command, add_dtype, add_revision, load
+from ligermodels.cli.parsing import Commands, add_adapter, add_command, add_dtype, add_revision, load_with_adapter
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.units import byte_size, counted
-from ligermodels.weights.exporting import MAX_SHARD_SIZE, size_in_bytes, take_tokenizer
+from ligermodels.weights.exporting import MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes
 from ligermodels.weights.writing import refuse_in_use
 
 
@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> None:
     refuse_in_use(args.output.absolute())  # sooner than after reading the weights
     size_in_bytes(args.max_shard_size)
     adapter = hub.adapter_folder(args.adapter) if args.adapter else None
-    model = load(args.source, adapter, revision=args.revision)
-    also = functools.partial(take_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
+    model = load_with_adapter(args.source, adapter, revision=args.revision)
+    also = functools.partial(replace_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
     hub.export(model, args.output, dtype=args.dtype, max_shard_size=args.max_shard_size, also=also)
     sizes = [file.stat().st_size for file in args.output.glob("*.safetensors")]
     print(f"{args.output}: {byte_size(sum(sizes))} of weights in {counted(len(sizes), 'file')}")

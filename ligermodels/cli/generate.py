@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ligermodels import hub
 from ligermodels.cli.flags import not_negative, number, positive
-from ligermodels.cli.parsing import Commands, add_adapter, add_command, add_device, add_dtype, add_revision, load
+from ligermodels.cli.parsing import (
+    Commands,
+    add_adapter,
+    add_command,
+    add_device,
+    add_dtype,
+    add_revision,
+    load_with_adapter,
+)
 from ligermodels.errors import InputError
 from ligermodels.generation.decoding import model_stop_tokens, stream
 from ligermodels.layers.decoder import CausalLM
@@ -46,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
     if args.chat:  # what the template refuses, it refuses now
         tokenizer.render_chat_template(opening(args, "…"), add_generation_prompt=True)
-    model = load(folder, adapter, dtype=args.dtype, device=args.device)
+    model = load_with_adapter(folder, adapter, dtype=args.dtype, device=args.device)
     if args.chat:
         converse(model, tokenizer, args)
     else:
@@ -63,13 +71,13 @@ def opening(args: argparse.Namespace, said: str) -> list[dict[str, str]]:
 def converse(model: CausalLM, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """One turn with a prompt; else one after another, until the input ends."""
     messages: list[dict[str, str]] = []
-    for said in turns(args.prompt):
+    for said in user_turns(args.prompt):
         messages += [{"role": "user", "content": said}] if messages else opening(args, said)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         messages.append({"role": "assistant", "content": show(stream_text(model, tokenizer, ids, args))})
 
 
-def turns(prompt: str | None) -> Iterator[str]:
+def user_turns(prompt: str | None) -> Iterator[str]:
     if prompt is not None:
         yield prompt
         return
@@ -105,7 +113,7 @@ def stream_text(
     if not ids:
         raise InputError("generate: the prompt has no tokens; give it some text")
     hidden = len(tokenizer.decode(shown))
-    for piece in decoded(tokenizer, itertools.chain(shown, new_tokens(model, tokenizer, ids, args))):
+    for piece in decode_pieces(tokenizer, itertools.chain(shown, new_tokens(model, tokenizer, ids, args))):
         yield piece[hidden:]
         hidden = max(0, hidden - len(piece))
 
@@ -116,7 +124,7 @@ def new_tokens(model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int], args: 
     return itertools.takewhile(lambda token: token not in stops, (token for (token,) in tokens))
 
 
-def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+def decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     decoder = tokenizer.decode_stream()
     for token in ids:
         yield decoder.step(token) or ""

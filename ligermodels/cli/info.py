@@ -31,11 +31,11 @@ def add_to(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     described = describe(args.model, dtype=args.dtype, revision=args.revision)
     print(args.model)
-    for label, value in (*facts(described), *memory(described, args)):
+    for label, value in (*fact_lines(described), *memory_lines(described, args)):
         print(f"  {label:12} {value}".rstrip())
 
 
-def facts(described: Description) -> Iterator[tuple[str, str]]:
+def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
     config, count, files = described.model.config, count_parameters(described.model), described.files
     heads = f"{counted(config.num_attention_heads, 'head')} on {config.num_key_value_heads} of keys and values"
     yield "family", config.raw["model_type"]
@@ -50,7 +50,7 @@ def facts(described: Description) -> Iterator[tuple[str, str]]:
         yield "", f"{name}  {'missing' if size is None else byte_size(size)}"
 
 
-def memory(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def memory_lines(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     batch = args.batch_size, args.sequence_length, described.dtype
     model = described.model.to(described.dtype)
     recompute = args.activation_checkpointing == "full"

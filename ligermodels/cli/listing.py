@@ -3,7 +3,7 @@
 import argparse
 
 from ligermodels.cli.parsing import Commands, add_command
-from ligermodels.hub.description import catalogue
+from ligermodels.hub.description import architecture_lines
 
 
 def add_to(commands: Commands) -> None:
@@ -11,5 +11,5 @@ def add_to(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    for line in catalogue():
+    for line in architecture_lines():
         print(line)

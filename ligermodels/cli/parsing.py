@@ -11,7 +11,7 @@ from ligermodels import hub
 from ligermodels.cli.flags import Parser
 from ligermodels.layers.decoder import CausalLM
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_CHOICES = ("float32", "bfloat16", "float16")
 Commands = Any  # what add_subparsers returns, which argparse keeps to itself
 
 
@@ -39,7 +39,7 @@ def add_adapter(parser: argparse.ArgumentParser, use: str) -> None:
     parser.add_argument("--adapter", help=f"LoRA in PEFT's format, a folder or a Hub id, {use}")
 
 
-def load(model: str | Path, adapter: Path | None, **options: Any) -> CausalLM:
+def load_with_adapter(model: str | Path, adapter: Path | None, **options: Any) -> CausalLM:
     """The model of a folder or a Hub id, with the adapter of a folder. Raises InputError."""
     loaded = hub.load(model, **options)
     if adapter:
@@ -48,10 +48,10 @@ def load(model: str | Path, adapter: Path | None, **options: Any) -> CausalLM:
 
 
 def add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
-    parser.add_argument("--dtype", type=dtype, metavar="{" + ",".join(DTYPES) + "}", help=meaning)
+    parser.add_argument("--dtype", type=parse_dtype, metavar="{" + ",".join(DTYPE_CHOICES) + "}", help=meaning)
 
 
-def dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(DTYPES)})")
+def parse_dtype(name: str) -> torch.dtype:
+    if name not in DTYPE_CHOICES:
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(DTYPE_CHOICES)})")
     return getattr(torch, name)

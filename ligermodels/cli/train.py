@@ -10,7 +10,7 @@ from ligermodels import distributed
 from ligermodels.cli.flags import NAMES_OF_VALUES
 from ligermodels.cli.parsing import Commands
 from ligermodels.errors import InputError
-from ligermodels.hub.description import catalogue
+from ligermodels.hub.description import architecture_lines
 from ligermodels.training import plan, train
 from ligermodels.training.config import FIELDS, TrainConfig, choices_of, parsed_item, type_of
 from ligermodels.training.runs.settings import config_from_file, config_of_run
@@ -91,10 +91,10 @@ def help_of(field: Field) -> str:
 
 def run(args: argparse.Namespace) -> int | None:
     if getattr(args, "model", None) == "list":
-        print("\n".join(catalogue()), flush=True)
+        print("\n".join(architecture_lines()), flush=True)
         return None
     try:
-        config = config_of(args)
+        config = config_from_flags(args)
         if args.dry_run:
             print_plan(config)
         else:
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int | None:
     return None
 
 
-def config_of(args: argparse.Namespace) -> TrainConfig:
+def config_from_flags(args: argparse.Namespace) -> TrainConfig:
     """The settings of a run: the flags that are given, then those of --config or of the run that is resumed."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     folder = given.pop("resume", None)

@@ -1,4 +1,4 @@
-"""Models by name: from a Hub id, a folder, an architecture or a configuration, and back to a folder."""
+"""Loads and creates models by name (Hub id, folder, architecture or configuration), and exports them to folders."""
 
 from ligermodels.hub.models import (
     adapter_folder,

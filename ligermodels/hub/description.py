@@ -1,4 +1,4 @@
-"""What a model is, from its config.json and the names of its files alone: no weights are read, none are downloaded."""
+"""Describes a model from its config.json and its file names alone: no weights are read or downloaded."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from ligermodels.units import parameter_count
 from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 
-PRESET_DTYPE = torch.float32  # in which `create` makes them
+PRESET_DTYPE = torch.float32  # the default dtype of `create`
 
 
 @dataclass(frozen=True)
 class Description:
-    """model: on the meta device. dtype: of its weights. files: of its weights with their bytes, None if missing."""
+    """model: on the meta device. dtype: of its weights. files: its weight files and their bytes, None if missing."""
 
     model: CausalLM
     dtype: torch.dtype
@@ -29,9 +29,9 @@ class Description:
 
 
 def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Description:
-    """A preset as "qwen2:tiny", a folder, or a Hub id, of which config.json and the index are downloaded.
+    """Describes a preset such as "qwen2:tiny", a folder, or a Hub id (downloads its config.json and index).
 
-    dtype: None for the checkpoint's own. Raises HubError, ConfigError or CheckpointError.
+    dtype: None for the checkpoint's dtype. Raises HubError, ConfigError or CheckpointError.
     """
     architecture, colon, size = name.partition(":")
     if colon and architecture in ARCHITECTURES:
@@ -39,41 +39,43 @@ def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | Non
         return Description(model, dtype or PRESET_DTYPE, {})
     if name in ARCHITECTURES:
         presets = ", ".join(f"{name}:{size}" for size in ARCHITECTURES[name].SIZES)
-        raise HubError(f"{name}: is an architecture; pass one of its presets, {presets or 'of which it has none'}")
+        raise HubError(f"{name}: is an architecture; pass one of its presets: {presets or 'it has none'}")
     folder = local_folder(name, revision)
     if folder is not None:
-        files = local_sizes(folder)
+        files = local_weight_sizes(folder)
     else:
-        folder = models.small_files(name, revision, None, files=(CONFIG_FILE, INDEX_FILE))
+        folder = models.fetch_all_but_weights(name, revision, None, files=(CONFIG_FILE, INDEX_FILE))
         if not (folder / CONFIG_FILE).exists():
-            raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the format of transformers are read")
+            raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the transformers format can be read")
         files = weight_sizes(name, folder, token=None)
     raw = read_config(folder)
-    model = models.build(*models.understood(raw, folder / CONFIG_FILE))
-    return Description(model, dtype or dtype_of(raw, folder), files)
+    model = models.build_on_meta(*models.select_architecture(raw, folder / CONFIG_FILE))
+    return Description(model, dtype or weight_dtype(raw, folder), files)
 
 
-def local_sizes(folder: Path) -> dict[str, int | None]:
+def local_weight_sizes(folder: Path) -> dict[str, int | None]:
+    """The weight files of a folder and their bytes; None for a file that the index names and that is missing."""
     names = [SINGLE_FILE] if (folder / SINGLE_FILE).exists() else indexed_files(folder)
     return {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
 
 
-def dtype_of(raw: Mapping[str, Any], folder: Path) -> torch.dtype:
-    """Where config.json does not say it, that of the weights, which a Hub id's folder may lack."""
+def weight_dtype(raw: Mapping[str, Any], folder: Path) -> torch.dtype:
+    """The dtype in config.json, else that of the stored weights. Raises HubError if neither is known."""
     if any(raw.get(key) for key in DTYPE_KEYS):
-        return models.stored_dtype(dict(raw), Checkpoint(folder, {}))
+        return models.checkpoint_dtype(dict(raw), Checkpoint(folder, {}))
     if (folder / SINGLE_FILE).exists():
-        return models.stored_dtype(dict(raw), open_checkpoint(folder))
+        return models.checkpoint_dtype(dict(raw), open_checkpoint(folder))
     raise HubError(f"{folder / CONFIG_FILE}: field dtype is missing; pass --dtype")
 
 
-def catalogue() -> Iterator[str]:
-    """A line for each architecture: its presets and how many parameters these have."""
+def architecture_lines() -> Iterator[str]:
+    """One line per architecture: its presets with their numbers of parameters."""
     for name, architecture in sorted(ARCHITECTURES.items()):
-        presets = [f"{size} ({parameters(name, size)})" for size in architecture.SIZES]
+        presets = [f"{size} ({preset_parameters(name, size)})" for size in architecture.SIZES]
         yield f"{name:12} {', '.join(presets) or 'from a checkpoint'}"
 
 
-def parameters(architecture: str, size: str) -> str:
+def preset_parameters(architecture: str, size: str) -> str:
+    """The number of parameters of a preset, such as "8.0B"."""
     model = models.create(architecture, size=size, device="meta")
     return parameter_count(sum(parameter.numel() for parameter in model.parameters()))

@@ -1,10 +1,10 @@
-"""The door to the Hugging Face Hub: a repository's files in the Hub's cache, by way of huggingface_hub.
+"""Downloads files of a Hugging Face Hub repository into the Hub's cache, with huggingface_hub.
 
-The client keeps the cache (HF_HOME) and the token (HF_TOKEN, or `hf auth login`), stays offline if told to
-(HF_HUB_OFFLINE), shows progress, locks out other processes, takes up a broken connection at the byte where it broke,
-and puts a file in its place only when it is whole: whole files outlive a process that is killed, parts of one do not.
-Decided here: what is downloaded and in which order, and what to tell the user where it fails. Remote code is never
-downloaded. Knows names of files; nothing of what is in them but which shards an index names.
+huggingface_hub manages the cache (HF_HOME) and the token (HF_TOKEN, or `hf auth login`), works offline on request
+(HF_HUB_OFFLINE), shows progress, locks files against other processes and resumes broken connections. It renames a file
+to its final name only when it is complete, so a killed process keeps complete files and loses partial ones.
+This module decides which files are downloaded and in which order, and explains failures to the user. Remote code is
+never downloaded. It knows file names, but no file content except the shards that an index names.
 """
 
 import os
@@ -18,47 +18,47 @@ from huggingface_hub import HfApi, constants, errors, get_token, snapshot_downlo
 from tqdm import tqdm
 
 from ligermodels.errors import HubError, InputError, first_line
-from ligermodels.hub.known_models import nearest
+from ligermodels.hub.known_models import nearest_model
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.adapters import ADAPTER_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
-from ligermodels.weights.exporting import COPIED, TOKENIZER_FILES
+from ligermodels.weights.exporting import COPIED_FILES, TOKENIZER_FILES
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, read_weight_map, shortened
 
-# All but weights: what a model is built from, and what its export takes along.
-FILES = (CONFIG_FILE, INDEX_FILE, *COPIED)
+# All files except weights: those that a model is built from, and those that an export copies.
+MODEL_FILES = (CONFIG_FILE, INDEX_FILE, *COPIED_FILES)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-BUSY = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which the Hub may well answer
-PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
+RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
+RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
-class Silent(tqdm):
-    """Progress of what takes no time."""
+class SilentProgress(tqdm):
+    """A disabled progress bar, for small files."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"disable": True})
 
 
 def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """The folder, or None for what may be a Hub id, which a Path is not. Raises HubError for what can be neither, and
-    for a folder of which a revision is wanted.
+    """The local folder, or None if the name may be a Hub id.
 
-    What is spelled as a path, such as ./model, the client refuses before it asks the Hub.
+    Raises HubError if it can be neither, or if a revision of a local folder is requested. A Path is never a Hub id. A
+    string that looks like a path, such as ./model, is refused later by huggingface_hub, before it contacts the Hub.
     """
     folder = os.path.expanduser(name_or_folder)
-    if os.path.isdir(folder):  # which, unlike Path's, is False for whatever cannot be one
+    if os.path.isdir(folder):  # unlike Path.is_dir, this returns False for invalid paths
         if revision:
-            raise HubError(f"{folder}: is a folder, which has no revision {revision!r}; leave it out, or pass a Hub id")
+            raise HubError(f"{folder}: is a folder and has no revision {revision!r}; leave it out, or pass a Hub id")
         return Path(folder)
     if os.path.exists(folder):
-        raise HubError(f"{name_or_folder}: is a file; pass the folder that it lies in")
+        raise HubError(f"{name_or_folder}: is a file; pass the folder that contains it")
     name = str(name_or_folder)
     if "://" in name:
-        raise HubError(f"{name}: is a URL; pass the Hub's name for it, such as 'owner/model'")
+        raise HubError(f"{name}: is a URL; pass the Hub name instead, such as 'owner/model'")
     if isinstance(name_or_folder, Path):
-        raise HubError(f"{name}: is neither a folder nor a Hub name such as 'owner/model'{did_you_mean(name, ())}")
+        raise HubError(f"{name}: is neither a folder nor a Hub name such as 'owner/model'{suggestion(name, ())}")
     return None
 
 
@@ -68,79 +68,82 @@ def fetch_files(
     revision: str | None,
     token: str | None,
     known: Iterable[str] = (),
-    files: Iterable[str] = FILES,
+    files: Iterable[str] = MODEL_FILES,
 ) -> Path:
-    """A snapshot folder of the Hub's cache with a repository's `files`, downloaded where they are absent.
+    """Downloads a repository's `files` where the cache does not have them; returns the snapshot folder in the cache.
 
-    revision: a branch, tag or commit. known: names to suggest the nearest of, where the Hub does not know `name`.
-    files: names or patterns, by default of all that is not weights. Where the Hub cannot be reached, or is not to be,
-    the cache must have them all. Raises HubError.
+    revision: a branch, tag or commit. known: names to suggest from if the Hub does not know `name`.
+    files: names or patterns; by default all files except weights. If the Hub cannot be reached, or in offline mode, the
+    cache must contain all of them. Raises HubError.
     """
-    with explained(name, revision, token, known=known):
-        return download(name, files, revision, token, tqdm_class=Silent)
+    with hub_errors(name, revision, token, known=known):
+        return download(name, files, revision, token, tqdm_class=SilentProgress)
 
 
 def fetch_adapter(name: str, *, revision: str | None, token: str | None) -> Path:
-    """As `fetch_files`, with the two files of a LoRA adapter, and those of a tokenizer beside it. Raises HubError."""
-    with explained(name, revision, token):
+    """As `fetch_files`, for the two files of a LoRA adapter and the tokenizer files beside them. Raises HubError."""
+    with hub_errors(name, revision, token):
         files = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
         return download(name, files, revision, token)
 
 
 def fetch_weights(name: str, folder: Path, *, token: str | None) -> None:
-    """Completes `folder`, as `fetch_files` gave it, by the repository's safetensors weights. Raises HubError.
+    """Downloads the repository's safetensors weights into `folder`, the snapshot that `fetch_files` returned.
 
-    What the repository lacks is told before any of them is downloaded.
+    Raises HubError. If the repository lacks a file, the error is raised before any weights are downloaded.
     """
     missing = missing_weights(folder)
     if not missing:
         return
     commit = folder.name
-    with explained(name, commit, token, missing=missing):
-        stored = listing(name, commit, token)
+    with hub_errors(name, commit, token, missing=missing):
+        stored = list_files(name, commit, token)
         if SINGLE_FILE in stored:
             missing = [SINGLE_FILE]
         elif INDEX_FILE not in stored:
             others = [file for file in stored if file.endswith(WEIGHT_SUFFIXES)]
             raise HubError(
                 f"{name}: has no weights in safetensors{', but ' + shortened(others) if others else ''}; only "
-                f"{SINGLE_FILE}, or {INDEX_FILE} with its shards, is read: convert them, or take another repository"
+                f"{SINGLE_FILE}, or {INDEX_FILE} with its shards, is read: convert them, or use another repository"
             )
         absent = [file for file in missing if file not in stored]
         if absent:
             raise HubError(
                 f"{name}: {INDEX_FILE} names files that the repository does not have: {shortened(absent)}; "
-                f"see {page(name)}/tree/{commit} and take another revision"
+                f"see {hub_page(name)}/tree/{commit} and use another revision"
             )
         download(name, missing, commit, token)
 
 
 def weight_sizes(name: str, folder: Path, *, token: str | None) -> dict[str, int | None]:
-    """Bytes of each file of a repository's weights, of which `folder` is a snapshot; none is downloaded.
+    """The weight files of a repository and their bytes, without a download. folder: its snapshot in the cache.
 
-    None where the repository does not have a file that its index names. Raises HubError.
+    None for a file that the index names and the repository does not have. Raises HubError.
     """
-    with explained(name, folder.name, token):
-        stored = listing(name, folder.name, token)
+    with hub_errors(name, folder.name, token):
+        stored = list_files(name, folder.name, token)
     if SINGLE_FILE in stored:
         return {SINGLE_FILE: stored[SINGLE_FILE]}
     return {shard: stored.get(shard) for shard in indexed_files(folder)}
 
 
 def indexed_files(folder: Path) -> list[str]:
-    """The files that the folder's index names; none where it has no index."""
+    """The files that the folder's index names; an empty list if it has no index."""
     return sorted(set(read_weight_map(folder).values())) if (folder / INDEX_FILE).exists() else []
 
 
-def listing(name: str, revision: str, token: str | None) -> dict[str, int | None]:
-    """The files of a repository's root with their bytes, and its folders. It raises what `snapshot_download` would."""
+def list_files(name: str, revision: str, token: str | None) -> dict[str, int | None]:
+    """The entries of a repository's root: files with their bytes, folders with None.
+
+    Raises the same errors as `snapshot_download`.
+    """
 
     def ask() -> dict[str, int | None]:
         entries = HfApi(token=token).list_repo_tree(name, revision=revision)
         return {entry.path: getattr(entry, "size", None) for entry in entries}
 
     try:
-        return patiently(ask)
+        return with_retries(ask)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise
     except Exception as error:
@@ -148,7 +151,7 @@ def listing(name: str, revision: str, token: str | None) -> dict[str, int | None
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """The files, by name, that a snapshot lacks to have weights."""
+    """The names of the weight files that a snapshot lacks."""
     if (folder / SINGLE_FILE).exists():
         return []
     if not (folder / INDEX_FILE).exists():
@@ -157,31 +160,36 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def download(name: str, files: Iterable[str], revision: str | None, token: str | None, **how: Any) -> Path:
-    """The snapshot folder with those of the repository's files that `files` names, as patterns."""
+    """Downloads the files that match the patterns; returns the snapshot folder."""
     return Path(
-        patiently(lambda: snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), **how))
+        with_retries(lambda: snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), **how))
     )
 
 
-def patiently(call: Callable[[], T]) -> T:
-    """Calls again, after a pause, where the Hub is too busy or the connection broke; what is complete is kept."""
-    for pause in PAUSES:
+def with_retries(call: Callable[[], Result]) -> Result:
+    """Calls the function; retries it after a pause if the Hub is overloaded or the connection was reset.
+
+    Files that are complete are kept between the attempts.
+    """
+    for pause in RETRY_PAUSES:
         try:
             return call()
         except Exception as error:
-            if not passing(error):
+            if not is_transient(error):
                 raise
         time.sleep(pause)
     return call()
 
 
-def passing(error: Exception) -> bool:
-    """Whether the same call may well succeed a little later."""
-    return status(error) in BUSY or any(isinstance(cause, ConnectionResetError) for cause in causes(error))
+def is_transient(error: Exception) -> bool:
+    """Whether the same call may succeed later."""
+    return http_status(error) in RETRIED_STATUSES or any(
+        isinstance(cause, ConnectionResetError) for cause in error_chain(error)
+    )
 
 
 @contextmanager
-def explained(
+def hub_errors(
     name: str,
     revision: str | None,
     token: str | None,
@@ -189,46 +197,50 @@ def explained(
     missing: Iterable[str] = (),
     known: Iterable[str] = (),
 ) -> Iterator[None]:
-    """Turns whatever the client raises into a HubError. missing: what was looked for and is not in the cache."""
+    """Converts all errors of huggingface_hub into HubErrors. missing: the requested files that the cache lacks."""
     try:
         yield
     except InputError:
         raise
-    except Exception as error:  # the client lets through the errors of its HTTP library, which differs by version
-        raise HubError(f"{name}: {reason(error, name, revision, token, shortened(missing), known)}") from error
+    except Exception as error:  # includes errors of its HTTP library, which depends on the version
+        raise HubError(f"{name}: {failure_reason(error, name, revision, token, shortened(missing), known)}") from error
 
 
-def reason(
+def failure_reason(
     error: Exception, name: str, revision: str | None, token: str | None, missing: str, known: Iterable[str]
 ) -> str:
-    """Why a download failed, and what to do."""
+    """Why a download failed, and what the user can do."""
     has_token = bool(token or get_token())
     match error:
         case errors.HFValidationError():
-            return f"is neither a folder nor a Hub name such as 'owner/model'{did_you_mean(name, known)}"
+            return f"is neither a folder nor a Hub name such as 'owner/model'{suggestion(name, known)}"
         case errors.GatedRepoError() if has_token:
-            granted = f"ask for access at {page(name)} with its account"
-            return f"is gated and {origin(token)} has no right to it{answer(error)}; accept its licence and {granted}"
+            request = f"request access at {hub_page(name)} with the token's account"
+            return (
+                f"is gated and {token_source(token)} has no access to it{hub_message(error)}; accept its licence and "
+                f"{request}"
+            )
         case errors.GatedRepoError():
-            return f"is gated and there is no token; accept its licence at {page(name)}, then set HF_TOKEN"
-        case _ if isinstance(error, errors.RepositoryNotFoundError) or (status(error) == 401 and not has_token):
-            access = f"{origin(token)} cannot see it" if has_token else "private, which needs HF_TOKEN"
-            return f"is not a repository of the Hub, or {access}{did_you_mean(name, known) or '; check the spelling'}"
+            return f"is gated and there is no token; accept its licence at {hub_page(name)}, then set HF_TOKEN"
+        case _ if isinstance(error, errors.RepositoryNotFoundError) or (http_status(error) == 401 and not has_token):
+            access = f"{token_source(token)} cannot see it" if has_token else "private, which needs HF_TOKEN"
+            return f"is not a repository of the Hub, or {access}{suggestion(name, known) or '; check the spelling'}"
         case errors.RevisionNotFoundError():
-            return f"has no revision {revision!r}; see {page(name)}/commits"
-        case _ if status(error) == 401:
+            return f"has no revision {revision!r}; see {hub_page(name)}/commits"
+        case _ if http_status(error) == 401:
             tokens = f"{constants.ENDPOINT}/settings/tokens"
-            return f"the Hub does not accept {origin(token)}{answer(error)}; make another at {tokens}, or go without"
-        case _ if status(error) == 403:
-            return f"the Hub refuses {origin(token)}{answer(error)}; see {page(name)}"
+            refusal = f"the Hub does not accept {token_source(token)}{hub_message(error)}"
+            return f"{refusal}; create another at {tokens}, or use none"
+        case _ if http_status(error) == 403:
+            return f"the Hub refuses {token_source(token)}{hub_message(error)}; see {hub_page(name)}"
         case errors.LocalEntryNotFoundError():
-            return not_cached(error, revision, missing) + did_you_mean(name, known)
+            return not_cached(error, revision, missing) + suggestion(name, known)
     failed = f"{missing or 'it'} could not be downloaded"
-    return f"{failed} ({type(error).__name__}: {first_line(error)}); what is complete is kept: try again"
+    return f"{failed} ({type(error).__name__}: {first_line(error)}); complete files are kept: try again"
 
 
 def not_cached(error: Exception, revision: str | None, missing: str) -> str:
-    """That the cache would have been needed, why, and what it lacks."""
+    """Why the cache had to be used, what it lacks, and what the user can do."""
     match error.__cause__ or error:
         case errors.OfflineModeIsEnabled():
             why, remedy = "HF_HUB_OFFLINE is set", "unset it"
@@ -238,49 +250,50 @@ def not_cached(error: Exception, revision: str | None, missing: str) -> str:
             why = f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}: {first_line(cause)})"
             remedy = "connect"
     if isinstance(error, errors.IncompleteSnapshotError):
-        missing = f"all of it: {first_line(error)}"  # where the client names the files
+        missing = f"all of it: {first_line(error)}"  # this error lists the files
     what = missing or f"revision {revision or constants.DEFAULT_REVISION!r}"
     return f"{why}, and the cache {constants.HF_HUB_CACHE} does not hold {what}; {remedy}, or pass a folder"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The name among those known, and the folders beside where `name` would lie, that was most likely meant."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: the most similar known name, or folder beside the path `name`, if any is similar."""
     beside = [str(path) for path in Path(os.path.expanduser(name)).parent.glob("*") if os.path.isdir(path)]
-    meant = nearest(name, [*beside, *known])
+    meant = nearest_model(name, [*beside, *known])
     return f"; did you mean {meant!r}?" if meant and meant != name else ""
 
 
-def page(name: str) -> str:
+def hub_page(name: str) -> str:
+    """The URL of a repository's page."""
     return f"{constants.ENDPOINT}/{name}"
 
 
-def origin(token: str | None) -> str:
-    """What to call the token in an error: where it came from."""
+def token_source(token: str | None) -> str:
+    """Names the token in an error message by its source."""
     if token:
         return "the token passed"
     return "the token in HF_TOKEN" if os.environ.get("HF_TOKEN") else f"the token in {constants.HF_TOKEN_PATH}"
 
 
-def status(error: BaseException) -> int | None:
-    """The HTTP status that an error of the client, or what caused it, came with."""
-    refusal = refused(error)
+def http_status(error: BaseException) -> int | None:
+    """The HTTP status of an error, or of one of its causes."""
+    refusal = hub_refusal(error)
     return refusal.response.status_code if refusal else None
 
 
-def refused(error: BaseException) -> errors.HfHubHTTPError | None:
-    """The Hub's own refusal among the causes of an error."""
-    of_the_hub = (cause for cause in causes(error) if isinstance(cause, errors.HfHubHTTPError))
-    return next((cause for cause in of_the_hub if cause.response is not None), None)
+def hub_refusal(error: BaseException) -> errors.HfHubHTTPError | None:
+    """The HTTP error of the Hub, with its response, in the chain of an error's causes."""
+    http_errors = (cause for cause in error_chain(error) if isinstance(cause, errors.HfHubHTTPError))
+    return next((cause for cause in http_errors if cause.response is not None), None)
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what caused it, what caused that."""
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def answer(error: BaseException) -> str:
-    """The Hub's own words, in brackets."""
-    refusal = refused(error)
+def hub_message(error: BaseException) -> str:
+    """The Hub's own message in parentheses, or an empty string."""
+    refusal = hub_refusal(error)
     return f" ({first_line(refusal.server_message)})" if refusal and refusal.server_message else ""

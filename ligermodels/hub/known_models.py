@@ -1,13 +1,13 @@
-"""Ids of the Hub's models that this zoo loads, and which of them a mistyped name may have meant.
+"""Ids of Hub models that this package loads, and the one that a mistyped name most likely means.
 
-Only ever suggested in an error: what is loaded is what was asked for. A list to be added to; it need not be complete.
+The list is used only for suggestions in error messages. It need not be complete.
 """
 
 import difflib
 import re
 from collections.abc import Iterable
 
-NAMES = {
+NAMES_BY_OWNER = {
     "meta-llama": """
         Llama-2-7b-hf Llama-2-7b-chat-hf Llama-2-13b-hf Llama-2-13b-chat-hf Llama-2-70b-hf Llama-2-70b-chat-hf
         Meta-Llama-3-8B Meta-Llama-3-8B-Instruct Meta-Llama-3-70B Meta-Llama-3-70B-Instruct
@@ -81,17 +81,20 @@ NAMES = {
         glm-4-9b-hf glm-4-9b-chat-hf glm-4-9b-chat-1m-hf
         GLM-4-9B-0414 GLM-4-32B-0414 GLM-4-32B-Base-0414 GLM-Z1-9B-0414 GLM-Z1-32B-0414""",
 }
-KNOWN_MODELS = tuple(f"{owner}/{name}" for owner, names in NAMES.items() for name in names.split())
+KNOWN_MODELS = tuple(f"{owner}/{name}" for owner, names in NAMES_BY_OWNER.items() for name in names.split())
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `name`, whatever its owner, case and separators, or None; of those alike the first."""
-    spelled = {simplified(candidate): candidate for candidate in reversed(list(candidates))}
-    alike = difflib.get_close_matches(simplified(name), spelled, n=1)
+def nearest_model(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate most similar to `name`, or None; the first one of several that are equal.
+
+    Owner, case and separators are ignored.
+    """
+    spelled = {normalized_name(candidate): candidate for candidate in reversed(list(candidates))}
+    alike = difflib.get_close_matches(normalized_name(name), spelled, n=1)
     return spelled[alike[0]] if alike else None
 
 
-def simplified(name: str) -> str:
-    """meta-llama/Meta-Llama-3-8B → llama38b."""
+def normalized_name(name: str) -> str:
+    """The name without owner, separators and case: meta-llama/Meta-Llama-3-8B -> llama38b."""
     last = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     return re.sub(r"[^a-z0-9]", "", last)

@@ -1,6 +1,6 @@
-"""Models by name: from a Hub id, a folder, an architecture's name or a configuration, and back to a folder.
+"""Loads, creates and exports models: the functions of the public API.
 
-The one place that knows both the list of architectures and the Hub's door, `download`. Remote code is never run.
+This is the only module that knows both the list of architectures and `download`. Remote code is never run.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ import torch
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
 from ligermodels.errors import CheckpointError, HubError, suggest
-from ligermodels.hub.download import FILES, fetch_adapter, fetch_files, fetch_weights, local_folder
+from ligermodels.hub.download import MODEL_FILES, fetch_adapter, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules
@@ -20,13 +20,13 @@ from ligermodels.layers.lora_targets import insert_lora, lora_projections
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
-from ligermodels.weights.adapters import fill_updates, fitted, read_adapter, write_adapter
+from ligermodels.weights.adapters import fill_updates, match_adapter, read_adapter, write_adapter
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import Checkpoint, open_checkpoint
-from ligermodels.weights.loading import FLOATS, fill_weights, fit_weights, refuse_meta
+from ligermodels.weights.loading import FLOAT_DTYPES, fill_weights, plan_loading, refuse_meta_parameters
 
-LEAST_TENSORS = 4  # of a layer in any layout: a norm, attention's two sides, a feed-forward layer
+MIN_TENSORS_PER_LAYER = 4  # in any layout: a norm, the input and output of attention, a feed-forward layer
 
 
 def list_architectures() -> list[str]:
@@ -43,21 +43,21 @@ def load(
     token: str | None = None,
     allow_unexpected: bool = False,
 ) -> CausalLM:
-    """A model with the weights of a Hub repository or a folder, in evaluation mode.
+    """Loads a model with the weights of a Hub repository or a folder, in evaluation mode.
 
-    dtype: of all parameters; None takes config.json's, or where it has none that of the stored weights.
-    device: an int is a GPU's. The weights are streamed there: the host holds buffers of 192 MiB, never the model.
-    allow_unexpected: tensors that the model has no place for are left out with a warning, instead of refused.
-    Raises HubError, ConfigError or CheckpointError (all InputError), before memory is taken for the weights.
+    dtype: of all parameters; None for the dtype in config.json, or else that of the stored weights.
+    device: an int means a GPU. The weights are streamed there; the host holds buffers of 192 MiB, never the model.
+    allow_unexpected: ignore tensors that the model has no place for, with a warning, instead of raising an error.
+    Raises HubError, ConfigError or CheckpointError (all are InputError) before memory for the weights is allocated.
     """
     folder = resolve(name_or_folder, revision=revision, token=token)
     raw, generation_config = read_config(folder), read_generation_config(folder)
-    architecture, config = understood(raw, folder / CONFIG_FILE)
+    architecture, config = select_architecture(raw, folder / CONFIG_FILE)
     checkpoint = open_checkpoint(folder)
     refuse_layers_without_tensors(config, checkpoint)
-    model = build(architecture, config).to(dtype or stored_dtype(raw, checkpoint))
-    fit = fit_weights(model, checkpoint, allow_unexpected=allow_unexpected)
-    fill_weights(model.to_empty(device=device), fit)
+    model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
+    plan = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
+    fill_weights(model.to_empty(device=device), plan)
     model.source, model.generation_config = folder, generation_config
     return model.eval()
 
@@ -69,19 +69,21 @@ def load_tokenizer(
     revision: str | None = None,
     token: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a Hub repository or a folder.
+    """Loads the tokenizer of a Hub repository or a folder.
 
-    adapter: what is to be used with the model, a Hub repository or a folder in PEFT's format; its tokenizer, where it
-    brings one, is the one that it was trained with, and is taken instead.
-    Raises HubError, or CheckpointError where there is none, or one with more ids than the folder's model has.
+    adapter: a LoRA adapter in PEFT's format that will be used with the model, a Hub repository or a folder. If it
+    contains a tokenizer, it was trained with that, so that tokenizer is loaded instead.
+    Raises HubError; CheckpointError if there is no tokenizer, or if it has more ids than the model's vocabulary.
     """
     folder = local_folder(name_or_folder, revision)
     if folder is None or not has_tokenizer(folder):
-        folder = local_model(name_or_folder, revision) or small_files(str(name_or_folder), revision, token)
-    brought = None if adapter is None else adapter_folder(adapter, token=token)
-    tokenizer = Tokenizer.from_folder(brought if brought and has_tokenizer(brought) else folder)
+        folder = local_model_folder(name_or_folder, revision) or fetch_all_but_weights(
+            str(name_or_folder), revision, token
+        )
+    of_adapter = None if adapter is None else adapter_folder(adapter, token=token)
+    tokenizer = Tokenizer.from_folder(of_adapter if of_adapter and has_tokenizer(of_adapter) else folder)
     config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
-    for part in (config, config.get("text_config")):  # whatever else is wrong with it is the model's concern
+    for part in (config, config.get("text_config")):  # loading the model reports all other faults of the config
         if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
             check_vocabulary(tokenizer, part["vocab_size"], folder / CONFIG_FILE)
     return tokenizer
@@ -95,13 +97,13 @@ def create(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> CausalLM:
-    """A model with random weights, in training mode; on the meta device without any.
+    """Creates a model with random weights, in training mode. On the meta device it has no weights.
 
-    architecture_or_config: a name of `list_architectures()`, which needs a `size` among its presets; or a config.json
-    as a dict, its path or that of its folder.
+    architecture_or_config: a name from `list_architectures()`, together with a preset `size`; or a config.json as a
+    dict, its path, or the path of its folder.
     """
-    raw, origin = raw_config(architecture_or_config, size)
-    model = build(*understood(raw, origin)).to(dtype)
+    raw, origin = read_preset_or_config(architecture_or_config, size)
+    model = build_on_meta(*select_architecture(raw, origin)).to(dtype)
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)
@@ -117,42 +119,45 @@ def export(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     also: Callable[[Path], None] | None = None,
 ) -> None:
-    """Writes a folder that transformers 4 and 5 and vLLM read; LoRA is merged on the way, the model stays as it is.
+    """Exports a model to a folder that transformers 4 and 5 and vLLM read. LoRA is merged; the model is not changed.
 
-    Of a model sharded by FSDP2 every rank calls, rank 0 writes, and no rank gathers more than a parameter at a time.
-    folder: must be empty or not yet exist; it is complete or is not there. dtype: of the weights as written, float64,
-    float32, float16 or bfloat16; None for the model's. max_shard_size: bytes per file, or as in "5GB" or "2GiB".
-    also: writes more into the path that it is given, such as a tokenizer, before the folder has its name.
-    Raises CheckpointError where `folder` is in use or cannot be written, InputError for what is no dtype or size.
+    If the model is sharded by FSDP2, every rank must call; rank 0 writes, and at most one parameter is gathered at a
+    time.
+    folder: must be empty or not exist. It is written atomically.
+    dtype: of the written weights: float64, float32, float16 or bfloat16; None for the model's dtype.
+    max_shard_size: bytes per file, as a number or as "5GB" or "2GiB".
+    also: a function that writes further files, such as a tokenizer, into the temporary folder it gets.
+    Raises CheckpointError if `folder` is in use or cannot be written, InputError for an invalid dtype or size.
     """
     export_weights(model, folder, source=model.source, dtype=dtype, max_shard_size=max_shard_size, also=also)
 
 
 def export_adapter(model: CausalLM, folder: str | Path, *, also: Callable[[Path], None] | None = None) -> None:
-    """Writes the model's LoRA alone, as PEFT reads it: adapter_config.json and adapter_model.safetensors.
+    """Exports only the model's LoRA, in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-    Calls, `also` and errors are as with `export`; InputError where the model has no LoRA.
+    Ranks, `also` and errors are as for `export`. Raises InputError if the model has no LoRA.
     """
     write_adapter(
-        model, lora_projections(model), folder, None if model.source is None else hub_name(model.source), also
+        model, lora_projections(model), folder, None if model.source is None else base_model_name(model.source), also
     )
 
 
 def load_adapter(
     model: CausalLM, name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None
 ) -> None:
-    """Gives a model the LoRA of a Hub repository or folder in PEFT's format, in place, and freezes everything else.
+    """Adds the LoRA of a Hub repository or folder in PEFT's format to a model in place; freezes all other weights.
 
-    model: one that has LoRA already, as it must have where it is sharded, is filled if it has just the adapter's.
-    Where it brings a generation_config.json, as a tokenizer of its own needs, that becomes the model's.
-    Raises HubError, or CheckpointError naming what does not fit: features beyond plain and rank-stabilised LoRA,
-    tensors that are missing, unexpected or misshapen, updates of routers, embeddings or the head.
+    model: if it already has LoRA, its settings must equal the adapter's, and its values are overwritten. A sharded
+    model must already have LoRA.
+    If the adapter contains a generation_config.json, as one with its own tokenizer does, it replaces the model's.
+    Raises HubError, or CheckpointError that names what does not fit: features other than plain and rank-stabilised
+    LoRA, tensors that are missing, unexpected or of the wrong shape, LoRA of routers, embeddings or the head.
     """
-    refuse_meta(model)
+    refuse_meta_parameters(model)
     folder = adapter_folder(name_or_folder, revision=revision, token=token)
     adapter = read_adapter(folder)
     layouts = [lora_projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
-    layout, settings = fitted(adapter, layouts)
+    layout, settings = match_adapter(adapter, layouts)
     if not any(lora_modules(model)):
         insert_lora(model, settings)
     fill_updates(model, adapter, layout, settings)
@@ -160,27 +165,30 @@ def load_adapter(
 
 
 def adapter_folder(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Path:
-    """As `resolve`, of an adapter in PEFT's format. Raises HubError."""
+    """As `resolve`, for an adapter in PEFT's format. Raises HubError."""
     folder = local_folder(name_or_folder, revision)
     return folder or fetch_adapter(str(name_or_folder), revision=revision, token=token)
 
 
-def hub_name(folder: Path) -> str:
-    """What others know a folder's model by: its name on the Hub, where the folder is of the Hub's cache."""
+def base_model_name(folder: Path) -> str:
+    """The Hub id of a folder in the Hub's cache, else the folder's path."""
     *_, repository, snapshots, _ = ("", "", *folder.absolute().parts)
     if snapshots == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
     return str(folder)
 
 
-def build(architecture: type[CausalLM], config: Config) -> CausalLM:
-    """The model of a configuration on the meta device, in fp32."""
+def build_on_meta(architecture: type[CausalLM], config: Config) -> CausalLM:
+    """Builds the model on the meta device, in fp32."""
     with torch.device("meta"):
         return architecture(config)
 
 
-def understood(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM], Config]:
-    """The architecture of a raw configuration, and what that makes of it. Raises HubError or ConfigError."""
+def select_architecture(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM], Config]:
+    """The architecture of a raw configuration and its parsed Config. Raises HubError or ConfigError.
+
+    origin: names the configuration in errors.
+    """
     model_type = raw.get("model_type")
     if model_type not in list_architectures():
         raise HubError(f"{origin}: model_type {model_type!r} is not supported{suggest(str(model_type), ARCHITECTURES)}")
@@ -189,41 +197,44 @@ def understood(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM],
 
 
 def refuse_layers_without_tensors(config: Config, checkpoint: Checkpoint) -> None:
-    """To build thousands of layers takes seconds, so this must be known before."""
-    if config.num_hidden_layers * LEAST_TENSORS > len(checkpoint.tensors):
+    """Raises CheckpointError if there are too few tensors. Called before the build: many layers take seconds."""
+    if config.num_hidden_layers * MIN_TENSORS_PER_LAYER > len(checkpoint.tensors):
         raise CheckpointError(
             f"{checkpoint.folder / CONFIG_FILE}: num_hidden_layers is {config.num_hidden_layers}, but the weights are "
             f"{len(checkpoint.tensors)} tensors; correct it, or download the weights again"
         )
 
 
-def raw_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[dict[str, Any], str | Path]:
-    """The configuration that `create` was asked for, and what to call it in errors."""
+def read_preset_or_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[dict[str, Any], str | Path]:
+    """The raw configuration of a preset, a dict or a file, and its name in errors."""
     if isinstance(source, str) and source in ARCHITECTURES:
         sizes = ARCHITECTURES[source].SIZES
         if not sizes:
-            raise HubError(f"{source}: has no presets; load a checkpoint of it, or pass a config.json")
+            raise HubError(f"{source}: has no presets; load a checkpoint, or pass a config.json")
         if size not in sizes:
             raise HubError(f"{source}: size {size!r} is not a preset{suggest(str(size), sizes)}")
         return sizes[size], source
     if size is not None:
         raise HubError(
-            f"{source}: size {size!r} goes with the name of an architecture{suggest(str(source), ARCHITECTURES)}"
+            f"{source}: size {size!r} needs the name of an architecture{suggest(str(source), ARCHITECTURES)}"
         )
     if isinstance(source, dict):
         return source, "config"
     path = Path(source).expanduser()
     if not path.exists():
-        raise HubError(f"{source}: is no architecture and no config.json{suggest(str(source), ARCHITECTURES)}")
+        raise HubError(f"{source}: is neither an architecture nor a config.json{suggest(str(source), ARCHITECTURES)}")
     folder = path if path.is_dir() else path.parent
     return read_config(folder), folder / CONFIG_FILE
 
 
-def stored_dtype(raw: dict[str, Any], checkpoint: Checkpoint) -> torch.dtype:
+def checkpoint_dtype(raw: dict[str, Any], checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype in config.json, else that of the first floating-point tensor. Raises CheckpointError."""
     name = raw.get("dtype") or raw.get("torch_dtype")
     if name is None:
-        return next((tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in FLOATS), torch.float32)
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+        return next(
+            (tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in FLOAT_DTYPES), torch.float32
+        )
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
     if not isinstance(name, str) or name not in dtypes:
         file = checkpoint.folder / CONFIG_FILE
         raise CheckpointError(f"{file}: dtype {name!r} is not one of {', '.join(dtypes)}; pass a dtype")
@@ -231,42 +242,44 @@ def stored_dtype(raw: dict[str, Any], checkpoint: Checkpoint) -> torch.dtype:
 
 
 def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Path:
-    """The folder of a model: an existing one as it is, else that of the Hub's cache, downloaded where needed.
+    """The folder of a model: a local folder, or one in the Hub's cache, downloaded if necessary.
 
-    revision: a branch, tag or commit of the Hub's repository. token: in place of HF_TOKEN or the one logged in with.
-    Its configuration comes first: a model that cannot be built is refused before its weights are downloaded.
+    revision: a branch, tag or commit of the Hub repository. token: overrides HF_TOKEN and the login token.
+    The configuration is downloaded first: an unsupported model is refused before its weights are downloaded.
     Raises HubError, ConfigError or CheckpointError.
     """
-    folder = local_model(name_or_folder, revision)
+    folder = local_model_folder(name_or_folder, revision)
     if folder is not None:
         return folder
     name = str(name_or_folder)
     if name in ARCHITECTURES:
-        raise HubError(f"{name}: is an architecture, which has no weights to load; create one, or pass a checkpoint")
-    folder = small_files(name, revision, token)
+        raise HubError(f"{name}: is an architecture and has no weights to load; create a model, or pass a checkpoint")
+    folder = fetch_all_but_weights(name, revision, token)
     if not (folder / CONFIG_FILE).exists():
-        raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the format of transformers are read")
-    understood(read_config(folder), folder / CONFIG_FILE)
+        raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the transformers format can be read")
+    select_architecture(read_config(folder), folder / CONFIG_FILE)
     fetch_weights(name, folder, token=token)
     return folder
 
 
-def local_model(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """As `local_folder`. Raises CheckpointError where it holds an adapter alone, or models in folders of their own."""
+def local_model_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
+    """As `local_folder`. Raises CheckpointError if the folder contains only an adapter, or models in subfolders."""
     folder = local_folder(name_or_folder, revision)
     if folder is None or (folder / CONFIG_FILE).exists():
         return folder
     if (folder / ADAPTER_CONFIG_FILE).exists():
         raise CheckpointError(
-            f"{folder}: holds an adapter and no model: load the model below it, then ligermodels.load_adapter; export "
-            "writes both as one"
+            f"{folder}: contains an adapter and no model: load its base model, then call ligermodels.load_adapter; "
+            "export merges both"
         )
     if within := sorted(folder.glob(f"*/{CONFIG_FILE}")):
-        raise CheckpointError(f"{folder}: holds no {CONFIG_FILE}; did you mean {str(within[0].parent)!r}?")
+        raise CheckpointError(f"{folder}: contains no {CONFIG_FILE}; did you mean {str(within[0].parent)!r}?")
     return folder
 
 
-def small_files(name: str, revision: str | None, token: str | None, files: Iterable[str] = FILES) -> Path:
-    """The snapshot of a Hub repository without its weights. files: those of it that are wanted."""
+def fetch_all_but_weights(
+    name: str, revision: str | None, token: str | None, files: Iterable[str] = MODEL_FILES
+) -> Path:
+    """Downloads the files of a Hub repository except its weights; returns the snapshot folder."""
     known = KNOWN_MODELS if "/" in name else (*KNOWN_MODELS, *ARCHITECTURES)  # a bare name may mean an architecture
     return fetch_files(name, revision=revision, token=token, known=known, files=files)

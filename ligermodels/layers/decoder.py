@@ -4,7 +4,6 @@ Must not know any architecture: each one subclasses `CausalLM` and builds its bl
 """
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -22,8 +21,9 @@ from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
-from ligermodels.weights.mapping import Rule, is_update, packed_projections
-from ligermodels.weights.sharding import keep_part
+from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
+from ligermodels.weights.module import HubModule
+from ligermodels.weights.sharding import copy_local_shard
 
 IGNORE_INDEX = -100
 
@@ -100,19 +100,15 @@ class LMHead(nn.Linear):
         return linear_cross_entropy(hidden, self.weight, targets, **options)
 
 
-class CausalLM(nn.Module, ABC):
+class CausalLM(HubModule, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
     accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch
     Config: ClassVar[type[AnyConfig]] = AnyConfig
-    hub_class: ClassVar[str]  # class name in transformers, for config.json's `architectures`
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
 
     def __init__(self, config: AnyConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.source: Path | None = None  # the folder that the model was loaded from
-        self.generation_config: dict[str, Any] = {}  # the content of generation_config.json
+        super().__init__(config)
         self.model = Decoder(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -135,10 +131,6 @@ class CausalLM(nn.Module, ABC):
     def weight_rules(self) -> tuple[Rule, ...]:
         """How parameters are built from checkpoint tensors; by default q, k, v and gate, up are separate there."""
         return packed_projections(self.config)
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """Other checkpoint layouts that loading accepts; an export always writes the layout of `weight_rules`."""
-        return ()
 
     def forward(
         self,
@@ -210,7 +202,7 @@ class CausalLM(nn.Module, ABC):
         device = self.model.embed_tokens.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if is_update(name):
+            if is_lora_parameter(name):
                 continue
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             if name.endswith("bias"):
@@ -219,7 +211,7 @@ class CausalLM(nn.Module, ABC):
                 value.fill_(1.0 - getattr(self.get_submodule(name.rpartition(".")[0]), "offset", 0.0))
             else:
                 value.normal_(0.0, self.config.initializer_range, generator=generator)
-            keep_part(parameter, value)
+            copy_local_shard(parameter, value)
         initialize_lora(self, generator)
 
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.linear import Columns, LowRank, low_rank_update
-from ligermodels.weights.sharding import keep_part
+from ligermodels.weights.module import LowRankModule
+from ligermodels.weights.sharding import copy_local_shard
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(LowRankModule):
     """A linear with LoRA. If it packs several projections, each of them has its own update.
 
     Parameters, for P projections in order: lora_A [P rank, in], lora_B [Σ (stop - start), rank].
@@ -72,7 +73,7 @@ class LoRALinear(nn.Module):
         return f"rank={self.rank}, scale={self.scale}, columns={self.columns}, dropout={self.dropout}"
 
 
-class GroupedUpdate(nn.Module):
+class GroupedUpdate(LowRankModule):
     """LoRA updates of a stacked weight [E, N, K]: alpha / rank * B_e A_e for each of its E matrices.
 
     Parameters, in PEFT's layout: lora_A [E r, K], the A_e one after another; lora_B [N, r E], where column j E + e is
@@ -108,7 +109,7 @@ def reset_lora(update: LoRALinear | GroupedUpdate, generator: torch.Generator | 
     If the parameters are sharded, every rank draws the whole A and keeps its shard: all ranks need equal generators.
     """
     a = torch.empty(update.lora_A.shape, dtype=update.lora_A.dtype, device=update.lora_A.device)
-    keep_part(update.lora_A, nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator))
+    copy_local_shard(update.lora_A, nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator))
     nn.init.zeros_(update.lora_B)
 
 

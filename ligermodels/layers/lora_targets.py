@@ -16,9 +16,9 @@ from ligermodels.kernels.linear import Columns
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.moe import Experts, LoRAExperts, MoE
-from ligermodels.weights.adapter_config import is_named
-from ligermodels.weights.adapters import Packed, Settings
-from ligermodels.weights.mapping import Rule, pieces_of, plan
+from ligermodels.weights.adapter_config import matches_suffix
+from ligermodels.weights.adapters import LoRASettings, Packed
+from ligermodels.weights.mapping import Rule, pieces_of, plan_pieces
 
 BLOCKS = "model.layers"
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
@@ -49,7 +49,7 @@ def add_lora(
             "be above 0, dropout must be at least 0 and below 1"
         )
     settings = {
-        linear: Settings(columns, rank, alpha, dropout, dtype)
+        linear: LoRASettings(columns, rank, alpha, dropout, dtype)
         for linear, columns in select_columns(model, targets).items()
     }
     if dropout and settings.keys() & expert_projections(model).keys():
@@ -57,7 +57,7 @@ def add_lora(
     insert_lora(model, settings)
 
 
-def insert_lora(model: CausalLM, settings: Mapping[str, Settings]) -> None:
+def insert_lora(model: CausalLM, settings: Mapping[str, LoRASettings]) -> None:
     """Adds LoRA to the named projections and freezes all other parameters.
 
     Raises InputError if the model is sharded or has LoRA already.
@@ -138,7 +138,7 @@ def select_columns(model: CausalLM, targets: str | Sequence[str]) -> dict[str, C
     for target in named:
         check_target(target, names, model)
     if ALL_LINEAR not in wanted:
-        names = {name for name in names if is_named(name, named)}
+        names = {name for name in names if matches_suffix(name, named)}
     if EXPERTS in wanted:
         available |= stacked
         names |= {name for packed in stacked.values() for name in packed.columns}
@@ -151,7 +151,7 @@ def select_columns(model: CausalLM, targets: str | Sequence[str]) -> dict[str, C
 
 def check_target(target: str, names: set[str], model: CausalLM) -> None:
     """Raises InputError unless a target names projections, and no other modules of the blocks."""
-    matching = sorted(name for name in names if is_named(name, [target]))
+    matching = sorted(name for name in names if matches_suffix(name, [target]))
     if not matching:
         available = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in sorted(names)))
         raise InputError(
@@ -159,8 +159,8 @@ def check_target(target: str, names: set[str], model: CausalLM) -> None:
             "Embeddings, lm_head and routers cannot have LoRA; routed experts are selected by the name 'experts'"
         )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name.startswith(BLOCKS)}
-    others = {piece.tensor.rpartition(".")[0] for piece in plan(shapes, model.weight_rules())} - names
-    unfit = sorted(name for name in others if is_named(name, [target]))
+    others = {piece.tensor.rpartition(".")[0] for piece in plan_pieces(shapes, model.weight_rules())} - names
+    unfit = sorted(name for name in others if matches_suffix(name, [target]))
     if unfit:
         raise InputError(
             f"targets: {target!r} also names {unfit[0]}, which cannot have LoRA; "

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chats: the `tokenizers` library over the files of a checkpoint folder."""
+"""Encodes and decodes text and renders chats, with the `tokenizers` library and the files of a checkpoint folder."""
 
 from ligermodels.tokenizer.tokenizer import Tokenizer, check_vocabulary
 

@@ -1,8 +1,8 @@
-"""Chat templates: messages to the text that a model was trained on, by the Jinja program that comes with it.
+"""Chat templates: Jinja programs that convert messages into the text format that a model was trained on.
 
-A folder has it in chat_template.jinja, with others in additional_chat_templates/NAME.jinja; or else in
-tokenizer_config.json, one or a list of them; or else in chat_template.json. It runs within limits of time, memory and
-output, in a process of its own (`template_process.py`). Knows no tokens.
+A folder has its template in chat_template.jinja, and further ones in additional_chat_templates/NAME.jinja; otherwise in
+tokenizer_config.json, as one template or a list; otherwise in chat_template.json. Templates run in a separate process
+with limits of time, memory and output (`template_process.py`). Must not know tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +14,22 @@ from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.template_process import PROCESS
 from ligermodels.weights.files import read_json, safe_file
 
-FILE, FOLDER, JSON_FILE = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
-DEFAULT, WITH_TOOLS = "default", "tool_use"
-REASONING = ("reasoning_content", "thinking", "reasoning")  # one field of a message under its three names
-MARK = "CONTINUE_FROM_HERE_5b1c0e9d "  # letters survive any filter; the space tells whether the message was stripped
+TEMPLATE_FILE, TEMPLATE_FOLDER, TEMPLATE_JSON_FILE = (
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "chat_template.json",
+)
+DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # three names of the same message field
+CONTINUE_MARK = (
+    "CONTINUE_FROM_HERE_5b1c0e9d "  # letters survive any filter; the space tells whether the message was stripped
+)
 MAX_ERROR_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """origin: the file, and the field of it, that errors name."""
+    """A template's Jinja source. origin: its file and field, for errors."""
 
     source: str
     origin: str
@@ -31,65 +37,73 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Rendered:
-    """spans: [start, end) of each {% generation %} block in `text`, in characters."""
+    """A rendered chat. spans: [start, end) of each {% generation %} block in `text`, in characters."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
 
 
 def read_templates(folder: Path, config_file: Path, config: Any) -> dict[str, ChatTemplate]:
-    """The templates of a folder by name. config: chat_template of tokenizer_config.json, whatever it is."""
+    """The templates of a folder by name. config: the unchecked field chat_template of tokenizer_config.json."""
     separate = dict(template_files(folder))
     if separate or config is not None:
         return separate or dict(named_templates(config, config_file))
-    if not (folder / JSON_FILE).exists():
+    if not (folder / TEMPLATE_JSON_FILE).exists():
         return {}
-    file = safe_file(folder, JSON_FILE)
+    file = safe_file(folder, TEMPLATE_JSON_FILE)
     return dict(named_templates(read_json(file).get("chat_template"), file))
 
 
 def template_files(folder: Path) -> Iterator[tuple[str, ChatTemplate]]:
-    names = [FILE] if (folder / FILE).exists() else []
-    for name in (*names, *sorted(str(file.relative_to(folder)) for file in (folder / FOLDER).glob("*.jinja"))):
+    """The templates in .jinja files, with their names."""
+    names = [TEMPLATE_FILE] if (folder / TEMPLATE_FILE).exists() else []
+    for name in (*names, *sorted(str(file.relative_to(folder)) for file in (folder / TEMPLATE_FOLDER).glob("*.jinja"))):
         file = safe_file(folder, name)
         try:
             source = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{file}: is not UTF-8 text: {error}") from None
-        yield DEFAULT if name == FILE else file.stem, ChatTemplate(source, str(file))
+        yield DEFAULT_TEMPLATE if name == TEMPLATE_FILE else file.stem, ChatTemplate(source, str(file))
 
 
 def named_templates(field: Any, file: Path) -> Iterator[tuple[str, ChatTemplate]]:
+    """The templates in the JSON field chat_template, with their names. Raises CheckpointError."""
     origin = f"{file}: field chat_template"
     match field:
         case str():
-            yield DEFAULT, ChatTemplate(field, origin)
+            yield DEFAULT_TEMPLATE, ChatTemplate(field, origin)
         case [*_]:
             for index, entry in enumerate(field):
                 match entry:
                     case {"name": str(name), "template": str(source)}:
                         yield name, ChatTemplate(source, f"{origin}[{index}]")
                     case _:
-                        raise CheckpointError(f"{origin}[{index}] is not an object of name and template")
+                        raise CheckpointError(f"{origin}[{index}] is not an object with name and template")
         case _:
-            raise CheckpointError(f"{origin} is {type(field).__name__}; must be a template or a list of named ones")
+            raise CheckpointError(f"{origin} is {type(field).__name__}; must be a template or a list of templates")
 
 
-def choose(templates: Mapping[str, ChatTemplate], wanted: str | None, tools: bool, folder: Path | str) -> ChatTemplate:
-    """wanted: a name, or a template itself; without it the one for tools, where there are tools and such a one."""
-    there = f"there is: {', '.join(sorted(templates)) or 'none'}"
+def choose_template(
+    templates: Mapping[str, ChatTemplate], wanted: str | None, tools: bool, folder: Path | str
+) -> ChatTemplate:
+    """The template to render with. Raises InputError.
+
+    wanted: a template's name, or the source of a template; None for the default one. If there are `tools`, and the
+    folder has a template for tools, that is the default.
+    """
+    available = f"there is: {', '.join(sorted(templates)) or 'none'}"
     if wanted is None:
-        wanted = WITH_TOOLS if tools and WITH_TOOLS in templates else DEFAULT
+        wanted = TOOLS_TEMPLATE if tools and TOOLS_TEMPLATE in templates else DEFAULT_TEMPLATE
         if wanted not in templates:
-            raise InputError(f"{folder}: has no chat template named {wanted}; {there}; pass chat_template=…")
+            raise InputError(f"{folder}: has no chat template named {wanted}; {available}; pass chat_template=…")
     if wanted in templates:
         return templates[wanted]
     if "{" not in wanted:
-        raise InputError(f"chat_template: {wanted!r} is no name of a template, nor a template; {there}")
+        raise InputError(f"chat_template: {wanted!r} is neither a template's name nor a template; {available}")
     return ChatTemplate(wanted, "chat_template")
 
 
-def render(
+def render_chat(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     /,
@@ -98,14 +112,14 @@ def render(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> Rendered:
-    """The text of a conversation. variables: what else the template may ask for.
+    """The text of a conversation. variables: further variables of the template.
 
-    continue_final_message: the text ends where the last message's does, without what the template puts after it.
-    Raises InputError naming the template's origin: one that is broken, refuses these messages, or exceeds a limit.
+    continue_final_message: end the text after the last message's content, without what the template adds after it.
+    Raises InputError with the template's origin if the template is broken, refuses the messages or exceeds a limit.
     """
     if continue_final_message and add_generation_prompt:
-        raise InputError("continue_final_message and add_generation_prompt: a message cannot go on and another begin")
-    chat = [readable(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        raise InputError("continue_final_message and add_generation_prompt cannot both be set")
+    chat = [normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if not chat:
         raise InputError("messages: is empty; a chat template needs at least one")
     final = mark_end(chat[-1]) if continue_final_message else ""
@@ -118,36 +132,37 @@ def render(
         raise InputError(f"{template.origin}{line}: {reason}")
     text = reply["text"]
     if continue_final_message:
-        text = until_mark(text, final, template.origin)
+        text = cut_at_mark(text, final, template.origin)
     return Rendered(text, tuple((start, min(end, len(text))) for start, end in reply["spans"] if start < len(text)))
 
 
-def readable(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A message as templates expect it: no field that is null, and reasoning under each of its names."""
+def normalize_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A message as templates expect it: without null fields, and with the reasoning under several of its names."""
     if not isinstance(message, Mapping):
         raise InputError(f'{place}: is {type(message).__name__}; must be an object as {{"role": "user", "content": …}}')
     fields = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((fields[name] for name in REASONING if name in fields), None)
+    reasoning = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def mark_end(message: dict[str, Any]) -> str:
-    """Puts MARK behind the message's text, the last one where its content is a list of parts; returns that text."""
+    """Appends CONTINUE_MARK to the message's text, or to its last text part; returns the text without the mark."""
     content = message.get("content")
     if isinstance(content, str):
-        message["content"] = content + MARK
+        message["content"] = content + CONTINUE_MARK
         return content
     parts = list(content) if isinstance(content, Sequence) else []
     for index, part in reversed(list(enumerate(parts))):
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            parts[index] = {**part, "text": part["text"] + MARK}
+            parts[index] = {**part, "text": part["text"] + CONTINUE_MARK}
             message["content"] = parts
             return part["text"]
-    raise InputError("messages: the last has no text in its content, which continue_final_message needs")
+    raise InputError("messages: the last message has no text, which continue_final_message needs")
 
 
-def until_mark(text: str, final: str, origin: str) -> str:
-    before, mark, after = text.rpartition(MARK.strip())
+def cut_at_mark(text: str, final: str, origin: str) -> str:
+    """The text before CONTINUE_MARK. final: the last message's text, which must be in it."""
+    before, mark, after = text.rpartition(CONTINUE_MARK.strip())
     if not mark or final.strip() not in before:
-        raise InputError(f"{origin}: leaves out or alters the last message, so that it cannot be continued")
-    return before if after.startswith(" ") else before.rstrip()  # a template that strips the mark strips the message
+        raise InputError(f"{origin}: omits or alters the last message, so it cannot be continued")
+    return before if after.startswith(" ") else before.rstrip()  # if the mark was stripped, the message is stripped too

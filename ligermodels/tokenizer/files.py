@@ -1,12 +1,13 @@
-"""The files of a checkpoint folder that make a tokenizer, read and checked.
+"""Reads and validates the tokenizer files of a checkpoint folder.
 
-    tokenizer.json              all of encoding and decoding; without it vocab.json and merges.txt of two known kinds
-    tokenizer_config.json       which tokens are bos, eos, pad, unk; more added tokens; the side of padding
-    special_tokens_map.json     the same tokens as older versions wrote them, added_tokens.json the added ones: read
-                                only where tokenizer_config.json has no added_tokens_decoder
+    tokenizer.json              the complete tokenizer; without it, vocab.json and merges.txt of two known classes
+    tokenizer_config.json       which tokens are bos, eos, pad and unk; further added tokens; the padding side
+    special_tokens_map.json     the special tokens in an older format; added_tokens.json has the added tokens. Both are
+                                read only if tokenizer_config.json has no added_tokens_decoder
 
-As in transformers 5, what an encoding begins and ends with is tokenizer.json's to say: add_bos_token and add_eos_token
-count only without it. Truncation and padding that tokenizer.json asks for are not applied. Knows no model.
+As in transformers 5, tokenizer.json decides which tokens are put before and after a text; add_bos_token and
+add_eos_token are used only without it. Truncation and padding settings of tokenizer.json are ignored. Must not know
+models.
 """
 
 import types
@@ -23,15 +24,15 @@ from ligermodels.errors import CheckpointError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
 from ligermodels.weights.files import parse_json, safe_file
 
-TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
-VOCABULARY, MERGES = "vocab.json", "merges.txt"
-SPECIAL_TOKENS_MAP, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
-MAX_FILE_BYTES = 500_000_000  # ten times the largest there is
-NO_LIMIT = 10**9  # a longer model_max_length stands for none
-CONVERT = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes tokenizer.json"
-# In this order those that tokenizer.json lacks are given ids.
-NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
+SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE = "special_tokens_map.json", "added_tokens.json"
+MAX_FILE_BYTES = 500_000_000  # ten times the largest known file
+NO_LIMIT = 10**9  # a model_max_length of this or more means that there is no limit
+HOW_TO_CONVERT = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes tokenizer.json"
+# Tokens that tokenizer.json lacks get ids in this order.
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -39,7 +40,10 @@ QWEN2_WORDS = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """file: where the vocabulary is. named: special tokens by the names that tokenizer_config.json gives them."""
+    """The content of the tokenizer files.
+
+    file: has the vocabulary. named: special tokens by their names in tokenizer_config.json, such as bos_token.
+    """
 
     file: Path
     tokenizer: tokenizers.Tokenizer
@@ -50,14 +54,14 @@ class TokenizerFiles:
 
 
 @dataclass(frozen=True)
-class Fields:
-    """A JSON file's object, empty where there is no file. A field that is null is absent."""
+class JsonFields:
+    """The fields of a JSON file, without null fields; empty if the file does not exist."""
 
     file: Path
     values: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path, name: str) -> "Fields":
+    def read(cls, folder: Path, name: str) -> "JsonFields":
         if not (folder / name).exists():
             return cls(folder / name, {})
         values = parse_json(read_bytes(folder, name), folder / name, may_be_huge=("model_max_length",))
@@ -74,14 +78,14 @@ class Fields:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds what `read_tokenizer` reads, sound or not."""
-    return any((folder / file).exists() for file in (TOKENIZER, VOCABULARY))
+    """Whether a folder has the files that `read_tokenizer` needs, valid or not."""
+    return any((folder / file).exists() for file in (TOKENIZER_FILE, VOCABULARY_FILE))
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Raises CheckpointError naming the file and the field."""
-    config = Fields.read(folder, CONFIG)
-    has_json = (folder / TOKENIZER).exists()
+    """Reads the tokenizer files of a folder. Raises CheckpointError naming the file and the field."""
+    config = JsonFields.read(folder, TOKENIZER_CONFIG_FILE)
+    has_json = (folder / TOKENIZER_FILE).exists()
     tokenizer = from_json(folder) if has_json else from_vocabulary(folder, config)
     padding = tokenizer.padding or {}
     tokenizer.no_truncation()
@@ -90,13 +94,13 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     refuse_clean_up(tokenizer, config)
     named = add_tokens(folder, tokenizer, config, padding.get("pad_token"))
     if not has_json:
-        begin_and_end(tokenizer, config, named)
+        add_bos_and_eos(tokenizer, config, named)
     side = config.get("padding_side", str, padding.get("direction", "right"))
     if side not in ("left", "right"):
         raise config.error("padding_side", side, "must be 'left' or 'right'")
     longest = config.get("model_max_length", int | float, NO_LIMIT)
     return TokenizerFiles(
-        folder / (TOKENIZER if has_json else VOCABULARY),
+        folder / (TOKENIZER_FILE if has_json else VOCABULARY_FILE),
         tokenizer,
         named,
         side,
@@ -109,27 +113,33 @@ def read_bytes(folder: Path, name: str) -> bytes:
     file = safe_file(folder, name)
     size = file.stat().st_size
     if size > MAX_FILE_BYTES:
-        raise CheckpointError(f"{file}: has {size} bytes, more than {MAX_FILE_BYTES}; it is no file of a tokenizer")
+        raise CheckpointError(f"{file}: has {size} bytes, more than {MAX_FILE_BYTES}; it is not a tokenizer file")
     return file.read_bytes()
 
 
 def from_json(folder: Path) -> tokenizers.Tokenizer:
-    data = read_bytes(folder, TOKENIZER)
-    return built(folder / TOKENIZER, lambda: tokenizers.Tokenizer.from_buffer(data))
+    data = read_bytes(folder, TOKENIZER_FILE)
+    return build_or_refuse(folder / TOKENIZER_FILE, lambda: tokenizers.Tokenizer.from_buffer(data))
 
 
-def from_vocabulary(folder: Path, config: Fields) -> tokenizers.Tokenizer:
-    """Byte-level BPE from vocab.json and merges.txt, over the words of GPT-2 or of Qwen 2."""
-    if not ((folder / VOCABULARY).exists() and (folder / MERGES).exists()):
-        others = [name for name in ("tokenizer.model", "tekken.json", VOCABULARY, MERGES) if (folder / name).exists()]
-        found = f", and {others[0]} alone is not read: {CONVERT}" if others else "; copy the tokenizer's files there"
-        raise CheckpointError(f"{folder / TOKENIZER}: is missing{found}")
+def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
+    """Byte-level BPE from vocab.json and merges.txt, with the pre-tokenizer of GPT-2 or Qwen 2."""
+    if not ((folder / VOCABULARY_FILE).exists() and (folder / MERGES_FILE).exists()):
+        others = [
+            name
+            for name in ("tokenizer.model", "tekken.json", VOCABULARY_FILE, MERGES_FILE)
+            if (folder / name).exists()
+        ]
+        found = (
+            f", and {others[0]} alone is not read: {HOW_TO_CONVERT}" if others else "; copy the tokenizer's files there"
+        )
+        raise CheckpointError(f"{folder / TOKENIZER_FILE}: is missing{found}")
     kind = config.get("tokenizer_class", str, "")
     if kind.removesuffix("Fast") not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
-        rule = f"without {TOKENIZER} only GPT2Tokenizer and Qwen2Tokenizer are read from {VOCABULARY}: {CONVERT}"
-        raise config.error("tokenizer_class", kind, rule)
-    files = [str(safe_file(folder, name)) for name in (VOCABULARY, MERGES)]
-    tokenizer = tokenizers.Tokenizer(built(folder / VOCABULARY, lambda: BPE.from_file(*files)))
+        known = f"without {TOKENIZER_FILE} only GPT2Tokenizer and Qwen2Tokenizer are read from {VOCABULARY_FILE}"
+        raise config.error("tokenizer_class", kind, f"{known}: {HOW_TO_CONVERT}")
+    files = [str(safe_file(folder, name)) for name in (VOCABULARY_FILE, MERGES_FILE)]
+    tokenizer = tokenizers.Tokenizer(build_or_refuse(folder / VOCABULARY_FILE, lambda: BPE.from_file(*files)))
     prefix = config.get("add_prefix_space", bool, False)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
@@ -139,7 +149,7 @@ def from_vocabulary(folder: Path, config: Fields) -> tokenizers.Tokenizer:
 
 
 def split_as_qwen2(tokenizer: tokenizers.Tokenizer, add_prefix_space: bool = False) -> None:
-    """Gives it Qwen 2's normal form, NFC, and words, of which each digit is one, spelt in bytes."""
+    """Sets Qwen 2's normalizer (NFC) and its byte-level pre-tokenizer, in which each digit is a word."""
     words = pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), behavior="isolated")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
     tokenizer.normalizer = normalizers.NFC()
@@ -147,8 +157,11 @@ def split_as_qwen2(tokenizer: tokenizers.Tokenizer, add_prefix_space: bool = Fal
     tokenizer.decoder = decoders.ByteLevel()
 
 
-def built(file: Path, build: Callable[[], Any]) -> Any:
-    """What `tokenizers` builds of a file. It raises bare Exception, and where it panics something that is none."""
+def build_or_refuse(file: Path, build: Callable[[], Any]) -> Any:
+    """Builds an object of the `tokenizers` library from a file. Raises CheckpointError if the library fails.
+
+    The library raises plain Exception; a panic raises PanicException, which is not a subclass of Exception.
+    """
     try:
         return build()
     except BaseException as error:
@@ -157,67 +170,76 @@ def built(file: Path, build: Callable[[], Any]) -> Any:
         raise CheckpointError(f"{file}: not a tokenizer that `tokenizers` can read: {first_line(error)}") from error
 
 
-def refuse_clean_up(tokenizer: tokenizers.Tokenizer, config: Fields) -> None:
-    """Cleaning up takes spaces from before punctuation. It is void for BPE, whose spaces were there in the text."""
+def refuse_clean_up(tokenizer: tokenizers.Tokenizer, config: JsonFields) -> None:
+    """Raises CheckpointError if clean_up_tokenization_spaces, which removes spaces before punctuation, has an effect.
+
+    It has none for BPE.
+    """
     if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):
-        raise config.error("clean_up_tokenization_spaces", True, "must be false, for it alters what is decoded")
+        raise config.error("clean_up_tokenization_spaces", True, "must be false, because it alters the decoded text")
 
 
 def add_tokens(
-    folder: Path, tokenizer: tokenizers.Tokenizer, config: Fields, padding_token: str | None
+    folder: Path, tokenizer: tokenizers.Tokenizer, config: JsonFields, padding_token: str | None
 ) -> dict[str, str]:
-    """Adds what tokenizer.json lacks of the tokens that the other files list; returns those that have a name."""
+    """Adds the tokens that the other files list and tokenizer.json lacks; returns the named special tokens."""
     if "added_tokens_decoder" in config.values:
         source = config
         named, others = named_tokens(config)
         listed = dict(listed_tokens(config))
     else:
-        source = Fields.read(folder, ADDED_TOKENS)
-        named, others = named_tokens(config, Fields.read(folder, SPECIAL_TOKENS_MAP))
+        source = JsonFields.read(folder, ADDED_TOKENS_FILE)
+        named, others = named_tokens(config, JsonFields.read(folder, SPECIAL_TOKENS_MAP_FILE))
         listed = dict(added_tokens(source, tokenizer, {token.content for token in (*named.values(), *others)}))
     tokenizer.add_tokens([listed[index] for index in sorted(listed)])
     for index, token in listed.items():
         given = tokenizer.token_to_id(token.content)
         if given != index:
-            raise source.error(token.content, index, f"{TOKENIZER} makes it {given}; take both from one revision")
+            raise source.error(
+                token.content, index, f"{TOKENIZER_FILE} makes it {given}; use files of the same revision"
+            )
     if padding_token:
         named.setdefault("pad_token", AddedToken(padding_token, special=True))
-    in_order = sorted(named, key=lambda name: NAMES.index(name) if name in NAMES else len(NAMES))
+    in_order = sorted(
+        named,
+        key=lambda name: SPECIAL_TOKEN_NAMES.index(name) if name in SPECIAL_TOKEN_NAMES else len(SPECIAL_TOKEN_NAMES),
+    )
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     new = [token for token in (*(named[name] for name in in_order), *others) if token.content not in known]
     tokenizer.add_tokens(new)
     return {name: token.content for name, token in named.items()}
 
 
-def named_tokens(*files: Fields) -> tuple[dict[str, AddedToken], list[AddedToken]]:
-    """Special tokens by name, where a later file has the last word, and those without one, where the first has it."""
+def named_tokens(*files: JsonFields) -> tuple[dict[str, AddedToken], list[AddedToken]]:
+    """Special tokens by name, and those without a name. A later file overrides named ones, and no unnamed ones."""
     named: dict[str, AddedToken] = {}
     others: list[AddedToken] = []
     for file in files:
         for field, value in file.values.items():
-            if field in NAMES or (field.endswith("_token") and isinstance(value, str | dict)):
-                named[field] = token_of(file, field, value, special=True)
+            if field in SPECIAL_TOKEN_NAMES or (field.endswith("_token") and isinstance(value, str | dict)):
+                named[field] = parse_token(file, field, value, special=True)
         field = "extra_special_tokens" if file.values.get("extra_special_tokens") else "additional_special_tokens"
         extra = file.get(field, list | dict, [])
         if isinstance(extra, dict):
-            named |= {name: token_of(file, f"{field}.{name}", token, special=True) for name, token in extra.items()}
+            named |= {name: parse_token(file, f"{field}.{name}", token, special=True) for name, token in extra.items()}
         elif not others:
-            others = [token_of(file, f"{field}[{i}]", token, special=True) for i, token in enumerate(extra)]
+            others = [parse_token(file, f"{field}[{i}]", token, special=True) for i, token in enumerate(extra)]
     return named, others
 
 
-def listed_tokens(config: Fields) -> Iterator[tuple[int, AddedToken]]:
+def listed_tokens(config: JsonFields) -> Iterator[tuple[int, AddedToken]]:
+    """The tokens of added_tokens_decoder, with their ids."""
     for index, token in config.get("added_tokens_decoder", dict, {}).items():
         field = f"added_tokens_decoder.{index}"
         if not index.isdecimal():
             raise config.error(field, token, "the name of the field must be the token's id")
-        yield int(index), token_of(config, field, token)
+        yield int(index), parse_token(config, field, token)
 
 
 def added_tokens(
-    file: Fields, tokenizer: tokenizers.Tokenizer, special: Container[str]
+    file: JsonFields, tokenizer: tokenizers.Tokenizer, special: Container[str]
 ) -> Iterator[tuple[int, AddedToken]]:
-    """Those of added_tokens.json that tokenizer.json does not add itself."""
+    """The tokens of added_tokens.json that tokenizer.json does not add, with their ids."""
     known = tokenizer.get_added_tokens_decoder()
     for content in file.values:
         index = file.get(content, int, None)
@@ -225,18 +247,18 @@ def added_tokens(
             yield index, AddedToken(content, normalized=content not in special, special=content in special)
 
 
-def token_of(file: Fields, field: str, value: Any, **defaults: bool) -> AddedToken:
-    """A token given as text, or as an object of its content and flags."""
+def parse_token(file: JsonFields, field: str, value: Any, **defaults: bool) -> AddedToken:
+    """A token from its text, or from an object with its content and flags. Raises CheckpointError."""
     token = {"content": value} if isinstance(value, str) else value
     if isinstance(token, dict) and isinstance(token.get("content"), str) and token["content"]:
-        flags = {flag: token[flag] for flag in FLAGS if flag in token}
+        flags = {flag: token[flag] for flag in TOKEN_FLAGS if flag in token}
         if all(isinstance(flag, bool) for flag in flags.values()):
             return AddedToken(token["content"], **(flags | defaults))
-    raise file.error(field, value, "must be a token's text, or an object of its content and flags")
+    raise file.error(field, value, "must be a token's text, or an object with its content and flags")
 
 
-def begin_and_end(tokenizer: tokenizers.Tokenizer, config: Fields, named: dict[str, str]) -> None:
-    """add_bos_token and add_eos_token, where there is such a token."""
+def add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: JsonFields, named: dict[str, str]) -> None:
+    """Applies add_bos_token and add_eos_token, if the tokens exist."""
     begin = [named["bos_token"]] if config.get("add_bos_token", bool, False) and "bos_token" in named else []
     end = [named["eos_token"]] if config.get("add_eos_token", bool, False) and "eos_token" in named else []
     ids = [(token, tokenizer.token_to_id(token)) for token in {*begin, *end}]

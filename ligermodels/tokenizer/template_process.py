@@ -1,7 +1,7 @@
-"""The process in which chat templates run: what it may take, how it is asked, and what its end means.
+"""The process that runs chat templates: its limits, requests and replies, and restarts.
 
-It runs `template_worker.py`, starts with the first template, serves all threads in turn, and is replaced where it has
-been ended. Knows no messages.
+It runs `template_worker.py`. It is started with the first template, serves one request at a time for all threads, and
+is restarted after it has ended. Must not know messages.
 """
 
 import atexit
@@ -19,31 +19,31 @@ from ligermodels.errors import InputError
 SECONDS = 5.0
 CHARACTERS = 10_000_000
 MEMORY_BYTES = 2**29
-MAX_REPLY_BYTES = 6 * CHARACTERS + 2**20  # a control character's escape has six
+MAX_REPLY_BYTES = 6 * CHARACTERS + 2**20  # a control character takes six bytes in JSON
 
 
 class TemplateProcess:
-    """One process and its pipes; it is asked by one thread at a time."""
+    """A worker process and its pipes, used by one thread at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
 
     def ask(self, template: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """The worker's reply: {text, spans} or {error, line}.
+        """The worker's reply: {text, spans} or {error, line}; an error also if the process ended, as over a limit.
 
-        Raises InputError for variables that are not JSON, and where the process was ended over a limit.
+        Raises InputError if the variables are not JSON values.
         """
         request = {"template": template, "variables": variables, "seconds": SECONDS, "characters": CHARACTERS}
         try:
             line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"what a chat template is given must be plain JSON values: {error}") from None
+            raise InputError(f"the variables of a chat template must be plain JSON values: {error}") from None
         with self.lock:
             try:
                 reply = self.exchange(line)
             except BaseException:
-                self.stop()  # it owes a reply, which the next request would get
+                self.stop()  # otherwise the next request would get the reply to this one
                 raise
             if reply.endswith(b"\n"):
                 return json.loads(reply.decode("utf-8", "surrogatepass"))
@@ -52,7 +52,7 @@ class TemplateProcess:
         return {"error": f"the process that renders it {reason}", "line": None}
 
     def exchange(self, request: bytes) -> bytes:
-        """The reply, without its end if the process ended first."""
+        """Sends the request; returns the reply, which lacks its final newline if the process ended first."""
         process = self.running()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -63,17 +63,18 @@ class TemplateProcess:
         return process.stdout.readline(MAX_REPLY_BYTES)
 
     def running(self) -> subprocess.Popen[bytes]:
-        if self.process is not None and self.process.poll() is not None:  # ended by another's hand since the last reply
+        """The worker process, started if necessary."""
+        if self.process is not None and self.process.poll() is not None:  # something else ended it
             self.stop()
         if self.process is None:
             worker = Path(__file__).with_name("template_worker.py")
-            # -P: the script's folder holds modules of common names, none of which the worker means by `import`.
+            # -P: do not search the script's folder for imports; it has modules with common names.
             command = [sys.executable, "-P", str(worker), str(MEMORY_BYTES)]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self.process
 
     def stop(self) -> int:
-        """Ends the process, where it has not ended itself; returns its exit status."""
+        """Ends the process if it is still running; returns its exit status."""
         if self.process is None:
             return 0
         process, self.process = self.process, None
@@ -82,7 +83,7 @@ class TemplateProcess:
         return process.returncode
 
     def forget(self) -> None:
-        """After a fork: the process is the parent's."""
+        """Called in the child after a fork: the worker process belongs to the parent."""
         self.process = None
         self.lock.release()
 

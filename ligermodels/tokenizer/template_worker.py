@@ -1,10 +1,11 @@
-"""A process that renders chat templates, started by `template_process.py`; it imports nothing else of the package.
+"""The worker process that renders chat templates. `template_process.py` starts it; it imports nothing of the package.
 
-A template is a program from the Hub. Jinja's sandbox keeps it from Python's internals. Whatever it computes, the kernel
-ends this process after its share of processor time, gives it no more than its share of memory, and opens it neither
-file nor socket: limits that no single call can escape, be it a power, a padding or the comparison of two nested lists.
+A template is an untrusted program from the Hub. Jinja's sandbox blocks access to Python's internals. The operating
+system limits the process: it is killed after a limit of CPU time, gets a limited address space, and cannot open files
+or sockets. These limits also hold within a single call, such as a huge power, a padding to gigabytes or the comparison
+of two deeply nested lists.
 
-Requests and replies are lines of JSON on stdin and stdout: {template, variables, seconds, characters} is answered by
+Requests and replies are lines of JSON on stdin and stdout: the reply to {template, variables, seconds, characters} is
 {text, spans} or {error, line}.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-import jinja2.debug  # loaded now, for no file can be opened later
+import jinja2.debug  # imported now, because no file can be opened later
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
@@ -25,12 +26,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 
-class TooLong(Exception):
-    """The text has more characters than it may."""
+class OutputTooLong(Exception):
+    """The rendered text has more characters than the limit."""
 
 
 class Output:
-    """The text so far, and where in it the blocks {% generation %} lie: pairs of offsets in characters."""
+    """The text rendered so far. spans: (start, end) in characters of its {% generation %} blocks."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -40,12 +41,12 @@ class Output:
     def add(self, piece: str, characters: int) -> None:
         self.length += len(piece)
         if self.length > characters:
-            raise TooLong(f"makes more than {characters} characters")
+            raise OutputTooLong(f"makes more than {characters} characters")
         self.pieces.append(piece)
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} around what the assistant says."""
+    """The tag {% generation %} … {% endgeneration %}, which encloses the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
     output = Output()
@@ -63,9 +64,9 @@ class Generation(jinja2.ext.Extension):
 
 
 class PublicNamespace(Namespace):
-    """Jinja's namespace, whose attributes would otherwise be a way around the sandbox's rule for underscores."""
+    """Jinja's namespace without underscore attributes, which would bypass the sandbox's rule for underscores."""
 
-    def __init__(*args: Any, **values: Any) -> None:  # `self` is a name that a template may use
+    def __init__(*args: Any, **values: Any) -> None:  # no parameter `self`: a template may use that as a keyword
         Namespace.__init__(*args, **values)
         for name in dict(*args[1:], **values):
             refuse_private(name)
@@ -87,7 +88,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, where Jinja's own filter escapes it for HTML."""
+    """JSON without HTML escapes, which Jinja's own filter would add."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -100,7 +101,7 @@ def strftime_now(form: str) -> str:
 
 
 def new_environment() -> ImmutableSandboxedEnvironment:
-    """What templates of the Hub are written for: the environment that transformers gives them."""
+    """The Jinja environment of transformers, for which templates on the Hub are written."""
     extensions = [Generation, jinja2.ext.loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = tojson
@@ -108,41 +109,41 @@ def new_environment() -> ImmutableSandboxedEnvironment:
         "raise_exception": raise_exception,
         "strftime_now": strftime_now,
         "namespace": PublicNamespace,
-        "dict": lambda *args, **values: dict(*args, **values),  # the type itself has more attributes than are needed
+        "dict": lambda *args, **values: dict(*args, **values),  # a function, without the attributes of the type
     }
     return environment
 
 
-compiled = functools.lru_cache(maxsize=16)(new_environment().from_string)
-# What Python reads from files at first use: a codec for string literals, two modules for filters, the time zone.
+compile_template = functools.lru_cache(maxsize=16)(new_environment().from_string)
+# Uses everything that Python loads from files on first use: a codec for string literals, two modules, the time zone.
 FIRST_USES = '{{ "x" | pprint | wordwrap }}{{ strftime_now("%c") }}'
 
 
-def answer(request: bytes) -> dict[str, Any]:
-    """The reply to a request, from whose beginning the seconds count."""
+def handle_request(request: bytes) -> dict[str, Any]:
+    """The reply to a request. The time limit starts here."""
     try:
         fields = json.loads(request)
-        signal.setitimer(signal.ITIMER_PROF, fields["seconds"])  # nobody handles SIGPROF: it ends the process
-        return render(fields["template"], fields["variables"], fields["characters"])
+        signal.setitimer(signal.ITIMER_PROF, fields["seconds"])  # SIGPROF has no handler, so it ends the process
+        return render_template(fields["template"], fields["variables"], fields["characters"])
     except MemoryError as error:
-        return {"error": "needs more memory than it may use", "line": line_of(error)}
+        return {"error": "needs more memory than the limit", "line": line_of(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"is not a Jinja template: {error.message}", "line": error.lineno}
-    except (jinja2.TemplateError, TooLong) as error:
+    except (jinja2.TemplateError, OutputTooLong) as error:
         return {"error": str(error), "line": line_of(error)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "line": line_of(error)}
 
 
-def render(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
+def render_template(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
     output = Generation.output = Output()
-    for piece in compiled(template).generate(variables):
+    for piece in compile_template(template).generate(variables):
         output.add(piece, characters)
     return {"text": "".join(output.pieces), "spans": output.spans}
 
 
 def line_of(error: BaseException) -> int | None:
-    """Where in the template it was raised."""
+    """The template's line that raised the error, if known."""
     line, trace = None, error.__traceback__
     while trace:
         if trace.tb_frame.f_code.co_filename == "<template>":
@@ -151,23 +152,24 @@ def line_of(error: BaseException) -> int | None:
     return line
 
 
-def confine(memory: int) -> None:
-    """memory: in bytes, of address space."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    compiled(FIRST_USES).render()
+def set_limits(memory: int) -> None:
+    """Applies the limits to this process. memory: bytes of address space."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    compile_template(FIRST_USES).render()
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
 
 
 def serve() -> None:
+    """Answers requests until stdin is closed."""
     for request in iter(sys.stdin.buffer.readline, b""):
-        reply = json.dumps(answer(request), ensure_ascii=False)
+        reply = json.dumps(handle_request(request), ensure_ascii=False)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
         sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    confine(int(sys.argv[1]))
+    set_limits(int(sys.argv[1]))
     serve()

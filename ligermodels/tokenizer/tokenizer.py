@@ -1,4 +1,4 @@
-"""Text to token ids and back, chats too, over the `tokenizers` library and the files of a checkpoint folder."""
+"""The tokenizer: encodes and decodes text, pads batches and renders chats, on top of the `tokenizers` library."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.tokenizer.chat_template import DEFAULT, Rendered, choose, render
-from ligermodels.tokenizer.files import CONFIG, TokenizerFiles, read_tokenizer
+from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, Rendered, choose_template, render_chat
+from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, TokenizerFiles, read_tokenizer
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete character
 
 
-def token_named(name: str) -> property:
-    """The special token's text, None where there is none. It may be set, to a token of the vocabulary."""
+def special_token(name: str) -> property:
+    """A property: the special token's text, None if there is none. It can be set to a token of the vocabulary."""
 
     def get(self: "Tokenizer") -> str | None:
         return self.named.get(name)
@@ -28,8 +28,8 @@ def token_named(name: str) -> property:
     return property(get, put)
 
 
-def id_of(name: str) -> property:
-    """The special token's id, None where there is none."""
+def special_token_id(name: str) -> property:
+    """A property: the special token's id, None if there is none."""
 
     def get(self: "Tokenizer") -> int | None:
         return self.tokenizer.token_to_id(self.named[name]) if name in self.named else None
@@ -40,15 +40,15 @@ def id_of(name: str) -> property:
 class Tokenizer:
     """The tokenizer of a checkpoint folder.
 
-    tokenizer: that of the library. file: where its vocabulary is. named: special tokens by their names in
-    tokenizer_config.json, which chat templates see. special_ids: what decoding skips. padding_side: "left" or "right".
-    model_max_length: None where there is no limit.
+    tokenizer: the library's tokenizer. file: has the vocabulary. named: special tokens by their names in
+    tokenizer_config.json; chat templates get them as variables. special_ids: ids that decoding skips.
+    padding_side: "left" or "right". model_max_length: None if there is no limit.
     """
 
-    bos_token, bos_token_id = token_named("bos_token"), id_of("bos_token")
-    eos_token, eos_token_id = token_named("eos_token"), id_of("eos_token")
-    pad_token, pad_token_id = token_named("pad_token"), id_of("pad_token")
-    unk_token, unk_token_id = token_named("unk_token"), id_of("unk_token")
+    bos_token, bos_token_id = special_token("bos_token"), special_token_id("bos_token")
+    eos_token, eos_token_id = special_token("eos_token"), special_token_id("eos_token")
+    pad_token, pad_token_id = special_token("pad_token"), special_token_id("pad_token")
+    unk_token, unk_token_id = special_token("unk_token"), special_token_id("unk_token")
 
     def __init__(self, files: TokenizerFiles) -> None:
         self.tokenizer, self.file, self.named = files.tokenizer, files.file, dict(files.named)
@@ -59,33 +59,33 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Raises CheckpointError, naming file and field, where the folder has no tokenizer or a broken one."""
+        """Reads a tokenizer. Raises CheckpointError, with file and field, if the folder has none or an invalid one."""
         return cls(read_tokenizer(Path(folder)))
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are, added tokens included."""
+        """The number of ids, including added tokens."""
         return self.tokenizer.get_vocab_size()
 
     @property
     def chat_template(self) -> str | None:
-        """The template that chats are rendered with unless another is named."""
-        return self.templates[DEFAULT].source if DEFAULT in self.templates else None
+        """The source of the default chat template."""
+        return self.templates[DEFAULT_TEMPLATE].source if DEFAULT_TEMPLATE in self.templates else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """add_special_tokens: what the tokenizer puts before and after a text, such as bos."""
+        """The token ids of a text. add_special_tokens: add the tokens before and after a text, such as bos."""
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            raise not_encodable([text]) from None
+            raise encoding_error([text]) from None
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Each text as `encode` gives it, on all cores."""
+        """Encodes each text as `encode` does, on all cores."""
         texts = list(texts)
         try:
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
-            raise not_encodable(texts) from None
+            raise encoding_error(texts) from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -102,21 +102,24 @@ class Tokenizer:
         length: int | None = None,
         multiple_of: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """input_ids [B, T] int64 and attention_mask [B, T] int64, 1 at tokens and 0 at padding.
+        """Pads a batch: returns input_ids [B, T] int64 and attention_mask [B, T] int64, 1 at tokens, 0 at padding.
 
-        side: "left" or "right", by default the tokenizer's. T: the longest row, or `length`, rounded up to a multiple
-        of `multiple_of`. Raises InputError without a pad_token, and for a row longer than `length`.
+        side: "left" or "right"; None for the tokenizer's padding_side. T is `length`, or else the length of the longest
+        row, rounded up to a multiple of `multiple_of`. Raises InputError without a pad_token, and if a row is longer
+        than `length`.
         """
         side = side or self.padding_side
         if side not in ("left", "right"):
             raise InputError(f"side: is {side!r}; must be 'left' or 'right'")
         if self.pad_token_id is None:
             fix = "set tokenizer.pad_token, for example to tokenizer.eos_token"
-            raise InputError(f"{self.file.with_name(CONFIG)}: field pad_token is missing, which padding needs; {fix}")
+            raise InputError(
+                f"{self.file.with_name(TOKENIZER_CONFIG_FILE)}: field pad_token is missing, which padding needs; {fix}"
+            )
         longest = max(map(len, batch), default=0)
         width = longest if length is None else length
         if longest > width:
-            raise InputError(f"length: is {width}, but a row has {longest} tokens; shorten it, nothing is cut off here")
+            raise InputError(f"length: is {width}, but a row has {longest} tokens; shorten the row first")
         width = -(-width // multiple_of) * multiple_of if multiple_of else width
         input_ids = torch.full((len(batch), width), self.pad_token_id, dtype=torch.int64)
         attention_mask = torch.zeros_like(input_ids)
@@ -127,30 +130,32 @@ class Tokenizer:
         return input_ids, attention_mask
 
     def render_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """A conversation as text; `options` and errors are those of `apply_chat_template`."""
-        return self.rendered(messages, **options).text
+        """A conversation as text. Options and errors are those of `apply_chat_template`."""
+        return self.render(messages, **options).text
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """A conversation as token ids, by the folder's chat template.
+        """A conversation as token ids, rendered by the folder's chat template.
 
-        messages: objects with role and content, as {"role": "user", "content": "…"}. Options, all by keyword:
-        tools: JSON schemas of functions. documents: objects of title and text. add_generation_prompt: end with what
-        begins an answer. continue_final_message: end where the last message's text does, to be continued.
-        chat_template: the name of one of the folder's, or one itself. Any other is a variable of the template.
-        Raises InputError: a template that is missing, broken, refuses these messages, or exceeds its limits.
+        messages: objects with role and content, such as {"role": "user", "content": "…"}. Options, all by keyword:
+        tools: JSON schemas of functions. documents: objects with title and text.
+        add_generation_prompt: end with the beginning of an assistant message.
+        continue_final_message: end after the last message's text, so that it can be continued.
+        chat_template: the name of one of the folder's templates, or the source of a template.
+        All other options are variables of the template.
+        Raises InputError if the template is missing or broken, refuses the messages, or exceeds a limit.
         """
         return self.encode(self.render_chat_template(messages, **options), add_special_tokens=False)
 
     def apply_chat_template_with_mask(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> tuple[list[int], list[bool]]:
-        """Token ids, and whether each holds text of a {% generation %} block, which is what the assistant said."""
-        rendered = self.rendered(messages, **options)
+        """Token ids, and the assistant mask: whether each token has text of a {% generation %} block."""
+        rendered = self.render(messages, **options)
         encoding = self.tokenizer.encode(rendered.text, add_special_tokens=False)
-        said = [any(begin < stop and end > start for start, stop in rendered.spans) for begin, end in encoding.offsets]
-        return encoding.ids, said
+        mask = [any(begin < stop and end > start for start, stop in rendered.spans) for begin, end in encoding.offsets]
+        return encoding.ids, mask
 
-    def rendered(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -159,26 +164,26 @@ class Tokenizer:
         chat_template: str | None = None,
         **options: Any,
     ) -> Rendered:
-        template = choose(self.templates, chat_template, tools is not None, self.file.parent)
-        return render(template, messages, **(self.named | {"tools": tools, "documents": documents} | options))
+        template = choose_template(self.templates, chat_template, tools is not None, self.file.parent)
+        return render_chat(template, messages, **(self.named | {"tools": tools, "documents": documents} | options))
 
 
 class DecodeStream:
-    """Decodes token by token: the texts of all steps and of `flush`, joined, are what `decode` makes of all the ids.
+    """Decodes token by token: the concatenated texts of all steps and of `flush` equal `decode` of all ids.
 
-    Text is given out once nothing that follows can change it. The first bytes of a character wait for the others, and
-    bytes that stand as tokens of their own, as <0xE4>, for the end of their row, which is text only if all of it is.
-    That is also where the library's own DecodeStream raises an error.
+    Text is returned when no later token can change it. Incomplete characters are held back until their last byte.
+    Byte tokens such as <0xE4> are held back until their run ends, because the run is text only as a whole; the
+    library's own DecodeStream raises an error there.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self.tokenizer, self.skipped = tokenizer, skipped
-        self.ids: list[int] = []  # since the last text but one: where a text begins, decoders treat spaces otherwise
-        self.known = 0  # how many of them have been given out
-        self.prefix = ""  # the text of those
+        self.ids: list[int] = []  # from the last but one returned text on: decoders treat spaces at the start specially
+        self.known = 0  # the number of ids whose text has been returned
+        self.prefix = ""  # the text of these ids
 
     def step(self, token: int) -> str | None:
-        """The text that has become final, None where there is none."""
+        """Adds a token; returns the text that has become final, or None."""
         piece = self.tokenizer.tokenizer.id_to_token(token)
         if token in self.skipped or piece is None:
             return None
@@ -187,7 +192,7 @@ class DecodeStream:
         return None if is_byte else self.advance(final=False) or None
 
     def flush(self) -> str:
-        """What is left at the end, with characters that lack bytes as U+FFFD."""
+        """The remaining text at the end, with incomplete characters as U+FFFD."""
         return self.advance(final=True)
 
     def advance(self, final: bool) -> str:
@@ -204,22 +209,22 @@ class DecodeStream:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def not_encodable(texts: Sequence[Any]) -> InputError:
-    """Says which text is none: JSON may hold halves of surrogate pairs, such as \\ud83d, alone."""
+def encoding_error(texts: Sequence[Any]) -> InputError:
+    """The error that names the text that cannot be encoded: JSON may contain lone surrogates, such as \\ud83d."""
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             return InputError(f"texts[{index}]: is {type(text).__name__}; must be a string")
         half = next((place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
         if half is not None:
-            return InputError(f"texts[{index}]: character {half} is half of a surrogate pair, which is no text")
+            return InputError(f"texts[{index}]: character {half} is a lone surrogate, which is not valid text")
     return InputError("texts: must be strings")
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, config: Path | str) -> None:
-    """Raises CheckpointError unless the embedding of `vocab_size` rows has one for every id.
+    """Raises CheckpointError if a token's id is not below `vocab_size`, the number of rows of the embedding.
 
-    Of the added tokens only bos, eos, pad and unk are looked at: no text but its own becomes another, and Gemma 3 1B
-    has one beyond its embedding. config: the file that gives vocab_size.
+    Of the added tokens only bos, eos, pad and unk are checked: others occur only if a text contains them literally, and
+    Gemma 3 1B has one beyond its embedding. config: the file that contains vocab_size.
     """
     known = tokenizer.tokenizer.get_vocab(with_added_tokens=False)
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -229,5 +234,5 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, config: Path | str) 
     if token is not None and known[token] >= vocab_size:
         raise CheckpointError(
             f"{tokenizer.file}: token {token!r} has the id {known[token]}, but {config} has a vocab_size of "
-            f"{vocab_size}; take both from one model"
+            f"{vocab_size}; use the files of one model"
         )

@@ -53,7 +53,7 @@ from ligermodels.training.scaling.host_reads import read_later
 from ligermodels.training.scaling.out_of_memory import explained
 from ligermodels.weights.loading import load_weights
 
-DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     is_family = config.model in list_architectures()
     pretrained = None if is_family else resolve(str(config.model), revision=config.revision)
     config = with_param_dtype(config, world)
-    compute_dtype, param_dtype = DTYPES[config.dtype], DTYPES[str(config.param_dtype)]
+    compute_dtype, param_dtype = TORCH_DTYPES[config.dtype], TORCH_DTYPES[str(config.param_dtype)]
     size = config.size if is_family else None
     dtype = compute_dtype if config.lora_rank else param_dtype
     model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta")
@@ -112,7 +112,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
 
     # The data, and the memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
     data = open_data(config, pretrained, model.config.vocab_size, world)
-    states = None if config.optimizer_state_dtype is None else DTYPES[config.optimizer_state_dtype]
+    states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
     build = partial(build_optimizer, name=config.optimizer, states=states, weight_decay=config.weight_decay)
     needs = memory_needs(model, build(model), config, world, compute_dtype)
     recomputed = recompute(model, config.activation_checkpointing, world, needs)
@@ -135,7 +135,7 @@ def train(config: TrainConfig) -> TrainResult:
     """
     world = distributed.start()
     config, pretrained, model, data, build, needs, keep_gathered, run = prepare(config, world)
-    compute_dtype = DTYPES[config.dtype]
+    compute_dtype = TORCH_DTYPES[config.dtype]
 
     with ExitStack() as held:
         output = config.resume or new_folder(config.output, default_folder(config.title))

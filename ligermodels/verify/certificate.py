@@ -1,4 +1,4 @@
-"""What was compared and how it went: as JSON, and as one page of HTML that needs nothing else to be read."""
+"""The parity certificate: the results of all checks, as JSON and as a self-contained HTML page."""
 
 import html
 import json
@@ -15,7 +15,7 @@ import torch
 import ligermodels
 from ligermodels.verify import reference
 
-STYLE = """
+PAGE_STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 3em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; width: 100% } td, th { text-align: left; vertical-align: top; padding: .4em .8em;
 border-bottom: 1px solid #ddd } .passed { color: #17692f } .failed { color: #b00020; font-weight: bold }
@@ -25,7 +25,10 @@ border-bottom: 1px solid #ddd } .passed { color: #17692f } .failed { color: #b00
 
 @dataclass(frozen=True)
 class Check:
-    """passed: None where there was nothing to compare. criterion: what had to hold. measured: the numbers behind."""
+    """The result of one check.
+
+    passed: None if there was nothing to compare. criterion: the condition for passing. measured: the numbers.
+    """
 
     name: str
     passed: bool | None
@@ -40,6 +43,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Certificate:
+    """The results of all checks of a model. facts: versions, device, date. json, page: the files written."""
+
     model: str
     facts: Mapping[str, str]
     checks: Sequence[Check]
@@ -51,8 +56,10 @@ class Certificate:
         return all(check.passed is not False for check in self.checks)
 
 
-def write(output: Path, model: str, folder: Path, device: str, date: str, checks: Sequence[Check]) -> Certificate:
-    """Writes both files into `output`, named for the model."""
+def write_certificate(
+    output: Path, model: str, folder: Path, device: str, date: str, checks: Sequence[Check]
+) -> Certificate:
+    """Writes the JSON file and the HTML page into `output`; their names come from the model."""
     kind = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
     facts = {
         "model": model,
@@ -73,7 +80,8 @@ def write(output: Path, model: str, folder: Path, device: str, date: str, checks
 
 
 def file_name(model: str) -> str:
-    """Of a certificate: a Hub id or a folder's path, from the working directory if it lies there, as org--name."""
+    """The certificate's file name, org--name: from a Hub id, or from a folder's path (relative to the working directory
+    if it is inside it)."""
     path = Path(model)
     if path.is_dir():
         path, here = path.resolve(), Path.cwd()
@@ -82,24 +90,26 @@ def file_name(model: str) -> str:
 
 
 def as_json(certificate: Certificate) -> dict[str, Any]:
+    """The content of the JSON file."""
     checks = [
         {"name": check.name, "outcome": check.outcome, "result": check.result, "criterion": check.criterion}
-        | ({"measured": plain(check.measured)} if check.measured else {})
+        | ({"measured": rounded(check.measured)} if check.measured else {})
         for check in certificate.checks
     ]
     return {"passed": certificate.passed, **certificate.facts, "checks": checks}
 
 
-def plain(value: Any) -> Any:
-    """Numbers to four digits; those that JSON does not know as text."""
+def rounded(value: Any) -> Any:
+    """The value with floats rounded to four digits; infinities and NaN, which JSON lacks, become text."""
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, float):
         return float(f"{value:.4g}") if math.isfinite(value) else str(value)
     return value
 
 
 def as_page(certificate: Certificate) -> str:
+    """The content of the HTML page."""
     verdict = "passed" if certificate.passed else "failed"
     title = f"Parity certificate of {html.escape(certificate.model)}"
     facts = "".join(f"<tr><th>{html.escape(k)}<td>{html.escape(v)}" for k, v in certificate.facts.items())
@@ -109,9 +119,9 @@ def as_page(certificate: Certificate) -> str:
         for check in certificate.checks
     )
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{PAGE_STYLE}</style>\n'
         f'<h1>{title}: <span class="{verdict}">{verdict}</span></h1>\n'
         f"<table><tr><th>check<th>outcome<th>result<th>criterion{rows}</table>\n"
-        f"<p>An error is ‖x − truth‖ / ‖truth‖. All numbers are in {html.escape(certificate.json.name)}.</p>\n"
+        f"<p>Errors are relative: ‖x − truth‖ / ‖truth‖. All numbers are in {html.escape(certificate.json.name)}.</p>\n"
         f"<table>{facts}</table>\n"
     )

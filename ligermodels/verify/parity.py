@@ -1,14 +1,15 @@
-"""Logits, loss, gradients and greedy tokens, here and in the reference implementation, on the same token ids.
+"""Compares logits, loss, gradients and greedy tokens with the reference implementation, on the same token ids.
 
-The truth is the reference in fp64 where that fits, else in fp32. Against it
+The truth is the reference implementation in fp64 if that fits into memory, else in fp32. The error against the truth
+may be at most
 
-    fp32     our error may be FP32_FACTOR times the reference's own, or that many roundings: sums in other orders
-    bf16     BF16_FACTOR times the reference's own
+    fp32     FP32_FACTOR times the reference's own error, or FP32_FACTOR roundings (sums may have another order)
+    bf16     BF16_FACTOR times the reference's own error
 
-With a truth in fp32 the reference's own error in fp32 is not known. It is taken from that in bf16, scaled by the
-ratio of the roundings and, as sums are in fp32 there too, by the √K roundings of a sum of K terms.
-In bf16, rounding flips the choice between two nearly equal experts on either side: of models with experts, the
-logits' error is the median over tokens. That of the gradients is the median over tensors.
+If the truth is in fp32, the reference's own error in fp32 is unknown. It is estimated from its error in bf16: scaled by
+the ratio of the machine epsilons and by √K, the roundings of a sum of K terms (in bf16, sums are in fp32 too).
+In bf16, rounding can flip the choice between two nearly equal experts on either side. For models with experts the
+logits' error is therefore the median over tokens. The error of the gradients is the median over tensors.
 """
 
 import gc
@@ -30,42 +31,49 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Check
-from ligermodels.verify.text import TEXTS, has_tokenizer
+from ligermodels.verify.text import TEXTS, has_tokenizer_json
 from ligermodels.weights.config_file import CONFIG_FILE, read_config
-from ligermodels.weights.mapping import Piece, plan
+from ligermodels.weights.mapping import Piece, plan_pieces
 
 FP32_FACTOR, BF16_FACTOR = 4.0, 1.5
-FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
-EPS = torch.finfo(FP32).eps
-ROWS, LENGTH, PROMPT = 2, 64, 16  # tokens compared, and of them those that are continued
+EPS = torch.finfo(torch.float32).eps
+BATCH_ROWS, ROW_TOKENS = 2, 64
+PROMPT_TOKENS = 16  # tokens of the first row that greedy decoding continues
 LOGITS, LOSS = "logits", "loss"
-USABLE = 0.6  # of the free memory, for weights and gradients in fp64
+USABLE_MEMORY = 0.6  # fraction of the free memory for weights and gradients in fp64
 
 Measured = Iterator[tuple[str, Tensor]]
 Gradients = Callable[[nn.Module], Measured]
 
 
 @dataclass(frozen=True)
-class Names:
-    """How the gradients of either side come to be known by the Hub's names. pieces: by parameter of ours."""
+class HubNames:
+    """Translates the gradients of both sides to the Hub's names.
+
+    pieces: of the Hub's own layout, by our parameter. layouts: the pieces of all layouts of the family.
+    """
 
     pieces: Mapping[str, Sequence[Piece]]
     layouts: Sequence[Mapping[str, Sequence[Piece]]]
 
     @classmethod
-    def of(cls, model: CausalLM) -> "Names":
+    def of(cls, model: CausalLM) -> "HubNames":
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        layouts = [grouped(plan(shapes, rules)) for rules in (model.weight_rules(), *model.other_weight_rules())]
+        layouts = [
+            group_by_parameter(plan_pieces(shapes, rules))
+            for rules in (model.weight_rules(), *model.other_weight_rules())
+        ]
         return cls(layouts[0], layouts)
 
     def ours(self, model: nn.Module) -> Measured:
+        """The gradients of our model, by Hub name."""
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 yield from self.cut(name, parameter.grad)
 
     def theirs(self, model: nn.Module) -> Measured:
-        """Raises CheckpointError where none of the family's layouts is that of the reference's memory."""
-        known, gradients = dict(reference.parameters(model)), reference.gradients(model)
+        """The gradients of the reference, by Hub name. Raises CheckpointError if its parameters fit no layout."""
+        known, gradients = dict(model.named_parameters()), reference.gradients(model)
         for layout in self.layouts:
             if all(piece.tensor in known for pieces in layout.values() for piece in pieces):
                 break
@@ -74,34 +82,39 @@ class Names:
             raise CheckpointError(f"transformers {reference.version()} has no parameter {missing} in memory")
         for name, pieces in layout.items():
             if all(piece.tensor in gradients for piece in pieces):
-                yield from self.cut(name, packed(pieces, gradients))
+                yield from self.cut(name, assemble_parameter(pieces, gradients))
 
     def cut(self, name: str, gradient: Tensor) -> Measured:
+        """Splits a parameter's gradient into the Hub's tensors."""
         for piece in self.pieces[name]:
             yield piece.tensor, gradient[piece.index].reshape(piece.shape)
 
 
-def grouped(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+def group_by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return {name: list(group) for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter)}
 
 
-def packed(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> Tensor:
+def assemble_parameter(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> Tensor:
     """The parameter that consists of these pieces."""
     shape = [max(piece.index[axis].stop for piece in pieces) for axis in range(len(pieces[0].index))]
-    whole = tensors[pieces[0].tensor].new_empty(shape)
+    parameter = tensors[pieces[0].tensor].new_empty(shape)
     for piece in pieces:
-        box = whole[piece.index]
+        box = parameter[piece.index]
         box.copy_(tensors[piece.tensor].reshape(box.shape))
-    return whole
+    return parameter
 
 
 @dataclass
 class Errors:
-    """Of one run against the truth, by what was measured."""
+    """The relative errors of one run against the truth.
+
+    of: by measured quantity (logits, loss, gradients by Hub name). tokens: the greedy continuation, in fp32 only.
+    token_median: the median over tokens of the logits' error.
+    """
 
     of: dict[str, float] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)  # the greedy continuation, of runs in fp32
-    token_median: float = 0.0  # the logits' error in the median token
+    tokens: list[int] = field(default_factory=list)
+    token_median: float = 0.0
 
     @property
     def gradients(self) -> dict[str, float]:
@@ -109,26 +122,31 @@ class Errors:
 
 
 def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
-    """Loads each side once for each dtype."""
-    blueprint = models.build(*models.understood(read_config(folder), folder / CONFIG_FILE))
-    names, ids = Names.of(blueprint), sample(folder, blueprint.config.vocab_size).to(device)
-    prompt = ids[0, :PROMPT].tolist()
-    truth_dtype = FP64 if fits_fp64(blueprint, device) else FP32
+    """Runs all comparisons. Each side is loaded once per dtype."""
+    blueprint = models.build_on_meta(*models.select_architecture(read_config(folder), folder / CONFIG_FILE))
+    names, ids = HubNames.of(blueprint), sample_tokens(folder, blueprint.config.vocab_size).to(device)
+    prompt = ids[0, :PROMPT_TOKENS].tolist()
+    truth_dtype = torch.float64 if fits_fp64(blueprint, device) else torch.float32
     truth: dict[str, Tensor] = {}
 
     def theirs(dtype: torch.dtype) -> Errors:
-        model = reference.load(folder, dtype, device)
-        tokens = reference.continued(model, prompt, new_tokens, device) if dtype is FP32 else []
+        model = reference.load_reference_model(folder, dtype, device)
+        tokens = reference.greedy_continuation(model, prompt, new_tokens, device) if dtype is torch.float32 else []
         return compare(measure(model, ids, names.theirs), truth, tokens)
 
     def ours(dtype: torch.dtype) -> Errors:
         model = hub.load(folder, dtype=dtype, device=device)
-        tokens = generate(model, [prompt], max_new_tokens=new_tokens, stop_tokens=())[0] if dtype is FP32 else []
+        tokens: list[int] = []
+        if dtype is torch.float32:
+            (tokens,) = generate(model, [prompt], max_new_tokens=new_tokens, stop_tokens=())
         return compare(measure(model, ids, names.ours), truth, tokens)
 
-    exact, plain_bf16 = freed(theirs, truth_dtype), freed(theirs, BF16)
-    plain = freed(theirs, FP32) if truth_dtype is FP64 else scaled(exact, plain_bf16, blueprint)
-    result, result_bf16 = freed(ours, FP32), freed(ours, BF16)
+    exact, plain_bf16 = run_and_free(theirs, truth_dtype), run_and_free(theirs, torch.bfloat16)
+    if truth_dtype is torch.float64:
+        plain = run_and_free(theirs, torch.float32)
+    else:
+        plain = estimated_fp32_errors(exact, plain_bf16, blueprint)
+    result, result_bf16 = run_and_free(ours, torch.float32), run_and_free(ours, torch.bfloat16)
     routed = any(isinstance(module, MoE) for module in blueprint.modules())
     return [
         *fp32_checks(result, plain, str(truth_dtype).removeprefix("torch.")),
@@ -137,8 +155,8 @@ def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     ]
 
 
-def freed(run: Callable[[torch.dtype], Errors], dtype: torch.dtype) -> Errors:
-    """What `run` returns, once the memory of its model is free."""
+def run_and_free(run: Callable[[torch.dtype], Errors], dtype: torch.dtype) -> Errors:
+    """Calls `run`, then frees the memory of its model."""
     errors = run(dtype)
     gc.collect()
     torch.cuda.empty_cache()
@@ -146,32 +164,34 @@ def freed(run: Callable[[torch.dtype], Errors], dtype: torch.dtype) -> Errors:
 
 
 def fits_fp64(model: nn.Module, device: str) -> bool:
+    """Whether weights and gradients in fp64 fit into the free memory of device and host."""
     count = sum(parameter.numel() for parameter in model.parameters())
     host = available_host_memory()
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return 16 * count < USABLE * free and 8 * count < USABLE * host
-    return 24 * count < USABLE * host  # with the gradients that are kept
+        return 16 * count < USABLE_MEMORY * free and 8 * count < USABLE_MEMORY * host
+    return 24 * count < USABLE_MEMORY * host  # the truth keeps a copy of the gradients
 
 
 def available_host_memory() -> int:
-    """Bytes that the kernel could give without swapping, the page cache among them."""
+    """Bytes available without swapping, including the page cache."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return 1024 * int(fields["MemAvailable"].split()[0])
 
 
-def sample(folder: Path, vocab_size: int) -> Tensor:
-    """Token ids [ROWS, LENGTH]: of texts in many languages, or drawn at random where there is no tokenizer."""
-    count = ROWS * LENGTH
-    if not has_tokenizer(folder):
-        return torch.randint(vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+def sample_tokens(folder: Path, vocab_size: int) -> Tensor:
+    """Token ids [BATCH_ROWS, ROW_TOKENS] of texts in many languages; random ids if there is no tokenizer."""
+    count = BATCH_ROWS * ROW_TOKENS
+    if not has_tokenizer_json(folder):
+        return torch.randint(vocab_size, (BATCH_ROWS, ROW_TOKENS), generator=torch.Generator().manual_seed(0))
     tokenizer = hub.load_tokenizer(folder)
     ids = [token for text in TEXTS for token in tokenizer.encode(text)]
-    return torch.tensor((ids * count)[:count]).view(ROWS, LENGTH)
+    return torch.tensor((ids * count)[:count]).view(BATCH_ROWS, ROW_TOKENS)
 
 
 def measure(model: nn.Module, ids: Tensor, gradients: Gradients) -> Measured:
+    """The logits, the loss and the gradients by Hub name."""
     with torch.no_grad():
         yield LOGITS, model(ids).logits
     loss = model(input_ids=ids, labels=ids).loss
@@ -181,7 +201,7 @@ def measure(model: nn.Module, ids: Tensor, gradients: Gradients) -> Measured:
 
 
 def compare(measured: Measured, truth: dict[str, Tensor], tokens: list[int]) -> Errors:
-    """The first run that comes by is the truth, and is kept. What one side has and the other lacks is all wrong."""
+    """The errors of a run. The first run fills `truth`. A quantity that only one side has gets an infinite error."""
     if not truth:
         truth |= {what: value.to("cpu", copy=True) for what, value in measured}
         return Errors(tokens=tokens)
@@ -195,20 +215,22 @@ def compare(measured: Measured, truth: dict[str, Tensor], tokens: list[int]) -> 
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
+    """‖value − truth‖ / ‖truth‖, in fp64."""
     expected = truth.to(value.device).double()
     return ((value.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
 
 
-def scaled(exact: Errors, plain_bf16: Errors, model: CausalLM) -> Errors:
-    """What the reference's error in fp32 may be, from that in bf16."""
+def estimated_fp32_errors(exact: Errors, plain_bf16: Errors, model: CausalLM) -> Errors:
+    """The reference's error in fp32, estimated from its error in bf16."""
     longest_sum = max(max(parameter.shape) for parameter in model.model.layers.parameters())
-    ratio = EPS / torch.finfo(BF16).eps * math.sqrt(longest_sum)
+    ratio = EPS / torch.finfo(torch.bfloat16).eps * math.sqrt(longest_sum)
     return Errors({what: error * ratio for what, error in plain_bf16.of.items()}, exact.tokens)
 
 
 def fp32_checks(ours: Errors, plain: Errors, truth: str) -> Iterator[Check]:
+    """The checks of logits, loss and gradients in fp32. plain: the reference's own errors. truth: the truth's dtype."""
     allowed = {what: FP32_FACTOR * max(plain.of.get(what, 0.0), EPS) for what in ours.of}
-    allowed[LOSS] = max(allowed[LOSS], allowed[LOGITS])  # which it is made of: of a scalar the error may be 0 by chance
+    allowed[LOSS] = max(allowed[LOSS], allowed[LOGITS])  # a scalar's error may be 0 by chance
     criterion = f"against the reference in {truth}, at most {FP32_FACTOR:g} times its own error in fp32"
     for what in (LOGITS, LOSS):
         yield Check(
@@ -216,36 +238,39 @@ def fp32_checks(ours: Errors, plain: Errors, truth: str) -> Iterator[Check]:
             criterion, {"error": ours.of[what], "allowed": allowed[what]},
         )  # fmt: skip
     gradients = ours.gradients
-    worst = max(gradients, key=lambda what: against(gradients[what], allowed[what]))
+    worst = max(gradients, key=lambda what: error_ratio(gradients[what], allowed[what]))
     wrong = [what for what in gradients if not gradients[what] <= allowed[what]]
     count = f"{len(wrong)} of {len(gradients)} beyond" if wrong else f"all {len(gradients)} within"
     measured = {what: {"error": gradients[what], "allowed": allowed[what]} for what in gradients}
     yield Check(
         "fp32 gradients", not wrong,
-        f"{count}; the worst is {worst}: error {gradients[worst]:.1e}, allowed {allowed[worst]:.1e}",
+        f"{count} the limit; the worst is {worst}: error {gradients[worst]:.1e}, allowed {allowed[worst]:.1e}",
         f"{criterion}, for every tensor", measured,
     )  # fmt: skip
 
 
-def against(error: float, allowed: float) -> float:
+def error_ratio(error: float, allowed: float) -> float:
+    """error / allowed; infinite if the error is not finite."""
     return error / allowed if math.isfinite(error) else math.inf
 
 
 def bf16_checks(ours: Errors, plain: Errors, routed: bool) -> Iterator[Check]:
+    """The checks of logits and gradients in bf16. routed: whether the model has routed experts."""
     logits = (ours.token_median, plain.token_median) if routed else (ours.of[LOGITS], plain.of[LOGITS])
     gradients = tuple(median(errors.gradients.values()) for errors in (ours, plain))
-    where = {LOGITS: "in the median token" if routed else "of all", "gradients": "of the median tensor"}
+    where = {LOGITS: "median over tokens" if routed else "over all tokens", "gradients": "median over tensors"}
     for what, (error, own) in ((LOGITS, logits), ("gradients", gradients)):
         yield Check(
             f"bf16 {what}", error <= BF16_FACTOR * own, f"error {error:.1e}, the reference's {own:.1e}",
-            f"{where[what]}, at most {BF16_FACTOR:g} times the reference's own error in bf16",
+            f"{where[what]}: at most {BF16_FACTOR:g} times the reference's own error in bf16",
             {"error": error, "reference": own},
         )  # fmt: skip
 
 
 def greedy_check(ours: list[int], theirs: list[int], new_tokens: int) -> Check:
+    """The check that greedy decoding gives the same tokens."""
     equal = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), new_tokens)
     return Check(
-        "greedy tokens", equal == new_tokens, f"{equal} of {new_tokens} equal, from the start",
-        "in fp32 all, ours with its cache and the reference's without one", {"ours": ours, "reference": theirs},
+        "greedy tokens", equal == new_tokens, f"the first {equal} of {new_tokens} are equal",
+        "all equal in fp32, ours with a cache and the reference's without", {"ours": ours, "reference": theirs},
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""transformers, the reference implementation: the one file of the package that imports it, and only when called."""
+"""Runs transformers, the reference implementation. Only this file imports it, and only inside functions."""
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,71 +11,71 @@ from torch import Tensor, nn
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 
-OLDEST = 5  # major version: the first whose experts run by a plain loop if asked to
+MIN_MAJOR_VERSION = 5  # the first version with an option to run experts as a plain loop
 
 
-def require() -> None:
-    """Raises InputError where there is nothing to compare with."""
-    remedy = f"pip install 'transformers>={OLDEST}'"
+def require_transformers() -> None:
+    """Raises InputError if transformers is not installed or too old."""
+    remedy = f"pip install 'transformers>={MIN_MAJOR_VERSION}'"
     if importlib.util.find_spec("transformers") is None:
-        raise InputError(f"verify: transformers, which it compares with, is not installed: {remedy}")
-    if int(version().partition(".")[0]) < OLDEST:
+        raise InputError(f"verify: transformers is not installed, which it compares with: {remedy}")
+    if int(version().partition(".")[0]) < MIN_MAJOR_VERSION:
         raise InputError(f"verify: transformers {version()} is too old to compare with: {remedy}")
 
 
 def version() -> str:
+    """The installed version of transformers."""
     return importlib.metadata.version("transformers")
 
 
-def load(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
-    """Its model in evaluation mode, with nothing of it fused. Raises CheckpointError."""
+def load_reference_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
+    """The model of transformers in evaluation mode, without fused implementations. Raises CheckpointError."""
     from transformers import AutoModelForCausalLM
 
     plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **plain)
-    except Exception as error:  # of any kind, as its code is another for each family
-        raise unusable(folder, error) from error
+    except Exception as error:  # any type: each family has its own code
+        raise loading_error(folder, error) from error
     model.config.get_text_config().use_cache = False
     return model.to(device).eval()
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Its tokenizer. Raises CheckpointError."""
+def load_reference_tokenizer(folder: Path) -> Any:
+    """The tokenizer of transformers. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise unusable(folder, error) from error
+        raise loading_error(folder, error) from error
 
 
-def unusable(folder: Path, error: Exception) -> CheckpointError:
+def loading_error(folder: Path, error: Exception) -> CheckpointError:
+    """The error for a checkpoint that transformers cannot load."""
     reason = f"{type(error).__name__}: {first_line(error)}"
     return CheckpointError(f"{folder}: transformers {version()} cannot load it: {reason}")
 
 
-def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return model.named_parameters()
-
-
 @torch.no_grad()
-def continued(model: nn.Module, prompt: Sequence[int], new_tokens: int, device: str) -> list[int]:
-    """The likeliest next token, again and again, each time from the whole text: no cache, no settings of the folder."""
+def greedy_continuation(model: nn.Module, prompt: Sequence[int], new_tokens: int, device: str) -> list[int]:
+    """Greedy decoding without a cache and without the folder's generation settings: a full forward per token."""
     ids = torch.tensor([list(prompt)], device=device)
     for _ in range(new_tokens):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
     return ids[0, len(prompt) :].tolist()
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def render_conversation(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation as text, with the generation prompt."""
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of a text."""
     return list(tokenizer(text)["input_ids"])
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By the names in memory, without parameters that the text does not reach."""
-    return {name: parameter.grad for name, parameter in parameters(model) if parameter.grad is not None}
+    """The gradients by parameter name, of all parameters that have one."""
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

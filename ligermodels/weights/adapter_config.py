@@ -1,6 +1,7 @@
-"""adapter_config.json of LoRA in PEFT's format: read with a refusal of all that is not done here, and composed.
+"""adapter_config.json of LoRA in PEFT's format: reads it, refuses unsupported settings, and composes it for an export.
 
-A projection is named by the Hub, in full or by an end of its name. Knows field names; no tensor, no layer.
+Projections have their Hub names, in full or as a suffix of the name that begins after a dot. Knows field names; must
+not know tensors or layers.
 """
 
 import re
@@ -13,11 +14,11 @@ from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import read_json, safe_file
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-A_MODULE = re.compile(r"\^?[\w.-]+")
+MODULE_NAME = re.compile(r"\^?[\w.-]+")
 
-# What a configuration may say beside what is read of it: how the update began, and where it was meant to go, which the
-# tensors themselves tell. Anything else that is set changes what is computed.
-WITHOUT_EFFECT = {
+# Fields that do not change the result: how the update was initialised, and its targets, which the tensors show. Any
+# other field that is not in READ_FIELDS is refused if it is set.
+IGNORED_FIELDS = {
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
@@ -35,7 +36,7 @@ WITHOUT_EFFECT = {
     "runtime_config",
     "task_type",
 }
-READ = {
+READ_FIELDS = {
     "alpha_pattern",
     "bias",
     "init_lora_weights",
@@ -48,44 +49,46 @@ READ = {
     "target_parameters",
     "use_rslora",
 }
-DEFAULTS = {"r": 8, "lora_alpha": 8}  # of PEFT
-KEEPS_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # other ways to begin take the update out of the base
+PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}
+SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others also change the base weights
 
 Number = TypeVar("Number", int, float)
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The folder's adapter_config.json, with PEFT's defaults. Raises CheckpointError naming the file and the field."""
+    """The folder's adapter_config.json with PEFT's defaults. Raises CheckpointError naming the file and the field."""
     file = safe_file(folder, ADAPTER_CONFIG_FILE)
-    config = DEFAULTS | read_json(file)
+    config = PEFT_DEFAULTS | read_json(file)
     refuse_unsupported(config, file)
     return config
 
 
 def refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
+    """Raises CheckpointError for the first field that is unsupported or has an invalid value."""
+
     def refuse(field: str, rule: str) -> None:
         raise CheckpointError(f"{file}: {field} is {config.get(field)!r}; {rule}")
 
-    for field in sorted(config.keys() - READ - WITHOUT_EFFECT):
+    for field in sorted(config.keys() - READ_FIELDS - IGNORED_FIELDS):
         if config[field]:
             refuse(field, "is not supported")
     if config.get("peft_type") != "LORA":
         refuse("peft_type", "must be 'LORA'")
     if config.get("bias", "none") != "none":
         refuse("bias", "must be 'none': trained biases are not supported")
-    if config.get("init_lora_weights", True) not in KEEPS_THE_BASE:
-        refuse("init_lora_weights", "it changed the base weights; convert the adapter with PEFT's save_pretrained")
+    if config.get("init_lora_weights", True) not in SUPPORTED_INITS:
+        refuse("init_lora_weights", "it changes the base weights; convert the adapter with PEFT's save_pretrained")
     if not isinstance(config.get("use_rslora", False), bool):
         refuse("use_rslora", "must be true or false")
     if not is_number(dropout := config.get("lora_dropout", 0.0)) or not 0 <= dropout < 1:
-        refuse("lora_dropout", "must be a number from 0 to below 1")
+        refuse("lora_dropout", "must be a number of at least 0 and below 1")
     for field in ("r", "lora_alpha"):
         if not is_positive(config[field]):
             refuse(field, "must be a number above zero")
     for field in ("rank_pattern", "alpha_pattern"):
         by_name = config.get(field) or {}
-        if not isinstance(by_name, dict) or not all(A_MODULE.fullmatch(name) for name in by_name):
-            refuse(field, "must be an object by names of modules; other patterns are not supported")
+        if not isinstance(by_name, dict) or not all(MODULE_NAME.fullmatch(name) for name in by_name):
+            refuse(field, "must be an object with module names as keys; other patterns are not supported")
         if not all(map(is_positive, by_name.values())):
             refuse(field, "its values must be numbers above zero")
     parameters = config.get("target_parameters")
@@ -106,40 +109,40 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
-def strength(config: Mapping[str, Any], projection: str) -> tuple[int, float]:
-    """Rank and alpha of a projection, alpha such that the scale is alpha / rank."""
-    rank = int(by_pattern(config.get("rank_pattern"), projection, config["r"]))
-    alpha = float(by_pattern(config.get("alpha_pattern"), projection, config["lora_alpha"]))
+def rank_and_alpha(config: Mapping[str, Any], projection: str) -> tuple[int, float]:
+    """Rank and alpha of a projection. With use_rslora, alpha is multiplied by √rank, so the scale is alpha / rank."""
+    rank = int(value_for(config.get("rank_pattern"), projection, config["r"]))
+    alpha = float(value_for(config.get("alpha_pattern"), projection, config["lora_alpha"]))
     return rank, alpha * rank**0.5 if config.get("use_rslora") else alpha
 
 
-def by_pattern(patterns: Mapping[str, float] | None, projection: str, default: float) -> float:
-    """The first that names the projection; a leading ^ asks for its whole name."""
+def value_for(patterns: Mapping[str, float] | None, projection: str, default: float) -> float:
+    """The value of the first pattern that matches the projection. A leading ^ means that the full name must match."""
     for name, value in (patterns or {}).items():
-        if projection == name.removeprefix("^") or is_named(projection, [name]):
+        if projection == name.removeprefix("^") or matches_suffix(projection, [name]):
             return value
     return default
 
 
-def targets_by_name(config: Mapping[str, Any]) -> list[str] | None:
-    """The names of what is updated, where the configuration says that by names and by nothing else."""
+def target_names(config: Mapping[str, Any]) -> list[str] | None:
+    """target_modules if it is a list of names and no other field restricts the targets, else None."""
     restricted = config.get("exclude_modules") or config.get("layers_to_transform") is not None
     targets = config["target_modules"]
     return targets if isinstance(targets, list) and not restricted else None
 
 
-def is_named(module: str, names: Collection[str]) -> bool:
-    """Whether one of the names is a module's or the end of it, from a dot on."""
-    return any(end in names for end in ends_of(module))
+def matches_suffix(module: str, names: Collection[str]) -> bool:
+    """Whether one of the names is the module's full name, or a suffix of it that begins after a dot."""
+    return any(end in names for end in suffixes(module))
 
 
-def ends_of(name: str) -> list[str]:
+def suffixes(name: str) -> list[str]:
     """q_proj, self_attn.q_proj, 0.self_attn.q_proj, …"""
     parts = name.split(".")
     return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
-def adapter_config(
+def compose_adapter_config(
     ranks: Mapping[str, int],
     alphas: Mapping[str, float],
     dropout: float,
@@ -147,14 +150,15 @@ def adapter_config(
     parameters: Collection[str],
     base_model: str | None,
 ) -> dict[str, Any]:
-    """What to write for projections of these ranks and alphas: what most have is said once, the others' by name.
+    """adapter_config.json for projections with the given ranks and alphas.
 
-    modules: all that the model has, those with an update among them. parameters: those of the projections that are no
-    modules but stacked weights of experts.
+    The most common rank and alpha are written once; deviating ones are written by name.
+    modules: the Hub names of all modules of the model. parameters: the names of the projections that are not modules
+    but stacked expert weights. base_model: for base_model_name_or_path.
     """
-    rank, ranks_by_name = most_common(ranks, modules)
-    alpha, alphas_by_name = most_common({name: whole_number(alpha) for name, alpha in alphas.items()}, modules)
-    targets, exclude = shortest_names(ranks.keys() - parameters, modules - ranks.keys())
+    rank, ranks_by_name = most_common_value(ranks, modules)
+    alpha, alphas_by_name = most_common_value({name: as_int_if_whole(alpha) for name, alpha in alphas.items()}, modules)
+    targets, exclude = shortest_targets(ranks.keys() - parameters, modules - ranks.keys())
     return {
         "alpha_pattern": alphas_by_name,
         "auto_mapping": None,
@@ -171,39 +175,39 @@ def adapter_config(
         "r": rank,
         "rank_pattern": ranks_by_name,
         "target_modules": targets,
-        "target_parameters": sorted({ends_of(name)[2] for name in parameters}) or None,
+        "target_parameters": sorted({suffixes(name)[2] for name in parameters}) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
     }
 
 
-def most_common(values: Mapping[str, Number], modules: set[str]) -> tuple[Number, dict[str, Number]]:
-    """The value that most names have, and what those have that have others, by the ends of their names."""
+def most_common_value(values: Mapping[str, Number], modules: set[str]) -> tuple[Number, dict[str, Number]]:
+    """The most common value, and the deviating values by the shortest suffixes of their names."""
     (usual, _), *others = Counter(values.values()).most_common()
     by_name: dict[str, Number] = {}
     for value, _ in others:
         names = {name for name in values if values[name] == value}
-        by_name |= dict.fromkeys(shortest_names(names, modules - names)[0], value)
+        by_name |= dict.fromkeys(shortest_targets(names, modules - names)[0], value)
     return usual, by_name
 
 
-def whole_number(x: float) -> int | float:
-    """An int where that is the same: other readers expect one."""
+def as_int_if_whole(x: float) -> int | float:
+    """x as an int if it is a whole number: other readers expect an int."""
     return int(x) if x == int(x) else x
 
 
-def shortest_names(names: Iterable[str], others: Iterable[str]) -> tuple[list[str], str | None]:
-    """target_modules, and exclude_modules or None, by which a reader finds `names` and none of the others.
+def shortest_targets(names: Iterable[str], others: Iterable[str]) -> tuple[list[str], str | None]:
+    """target_modules and exclude_modules (or None) that match `names` and none of `others`.
 
-    The others may lie in another part of the model, such as an image side: a reader is told to leave that out. Then
-    each name is cut to the shortest end that none of the rest has.
+    Parts of the model that contain only others, such as a vision tower, are excluded as a whole. Each name is then
+    cut to its shortest suffix that matches none of the remaining others.
     """
     names = list(names)
     parts = {name.partition(".")[0] for name in names}
-    ends = {ends_of(name)[0] for name in names}
-    elsewhere = {other.partition(".")[0] for other in others if ends_of(other)[0] in ends} - parts
-    taken = {end for other in others if other.partition(".")[0] not in elsewhere for end in ends_of(other)}
-    targets = {next(end for end in ends_of(name) if end not in taken) for name in names}
+    ends = {suffixes(name)[0] for name in names}
+    elsewhere = {other.partition(".")[0] for other in others if suffixes(other)[0] in ends} - parts
+    taken = {end for other in others if other.partition(".")[0] not in elsewhere for end in suffixes(other)}
+    targets = {next(end for end in suffixes(name) if end not in taken) for name in names}
     exclude = rf"(.*\.)?({'|'.join(sorted(elsewhere))})\..*" if elsewhere else None
     return sorted(targets), exclude

@@ -1,10 +1,10 @@
-"""LoRA adapters in PEFT's format: written and strictly read.
+"""Writes and strictly reads LoRA adapters in PEFT's format.
 
-The format has two tensors for each of the Hub's projections: `base_model.model.<projection>.lora_A.weight` [r, in] and
-`….lora_B.weight` [out, r]; the update is lora_alpha / r * B A, with rank-stabilised LoRA lora_alpha / √r * B A. Which
-projections there are and where they lie in packed linears is said by the caller. The update of E stacked experts is
-stored as one of rank E r: A [E r, in], one expert after another, and B [out, r E], a column of each expert in turn.
-Knows files and names; no layer.
+The format has two tensors for each projection of the Hub: `base_model.model.<projection>.lora_A.weight` [r, in] and
+`….lora_B.weight` [out, r]. The update is lora_alpha / r * B A; with rank-stabilised LoRA it is lora_alpha / √r * B A.
+The caller says which projections exist and which columns they have in packed linears. The update of E stacked experts
+is stored as one update of rank E r: A [E r, in] is one expert after another; in B [out, r E] the experts alternate
+column by column. Knows files and names; must not know layers.
 """
 
 import itertools
@@ -21,44 +21,50 @@ from torch.distributed.tensor import DTensor
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.adapter_config import (
     ADAPTER_CONFIG_FILE,
-    adapter_config,
-    is_named,
+    compose_adapter_config,
+    matches_suffix,
+    rank_and_alpha,
     read_adapter_config,
-    strength,
-    targets_by_name,
+    target_names,
 )
-from ligermodels.weights.exporting import LowRankLinear, hub_tensors
+from ligermodels.weights.exporting import hub_tensors
 from ligermodels.weights.files import StoredTensor, read_header, safe_file, shortened
-from ligermodels.weights.loading import FLOATS, HubModel
-from ligermodels.weights.mapping import Piece, is_update, plan
-from ligermodels.weights.sharding import keep_part, reshard
+from ligermodels.weights.loading import FLOAT_DTYPES
+from ligermodels.weights.mapping import Piece, is_lora_parameter, plan_pieces
+from ligermodels.weights.module import HubModule, LowRankModule
+from ligermodels.weights.sharding import copy_local_shard, reshard
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
-TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-Span = tuple[int, int]  # start, stop
+ADAPTER_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+ColumnSpan = tuple[int, int]  # start, stop
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A linear, and the Hub's projections it consists of, each with its columns of the output.
+    """A linear, and the Hub's projections that are packed in it.
 
-    groups: the experts whose linears are stacked in it; 1 for a linear. Then parameter is what a configuration calls
-    it, and the one projection is the name of the module to which PEFT gives the update.
+    columns: of each projection, by its Hub name, its columns of the output.
+    groups: the number of experts that are stacked; 1 for a linear.
+    parameter: for stacked experts, their name in an adapter's configuration. `columns` then has one entry: the name of
+    the module to which PEFT attaches the update.
     """
 
     in_features: int
-    columns: Mapping[str, Span]
+    columns: Mapping[str, ColumnSpan]
     groups: int = 1
     parameter: str | None = None
 
 
 @dataclass(frozen=True)
-class Settings:
-    """A linear's update without its values: alpha / rank * B A of `rank`, for each span of columns of its output."""
+class LoRASettings:
+    """The settings of a linear's LoRA: alpha / rank * B A for each span of columns of its output.
 
-    columns: tuple[Span, ...]
+    dtype: of the update's parameters; None for the base's.
+    """
+
+    columns: tuple[ColumnSpan, ...]
     rank: int
     alpha: float
     dropout: float
@@ -67,33 +73,37 @@ class Settings:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder in PEFT's format, its configuration checked; the tensors, by their names in it, are still on disk."""
+    """An adapter folder in PEFT's format, with its validated configuration and its tensors, which stay on disk."""
 
     folder: Path
     config: dict[str, Any]
     tensors: Mapping[str, StoredTensor]
 
 
-def updated(model: HubModel, projections: Iterable[str]) -> dict[str, LowRankLinear]:
-    """Those of the linears that have an update. Raises InputError where something else has one too."""
-    every = dict(model.named_modules())  # of experts without an update, a projection is a parameter
-    modules = {linear: every[linear] for linear in projections if hasattr(every.get(linear), "lora_A")}
-    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters() if is_update(name)}
+def low_rank_modules(model: HubModule, projections: Iterable[str]) -> dict[str, LowRankModule]:
+    """The linears that have LoRA, by name. Raises InputError if anything other than `projections` has it."""
+    every = dict(model.named_modules())  # a projection of experts without LoRA is a parameter, not a module
+    candidates = ((linear, every.get(linear)) for linear in projections)
+    modules = {linear: module for linear, module in candidates if isinstance(module, LowRankModule)}
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters() if is_lora_parameter(name)}
     others = sorted(owners - modules.keys())
     if others:
-        raise InputError(f"{shortened(others)}: has LoRA, for which adapters have no name; export the model merged")
+        raise InputError(f"{shortened(others)}: its LoRA cannot be stored in an adapter; export the merged model")
     return modules
 
 
-def pieces_of_updates(modules: Mapping[str, LowRankLinear], projections: Mapping[str, Packed]) -> list[Piece]:
-    """The tensors of an adapter and their boxes of lora_A and lora_B, those of one parameter side by side."""
-    return [piece for linear, module in modules.items() for piece in update_pieces(linear, module, projections[linear])]
+def adapter_pieces(modules: Mapping[str, LowRankModule], projections: Mapping[str, Packed]) -> list[Piece]:
+    """The tensors of an adapter and their boxes in lora_A and lora_B, grouped by parameter."""
+    return [piece for linear, module in modules.items() for piece in module_pieces(linear, module, projections[linear])]
 
 
-def update_pieces(linear: str, module: LowRankLinear, packed: Packed) -> Iterator[Piece]:
+def module_pieces(linear: str, module: LowRankModule, packed: Packed) -> Iterator[Piece]:
+    """The adapter's tensors of one linear."""
     names = {span: name for name, span in packed.columns.items()}
     if not names.keys() >= set(module.columns):
-        raise InputError(f"{linear}: LoRA on columns {module.columns}, which are no projections: {packed.columns}")
+        raise InputError(
+            f"{linear}: has LoRA on columns {module.columns}, which are not its projections: {packed.columns}"
+        )
     rank, every = packed.groups * module.rank, slice(0, packed.in_features)
     for number, span in enumerate(module.columns):
         rows = slice(number * rank, (number + 1) * rank)
@@ -112,30 +122,30 @@ def tensor_name(projection: str, factor: str) -> str:
 
 @torch.no_grad()
 def write_adapter(
-    model: HubModel,
+    model: HubModule,
     projections: Mapping[str, Packed],
     folder: str | Path,
     base_model: str | None,
     also: Callable[[Path], None] | None = None,
 ) -> None:
-    """Writes the updates of `model` alone to `folder`, which must be empty or not yet exist, as PEFT reads them.
+    """Writes the LoRA of `model` to `folder` in PEFT's format. The folder must be empty or not exist.
 
-    projections: of the linears that can have one, under the names of the Hub. base_model: what to say they belong to.
-    also: as `write_folder`'s. Where parameters are DTensors every rank calls. Raises InputError where there are none,
-    CheckpointError as export_weights does.
+    projections: the linears that can have LoRA. base_model: written as base_model_name_or_path. also: see
+    `write_folder`. If parameters are DTensors, every rank must call.
+    Raises InputError if the model has no LoRA, and CheckpointError as export_weights does.
     """
     reshard(model)
-    modules = updated(model, projections)
+    modules = low_rank_modules(model, projections)
     if not modules:
-        raise InputError("the model has no LoRA to export; add_lora gives it some")
-    pieces = pieces_of_updates(modules, projections)
+        raise InputError("the model has no LoRA to export; add it with add_lora")
+    pieces = adapter_pieces(modules, projections)
     parameters = {f"{name}.{x}": getattr(module, x) for name, module in modules.items() for x in ("lora_A", "lora_B")}
     entries = [Entry(piece.tensor, parameters[piece.parameter].dtype, piece.shape) for piece in pieces]
-    # Larger dtypes first, so that every tensor is aligned to its own.
+    # Larger dtypes first, so that every tensor is aligned to its dtype.
     order = sorted(range(len(pieces)), key=lambda index: -entries[index].dtype.itemsize)
     entries, pieces = [entries[index] for index in order], [pieces[index] for index in order]
     tensors = hub_tensors(model, parameters, pieces, None)
-    config = config_of(modules, projections, modules_of(model), base_model)
+    config = adapter_config_of(modules, projections, hub_module_names(model), base_model)
 
     def write(temporary: Path) -> None:
         write_safetensors(temporary / ADAPTER_FILE, entries, tensors)
@@ -145,19 +155,20 @@ def write_adapter(
     write_folder(Path(folder).absolute(), write, tensors, sharded, also)
 
 
-def modules_of(model: HubModel) -> set[str]:
-    """What the Hub calls everything in a model that has a weight."""
+def hub_module_names(model: HubModule) -> set[str]:
+    """The Hub's names of all modules of the model that have a weight."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    tensors = (piece.tensor for piece in plan(shapes, model.weight_rules()))
+    tensors = (piece.tensor for piece in plan_pieces(shapes, model.weight_rules()))
     return {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
 
 
-def config_of(
-    modules: Mapping[str, LowRankLinear],
+def adapter_config_of(
+    modules: Mapping[str, LowRankModule],
     projections: Mapping[str, Packed],
     all_modules: set[str],
     base_model: str | None,
 ) -> dict[str, Any]:
+    """adapter_config.json for the LoRA of `modules`. all_modules: as returned by hub_module_names."""
     owners = {
         packed.parameter or name: module
         for linear, module in modules.items()
@@ -169,60 +180,62 @@ def config_of(
     alphas = {name: module.alpha for name, module in owners.items()}
     dropout = max(module.dropout for module in modules.values())
     parameters = {name for linear in modules if (name := projections[linear].parameter) is not None}
-    return adapter_config(ranks, alphas, dropout, all_modules, parameters, base_model)
+    return compose_adapter_config(ranks, alphas, dropout, all_modules, parameters, base_model)
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """Reads the configuration and the tensors' header. Raises CheckpointError naming the file and the field."""
+    """Reads the configuration and the header of the tensors. Raises CheckpointError naming the file and the field."""
     folder = Path(folder)
     if (folder / PICKLE).exists() and not (folder / ADAPTER_FILE).exists():
         raise CheckpointError(f"{folder / PICKLE}: pickles can run code and are not read; save it as {ADAPTER_FILE}")
     return Adapter(folder, read_adapter_config(folder), read_header(safe_file(folder, ADAPTER_FILE)))
 
 
-def fitted(
+def match_adapter(
     adapter: Adapter, layouts: Sequence[Mapping[str, Packed]]
-) -> tuple[Mapping[str, Packed], dict[str, Settings]]:
-    """The first of a model's layouts that knows all projections of the adapter, and what is updated there, and how.
+) -> tuple[Mapping[str, Packed], dict[str, LoRASettings]]:
+    """The first of the model's layouts that has all projections of the adapter, and the adapter's settings by linear.
 
-    Raises CheckpointError where it does not fit, by the first layout if by none: every tensor must belong to a
-    projection, and every projection have both of its tensors; also each that the configuration targets by name, unless
-    it restricts those further. Of experts both projections have an update, or neither.
+    Every tensor must belong to a projection, and every projection must have both of its tensors; so must every
+    projection that the configuration targets by name, unless the configuration restricts its targets further. Of
+    experts, both projections have LoRA or neither. Raises CheckpointError otherwise; if no layout has all projections,
+    the error refers to the first.
     """
-    found = {match[1] for match in map(TENSOR.fullmatch, adapter.tensors) if match}
+    found = {match[1] for match in map(ADAPTER_TENSOR.fullmatch, adapter.tensors) if match}
     known = ({name for packed in layout.values() for name in packed.columns} for layout in layouts)
     layout = next((layout for layout, names in zip(layouts, known, strict=True) if found <= names), layouts[0])
-    refuse_misfits(adapter, layout)
-    return layout, settings_of(adapter, layout)
+    refuse_mismatched_adapter(adapter, layout)
+    return layout, lora_settings(adapter, layout)
 
 
-def settings_of(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[str, Settings]:
-    """Raises CheckpointError where projections that are packed together are updated differently."""
+def lora_settings(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[str, LoRASettings]:
+    """The settings by linear. Raises CheckpointError if projections of one packed linear differ in rank or alpha."""
     settings = {}
     for linear, packed in projections.items():
         names = [name for name in packed.columns if tensor_name(name, "A") in adapter.tensors]
-        strengths = {strength(adapter.config, packed.parameter or name) for name in names}
+        strengths = {rank_and_alpha(adapter.config, packed.parameter or name) for name in names}
         if len(strengths) > 1:
             raise CheckpointError(
-                f"{adapter.folder / ADAPTER_CONFIG_FILE}: rank_pattern and alpha_pattern must not tell "
-                f"{', '.join(names)} apart, which are one packed linear here"
+                f"{adapter.folder / ADAPTER_CONFIG_FILE}: rank_pattern and alpha_pattern must give the same values to "
+                f"{', '.join(names)}: they are one packed linear here"
             )
         if names:
             rank, alpha = strengths.pop()
             dtype = adapter.tensors[tensor_name(names[0], "A")].dtype
             dropout = float(adapter.config.get("lora_dropout", 0.0))
-            settings[linear] = Settings(tuple(packed.columns[name] for name in names), rank, alpha, dropout, dtype)
+            settings[linear] = LoRASettings(tuple(packed.columns[name] for name in names), rank, alpha, dropout, dtype)
     return settings
 
 
-def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
+def refuse_mismatched_adapter(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
+    """Raises one CheckpointError that lists the tensors that are missing, unexpected, or of a wrong shape or dtype."""
     stored, config = adapter.tensors, adapter.config
     shapes: dict[str, tuple[int, int]] = {}
     for packed in projections.values():
         for name, (start, stop) in packed.columns.items():
-            rank = packed.groups * strength(config, packed.parameter or name)[0]
+            rank = packed.groups * rank_and_alpha(config, packed.parameter or name)[0]
             shapes |= {tensor_name(name, "A"): (rank, packed.in_features), tensor_name(name, "B"): (stop - start, rank)}
-    found = {match[1] for match in map(TENSOR.fullmatch, stored) if match}
+    found = {match[1] for match in map(ADAPTER_TENSOR.fullmatch, stored) if match}
     stacked = {
         name.removesuffix(".base_layer")
         for packed in projections.values()
@@ -230,51 +243,57 @@ def refuse_misfits(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
         for name in packed.columns
     }
     found |= {name + below for name in stacked & found for below in ("", ".base_layer")}
-    targets = targets_by_name(config) or ()
-    found |= {name for packed in projections.values() for name in packed.columns if is_named(name, targets)}
+    targets = target_names(config) or ()
+    found |= {name for packed in projections.values() for name in packed.columns if matches_suffix(name, targets)}
     needed = [tensor_name(name, factor) for name in sorted(found) for factor in "AB"]
     faults = {
         "missing": [name for name in needed if name in shapes and name not in stored],
-        "of no projection that can have LoRA here": [name for name in stored if name not in shapes],
-        "misshapen": [
+        "not of a projection that can have LoRA": [name for name in stored if name not in shapes],
+        "of the wrong shape": [
             f"{name} is {list(tensor.shape)} instead of {list(shapes[name])}"
             for name, tensor in stored.items()
             if name in shapes and tensor.shape != shapes[name]
         ],
-        "not floating": [f"{name} is {tensor.dtype}" for name, tensor in stored.items() if tensor.dtype not in FLOATS],
+        "not floating point": [
+            f"{name} is {tensor.dtype}" for name, tensor in stored.items() if tensor.dtype not in FLOAT_DTYPES
+        ],
     }
-    said = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
-    if said or not stored:
+    listed = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
+    if listed or not stored:
         raise CheckpointError(
             f"{adapter.folder / ADAPTER_FILE}: does not fit the model and {ADAPTER_CONFIG_FILE}: "
-            f"{'; '.join(said) or 'it is empty'}"
+            f"{'; '.join(listed) or 'it is empty'}"
         )
 
 
-def refuse_others(adapter: Adapter, modules: Mapping[str, LowRankLinear], settings: Mapping[str, Settings]) -> None:
-    """Where a model has updates, the adapter must have the same."""
+def refuse_different_lora(
+    adapter: Adapter, modules: Mapping[str, LowRankModule], settings: Mapping[str, LoRASettings]
+) -> None:
+    """Raises CheckpointError if the model's LoRA differs from the adapter's in linears, columns, ranks or scales."""
     ours = {linear: (module.columns, module.rank, module.scale) for linear, module in modules.items()}
     theirs = {linear: (own.columns, own.rank, own.alpha / own.rank) for linear, own in settings.items()}
     different = sorted(linear for linear in ours.keys() | theirs.keys() if ours.get(linear) != theirs.get(linear))
     if different:
         linear = different[0]
         raise CheckpointError(
-            f"{adapter.folder / ADAPTER_CONFIG_FILE}: the model has other LoRA already: on {linear}, columns, rank and "
-            f"scale are {ours.get(linear)}, the adapter's {theirs.get(linear)}"
+            f"{adapter.folder / ADAPTER_CONFIG_FILE}: the model already has different LoRA: on {linear}, columns, rank "
+            f"and scale are {ours.get(linear)}, the adapter's are {theirs.get(linear)}"
         )
 
 
 @torch.no_grad()
 def fill_updates(
-    model: HubModel, adapter: Adapter, projections: Mapping[str, Packed], settings: Mapping[str, Settings]
+    model: HubModule, adapter: Adapter, projections: Mapping[str, Packed], settings: Mapping[str, LoRASettings]
 ) -> None:
-    """Fills the updates of a model with the adapter's, of DTensors each rank its part. Raises CheckpointError where the
-    model has others."""
-    modules = updated(model, projections)
-    refuse_others(adapter, modules, settings)
+    """Copies the adapter's tensors into the model's LoRA; into the local shards if they are DTensors.
+
+    Raises CheckpointError if the model has different LoRA.
+    """
+    modules = low_rank_modules(model, projections)
+    refuse_different_lora(adapter, modules, settings)
     with safe_open(adapter.folder / ADAPTER_FILE, framework="pt") as stored:
-        for name, pieces in itertools.groupby(pieces_of_updates(modules, projections), key=lambda p: p.parameter):
+        for name, pieces in itertools.groupby(adapter_pieces(modules, projections), key=lambda p: p.parameter):
             linear, _, factor = name.rpartition(".")
             parameter = getattr(modules[linear], factor)
             value = torch.cat([stored.get_tensor(piece.tensor) for piece in pieces])
-            keep_part(parameter, value.to(parameter.device, parameter.dtype))
+            copy_local_shard(parameter, value.to(parameter.device, parameter.dtype))

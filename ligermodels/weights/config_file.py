@@ -1,18 +1,20 @@
-"""config.json as a dict: read safely, written so that both transformers 4 and transformers 5 understand it.
+"""config.json as a dict: validated when read, and written so that transformers 4 and transformers 5 both understand it.
 
-Version 5 reads either spelling. Version 4 silently takes its defaults for what only the new one says, so an export
-adds the old one: `rope_theta`, `rope_scaling` and `partial_rotary_factor` beside `rope_parameters`, and `torch_dtype`
-beside `dtype`. Version 5 prefers `rope_scaling` where a file has both, so each spelling must say all there is.
+transformers 5 reads the old and the new field names. transformers 4 silently uses its defaults for fields that only
+have the new name, so an export adds the old fields: `rope_theta`, `rope_scaling` and `partial_rotary_factor` beside
+`rope_parameters`, and `torch_dtype` beside `dtype`. If a file has both, transformers 5 prefers `rope_scaling`, so both
+must be complete.
 
-    rope_parameters                        the old spelling
-    one for all layers                     its theta, its partial factor; the rest is the scaling, null if default
-    {full_attention, sliding_attention}    the same of full_attention; the sliding theta is rope_local_base_freq
-    of type longrope                       without original_max_position_embeddings where the top level has it
+    rope_parameters                        old fields
+    one for all layers                     rope_theta, partial_rotary_factor; rope_scaling has the rest, null if default
+    {full_attention, sliding_attention}    the same from full_attention; rope_local_base_freq is the sliding theta
+    of type longrope                       without original_max_position_embeddings if the top level has it
 
-What has no old spelling is in the new one alone. Version 4 silently leaves out a scaling of the sliding layers, gives
-those of OLMo 3 the theta of the full ones, and all layers of Qwen 2 MoE the window of some. It refuses what it does not
-know: OLMo 2 scaled otherwise than by {type: linear or dynamic, factor}, a LongRoPE with a factor of its own.
-Knows field names; no family.
+Settings that the old fields cannot express are written in the new fields only. transformers 4 then silently ignores a
+scaling of the sliding layers, gives the sliding layers of OLMo 3 the theta of the full ones, and gives all layers of
+Qwen 2 MoE the window of some. It refuses values that it does not know: OLMo 2 with a scaling other than
+{type: linear or dynamic, factor}, and LongRoPE with its own factor.
+Knows field names; must not know model families.
 """
 
 import os
@@ -26,7 +28,7 @@ from ligermodels.weights.files import read_json, safe_file
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-PARTS = ("text_config", "vision_config")  # of a multimodal model: configurations of their own
+PARTS = ("text_config", "vision_config")  # sub-configurations of a multimodal model
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -36,18 +38,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
-    """The folder's generation_config.json, empty where it has none. Raises CheckpointError as read_config does."""
+    """The folder's generation_config.json; empty if it has none. Raises CheckpointError as read_config does."""
     if not os.path.lexists(Path(folder) / GENERATION_CONFIG_FILE):
         return {}
     return read_json(safe_file(Path(folder), GENERATION_CONFIG_FILE))
 
 
-def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`raw`, with its parts, and the fields that version 4 needs where they are absent or null; sorted fields stay so.
+def both_spellings(raw: dict[str, Any], alternative_names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """`raw` and its sub-configurations, plus the old fields that transformers 4 needs where they are absent or null.
 
-    also_named: fields that version 5 renamed and writes under the new name alone, old name -> new name.
+    The keys stay sorted if they were. alternative_names: further fields that transformers 5 renamed, old name -> new.
     """
-    old = {before: raw[now] for before, now in (also_named or {}).items() if now in raw}
+    old = {before: raw[now] for before, now in (alternative_names or {}).items() if now in raw}
     if raw.get("rope_parameters"):
         old |= old_rope(raw)
     if "dtype" in raw:
@@ -58,15 +60,15 @@ def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = N
 
 
 def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of version 4 that say what `rope_parameters` says."""
+    """The fields of transformers 4 that are equivalent to `rope_parameters`."""
     parameters = raw["rope_parameters"]
     scaling = dict(parameters.get("full_attention", parameters))
     sliding = parameters.get("sliding_attention", {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "longrope":
-        # Phi-3's reader of version 4 refuses a scaling of any other keys than type, short_factor and long_factor.
-        said = {"rope_type", "type"} | ({"original_max_position_embeddings"} & raw.keys())
-        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key not in said}
+        # Phi-3 in transformers 4 refuses a scaling with other keys than type, short_factor and long_factor.
+        redundant = {"rope_type", "type"} | ({"original_max_position_embeddings"} & raw.keys())
+        scaling = {"type": kind} | {key: value for key, value in scaling.items() if key not in redundant}
     old = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
     if "rope_theta" in sliding:
         old["rope_local_base_freq"] = sliding["rope_theta"]
@@ -74,9 +76,9 @@ def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_dtype(raw: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """`raw` and those of its parts that name a dtype, for weights stored in `dtype`, in whichever spelling they use.
+    """`raw` with its dtype fields, and those of its sub-configurations, set to `dtype`.
 
-    Where `raw` uses none it is `torch_dtype`.
+    The fields that exist are set; if `raw` has none, `torch_dtype` is added.
     """
     keys = [key for key in DTYPE_KEYS if key in raw] or ["torch_dtype"]
     parts = [part for part in PARTS if any(key in raw.get(part, ()) for key in DTYPE_KEYS)]

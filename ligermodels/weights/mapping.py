@@ -1,11 +1,13 @@
-"""How a model's parameters correspond to the tensors of a Hub checkpoint, in both directions.
+"""Rules that map a model's parameters to the tensors of a Hub checkpoint, in both directions.
 
-A rule relates patterns of names. A pattern matches a name, or the start of one that ends at a dot: what follows
-(`.weight`, `.bias`, a whole subtree) is carried over. `{}` stands for a number: a layer's index, then an expert's. The
-first rule that matches a parameter decides; a parameter that no rule matches has the same name on the Hub.
+A rule relates two name patterns. A pattern matches a full name, or a prefix of a name that ends before a dot; the rest
+of the name (`.weight`, `.bias`, a whole subtree) is carried over. `{}` stands for a number: the layer index first, then
+the expert index. The first rule that matches a parameter is applied. A parameter without a matching rule has the same
+name on the Hub.
 
-All rules reduce to a plan, a list of pieces: a bijection between the Hub's tensors and the boxes that tile the
-parameters. Loading and exporting run over the same plan. Knows names and shapes only; no file, no tensor, no family.
+`plan_pieces` applies the rules and returns a list of pieces: a bijection between the Hub's tensors and the boxes (index
+ranges) that tile the parameters. Loading and exporting both use this list. This module knows names and shapes only; it
+must not know files, tensor values or model families.
 """
 
 import re
@@ -14,19 +16,22 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
+from ligermodels.configs.base import Config
+
 Shape = tuple[int, ...]
 
-# A linear with a low-rank update keeps the one it was, whose names the rules speak of, as `base_layer`.
+# A linear that LoRA wraps becomes the wrapper's `base_layer`. Rules use the names without it.
 BASE_LAYER = ".base_layer."
-UPDATES = (".lora_A", ".lora_B")
+UPDATE_SUFFIXES = (".lora_A", ".lora_B")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One Hub tensor and the box of a parameter that holds its elements in the same order.
+    """One Hub tensor, and the box of a parameter that holds the same elements in the same order.
 
-    index: one slice, with start and stop, per dimension of the parameter.
-    shape: the Hub tensor's shape; the box may have further leading dimensions of size 1.
+    tensor, parameter: their names.
+    index: the box as one slice, with start and stop, per dimension of the parameter.
+    shape: the Hub tensor's shape. The box may have additional leading dimensions of size 1.
     """
 
     tensor: str
@@ -37,14 +42,15 @@ class Piece:
 
 class Rule(Protocol):
     def pieces(self, name: str, shape: Shape) -> Iterable[Piece] | None:
-        """The pieces of the parameter `name`, or None where the rule does not match it."""
+        """The pieces of the parameter `name`, or None if the rule does not match it."""
 
 
 @dataclass(frozen=True)
 class Rename:
-    """A tensor, or everything below a module, that has another name on the Hub.
+    """A tensor, or a whole subtree, that has another name on the Hub.
 
-    rules: those of what lies below, where it is not only renamed; they speak of `ours` on both sides.
+    hub, ours: the name patterns on the Hub and in the model.
+    rules: applied to the subtree before the renaming. They use the model's name on both sides.
     """
 
     hub: str
@@ -52,22 +58,22 @@ class Rename:
     rules: tuple[Rule, ...] = ()
 
     def pieces(self, name: str, shape: Shape) -> Iterable[Piece] | None:
-        if translator(self.ours, name) is None:
+        if name_translator(self.ours, name) is None:
             return None
         return (replace(piece, tensor=self.renamed(piece.tensor)) for piece in pieces_of(name, shape, self.rules))
 
     def renamed(self, tensor: str) -> str:
-        translate = translator(self.ours, tensor)
+        translate = name_translator(self.ours, tensor)
         if translate is None:
-            raise ValueError(f"{tensor} is not below {self.ours}, which its rule renames to {self.hub}")
+            raise ValueError(f"{tensor} is not below {self.ours}, the name that its rule renames to {self.hub}")
         return translate(self.hub)
 
 
 @dataclass(frozen=True)
 class Concat:
-    """A packed parameter: the Hub's tensors one after another along dimension 0.
+    """A packed parameter: several Hub tensors concatenated along dimension 0.
 
-    sizes: how many rows each of them has; None for equally many.
+    hub: name patterns of the tensors, in order. sizes: the number of rows of each; None for equal sizes.
     """
 
     ours: str
@@ -75,41 +81,44 @@ class Concat:
     sizes: tuple[int, ...] | None = None
 
     def pieces(self, name: str, shape: Shape) -> list[Piece] | None:
-        translate = translator(self.ours, name)
+        translate = name_translator(self.ours, name)
         if translate is None:
             return None
         sizes = self.sizes or (shape[0] // len(self.hub),) * len(self.hub)
         if len(sizes) != len(self.hub) or sum(sizes) != shape[0]:
-            raise ValueError(f"{name} has {shape[0]} rows, which its rule splits into {sizes} for {self.hub}")
+            raise ValueError(f"{name} has {shape[0]} rows, but its rule splits it into {sizes} rows for {self.hub}")
         return [
-            Piece(translate(hub), name, (slice(stop - size, stop), *whole(shape[1:])), (size, *shape[1:]))
+            Piece(translate(hub), name, (slice(stop - size, stop), *full_box(shape[1:])), (size, *shape[1:]))
             for hub, size, stop in zip(self.hub, sizes, accumulate(sizes), strict=True)
         ]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter of all experts, dimension 0, each expert's part made of one or several of the Hub's tensors.
+    """A parameter that stacks all experts along dimension 0, stored on the Hub as separate tensors for each expert.
 
-    hub: tensors of one expert, its index the last `{}`; they follow one another along dimension 1 in equal parts.
+    hub: name patterns of one expert's tensors; the last `{}` is the expert index. They are concatenated along dimension
+    1, in equal parts.
     """
 
     ours: str
     hub: tuple[str, ...]
 
     def pieces(self, name: str, shape: Shape) -> Iterable[Piece] | None:
-        translate = translator(self.ours, name)
+        translate = name_translator(self.ours, name)
         if translate is None:
             return None
         experts, rows, *rest = shape
         if rows % len(self.hub):
-            raise ValueError(f"{name} has {rows} rows an expert, which its rule splits in equal parts for {self.hub}")
+            raise ValueError(
+                f"{name} has {rows} rows per expert, which cannot be split into equal parts for {self.hub}"
+            )
         part = rows // len(self.hub)
         return (
             Piece(
                 translate(hub, expert),
                 name,
-                (slice(expert, expert + 1), slice(row, row + part), *whole(tuple(rest))),
+                (slice(expert, expert + 1), slice(row, row + part), *full_box(tuple(rest))),
                 (part, *rest),
             )
             for expert in range(experts)
@@ -117,17 +126,19 @@ class Stack:
         )
 
 
-def plan(parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule], *, at_most: int | None = None) -> list[Piece]:
-    """The pieces of all parameters, those of one parameter side by side, or the first `at_most`.
+def plan_pieces(
+    parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule], *, at_most: int | None = None
+) -> list[Piece]:
+    """The pieces of all parameters, in the order of the parameters; only the first `at_most` if that is given.
 
-    parameters: shapes by name. Raises ValueError where a rule does not fit a shape or two pieces claim one tensor.
-    Low-rank updates have no piece: they are no part of a checkpoint.
+    parameters: shapes by name. LoRA parameters are skipped, because a checkpoint does not contain them.
+    Raises ValueError if a rule does not fit a shape, or if two pieces have the same Hub tensor.
     """
     rules = tuple(rules)
     pieces: list[Piece] = []
     owner: dict[str, str] = {}
     for name, shape in parameters.items():
-        if is_update(name):
+        if is_lora_parameter(name):
             continue
         for piece in pieces_of(name.replace(BASE_LAYER, "."), tuple(shape), rules):
             if piece.tensor in owner:
@@ -139,27 +150,30 @@ def plan(parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule], *, at_m
     return pieces
 
 
-def is_update(name: str) -> bool:
-    """Whether a parameter belongs to a low-rank update."""
-    return name.endswith(UPDATES)
+def is_lora_parameter(name: str) -> bool:
+    """Whether a parameter belongs to a low-rank update (LoRA)."""
+    return name.endswith(UPDATE_SUFFIXES)
 
 
 def pieces_of(name: str, shape: Shape, rules: Iterable[Rule]) -> Iterable[Piece]:
+    """The pieces of one parameter, by the first rule that matches it."""
     for rule in rules:
         pieces = rule.pieces(name, shape)
         if pieces is not None:
             return pieces
-    return [Piece(name, name, whole(shape), shape)]
+    return [Piece(name, name, full_box(shape), shape)]
 
 
-def whole(shape: Shape) -> tuple[slice, ...]:
+def full_box(shape: Shape) -> tuple[slice, ...]:
+    """The index of a box that covers the whole shape."""
     return tuple(slice(0, size) for size in shape)
 
 
-def translator(pattern: str, name: str) -> Callable[..., str] | None:
-    """Where `name` matches `pattern`: the function from another pattern to what `name` is called under it.
+def name_translator(pattern: str, name: str) -> Callable[..., str] | None:
+    """A function that translates `name` from `pattern` to another pattern, or None if `name` does not match `pattern`.
 
-    That pattern may have more numbers than `pattern`; they are the function's further arguments.
+    The returned function takes the other pattern. If that has more `{}` than `pattern`, the additional numbers are
+    passed as further arguments.
     """
     numbered = re.escape(pattern).replace(re.escape("{}"), r"(\d+)")
     found = re.fullmatch(rf"{numbered}(\..+)?", name)
@@ -169,37 +183,28 @@ def translator(pattern: str, name: str) -> Callable[..., str] | None:
     return lambda other, *more: other.format(*numbers, *more) + rest
 
 
-class HeadSizes(Protocol):
-    """The sizes of a configuration that say how packed queries, keys and values are split."""
-
-    @property
-    def query_size(self) -> int: ...
-
-    @property
-    def key_value_size(self) -> int: ...
-
-
-def packed_projections(config: HeadSizes) -> tuple[Rule, ...]:
-    """The rules of nearly every family: packed_qkv and packed_gate_up."""
+def packed_projections(config: Config) -> tuple[Rule, ...]:
+    """The rules that nearly every family uses: packed_qkv and packed_gate_up."""
     return packed_qkv(config), packed_gate_up()
 
 
-def packed_qkv(config: HeadSizes) -> Concat:
-    """self_attn.qkv_proj from q_proj, k_proj and v_proj."""
+def packed_qkv(config: Config) -> Concat:
+    """self_attn.qkv_proj is the concatenation of the Hub's q_proj, k_proj and v_proj."""
     layer, sizes = "model.layers.{}.self_attn.", (config.query_size, config.key_value_size, config.key_value_size)
     return Concat(layer + "qkv_proj", (layer + "q_proj", layer + "k_proj", layer + "v_proj"), sizes)
 
 
 def packed_gate_up(mlp: str = "mlp") -> Concat:
-    """gate_up_proj of a layer's module `mlp` from gate_proj and up_proj."""
+    """gate_up_proj of a layer's module `mlp` is the concatenation of the Hub's gate_proj and up_proj."""
     layer = f"model.layers.{{}}.{mlp}."
     return Concat(layer + "gate_up_proj", (layer + "gate_proj", layer + "up_proj"))
 
 
 def stacked_experts(experts: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """mlp.experts.gate_up_proj and down_proj from the tensors of each expert.
+    """mlp.experts.gate_up_proj and mlp.experts.down_proj stack the Hub's tensors of each expert.
 
-    experts: where the Hub keeps them within a layer, such as `mlp.experts`. gate, up, down: what it calls the three.
+    experts: the path of the experts within a Hub layer, such as `mlp.experts`. gate, up, down: the Hub's names of the
+    three projections.
     """
     layer, ours = f"model.layers.{{}}.{experts}.{{}}.", "model.layers.{}.mlp.experts."
     return (

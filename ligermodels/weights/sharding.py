@@ -1,30 +1,36 @@
-"""Parameters that may be split over ranks: all of one, and the part that a rank keeps. Knows no file and no layer."""
+"""Parameters that may be sharded over ranks (DTensors): gather one in full, or copy a full value into the local shard.
 
-from typing import Any
+Must not know files or layers.
+"""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def reshard(model: Any) -> None:
-    """Has FSDP2 let go of what it has gathered: after a forward alone some parameters are still whole, and in the dtype
-    of computation. model: a torch.nn.Module."""
-    for _, module in model.named_modules():
+def reshard(model: nn.Module) -> None:
+    """Makes FSDP2 free the parameters that it has gathered.
+
+    After a forward pass without a backward pass some parameters are still gathered, and in the compute dtype.
+    """
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """All of a parameter, on its device. Of a DTensor every rank asks for it, and gets it."""
+def full_tensor(parameter: Tensor) -> Tensor:
+    """The full value of a parameter, on its device. For a DTensor this is a collective: every rank must call it."""
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
-def keep_part(parameter: Tensor, value: Tensor) -> None:
-    """Copies into a parameter its part of a value that every rank has whole; nothing is communicated."""
+def copy_local_shard(parameter: Tensor, value: Tensor) -> None:
+    """Copies `value` into a parameter; into the local shard if it is a DTensor.
+
+    Every rank must pass the same full value. Nothing is communicated.
+    """
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)

@@ -1,10 +1,12 @@
-"""Boxes of stored tensors straight into tensors, wherever these are; the host holds a ring of buffers and no more.
+"""Streams boxes of stored tensors into target tensors on any device, through a fixed ring of host buffers.
 
-Threads read by position, each byte that is asked for once and no other: into the tensor's own memory where the file's
-bytes are its bytes, else into a buffer. On the way to a GPU buffers are pinned, and copied from on a stream of their
-own while others are read into; dtypes are converted where the tensor is. Nothing is mapped: copies from a map to a GPU
-are slow, and a file that somebody cuts short would end the process by a signal instead of an error.
-Knows stored tensors and tensors; no model, no rule.
+A pool of threads reads the files by position (preadv); each requested byte is read exactly once. If the target is on
+the CPU, contiguous and of the stored dtype, the bytes are read directly into its memory; otherwise into a buffer. For a
+GPU the buffers are pinned and copied on a separate CUDA stream, so that reading and copying overlap. Dtypes are
+converted on the target's device.
+Files are not memory-mapped: copies from mapped memory to a GPU are slow, and if a mapped file were truncated while it
+is read, a signal would end the process instead of an error.
+Knows stored tensors and target tensors; must not know models or rules.
 """
 
 import itertools
@@ -22,17 +24,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import AGAIN, Checkpoint, StoredTensor
+from ligermodels.weights.files import DOWNLOAD_AGAIN, Checkpoint, StoredTensor
 
 BUFFER_BYTES = 16 * 2**20
 THREADS = 8
-BUFFERS = 12  # one to read into for each thread, and those that are copied from meanwhile
-ALIGNMENT = 16  # bytes, of what shares a buffer, so that each can be viewed in its dtype
+BUFFERS = 12  # one per reading thread, and four more that are being copied meanwhile
+BUFFER_ALIGNMENT = 16  # bytes; alignment of the tensors in a buffer, so that each can be viewed in its dtype
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A box of the stored tensor `name`, and the tensor of the box's shape that takes it, in a dtype of its own."""
+    """A box of the stored tensor `name`, and the target tensor of the same shape; their dtypes may differ."""
 
     name: str
     stored: StoredTensor
@@ -41,52 +43,54 @@ class Transfer:
 
     @property
     def nbytes(self) -> int:
-        """As stored."""
+        """Bytes in the file."""
         return self.target.numel() * self.stored.dtype.itemsize
 
     @property
-    def room(self) -> int:
-        """The bytes it takes of a buffer."""
-        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+    def aligned_nbytes(self) -> int:
+        """Bytes in a buffer."""
+        return -(-self.nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
 
 
-def stream(transfers: Iterable[Transfer], label: str, quiet: bool = False) -> None:
-    """Carries out all transfers; when it returns, everything is in place.
+def run_transfers(transfers: Iterable[Transfer], label: str, quiet: bool = False) -> None:
+    """Runs all transfers and returns when they are complete.
 
-    label: of the progress bar that a terminal shows after a second, unless `quiet`.
-    Raises CheckpointError where a file cannot be read or has become shorter than its header said; some targets are
-    written then.
+    label: of the progress bar, which a terminal shows after one second unless `quiet`.
+    Raises CheckpointError if a file cannot be read or is shorter than its header says. Some targets may have been
+    written by then.
     """
     ordered = sorted(transfers, key=lambda transfer: (transfer.stored.file, transfer.stored.begin))
     total = sum(transfer.nbytes for transfer in ordered)
     with (
-        opened({transfer.stored.file for transfer in ordered}) as files,
+        open_data_files({transfer.stored.file for transfer in ordered}) as files,
         tqdm(desc=label, total=total, unit="B", unit_scale=True, delay=1, disable=quiet or None) as progress,
     ):
         for device in {transfer.target.device for transfer in ordered}:
-            for nbytes in stream_to(device, [x for x in ordered if x.target.device == device], files):
+            for nbytes in run_transfers_to(device, [x for x in ordered if x.target.device == device], files):
                 progress.update(nbytes)
 
 
-def stream_to(device: torch.device, transfers: Iterable[Transfer], files: Mapping[Path, "DataFile"]) -> Iterator[int]:
-    """Carries out the transfers to one device; yields the number of bytes of each batch that is done."""
-    batches = list(batched(part for transfer in transfers for part in split(transfer)))
-    inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+def run_transfers_to(
+    device: torch.device, transfers: Iterable[Transfer], files: Mapping[Path, "DataFile"]
+) -> Iterator[int]:
+    """Runs the transfers to one device; yields the number of bytes of each batch when it is done."""
+    batches = list(batch_transfers(part for transfer in transfers for part in split_transfer(transfer)))
+    inference = torch.is_inference_mode_enabled()  # inference mode is thread-local
 
     def move(batch: list[Transfer]) -> int:
         with torch.inference_mode(inference), ring.buffer() as buffer:
             position = 0
             for transfer in batch:
-                fill(transfer, files[transfer.stored.file], buffer[position : position + transfer.nbytes])
-                position += transfer.room
+                read_transfer(transfer, files[transfer.stored.file], buffer[position : position + transfer.nbytes])
+                position += transfer.aligned_nbytes
         return sum(transfer.nbytes for transfer in batch)
 
-    with Ring(device, min(BUFFERS, len(batches))) as ring, ThreadPoolExecutor(THREADS) as pool:
+    with BufferRing(device, min(BUFFERS, len(batches))) as ring, ThreadPoolExecutor(THREADS) as pool:
         yield from pool.map(move, batches)
 
 
-def split(transfer: Transfer) -> Iterator[Transfer]:
-    """Parts of it that fit a buffer, along the outermost dimension where that does."""
+def split_transfer(transfer: Transfer) -> Iterator[Transfer]:
+    """Splits a transfer into parts that fit into a buffer, along the outermost dimension if that is enough."""
     if transfer.nbytes <= BUFFER_BYTES:
         yield transfer
         return
@@ -97,37 +101,37 @@ def split(transfer: Transfer) -> Iterator[Transfer]:
         target = transfer.target[(slice(None),) * dim + (slice(start, start + step),)]
         begin = box[dim].start + start
         part = slice(begin, begin + target.shape[dim])
-        yield from split(replace(transfer, box=(*box[:dim], part, *box[dim + 1 :]), target=target))
+        yield from split_transfer(replace(transfer, box=(*box[:dim], part, *box[dim + 1 :]), target=target))
 
 
-def batched(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
-    """Runs of transfers that share a buffer."""
+def batch_transfers(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
+    """Groups consecutive transfers that fit into one buffer."""
     batch: list[Transfer] = []
     filled = 0
     for transfer in transfers:
-        if filled + transfer.room > BUFFER_BYTES:
+        if filled + transfer.aligned_nbytes > BUFFER_BYTES:
             yield batch
             batch, filled = [], 0
         batch.append(transfer)
-        filled += transfer.room
+        filled += transfer.aligned_nbytes
     yield batch
 
 
-class Ring:
-    """Buffers that are used in turn, each made when its turn first comes: pinning takes time, in which others fill.
+class BufferRing:
+    """Buffers that are used in turn. Each is allocated when first used, so that pinning overlaps with reading.
 
-    Those for a GPU are pinned, and what is copied from them has its own stream; torch keeps their memory for later use.
+    Buffers for a GPU are pinned and copied on a separate stream. torch's caching host allocator reuses their memory.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream(device))  # may still be busy with the targets' memory
+            self.stream.wait_stream(torch.cuda.current_stream(device))  # it may still be using the targets' memory
         self.buffers: SimpleQueue[tuple[Tensor | None, Callable[[], None]]] = SimpleQueue()
         for _ in range(count):
             self.buffers.put((None, lambda: None))
 
-    def __enter__(self) -> "Ring":
+    def __enter__(self) -> "BufferRing":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -136,7 +140,7 @@ class Ring:
 
     @contextmanager
     def buffer(self) -> Iterator[Tensor]:
-        """The one that has rested longest, once nothing is copied from it any more; copies are to be queued within."""
+        """The least recently used buffer, once copies from it have finished. Enqueue copies inside the context."""
         buffer, wait = self.buffers.get()
         try:
             wait()
@@ -150,25 +154,25 @@ class Ring:
             self.buffers.put((buffer, wait))
 
 
-def fill(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
-    """Reads one transfer, through a buffer of its size unless the target's memory takes the bytes as they are."""
+def read_transfer(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
+    """Reads one transfer: directly into the target's memory where possible, else through `buffer`, of its size."""
     target, dtype = transfer.target, transfer.stored.dtype
-    places = runs(transfer.stored, transfer.box)
+    runs = contiguous_runs(transfer.stored, transfer.box)
     if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-        file.read(transfer.name, places, target.as_strided((target.numel(),), (1,)).view(torch.uint8))
+        file.read(transfer.name, runs, target.as_strided((target.numel(),), (1,)).view(torch.uint8))
         return
-    file.read(transfer.name, places, buffer)
+    file.read(transfer.name, runs, buffer)
     staged = buffer.view(dtype).view(target.shape)
     if target.dtype != dtype:
-        staged = staged.to(target.device, non_blocking=True)  # so that it is converted there
+        staged = staged.to(target.device, non_blocking=True)  # convert on the target's device
     target.copy_(staged, non_blocking=True)
 
 
-def runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
-    """Where a box lies in its file's data: offset and length, in bytes, of each contiguous run, in the box's order."""
+def contiguous_runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
+    """(offset, length) in bytes, within the file's data, of each contiguous run of a box, in the box's order."""
     shape, box = (1, *stored.shape), (slice(0, 1), *box)
     strides = [math.prod(shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(shape))]
-    # Beyond this dimension the box has everything.
+    # The box covers all dimensions after this one completely.
     last = max((dim for dim, side in enumerate(box) if (side.start, side.stop) != (0, shape[dim])), default=0)
     begin, length = stored.begin + box[last].start * strides[last], (box[last].stop - box[last].start) * strides[last]
     for index in itertools.product(*(range(side.start, side.stop) for side in box[:last])):
@@ -176,44 +180,51 @@ def runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tuple[int, in
 
 
 class DataFile:
-    """An open safetensors file, whose data is read by position: any number of threads may."""
+    """An open safetensors file that is read by position, by any number of threads at a time."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
-        self.data = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        self.data_start = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
 
-    def read(self, name: str, places: Iterable[tuple[int, int]], memory: Tensor) -> None:
-        """Fills bytes in host memory with those at the given offsets and lengths, which belong to the tensor `name`."""
+    def read(self, name: str, runs: Iterable[tuple[int, int]], memory: Tensor) -> None:
+        """Reads runs, given as (offset, length), one after another into `memory` (uint8, on the host).
+
+        name: the tensor that the runs belong to, for errors.
+        """
         view, position = memory.numpy().data, 0
-        for offset, length in places:
-            self.read_run(name, self.data + offset, view[position : position + length])
+        for offset, length in runs:
+            self.read_run(name, self.data_start + offset, view[position : position + length])
             position += length
 
     def read_run(self, name: str, offset: int, view: memoryview) -> None:
+        """Fills `view` from `offset` of the file. Raises CheckpointError."""
         while view:
             try:
                 count = os.preadv(self.descriptor, [view], offset)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error.strerror}") from error
             if not count:
-                raise CheckpointError(f"{self.path}: truncated while it was read, within tensor {name}; {AGAIN}")
+                raise CheckpointError(
+                    f"{self.path}: truncated while it was read, within tensor {name}; {DOWNLOAD_AGAIN}"
+                )
             view, offset = view[count:], offset + count
 
 
 @contextmanager
-def opened(paths: Iterable[Path]) -> Iterator[dict[Path, DataFile]]:
+def open_data_files(paths: Iterable[Path]) -> Iterator[dict[Path, DataFile]]:
+    """Opens the files; closes them when the context ends."""
     with ExitStack() as stack:
         yield {path: DataFile(path, stack.enter_context(path.open("rb", buffering=0)).fileno()) for path in paths}
 
 
 def bit_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    """Whether two tensors are stored with the same dtype, shape and bytes; compares a buffer of each at a time."""
+    """Whether two stored tensors have the same dtype, shape and bytes. Compares one buffer of each at a time."""
     a, b = checkpoint.tensors[first], checkpoint.tensors[second]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     size = math.prod(a.shape) * a.dtype.itemsize
-    with opened({a.file, b.file}) as files:
+    with open_data_files({a.file, b.file}) as files:
         for start in range(0, size, BUFFER_BYTES):
             length = min(BUFFER_BYTES, size - start)
             blocks = torch.empty(2, length, dtype=torch.uint8, device="cpu")

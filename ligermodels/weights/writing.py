@@ -1,8 +1,8 @@
-"""Files into a new folder that is complete or is not there, by rank 0 of several or by a process alone.
+"""Writes a new folder atomically: it is complete, or it does not exist. Rank 0 writes; a single process does too.
 
-Everything is written beside the final name, synced, then renamed. A tensor is written block by block, so that the host
-never holds more of it than a block. Modes are those that the user's umask gives any new file. Knows files and blocks of
-tensors; no model, no rule.
+Everything is written to a temporary folder beside the final one, synced to disk, then renamed. A tensor is written
+block by block, so that the host never holds more than one block. File modes follow the user's umask. Knows files and
+blocks of tensors; must not know models or rules.
 """
 
 import json
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ligermodels.distributed import is_first, raise_on_all
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import DTYPES
+from ligermodels.weights.files import SAFETENSORS_DTYPES
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """A tensor of a safetensors file, as its header describes it."""
+    """The header entry of a tensor in a safetensors file."""
 
     name: str
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-Blocks = Iterable[Tensor]  # a tensor's rows, some at a time, on any device
+Blocks = Iterable[Tensor]  # consecutive rows of one tensor, on any device
 
 
 def write_folder(
@@ -46,18 +46,19 @@ def write_folder(
     sharded: bool,
     also: Callable[[Path], None] | None = None,
 ) -> None:
-    """Makes `folder` of what `write`, then `also`, writes into the path it is given; every rank calls.
+    """Makes `folder` atomically from the files that `write`, then `also`, put into the path they get.
 
-    tensors: what `write` reads. Where they are `sharded`, to advance them gathers: then the ranks that do not write
-    advance them all the same, all return when the folder is there, and all raise where rank 0 could not write it.
-    Raises CheckpointError where `folder` is in use or cannot be written; then nothing is left behind.
+    Every rank must call; rank 0 writes.
+    tensors: the iterator that `write` reads. If they are `sharded`, each step of it is a collective (a gather): the
+    ranks that do not write advance it too, all ranks return when the folder is complete, and all raise if rank 0 fails.
+    Raises CheckpointError if `folder` is in use or cannot be written; then nothing is left behind.
     """
     writes = is_first()
-    settle = raise_on_all if sharded else raise_if_any
-    settle(failure(refuse_in_use, folder) if writes else None)
-    error = failure(write_committed, folder, [write] if also is None else [write, also]) if writes else None
-    deque(tensors, maxlen=0)  # what is left of gathering; nothing is held on to
-    settle(error)
+    raise_error = raise_on_all if sharded else raise_if_any
+    raise_error(failure(refuse_in_use, folder) if writes else None)
+    error = failure(write_atomically, folder, [write] if also is None else [write, also]) if writes else None
+    deque(tensors, maxlen=0)  # takes part in the remaining gathers, and keeps nothing
+    raise_error(error)
 
 
 def raise_if_any(error: Exception | None) -> None:
@@ -66,6 +67,7 @@ def raise_if_any(error: Exception | None) -> None:
 
 
 def failure(function: Callable[..., None], *arguments: Any) -> Exception | None:
+    """Calls the function; returns the exception that it raises, if any."""
     try:
         function(*arguments)
     except Exception as error:
@@ -74,28 +76,29 @@ def failure(function: Callable[..., None], *arguments: Any) -> Exception | None:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether there is anything but an empty folder."""
+    """Whether the path exists and is not an empty folder."""
     return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 
 def refuse_in_use(folder: Path) -> None:
+    """Raises CheckpointError if the path exists and is not an empty folder."""
     try:
         used = in_use(folder)
     except OSError as error:
-        raise not_written(folder, error) from error
+        raise write_error(folder, error) from error
     if used:
-        raise CheckpointError(f"{folder}: exists and is not an empty folder; export to another, or remove it")
+        raise CheckpointError(f"{folder}: exists and is not an empty folder; export to another folder, or remove it")
 
 
-def write_committed(folder: Path, writers: Iterable[Callable[[Path], None]]) -> None:
-    with committed(folder) as temporary:
+def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]]) -> None:
+    with atomic_folder(folder) as temporary:
         for write in writers:
             write(temporary)
 
 
 @contextmanager
-def committed(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `folder` if all went well; else it is removed, as are parents made for it."""
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder, renamed to `folder` at the end. After an error it is removed, with the parents it created."""
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     parents: list[Path] = []
     done = False
@@ -107,28 +110,28 @@ def committed(folder: Path) -> Iterator[Path]:
         commit(temporary, folder)
         done = True
     except OSError as error:
-        raise not_written(folder, error) from error
+        raise write_error(folder, error) from error
     finally:
         if not done:
             shutil.rmtree(temporary, ignore_errors=True)
-            remove_empty(parents)
+            remove_empty_folders(parents)
 
 
 def commit(temporary: Path, folder: Path) -> None:
-    """Gives a finished folder its final name, once all of it is on the disk."""
+    """Syncs a finished folder to disk, then renames it to its final name."""
     for path in (*temporary.rglob("*"), temporary):
         sync(path)
     temporary.rename(folder)
     sync(folder.parent)
 
 
-def not_written(folder: Path, error: OSError, remedy: str = "or choose another folder") -> CheckpointError:
-    """remedy: what else helps, but room."""
+def write_error(folder: Path, error: OSError, remedy: str = "or choose another folder") -> CheckpointError:
+    """The error for a folder that could not be written. remedy: what the user can do instead of freeing disk space."""
     return CheckpointError(f"{folder}: not written: {error.strerror or error}; make room there, {remedy}")
 
 
-def remove_empty(folders: Iterable[Path]) -> None:
-    """Innermost first, as far as nobody else has put anything there."""
+def remove_empty_folders(folders: Iterable[Path]) -> None:
+    """Removes the folders, innermost first, until one is not empty."""
     try:
         for folder in folders:
             folder.rmdir()
@@ -137,6 +140,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def sync(path: Path) -> None:
+    """fsync of a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -147,9 +151,12 @@ def sync(path: Path) -> None:
 def write_safetensors(
     file: Path, entries: Iterable[Entry], tensors: Iterator[Blocks], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """One safetensors file of as many of the tensors as there are entries. metadata: more of it for the header."""
+    """Writes one safetensors file: takes one tensor from `tensors` per entry.
+
+    metadata: additional fields of the header's __metadata__.
+    """
     entries = tuple(entries)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # older readers refuse without
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # old readers require the format
     end = 0
     for entry in entries:
         begin, end = end, end + entry.nbytes
@@ -160,11 +167,11 @@ def write_safetensors(
         stream.write(len(text).to_bytes(8, "little") + text)
         for _, blocks in zip(entries, tensors, strict=False):
             for block in blocks:
-                stream.write(bytes_of(block))
+                stream.write(block_bytes(block))
 
 
-def bytes_of(block: Tensor) -> memoryview:
-    """A block's elements in row order; of one that lies so on the host, its own memory."""
+def block_bytes(block: Tensor) -> memoryview:
+    """A block's bytes in row-major order; without a copy if it is contiguous on the host."""
     return block.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 

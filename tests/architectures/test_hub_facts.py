@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ligermodels.architectures import ARCHITECTURES
-from ligermodels.weights.loading import STALE
-from ligermodels.weights.mapping import plan
+from ligermodels.weights.loading import STALE_BUFFERS
+from ligermodels.weights.mapping import plan_pieces
 
 DATA = Path(__file__).parent.parent / "data"
 COUNTS = json.loads((DATA / "parameter_counts.json").read_text())
@@ -34,7 +34,7 @@ def hub_tensors(name) -> dict[str, list[int]]:
     """Names and shapes of the checkpoint's tensors."""
     model = build(name)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return {piece.tensor: list(piece.shape) for piece in plan(shapes, model.weight_rules())}
+    return {piece.tensor: list(piece.shape) for piece in plan_pieces(shapes, model.weight_rules())}
 
 
 def expanded(template: str) -> list[str]:
@@ -66,7 +66,7 @@ def test_the_parameter_count_is_exact(name):
 @pytest.mark.parametrize(("name", "index"), facts("tensor_names"))
 def test_tensor_names_and_total_bytes_are_those_of_the_index(name, index):
     stored = {tensor for template in index["names"] for tensor in expanded(template)}
-    stale = {tensor for tensor in stored if STALE.fullmatch(tensor)}
+    stale = {tensor for tensor in stored if STALE_BUFFERS.fullmatch(tensor)}
     tensors = hub_tensors(name)
     assert set(tensors) == stored - stale
     head_dim = 128  # of Llama 2, the only model with stale rotary buffers: [head_dim / 2] in fp32

@@ -34,7 +34,7 @@ OF_THE_COMMAND = ("config", "dry_run")
 
 
 def parse_arguments(argv):
-    config = command.config_of(cli.parser().parse_command(["train", *argv]))
+    config = command.config_from_flags(cli.build_parser().parse_command(["train", *argv]))
     refuse_contradictions(config)
     require(config.log_to)
     return config
@@ -280,9 +280,9 @@ def test_every_command_of_the_help_has_flags_that_go_together():
     )
     assert len(found) == 5
     for flags in found:
-        args = cli.parser().parse_command(["train", *shlex.split(flags)])
+        args = cli.build_parser().parse_command(["train", *shlex.split(flags)])
         if "resume" not in args:
-            refuse_contradictions(command.config_of(args))
+            refuse_contradictions(command.config_from_flags(args))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A small server that speaks the Hugging Face Hub's protocol, for the real huggingface_hub client to talk to.
 
-A test says what the server holds, whom it lets in, which requests it spoils, and which wait for each other (`gates`, by
-method and last part of the path); it records what it was asked and sent.
-Large files are served, as on the Hub, by a redirect to another host (here the same under its other name).
+A test sets the repositories, who may read them, which requests fail (`faults`), and which wait for each other (`gates`,
+by method and last part of the path). The server records all requests and the bytes it sent.
+As on the Hub, large files are served by a redirect to another host (here the same server under another name).
 Protocol: https://huggingface.co/docs/hub/api, and the headers that huggingface_hub names in its `constants`.
 """
 
@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-LARGE = 10_000  # bytes from which on a file is served by the other host
-ASKED_ONCE_A_DAY = "/api/agent-harnesses"  # by the client for itself, in whichever test comes first
+LARGE = 10_000  # bytes; files of this size or more are served by the other host
+ASKED_ONCE_A_DAY = "/api/agent-harnesses"  # a request that the client sends once, in whichever test runs first
 INVALID, UNKNOWN = "Invalid credentials in Authorization header", "Invalid username or password."
 
 
 @dataclass
 class Repository:
-    """commits: hash → path → content. refs: branch or tag → hash. readers: tokens, of what is gated or private."""
+    """commits: hash → path → content. refs: branch or tag → hash. readers: tokens with access if gated or private."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -45,9 +45,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """Spoils one request: answers with `status`, or breaks the connection after `cut` bytes of the body.
+    """Makes one request fail: with `status`, or by closing the connection after `cut` bytes of the body.
 
-    reset: by a TCP reset, not an orderly end.
+    reset: close by a TCP reset instead of an orderly end.
     """
 
     method: str
@@ -58,7 +58,7 @@ class Fault:
 
 
 class HubServer(ThreadingHTTPServer):
-    """Serves on a port of its own, until `stop`."""
+    """Serves on a free port until `stop`."""
 
     daemon_threads = True
     users = frozenset({"a-token", "another-token"})
@@ -90,7 +90,7 @@ class HubServer(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def add(self, name: str, files: Mapping[str, bytes], *refs: str, **access) -> str:
-        """A repository with one commit, or one more commit of it, to which `refs` (main) point; returns its hash."""
+        """Adds a commit to a new or existing repository, sets `refs` (main) to it, and returns its hash."""
         repository = self.repositories.setdefault(name, Repository(**access))
         commit = hashlib.sha1(repr((name, sorted(files.items()))).encode()).hexdigest()
         repository.commits[commit] = dict(files)
@@ -99,7 +99,7 @@ class HubServer(ThreadingHTTPServer):
         return commit
 
     def spoil(self, method: str, path: str, times: int = 1, **how) -> None:
-        """The next `times` requests of this method whose path ends so."""
+        """Makes the next `times` requests of this method with this end of the path fail."""
         self.faults += [Fault(method, path, **how)] * times
 
     def next_fault(self, method: str, path: str) -> Fault | None:
@@ -113,7 +113,7 @@ class HubServer(ThreadingHTTPServer):
         return [request for request in self.requests if request.method == method and path in request.path]
 
     def bytes_sent(self, content: bytes) -> int:
-        """Of the body of a file, over all requests, wherever it lies."""
+        """Bytes of a file's body sent over all requests, at any path."""
         return self.sent.get(etag(content), 0)
 
 
@@ -217,7 +217,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(206, content[begin:], headers, of=etag(content))
 
     def answer(self, status: int, body: bytes, headers: Mapping[str, str], of: str = "") -> None:
-        """of: the file whose body this is, for the account; a fault may cut it short."""
+        """Sends a reply. of: the file whose body this is, for the byte count; a fault may truncate it."""
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)

@@ -1,4 +1,4 @@
-"""The real huggingface_hub client against a Hub of our own: what is asked of it, what is kept, what failures say."""
+"""The real huggingface_hub client against a local test server: requests, the cache, and error messages."""
 
 import json
 import multiprocessing
@@ -32,7 +32,7 @@ SMALL = {
     "LICENSE",
 }
 INDEX = "model.safetensors.index.json"
-# What lies in real repositories beside what is read.
+# Files that real repositories also contain and that are not downloaded.
 OTHERS = (
     "README.md",
     "pytorch_model.bin",
@@ -49,7 +49,7 @@ OTHERS = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A tiny Llama in three files, whose words are w0 to w98."""
+    """A tiny Llama in three shards; the words of its tokenizer are w0 to w98."""
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
     ligermodels.export(ligermodels.create(LLAMA), folder, max_shard_size=100_000)
     tokenizer = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def files(checkpoint):
-    """What the checkpoint's repository holds."""
+    """The content of the checkpoint's repository, by file name."""
     own = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     assert {len(content) > 10_000 for name, content in own.items() if name.endswith(".safetensors")} == {True}
     return own | {name: f"not to be read: {name}".encode() for name in OTHERS}
@@ -71,7 +71,7 @@ def files(checkpoint):
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    """A Hub, the client pointed at it with a cache of its own and no token, and no time spent in waiting."""
+    """A test server; the client uses it with an empty cache, without a token, and without waiting between retries."""
     server = HubServer()
     settings = {
         "ENDPOINT": server.endpoint,
@@ -98,7 +98,7 @@ def repository(server, files):
     return server
 
 
-def refusal(call, *args, error=HubError, **how) -> str:
+def error_message(call, *args, error=HubError, **how) -> str:
     with pytest.raises(error) as caught:
         call(*args, **how)
     assert "\n" not in str(caught.value)
@@ -113,7 +113,7 @@ def names(folder) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def weights_asked_for(server) -> list:
+def weight_requests(server) -> list:
     return [request for request in server.requests if request.path.endswith(".safetensors") or "/cdn/" in request.path]
 
 
@@ -125,10 +125,10 @@ def same(model, other) -> bool:
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-# What is downloaded
+# Downloaded files
 
 
-def test_info_downloads_config_json_and_the_index_alone(repository, files, capsys):
+def test_info_downloads_only_config_json_and_the_index(repository, files, capsys):
     assert main(["info", NAME]) == 0
     out = capsys.readouterr().out
     assert all(f"{shard}  {len(files[shard]) / 1000:.1f} KB" in out for shard in shards(files))
@@ -136,12 +136,12 @@ def test_info_downloads_config_json_and_the_index_alone(repository, files, capsy
         "config.json",
         INDEX,
     }
-    assert not weights_asked_for(repository)
+    assert not weight_requests(repository)
 
 
-def test_a_tokenizer_comes_without_weights_and_a_model_with_nothing_else(repository, checkpoint, files):
+def test_a_tokenizer_is_downloaded_without_weights_and_a_model_without_other_files(repository, checkpoint, files):
     tokenizer = ligermodels.load_tokenizer(NAME)
-    assert tokenizer.encode("w5 w7") == [5, 7] and not weights_asked_for(repository)
+    assert tokenizer.encode("w5 w7") == [5, 7] and not weight_requests(repository)
     model = ligermodels.load(NAME)
     assert names(model.source) == {*SMALL, INDEX, *shards(files)} and len(shards(files)) == 3
     assert same(model, ligermodels.load(checkpoint))
@@ -150,17 +150,17 @@ def test_a_tokenizer_comes_without_weights_and_a_model_with_nothing_else(reposit
 
 @pytest.fixture
 def adapter(repository, files, tmp_path):
-    """The model that the Hub's owner/adapter makes of the repository's; it brings a tokenizer of its own."""
+    """The repository's model with the LoRA of the Hub's owner/adapter, which has its own tokenizer."""
     model = ligermodels.load(NAME)
     ligermodels.add_lora(model, rank=2)
     ligermodels.export_adapter(model, tmp_path / "adapter")
     own = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
-    brought = {"tokenizer.json": files["tokenizer.json"].replace(b"w5", b"v5")}
-    repository.add("owner/adapter", own | {"optimizer.pt": b"x", "adapter_model.bin": b"x"} | brought)
+    own_tokenizer = {"tokenizer.json": files["tokenizer.json"].replace(b"w5", b"v5")}
+    repository.add("owner/adapter", own | {"optimizer.pt": b"x", "adapter_model.bin": b"x"} | own_tokenizer)
     return model
 
 
-def test_an_adapter_comes_as_its_two_files_and_its_tokenizer_and_names_the_base_it_belongs_to(repository, adapter):
+def test_an_adapter_is_downloaded_as_two_files_and_its_tokenizer_and_names_its_base_model(repository, adapter):
     before = len(repository.requests)
     other = ligermodels.load(NAME)
     ligermodels.load_adapter(other, "owner/adapter")
@@ -173,7 +173,7 @@ def test_an_adapter_comes_as_its_two_files_and_its_tokenizer_and_names_the_base_
     assert ligermodels.load_tokenizer(NAME, adapter="owner/adapter").encode("v5 w7") == [5, 7]
 
 
-def test_what_is_cached_is_not_asked_for_again(repository):
+def test_cached_files_are_not_requested_again(repository):
     folder = hub.resolve(NAME)
     repository.requests.clear()
     assert hub.resolve(NAME) == folder
@@ -185,7 +185,7 @@ def test_a_single_file_is_preferred_to_shards(server, files):
     assert names(hub.resolve(NAME)) == {*SMALL, INDEX, "model.safetensors"}
 
 
-def test_revisions_are_branches_tags_and_commits(server, files):
+def test_a_revision_is_a_branch_a_tag_or_a_commit(server, files):
     first = server.add(NAME, files | {"LICENSE": b"first"}, "v1", "release/1")
     second = server.add(NAME, files | {"LICENSE": b"second"})
     for revision, text in {
@@ -198,12 +198,12 @@ def test_revisions_are_branches_tags_and_commits(server, files):
         folder = hub.resolve(NAME, revision=revision)
         assert (folder / "LICENSE").read_text() == text, revision
         assert (folder.name == first) == (text == "first")
-    message = refusal(hub.resolve, NAME, revision="v9")
+    message = error_message(hub.resolve, NAME, revision="v9")
     assert message == f"{NAME}: has no revision 'v9'; see {server.endpoint}/{NAME}/commits"
 
 
-def test_progress_is_shown_for_weights_that_come_and_only_for_them(repository, monkeypatch, capfd):
-    monkeypatch.setenv("TQDM_POSITION", "-1")  # shows the client's bars where there is no terminal
+def test_progress_is_shown_only_for_weights_that_are_downloaded(repository, monkeypatch, capfd):
+    monkeypatch.setenv("TQDM_POSITION", "-1")  # shows the client's progress bars without a terminal
     ligermodels.load_tokenizer(NAME)
     assert not capfd.readouterr().err
     hub.resolve(NAME)
@@ -213,7 +213,7 @@ def test_progress_is_shown_for_weights_that_come_and_only_for_them(repository, m
 
 
 @pytest.mark.parametrize("command", ["generate", "export"])
-def test_the_command_line_resolves_a_model_and_its_adapter_once(repository, adapter, command, tmp_path, capsys):
+def test_the_command_line_resolves_model_and_adapter_once_each(repository, adapter, command, tmp_path, capsys):
     generated = ["--prompt", "v5", "--max-new-tokens", "1", "--device", "cpu"]
     repository.requests.clear()
     last = generated if command == "generate" else [str(tmp_path / "merged")]
@@ -224,23 +224,23 @@ def test_the_command_line_resolves_a_model_and_its_adapter_once(repository, adap
     assert len(repository.asked("GET", "/revision/main")) == 2
 
 
-# Refused before weights are downloaded
+# Errors before weights are downloaded
 
 
 def test_a_repository_without_safetensors_is_refused(server, files):
     server.add(NAME, {name: files[name] for name in (*SMALL, *OTHERS)})
-    message = refusal(hub.resolve, NAME)
+    message = error_message(hub.resolve, NAME)
     assert f"{NAME}: has no weights in safetensors, but pytorch_model.bin, model.gguf, consolidated.saf" in message
     assert "only model.safetensors, or model.safetensors.index.json with its shards, is read" in message
-    assert not weights_asked_for(server) and not server.bytes_sent(files["pytorch_model.bin"])
+    assert not weight_requests(server) and not server.bytes_sent(files["pytorch_model.bin"])
 
 
-def test_shards_that_the_repository_lacks_are_named(server, files):
+def test_an_error_names_the_shards_that_the_repository_lacks(server, files):
     _, *rest = shards(files)
     server.add(NAME, {name: content for name, content in files.items() if name not in rest})
-    message = refusal(hub.resolve, NAME)
+    message = error_message(hub.resolve, NAME)
     assert f"{INDEX} names files that the repository does not have: {', '.join(rest)};" in message
-    assert not weights_asked_for(server)
+    assert not weight_requests(server)
 
 
 @pytest.mark.parametrize(
@@ -254,21 +254,21 @@ def test_shards_that_the_repository_lacks_are_named(server, files):
 def test_a_model_that_cannot_be_built_is_refused(server, files, change, error, words):
     config = {"config.json": json.dumps(LLAMA | change).encode()} if change else {}
     server.add(NAME, {name: content for name, content in files.items() if name != "config.json"} | config)
-    assert words in refusal(hub.resolve, NAME, error=error)
-    assert not weights_asked_for(server)
+    assert words in error_message(hub.resolve, NAME, error=error)
+    assert not weight_requests(server)
 
 
-def test_an_index_that_leads_elsewhere_is_refused(server, files):
+def test_an_index_that_names_a_file_outside_the_folder_is_refused(server, files):
     server.add(NAME, files | {INDEX: json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode()})
-    assert "weight_map names '../../x.safetensors'" in refusal(hub.resolve, NAME, error=CheckpointError)
-    assert not weights_asked_for(server)
+    assert "weight_map names '../../x.safetensors'" in error_message(hub.resolve, NAME, error=CheckpointError)
+    assert not weight_requests(server)
 
 
 # Tokens
 
 
 @pytest.mark.parametrize("where", ["argument", "environment", "file"])
-def test_a_token_goes_to_the_hub_and_to_nobody_else(server, files, monkeypatch, where):
+def test_a_token_is_sent_only_to_the_hub(server, files, monkeypatch, where):
     server.add(NAME, files, private=True, readers=frozenset({"a-token"}))
     if where == "environment":
         monkeypatch.setenv("HF_TOKEN", "a-token")
@@ -286,23 +286,23 @@ def test_a_token_goes_to_the_hub_and_to_nobody_else(server, files, monkeypatch, 
         (None, "is gated and there is no token; accept its licence at {page}, then set HF_TOKEN"),
         (
             "another-token",
-            "is gated and the token in HF_TOKEN has no right to it (Access to model owner/model is ",
+            "is gated and the token in HF_TOKEN has no access to it (Access to model owner/model is ",
         ),
-        ("another-token", "accept its licence and ask for access at {page} with its account"),
-        ("revoked", f"the Hub does not accept the token in HF_TOKEN ({INVALID}); make another at "),
+        ("another-token", "accept its licence and request access at {page} with the token's account"),
+        ("revoked", f"the Hub does not accept the token in HF_TOKEN ({INVALID}); create another at "),
     ],
 )
-def test_no_token_a_token_without_rights_and_an_invalid_one_are_told_apart(server, files, monkeypatch, token, words):
+def test_a_missing_an_unauthorised_and_an_invalid_token_have_different_errors(server, files, monkeypatch, token, words):
     server.add(NAME, files, gated=True, readers=frozenset({"a-token"}))
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
-    assert words.format(page=f"{server.endpoint}/{NAME}") in refusal(hub.resolve, NAME)
+    assert words.format(page=f"{server.endpoint}/{NAME}") in error_message(hub.resolve, NAME)
     assert hub.resolve(NAME, token="a-token").is_dir()
 
 
-def test_a_token_of_narrow_scope_gets_the_words_of_the_hub(repository):
+def test_a_403_shows_the_message_of_the_hub(repository):
     repository.spoil("GET", "/revision/main", times=9, status=403)
-    assert "the Hub refuses the token passed (spoiled); see " in refusal(hub.resolve, NAME, token="a-token")
+    assert "the Hub refuses the token passed (spoiled); see " in error_message(hub.resolve, NAME, token="a-token")
 
 
 # Names
@@ -317,9 +317,9 @@ def test_a_token_of_narrow_scope_gets_the_words_of_the_hub(repository):
         (NAME, None),
     ],
 )
-def test_an_unknown_name_gets_the_nearest_and_is_not_replaced(server, capsys, name, meant):
+def test_an_unknown_name_gets_a_suggestion_and_is_not_replaced(server, capsys, name, meant):
     for token, access in {None: "private, which needs HF_TOKEN", "a-token": "the token passed cannot see it"}.items():
-        message = refusal(hub.resolve, name, token=token)
+        message = error_message(hub.resolve, name, token=token)
         ending = f"did you mean {meant}?" if meant else "check the spelling"
         assert message == f"{name}: is not a repository of the Hub, or {access}; {ending}"
     assert main(["generate", name, "--prompt", "w5", "--device", "cpu"]) == 2
@@ -330,16 +330,16 @@ def test_an_unknown_name_gets_the_nearest_and_is_not_replaced(server, capsys, na
 @pytest.mark.parametrize(
     "name", ["./no/folder", "a/b/c", "/no/such/folder", "~/no/such", "~nobody/x", Path("no/folder")]
 )
-def test_what_looks_like_a_path_is_not_sent_to_the_hub(server, name):
-    assert refusal(hub.resolve, name) == f"{name}: is neither a folder nor a Hub name such as 'owner/model'"
+def test_a_path_is_not_sent_to_the_hub(server, name):
+    assert error_message(hub.resolve, name) == f"{name}: is neither a folder nor a Hub name such as 'owner/model'"
     assert not server.requests
 
 
-def test_a_folder_typed_wrong_gets_the_nearest_beside_it(server, tmp_path, monkeypatch):
+def test_a_mistyped_folder_gets_the_most_similar_one_beside_it_as_suggestion(server, tmp_path, monkeypatch):
     (tmp_path / "models" / "llama").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for typed in ("./models/llma", "models/llma", f"{tmp_path}/models/llma"):
-        assert "/llama'?" in refusal(hub.resolve, typed)
+        assert "/llama'?" in error_message(hub.resolve, typed)
     assert {request.path for request in server.requests} <= {"/api/models/models/llma/revision/main"}
 
 
@@ -347,14 +347,14 @@ def test_a_folder_typed_wrong_gets_the_nearest_beside_it(server, tmp_path, monke
     ("name", "words"),
     [
         ("owner/mod el", "is neither a folder nor a Hub name such as 'owner/model'"),
-        ("https://huggingface.co/owner/model", "is a URL; pass the Hub's name for it, such as 'owner/model'"),
-        ("llama", "is an architecture, which has no weights to load"),
+        ("https://huggingface.co/owner/model", "is a URL; pass the Hub name instead, such as 'owner/model'"),
+        ("llama", "is an architecture and has no weights to load"),
         ("model" * 60, "is neither a folder nor a Hub name such as 'owner/model'"),
-        (__file__, "is a file; pass the folder that it lies in"),
+        (__file__, "is a file; pass the folder that contains it"),
     ],
 )
-def test_other_things_that_are_no_name(server, name, words):
-    assert words in refusal(hub.resolve, name)
+def test_other_invalid_names_are_refused_without_a_request(server, name, words):
+    assert words in error_message(hub.resolve, name)
     assert not server.requests
 
 
@@ -368,7 +368,7 @@ def test_an_existing_folder_is_used_as_it_is(server, tmp_path):
 
 @pytest.fixture(params=["offline", "unreachable", "failing"])
 def without_hub(request, server, monkeypatch):
-    """Call it to be without the Hub from then on; the way that messages say so."""
+    """A function that disconnects the client from the Hub, and returns the text of the error message for that."""
 
     def leave():
         server.requests.clear()
@@ -384,64 +384,64 @@ def without_hub(request, server, monkeypatch):
     return leave
 
 
-def test_without_the_hub_the_cache_serves(repository, without_hub):
+def test_without_the_hub_the_cache_is_used(repository, without_hub):
     folder, commit = hub.resolve(NAME), hub.resolve(NAME).name
     without_hub()
     assert hub.resolve(NAME) == hub.resolve(NAME, revision=commit) == folder
     assert ligermodels.load_tokenizer(NAME).encode("w5") == [5]
 
 
-def test_without_the_hub_what_is_not_cached_is_named(repository, without_hub, files):
+def test_without_the_hub_an_error_names_the_files_that_are_not_cached(repository, without_hub, files):
     ligermodels.load_tokenizer(NAME)
     why = without_hub()
-    message = refusal(hub.resolve, NAME)
+    message = error_message(hub.resolve, NAME)
     assert message.startswith(f"{NAME}: {why}") and f"does not hold {', '.join(shards(files))}; " in message
-    assert not weights_asked_for(repository)
+    assert not weight_requests(repository)
 
 
-def test_without_the_hub_and_without_anything_cached(server, without_hub):
+def test_without_the_hub_and_with_an_empty_cache_an_error_names_the_revision(server, without_hub):
     why = without_hub()
-    message = refusal(hub.resolve, "meta-llama/Llama-3-8B")
+    message = error_message(hub.resolve, "meta-llama/Llama-3-8B")
     assert message.startswith(f"meta-llama/Llama-3-8B: {why}")
     assert f"the cache {constants.HF_HUB_CACHE} does not hold revision 'main'" in message
     assert "did you mean 'meta-llama/Meta-Llama-3-8B'?" in message
-    assert "does not hold revision 'v2'" in refusal(hub.resolve, "meta-llama/Meta-Llama-3-8B", revision="v2")
-    assert "did you mean" not in refusal(hub.resolve, "meta-llama/Meta-Llama-3-8B")
+    assert "does not hold revision 'v2'" in error_message(hub.resolve, "meta-llama/Meta-Llama-3-8B", revision="v2")
+    assert "did you mean" not in error_message(hub.resolve, "meta-llama/Meta-Llama-3-8B")
 
 
-def test_offline_a_cache_that_lacks_a_small_file_names_it(repository, monkeypatch):
+def test_offline_an_error_names_a_small_file_that_the_cache_lacks(repository, monkeypatch):
     (hub.resolve(NAME) / "generation_config.json").unlink()
     go_offline(monkeypatch)
-    message = refusal(hub.resolve, NAME)
+    message = error_message(hub.resolve, NAME)
     assert "HF_HUB_OFFLINE is set" in message and "generation_config.json" in message
 
 
-# Interrupted
+# Interruptions
 
 
-def test_a_broken_connection_is_taken_up_where_it_broke(repository, files):
+def test_a_broken_connection_is_resumed_where_it_broke(repository, files):
     content = files[shards(files)[1]]
     repository.spoil("GET", f"/cdn/{etag(content)}", cut=50_000)
     folder = hub.resolve(NAME)
     assert (folder / shards(files)[1]).read_bytes() == content
     whole, rest = repository.asked("GET", f"/cdn/{etag(content)}")
     begin = int(rest.range.removeprefix("bytes=").removesuffix("-"))
-    assert whole.range is None and 50_000 - 1024 < begin <= 50_000  # the client keeps whole chunks, here of 1024 bytes
+    assert whole.range is None and 50_000 - 1024 < begin <= 50_000  # the client keeps complete chunks (1024 bytes)
     assert repository.bytes_sent(content) == 50_000 + len(content) - begin
 
 
-def test_a_connection_that_is_reset_is_tried_again(repository, files):
+def test_a_reset_connection_is_retried(repository, files):
     content = files[shards(files)[1]]
     repository.spoil("GET", f"/cdn/{etag(content)}", cut=50_000, reset=True)
     assert (hub.resolve(NAME) / shards(files)[1]).read_bytes() == content
 
 
-def test_a_download_that_failed_leaves_nothing_partial_and_goes_on_with_what_is_missing(repository, files):
+def test_a_failed_download_leaves_no_partial_file_and_resumes_with_the_missing_files(repository, files):
     first, second, third = (files[shard] for shard in shards(files))
     repository.spoil("GET", f"/cdn/{etag(second)}", cut=50_000)
     repository.spoil("GET", f"/cdn/{etag(second)}", cut=0, times=99)
-    message = refusal(ligermodels.load, NAME)
-    assert message.startswith(f"{NAME}: ") and shards(files)[1] in message and "what is complete is kept" in message
+    message = error_message(ligermodels.load, NAME)
+    assert message.startswith(f"{NAME}: ") and shards(files)[1] in message and "complete files are kept" in message
     (snapshot,) = Path(constants.HF_HUB_CACHE).glob("models--owner--model/snapshots/*")
     assert not (snapshot / shards(files)[1]).exists() and (snapshot / shards(files)[0]).exists()
 
@@ -453,7 +453,7 @@ def test_a_download_that_failed_leaves_nothing_partial_and_goes_on_with_what_is_
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_hub_that_is_busy_for_a_while_is_waited_for(repository, files, status):
+def test_a_request_is_retried_while_the_hub_is_overloaded(repository, files, status):
     content = files[shards(files)[0]]
     for method, path in (
         ("GET", "/revision/main"),
@@ -469,7 +469,7 @@ def test_a_hub_that_is_busy_for_a_while_is_waited_for(repository, files, status)
 
 
 def test_two_processes_download_each_file_once(repository, files):
-    """Both have asked for the largest file before either may have it."""
+    """Both request the largest file before either receives it."""
     processes = [multiprocessing.get_context("fork").Process(target=hub.resolve, args=(NAME,)) for _ in range(2)]
     largest = max((files[shard] for shard in shards(files)), key=len)
     repository.gates["HEAD", next(name for name in files if files[name] == largest)] = threading.Barrier(2)
@@ -484,9 +484,9 @@ def test_two_processes_download_each_file_once(repository, files):
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
 
 
-def test_any_other_failure_is_an_error_of_one_line(server, tmp_path, monkeypatch):
+def test_any_other_failure_is_a_one_line_error(server, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
     server.add(NAME, {"config.json": b"{}"})
-    message = refusal(hub.resolve, NAME, error=InputError)
+    message = error_message(hub.resolve, NAME, error=InputError)
     assert "could not be downloaded (NotADirectoryError:" in message and os.fspath(tmp_path) in message

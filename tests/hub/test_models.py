@@ -25,11 +25,10 @@ class FakeConfig:
 
 
 class Fake(Tiny):
-    """The tiny model with what the registry asks of an architecture."""
+    """The tiny model with the attributes that hub needs of an architecture."""
 
     Config = FakeConfig
     SIZES = {"tiny": RAW, "tied": RAW | {"tie_word_embeddings": True}}  # noqa: RUF012
-    source = None
 
     def to_empty(self, **where):
         super().to_empty(**where)
@@ -60,30 +59,30 @@ def test_create_export_load_gives_the_same_model(tmp_path, size):
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == (size == "tied")
 
 
-def test_load_takes_the_dtype_of_the_config_unless_told(tmp_path):
+def test_load_uses_the_dtype_of_the_config_by_default(tmp_path):
     hub.export(hub.create("tiny", size="tiny", dtype=torch.bfloat16), tmp_path / "out")
     assert hub.load(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16
     assert hub.load(tmp_path / "out", dtype=torch.float32).lm_head.weight.dtype == torch.float32
 
 
-def test_export_takes_a_dtype_and_a_shard_size(tmp_path):
+def test_export_accepts_a_dtype_and_a_shard_size(tmp_path):
     model = hub.create("tiny", size="tiny")
     hub.export(model, tmp_path / "out", dtype=torch.bfloat16, max_shard_size="0.3KB")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert same(hub.load(tmp_path / "out"), model.bfloat16())
 
 
-def test_a_model_goes_by_its_name_on_the_hub_where_it_lies_in_its_cache(tmp_path):
+def test_a_folder_in_the_hub_cache_is_named_by_its_hub_id(tmp_path):
     cached = tmp_path / "models--meta-llama--Llama-3.2-1B" / "snapshots" / "4e20de36"
-    assert models.hub_name(cached) == "meta-llama/Llama-3.2-1B"
-    assert models.hub_name(tmp_path / "my--model") == str(tmp_path / "my--model")
+    assert models.base_model_name(cached) == "meta-llama/Llama-3.2-1B"
+    assert models.base_model_name(tmp_path / "my--model") == str(tmp_path / "my--model")
 
 
 @pytest.mark.parametrize(
     "device",
     ["cpu", torch.device("cpu"), *(pytest.param(cuda, marks=pytest.mark.gpu) for cuda in (0, "cuda", "cuda:0"))],
 )
-def test_load_takes_a_device_in_any_spelling(tmp_path, device):
+def test_load_accepts_every_form_of_a_device(tmp_path, device):
     model = hub.create("tiny", size="tiny", seed=3)
     hub.export(model, tmp_path / "out")
     loaded = hub.load(tmp_path / "out", device=device)
@@ -92,7 +91,7 @@ def test_load_takes_a_device_in_any_spelling(tmp_path, device):
 
 
 @pytest.mark.parametrize("absent", ["missing", None])
-def test_load_takes_the_stored_dtype_where_the_config_has_none(tmp_path, absent):
+def test_load_uses_the_stored_dtype_if_the_config_has_none(tmp_path, absent):
     hub.export(hub.create("tiny", size="tiny", dtype=torch.float16), tmp_path / "out")
     raw = RAW | {"torch_dtype": None}
     if absent == "missing":
@@ -101,14 +100,14 @@ def test_load_takes_the_stored_dtype_where_the_config_has_none(tmp_path, absent)
     assert hub.load(tmp_path / "out").lm_head.weight.dtype == torch.float16
 
 
-def test_unknown_dtype_is_refused(tmp_path):
+def test_an_unknown_dtype_is_refused(tmp_path):
     hub.export(hub.create("tiny", size="tiny"), tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text(json.dumps(RAW | {"torch_dtype": "int4"}))
     with pytest.raises(CheckpointError, match=r"config\.json: dtype 'int4' is not one of"):
         hub.load(tmp_path / "out")
 
 
-def test_create_takes_a_dict_a_file_and_a_folder(tmp_path):
+def test_create_accepts_a_dict_a_file_and_a_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     models = [hub.create(source) for source in (RAW, tmp_path, str(tmp_path / "config.json"))]
     assert all(same(models[0], model) for model in models)
@@ -120,9 +119,9 @@ def test_create_on_meta_allocates_nothing():
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
 
 
-def test_a_folder_has_no_revisions(tmp_path):
+def test_a_revision_of_a_folder_is_refused(tmp_path):
     hub.export(hub.create("tiny", size="tiny"), tmp_path / "out")
-    with pytest.raises(HubError, match="out: is a folder, which has no revision 'main'; leave it out"):
+    with pytest.raises(HubError, match="out: is a folder and has no revision 'main'; leave it out"):
         hub.load(tmp_path / "out", revision="main")
 
 
@@ -130,7 +129,7 @@ def test_architectures_are_listed_in_order():
     assert hub.list_architectures() == ["other", "tiny"]
 
 
-def test_unknown_model_type_names_the_nearest_and_the_supported(tmp_path):
+def test_an_unknown_model_type_gets_a_suggestion_and_the_supported_ones(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW | {"model_type": "tinny", "auto_map": {"AutoModel": "x.Y"}}))
     with pytest.raises(HubError) as caught:
         hub.load(tmp_path)
@@ -139,7 +138,7 @@ def test_unknown_model_type_names_the_nearest_and_the_supported(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", [None, 5, ["tiny"]])
-def test_model_type_of_the_wrong_kind(model_type):
+def test_a_model_type_that_is_not_a_string_is_refused(model_type):
     with pytest.raises(HubError, match=r"config: model_type .* is not supported"):
         hub.create(RAW | {"model_type": model_type})
 
@@ -155,17 +154,17 @@ def test_auto_map_of_a_known_model_type_is_ignored(tmp_path):
     [
         ("tiny", "tinny", "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; choose from: tied, tiny"),
         ("tiny", None, "tiny: size None is not a preset; choose from: tied, tiny"),
-        ("tinny", None, "tinny: is no architecture and no config.json; did you mean 'tiny'?"),
-        ("tinny", "tiny", "tinny: size 'tiny' goes with the name of an architecture; did you mean 'tiny'?"),
+        ("tinny", None, "tinny: is neither an architecture nor a config.json; did you mean 'tiny'?"),
+        ("tinny", "tiny", "tinny: size 'tiny' needs the name of an architecture; did you mean 'tiny'?"),
     ],
 )
-def test_create_of_what_there_is_not(source, size, names):
+def test_create_refuses_an_unknown_architecture_or_preset(source, size, names):
     with pytest.raises(HubError) as caught:
         hub.create(source, size=size)
     assert names in str(caught.value)
 
 
-def test_an_architecture_without_presets_says_what_to_do(monkeypatch):
+def test_the_error_for_an_architecture_without_presets_says_what_to_do(monkeypatch):
     monkeypatch.setattr(Fake, "SIZES", {})
-    with pytest.raises(HubError, match=r"tiny: has no presets; load a checkpoint of it, or pass a config\.json"):
+    with pytest.raises(HubError, match=r"tiny: has no presets; load a checkpoint, or pass a config\.json"):
         hub.create("tiny", size="tiny")

@@ -16,7 +16,7 @@ def built(name):
 
 # The first case of each combination of frequency scalings.
 ROPES = {
-    tuple(sorted(rope.rope_type for rope in hub.understood(raw, name)[1].ropes.values())): name
+    tuple(sorted(rope.rope_type for rope in hub.select_architecture(raw, name)[1].ropes.values())): name
     for name, raw in reversed(CASES.items())
 }
 

@@ -1,4 +1,4 @@
-"""Chat templates as the families write theirs: short ones of our own that use the same parts of Jinja.
+"""Short chat templates that use the same Jinja features as those of the model families.
 
 name -> (form of folders.py, template)
 """

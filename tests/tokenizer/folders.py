@@ -1,4 +1,4 @@
-"""Small tokenizers in the forms in which the families publish theirs, written to folders."""
+"""Writes small tokenizers to folders, in the formats of the model families."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ LLAMA3_WORDS, QWEN_WORDS = rf"{LETTERS}|\p{{N}}{{1,3}}|{OTHERS}", rf"{LETTERS}|\
 
 @functools.cache
 def trained(kind):
-    """vocab and merges of a BPE: over bytes, or over characters with ▁ for spaces."""
+    """The vocab and merges of a BPE over bytes, or over characters with ▁ for spaces."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     alphabet = []
     if kind == "bytes":
@@ -34,7 +34,7 @@ def trained(kind):
 
 
 def byte_level(words, special, bos=None, added=(), normalizer=None):
-    """As of Llama 3 and Qwen: the special tokens follow the vocabulary."""
+    """The format of Llama 3 and Qwen: the special tokens follow the vocabulary."""
     vocab, merges = trained("bytes")
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges))
     tokenizer.normalizer = normalizer
@@ -52,7 +52,7 @@ def byte_level(words, special, bos=None, added=(), normalizer=None):
 
 
 def sentencepiece(special, form, added=()):
-    """As converted from SentencePiece: the special tokens come first, then 256 bytes, then the pieces."""
+    """The format converted from SentencePiece: special tokens first, then 256 byte tokens, then the pieces."""
     pieces, merges = trained("characters")
     names = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(pieces, key=pieces.__getitem__)]
     vocab = {token: index for index, token in enumerate(names)}
@@ -62,7 +62,7 @@ def sentencepiece(special, form, added=()):
     strip = [decoders.Strip(" ", 1, 0)]
     if form == "metaspace":  # Llama 2, Mistral
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    elif form == "prepend":  # the same as older versions of transformers converted them
+    elif form == "prepend":  # the same, as converted by older versions of transformers
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:  # Gemma
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -130,7 +130,7 @@ FORMS = {
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": "<s>",
-            "eos_token": "<|end|>",  # which tokenizer.json lacks
+            "eos_token": "<|end|>",  # not in tokenizer.json
             "pad_token": "</s>",
             "added_tokens_decoder": {"2": {"content": "</s>", "rstrip": True, "normalized": False, "special": True}},
         },
@@ -157,7 +157,7 @@ FORMS = {
 
 
 def write_folder(folder, form, chat_template=None, **config):
-    """tokenizer.json and tokenizer_config.json of one of FORMS."""
+    """Writes tokenizer.json and tokenizer_config.json of one of FORMS."""
     tokenizer, described = FORMS[form]()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

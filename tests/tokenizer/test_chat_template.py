@@ -1,4 +1,4 @@
-"""Conversations as transformers renders them, and templates that would harm held to their limits."""
+"""Conversations are rendered as transformers renders them; faulty templates and messages are refused."""
 
 import json
 
@@ -63,7 +63,7 @@ def tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("family", CHAT_TEMPLATES)
-def test_conversations_are_those_of_transformers(tmp_path, family):
+def test_conversations_are_rendered_as_by_transformers(tmp_path, family):
     form, template = CHAT_TEMPLATES[family]
     folder = write_folder(tmp_path, form, template)
     ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
@@ -72,7 +72,7 @@ def test_conversations_are_those_of_transformers(tmp_path, family):
 
 
 def agree(ours, theirs, messages, options):
-    """Text and ids are equal, and so are refusals; whether there was a text."""
+    """Checks that text and ids are equal, or that both refuse; returns whether there was a text."""
     try:
         expected = theirs.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:
@@ -86,7 +86,7 @@ def agree(ours, theirs, messages, options):
     return True
 
 
-def test_generation_blocks_mark_what_the_assistant_said(tmp_path):
+def test_generation_blocks_give_the_assistant_mask(tmp_path):
     folder = write_folder(tmp_path, "qwen", CHAT_TEMPLATES["smollm 3"][1])
     messages = [SYSTEM, USER, ANSWER | {"content": "It's 21 degrees."}, USER, ANSWER | {"content": "Yes, Paris."}]
     theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
@@ -97,7 +97,7 @@ def test_generation_blocks_mark_what_the_assistant_said(tmp_path):
     assert said == [bool(flag) for flag in theirs["assistant_masks"]] and 0 < sum(said) < len(said)
 
 
-def test_the_limits_leave_room_for_the_longest_text(tokenizer):
+def test_the_limits_allow_a_very_long_text(tokenizer):
     text = tokenizer.render_chat_template([USER], chat_template="{{ '😀' * 9999999 }}!")
     whole = text == "😀" * 9_999_999 + "!"
     assert whole  # pytest would compare the texts character by character
@@ -111,7 +111,7 @@ def test_the_limits_leave_room_for_the_longest_text(tokenizer):
         ("{{ 1 | no_such_filter }}", "line 1: is not a Jinja template: No filter named 'no_such_filter'."),
         ("a\nb{{ messages[0].x.y }}", "line 2: 'dict object' has no attribute 'x'"),
         ("{{ 1 + '1' }}", "line 1: TypeError: unsupported operand"),
-        ("{{ 'x' * 10 ** 10 }}", "line 1: needs more memory than it may use"),
+        ("{{ 'x' * 10 ** 10 }}", "line 1: needs more memory than the limit"),
     ],
 )
 def test_an_error_names_file_field_and_line(tmp_path, template, reason):
@@ -129,13 +129,13 @@ def test_an_error_names_file_field_and_line(tmp_path, template, reason):
         (["hello"], {}, "messages[0]: is str; must be an object"),
         ([USER | {"content": {1, 2}}], {}, "must be plain JSON values: Object of type set"),
         ([USER], {"tools": [print]}, "must be plain JSON values: Object of type builtin_function_or_method"),
-        ([USER, CALLED], {"continue_final_message": True}, "the last has no text in its content"),
-        ([USER], {"continue_final_message": True, "add_generation_prompt": True}, "cannot go on and another begin"),
-        ([USER], {"continue_final_message": True, "chat_template": "{{ messages | length }}"}, "leaves out or alters"),
-        ([USER], {"chat_template": "rag"}, "'rag' is no name of a template, nor a template; there is: default"),
+        ([USER, CALLED], {"continue_final_message": True}, "the last message has no text"),
+        ([USER], {"continue_final_message": True, "add_generation_prompt": True}, "cannot both be set"),
+        ([USER], {"continue_final_message": True, "chat_template": "{{ messages | length }}"}, "omits or alters"),
+        ([USER], {"chat_template": "rag"}, "'rag' is neither a template's name nor a template; there is: default"),
     ],
 )
-def test_what_cannot_be_rendered_is_refused(tmp_path, messages, options, reason):
+def test_messages_and_options_that_cannot_be_rendered_are_refused(tmp_path, messages, options, reason):
     tokenizer = Tokenizer.from_folder(
         write_folder(tmp_path, "qwen", "{% for m in messages %}{{ m.content }}{% endfor %}")
     )
@@ -156,14 +156,14 @@ NAMED = [{"name": name, "template": f"config's {name}"} for name in ("default", 
 
 
 @pytest.mark.parametrize("place", ["config", "list", "jinja", "more jinja", "json"])
-def test_templates_are_found_where_transformers_finds_them(tmp_path, place):
+def test_templates_are_read_from_the_same_places_as_in_transformers(tmp_path, place):
     folder = write_folder(tmp_path, "qwen", {"config": "one{{ 1 }}", "list": NAMED, "json": None}.get(place, "one"))
     if "jinja" in place:
         (folder / "chat_template.jinja").write_text("the file's{{ 1 }}")
     if place == "more jinja":
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "rag.jinja").write_text("the file's rag{{ 2 }}")
-    if place == "json":  # which transformers reads for models that see images
+    if place == "json":  # transformers reads this file for models with image input
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json's"}))
     ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
     if place == "json":
@@ -176,7 +176,7 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path, place):
             assert ours.render_chat_template([USER], **options) == expected
 
 
-def test_without_a_template_it_says_so(tokenizer):
+def test_a_missing_template_is_an_error(tokenizer):
     assert tokenizer.chat_template is None
     with pytest.raises(InputError, match="has no chat template named default; there is: none"):
         tokenizer.apply_chat_template([USER])
@@ -184,14 +184,14 @@ def test_without_a_template_it_says_so(tokenizer):
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [(3, "field chat_template is int"), ([{"name": "a"}], r"field chat_template\[0\] is not an object of name and")],
+    [(3, "field chat_template is int"), ([{"name": "a"}], r"field chat_template\[0\] is not an object with name and")],
 )
 def test_templates_of_the_wrong_kind_are_refused(tmp_path, template, reason):
     with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {reason}"):
         Tokenizer.from_folder(write_folder(tmp_path, "qwen", template))
 
 
-def test_a_template_that_is_no_text_or_leads_out_of_the_folder_is_refused(tmp_path):
+def test_a_template_that_is_not_utf8_or_links_out_of_the_folder_is_refused(tmp_path):
     folder = write_folder(tmp_path / "model", "qwen")
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja: is not UTF-8 text: .*position 0"):

@@ -1,4 +1,4 @@
-"""Templates that would harm are held to their limits, and nobody gets another's reply."""
+"""Harmful templates are stopped at their limits, and every request gets its own reply."""
 
 import os
 import threading
@@ -14,12 +14,12 @@ MEMORY = 2**27
 DOUBLED = "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
 NESTED = "{% set ns = namespace(a=[1], b=[1]) %}" + DOUBLED
 GROWING = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
-TIME, SPACE, LENGTH = "takes more than 0.2 seconds", "needs more memory than it may use", "makes more than 100000 char"
+TIME, SPACE, LENGTH = "takes more than 0.2 seconds", "needs more memory than the limit", "makes more than 100000 char"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def limits():
-    """Smaller ones, for a process started with them."""
+    """Smaller limits, and a process that is started with them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template_process, "SECONDS", 0.2)
         patch.setattr(template_process, "CHARACTERS", 100_000)
@@ -65,7 +65,7 @@ def test_a_harmful_template_is_stopped(harm):
     template, reason = HARMFUL[harm]
     start = time.monotonic()
     assert reason in PROCESS.ask(template, {"x": "a" * 10**6})["error"]
-    assert time.monotonic() - start < 20  # of a machine that may be busy: the limit is processor time
+    assert time.monotonic() - start < 20  # generous, because the machine may be busy: the limit is CPU time
     if PROCESS.process is not None:
         with open(f"/proc/{PROCESS.process.pid}/status") as status:
             peak = next(int(line.split()[1]) for line in status if line.startswith("VmPeak"))
@@ -85,20 +85,20 @@ def test_a_harmful_template_is_stopped(harm):
         ("{% set ns = namespace() %}{% set ns._x = 1 %}", "no attribute '_x'"),
         ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
         ("{% include '/etc/hosts' %}", "no loader"),
-        ("{{ lipsum() }}", "Too many open files"),  # which it reads its words from
+        ("{{ lipsum() }}", "Too many open files"),  # it would read its words from a file
     ],
 )
-def test_the_sandbox_holds(template, reason):
+def test_the_sandbox_blocks_access_to_python_and_files(template, reason):
     reply = PROCESS.ask(template, {"messages": [{}]})
     assert reason in reply["error"] and reply["line"] == 1
 
 
-def test_any_character_passes():
+def test_any_character_can_be_rendered():
     text = "".join(map(chr, [*range(0x300), 0x2028, 0xD83D, 0xE000, 0xFFFD, 0xFFFF, 0x1F600, 0x10FFFF]))
     assert text_of("{{ x }}", x=text) == text
 
 
-def test_only_json_is_passed():
+def test_variables_that_are_not_json_are_refused():
     with pytest.raises(InputError, match="must be plain JSON values: Object of type set is not"):
         PROCESS.ask("", {"x": {1}})
     assert text_of("{{ x }}", x=1) == "1"
@@ -118,7 +118,7 @@ def test_threads_get_their_own_replies():
     assert replies == {number: [str(number)] * 20 for number in range(4)}
 
 
-def test_a_forked_process_starts_its_own():
+def test_a_forked_process_starts_its_own_worker():
     assert text_of("{{ 1 }}") == "1"
     renderer = PROCESS.process.pid
     child = os.fork()
@@ -130,7 +130,7 @@ def test_a_forked_process_starts_its_own():
     assert text_of("{{ 3 }}") == "3" and PROCESS.process.pid == renderer
 
 
-def test_an_interrupted_request_leaves_no_reply_to_the_next(monkeypatch):
+def test_an_interrupted_request_leaves_no_reply_for_the_next_one(monkeypatch):
     def interrupted(request):
         process = PROCESS.running()
         process.stdin.write(request)
@@ -143,7 +143,7 @@ def test_an_interrupted_request_leaves_no_reply_to_the_next(monkeypatch):
     assert text_of("{{ 2 }}") == "2"
 
 
-def test_a_process_that_was_killed_is_replaced():
+def test_a_killed_worker_is_restarted():
     assert text_of("{{ 1 }}") == "1"
     PROCESS.process.kill()
     PROCESS.process.wait()

@@ -1,4 +1,4 @@
-"""Tokenizers as transformers reads them from the same folders, decoding token by token, and broken files."""
+"""Tokenizers read as by transformers from the same folders, decoding token by token, and broken files."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def both(folder):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_encoding_and_decoding_are_those_of_transformers(tmp_path, form):
+def test_encoding_and_decoding_equal_those_of_transformers(tmp_path, form):
     ours, theirs = both(write_folder(tmp_path, form))
     assert ours.vocab_size == len(theirs) and ours.padding_side == theirs.padding_side
     for name in SPECIAL:
@@ -49,7 +49,7 @@ def test_encoding_and_decoding_are_those_of_transformers(tmp_path, form):
 
 
 @pytest.mark.parametrize("side", ["left", "right", None])
-def test_padding_is_that_of_transformers(tmp_path, side):
+def test_padding_equals_that_of_transformers(tmp_path, side):
     ours, theirs = both(write_folder(tmp_path, "qwen"))
     batch = [[5, 6, 7], [8], []]
     for options, same in (
@@ -64,7 +64,7 @@ def test_padding_is_that_of_transformers(tmp_path, side):
         assert attention_mask.tolist() == expected["attention_mask"].tolist()
 
 
-def test_what_cannot_be_padded_is_refused(tmp_path):
+def test_a_batch_that_cannot_be_padded_is_refused(tmp_path):
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "llama3"))
     with pytest.raises(InputError, match=r"tokenizer_config\.json: field pad_token is missing.*tokenizer\.eos_token"):
         tokenizer.pad([[1]])
@@ -79,7 +79,7 @@ def test_what_cannot_be_padded_is_refused(tmp_path):
 
 
 def assert_streams(tokenizer, ids, skip):
-    """What was given out is the beginning of every later text, and with what is left the whole one."""
+    """The returned texts are a prefix of the full text at every step, and with the flush equal to it."""
     stream, text = tokenizer.decode_stream(skip_special_tokens=skip), ""
     for count, token in enumerate(ids, 1):
         new = stream.step(token)
@@ -92,18 +92,18 @@ def assert_streams(tokenizer, ids, skip):
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_stream_of_tokens_decodes_to_the_whole_text(tmp_path, form, skip):
+def test_streamed_decoding_equals_decoding_all_ids(tmp_path, form, skip):
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, form))
     for text in TEXTS:
         ids = tokenizer.encode(text)
         for count in range(len(ids) + 1):
             assert_streams(tokenizer, ids[:count], skip)
     draw = random.Random(0)
-    for _ in range(300):  # most of which are no text: broken characters, special tokens within them, unknown ids
+    for _ in range(300):  # mostly invalid text: broken characters, special tokens inside them, unknown ids
         assert_streams(tokenizer, [draw.randrange(tokenizer.vocab_size + 3) for _ in range(10)], skip)
 
 
-def test_text_is_given_out_as_soon_as_it_is_final(tmp_path):
+def test_text_is_returned_as_soon_as_it_is_final(tmp_path):
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "qwen"))
     ids = tokenizer.encode("a你b")
     assert len(ids) == 5
@@ -123,7 +123,7 @@ def test_text_is_given_out_as_soon_as_it_is_final(tmp_path):
         decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]),
     ],
 )
-def test_a_stream_knows_no_decoder(tmp_path, decoder):
+def test_streamed_decoding_works_with_any_decoder(tmp_path, decoder):
     words = ["▁", "▁a", "b", "##c", "d</w>", "!", "n't", "<0xE4>", "<0xBD>", "<0xA0>", "<0xFF>", "<0x41>"]
     tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="▁"))
     if decoder is not None:
@@ -134,7 +134,7 @@ def test_a_stream_knows_no_decoder(tmp_path, decoder):
         assert_streams(loaded, [draw.randrange(len(words)) for _ in range(8)], skip=True)
 
 
-def test_truncation_and_padding_of_the_file_are_not_applied_but_its_pad_token_is_known(tmp_path):
+def test_truncation_and_padding_settings_are_ignored_except_for_the_pad_token(tmp_path):
     folder = write_folder(tmp_path, "llama3")
     text = "one two three four five six"
     expected = Tokenizer.from_folder(folder).encode_batch([text, "one"])
@@ -147,7 +147,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied_but_its_pad_token_is
     assert (ours.pad_token, ours.padding_side) == (theirs.pad_token, theirs.padding_side) == ("<|eot_id|>", "left")
 
 
-def test_without_tokenizer_config_no_token_has_a_name(tmp_path):
+def test_without_tokenizer_config_there_are_no_named_special_tokens(tmp_path):
     folder = write_folder(tmp_path, "llama3")
     (folder / "tokenizer_config.json").unlink()
     tokenizer = Tokenizer.from_folder(folder)
@@ -156,7 +156,7 @@ def test_without_tokenizer_config_no_token_has_a_name(tmp_path):
 
 
 @pytest.mark.parametrize("longest", [131072, None, 1000000000000000019884624838656, 1e30])
-def test_the_longest_input(tmp_path, longest):
+def test_a_huge_model_max_length_means_no_limit(tmp_path, longest):
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "qwen", model_max_length=longest))
     assert tokenizer.model_max_length == (131072 if longest == 131072 else None)
 
@@ -207,7 +207,7 @@ def test_tokens_of_the_other_files_are_added_as_transformers_adds_them(tmp_path,
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-def test_special_tokens_in_a_text_are_text_if_the_config_says_so(tmp_path):
+def test_split_special_tokens_encodes_special_tokens_as_text(tmp_path):
     ours, theirs = both(write_folder(tmp_path, "llama3", split_special_tokens=True))
     assert ours.encode("a<|eot_id|>") == theirs.encode("a<|eot_id|>")
     assert ours.eos_token_id not in ours.encode("a<|eot_id|>")
@@ -225,7 +225,7 @@ def test_special_tokens_in_a_text_are_text_if_the_config_says_so(tmp_path):
         ),
     ],
 )
-def test_vocab_and_merges_without_tokenizer_json(tmp_path, kind, config):
+def test_vocab_and_merges_are_read_without_tokenizer_json(tmp_path, kind, config):
     vocab, merges = trained("bytes")
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
@@ -287,7 +287,7 @@ BROKEN = {
     ),
     "ids that do not agree": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}},
-        "tokenizer_config.json: field <|im_end|> is 7; tokenizer.json makes it 386; take both from one revision",
+        "tokenizer_config.json: field <|im_end|> is 7; tokenizer.json makes it 386; use files of the same revision",
     ),
     "ids of added_tokens.json": (
         {"added_tokens.json": {"<new>": 400}, "tokenizer_config.json": {}},
@@ -303,7 +303,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_file_is_refused_by_its_name_and_field(tmp_path, monkeypatch, fault):
+def test_an_error_names_the_broken_file_and_field(tmp_path, monkeypatch, fault):
     monkeypatch.setattr(tokenizer_files, "MAX_FILE_BYTES", 100_000 if fault == "too large" else 10**8)
     files, reason = BROKEN[fault]
     folder = write_folder(tmp_path, "qwen")
@@ -318,7 +318,7 @@ def test_a_broken_file_is_refused_by_its_name_and_field(tmp_path, monkeypatch, f
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
-def test_a_panic_of_the_library_is_a_refusal_too(tmp_path):
+def test_a_panic_of_the_library_becomes_a_checkpoint_error(tmp_path):
     folder = write_folder(tmp_path, "qwen")
     raw = json.loads((folder / "tokenizer.json").read_text())
     raw["model"]["continuing_subword_prefix"] = "longer than what is merged"
@@ -329,7 +329,7 @@ def test_a_panic_of_the_library_is_a_refusal_too(tmp_path):
         Tokenizer.from_folder(folder)
 
 
-def test_cleaning_up_is_refused_where_it_would_alter_text(tmp_path):
+def test_clean_up_of_spaces_is_refused_if_it_would_alter_text(tmp_path):
     tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"clean_up_tokenization_spaces": true}')
     with pytest.raises(
@@ -347,9 +347,9 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("texts", [["a", 3], ["a", "b\ud83d"]])
-def test_what_is_no_text_is_refused(tmp_path, texts):
+def test_invalid_text_is_refused(tmp_path, texts):
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "qwen"))
-    reason = "is int; must be a string" if texts[1] == 3 else "character 1 is half of a surrogate pair"
+    reason = "is int; must be a string" if texts[1] == 3 else "character 1 is a lone surrogate"
     with pytest.raises(InputError, match=rf"texts\[1\]: {reason}"):
         tokenizer.encode_batch(texts)
     with pytest.raises(InputError, match=rf"texts\[0\]: {reason}"):
@@ -366,7 +366,7 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path, nested):
         return ligermodels.load_tokenizer(folder)
 
     eos = load(500).eos_token_id
-    assert load(eos + 1).eos_token_id == eos < load(eos + 1).vocab_size - 1  # a token without a name may lie beyond
+    assert load(eos + 1).eos_token_id == eos < load(eos + 1).vocab_size - 1  # unnamed added tokens may be beyond it
     with pytest.raises(CheckpointError) as refused:
         load(eos)
     assert str(refused.value).startswith(f"{folder / 'tokenizer.json'}: token '<|im_end|>' has the id {eos}, but ")

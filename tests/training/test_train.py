@@ -214,7 +214,7 @@ def test_the_parameter_dtype_follows_the_compute_dtype_lora_and_the_ranks(dtype,
     try:
         config = loop.with_param_dtype(config, World(torch.device("cpu"), size=ranks))
         assert torch.get_float32_matmul_precision() == expected[0]
-        assert (loop.DTYPES[config.dtype], config.param_dtype) == (getattr(torch, expected[1]), expected[2])
+        assert (loop.TORCH_DTYPES[config.dtype], config.param_dtype) == (getattr(torch, expected[1]), expected[2])
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -382,8 +382,8 @@ REFUSED = {
     "no run": (["--resume", "nothing"], "nothing/train.toml: cannot be read"),
     "a finished run": (["--resume", "base"], "--resume base: the run is finished; start another with --model base/"),
     "an adapter's run": (["--resume", "adapted"], "adapted: the run is finished; move adapted/adapter away to resume"),
-    "a run as a model": (["--model", "base"], "base: holds no config.json; did you mean 'base/model'?"),
-    "an adapter as a model": (["--model", "adapted/adapter"], "adapted/adapter: holds an adapter and no model"),
+    "a run as a model": (["--model", "base"], "base: contains no config.json; did you mean 'base/model'?"),
+    "an adapter as a model": (["--model", "adapted/adapter"], "adapted/adapter: contains an adapter and no model"),
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def read_lengths(monkeypatch):
-    """The number of bytes that each positional read gave."""
+    """The number of bytes that each positional read (preadv) returned."""
     lengths, preadv = [], os.preadv
 
     def counted(descriptor, views, offset):

@@ -1,4 +1,4 @@
-"""The files of a checkpoint as bytes and JSON, so that they can be damaged. Nothing here checks anything."""
+"""Reads and writes checkpoint files as raw bytes and JSON, without any checks, so that tests can damage them."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def safetensors_bytes(header: Any, data: bytes = b"") -> bytes:
-    """header: what is put into JSON, or the header's own bytes."""
+    """A safetensors file. header: a JSON value, or the header's raw bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 

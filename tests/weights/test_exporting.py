@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ligermodels.errors import InputError
 from ligermodels.weights import exporting, writing
-from ligermodels.weights.exporting import export_weights, size_in_bytes, split
+from ligermodels.weights.exporting import export_weights, size_in_bytes, split_into_shards
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.writing import Entry
@@ -52,7 +52,7 @@ def read_all(folder):
 
 @pytest.fixture
 def source(tmp_path):
-    """A downloaded folder: config.json in an unusual layout, weights with a NaN, tokenizer files, others."""
+    """A downloaded folder: config.json with unusual indentation, weights with a NaN, tokenizer files and others."""
     folder = tmp_path / "source"
     folder.mkdir()
     state = hub_state(randomized(Tiny()))
@@ -77,7 +77,7 @@ def test_load_then_export_gives_back_the_same_bits_and_files(source, tmp_path):
     assert not list(out.parent.glob("*.tmp-*"))
 
 
-def test_safetensors_file_is_as_other_readers_expect(tmp_path):
+def test_the_safetensors_file_has_the_format_that_other_readers_expect(tmp_path):
     export_weights(randomized(Tiny()), tmp_path / "out")
     file = tmp_path / "out" / SINGLE_FILE
     with safe_open(file, framework="pt") as opened:
@@ -86,8 +86,8 @@ def test_safetensors_file_is_as_other_readers_expect(tmp_path):
 
 
 @pytest.mark.parametrize(("umask", "shut"), [(0o022, 0o022), (0o002, 0o002), (0o077, 0o077)])
-def test_modes_are_those_that_the_user_gives_new_files(source, tmp_path, umask, shut):
-    """Not those of a temporary file or folder, nor those of what is copied."""
+def test_file_modes_follow_the_umask(source, tmp_path, umask, shut):
+    """They are not those of a temporary file or folder, nor those of the copied files."""
     for file in source.iterdir():
         file.chmod(0o700 if file.is_dir() else 0o600)
     before = os.umask(umask)
@@ -101,7 +101,7 @@ def test_modes_are_those_that_the_user_gives_new_files(source, tmp_path, umask, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_cast_model_exports_its_dtype(source, tmp_path, dtype):
+def test_a_model_is_exported_in_its_own_dtype(source, tmp_path, dtype):
     model = Tiny().to(dtype)
     load_weights(model, source)
     export_weights(model, tmp_path / "out", source=source)
@@ -111,8 +111,8 @@ def test_a_cast_model_exports_its_dtype(source, tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_weights_are_converted_on_the_way(source, tmp_path, dtype):
-    """config.json follows, and is the very file where it needs not; the model stays as it is."""
+def test_weights_are_converted_while_they_are_written(source, tmp_path, dtype):
+    """config.json has the new dtype, and is copied unchanged if the dtype is the same; the model is not changed."""
     model = Tiny()
     load_weights(model, source)
     export_weights(model, tmp_path / "out", source=source, dtype=dtype, max_shard_size=300)
@@ -126,7 +126,7 @@ def test_weights_are_converted_on_the_way(source, tmp_path, dtype):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_a_value_that_a_dtype_cannot_hold_is_refused_and_an_infinite_one_kept(tmp_path):
+def test_a_finite_value_that_overflows_is_refused_and_an_infinite_value_is_kept(tmp_path):
     model = randomized(Tiny())
     model.model.norm.weight.data[0] = float("inf")
     export_weights(model, tmp_path / "out", dtype=torch.float16)
@@ -138,7 +138,7 @@ def test_a_value_that_a_dtype_cannot_hold_is_refused_and_an_infinite_one_kept(tm
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_a_dtype_that_weights_are_not_stored_in_is_refused(tmp_path, dtype):
+def test_an_unsupported_dtype_is_refused(tmp_path, dtype):
     with pytest.raises(InputError, match=f"dtype is {dtype}; must be one of torch.float64"):
         export_weights(Tiny(), tmp_path / "out", dtype=dtype)
 
@@ -152,9 +152,9 @@ def test_mixed_dtypes_stay_aligned(tmp_path):
     assert all(x.begin % x.dtype.itemsize == 0 for x in open_checkpoint(tmp_path / "out").tensors.values())
 
 
-def test_shards_are_filled_up_and_a_larger_tensor_stands_alone():
+def test_shards_are_filled_and_a_larger_tensor_is_a_shard_by_itself():
     entries = [Entry(str(size), torch.uint8, (size,)) for size in (3, 3, 1, 9, 3, 2, 2)]
-    shards = [[entry.shape[0] for entry in shard] for shard in split(entries, 6)]
+    shards = [[entry.shape[0] for entry in shard] for shard in split_into_shards(entries, 6)]
     assert shards == [[3, 3], [1], [9], [3, 2], [2]]
 
 
@@ -162,19 +162,19 @@ def test_shards_are_filled_up_and_a_larger_tensor_stands_alone():
     ("size", "expected"),
     [(7, 7), ("5GB", 5 * 10**9), ("500mb", 5 * 10**8), ("2GiB", 2**31), ("1.5 KB", 1500), ("3TB", 3 * 10**12)],
 )
-def test_sizes_are_spelled_as_elsewhere(size, expected):
+def test_a_size_may_have_a_decimal_or_a_binary_unit(size, expected):
     assert size_in_bytes(size) == expected
 
 
 @pytest.mark.parametrize("size", [0, -1, "5", "GB", "-1GB", "0.0KB", "5 gigabytes", "5GB\n6GB"])
-def test_a_size_that_is_none_is_refused(tmp_path, size):
+def test_an_invalid_size_is_refused(tmp_path, size):
     with pytest.raises(InputError, match=r"max_shard_size is .*; must be a number of bytes above zero, such as 5GB or"):
         export_weights(Tiny(), tmp_path / "out", max_shard_size=size)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("limit", [1, 300, "0.6KB"])
-def test_shards_and_index(tmp_path, limit):
+def test_shards_respect_the_limit_and_the_index_names_every_tensor(tmp_path, limit):
     model = randomized(Tiny())
     export_weights(model, tmp_path / "out", max_shard_size=limit)
     out, expected = tmp_path / "out", hub_state(model)
@@ -195,14 +195,14 @@ def test_shards_and_index(tmp_path, limit):
     load_weights(Tiny(), out)
 
 
-def test_tied_head_is_not_written(tmp_path):
+def test_a_tied_head_is_not_written(tmp_path):
     model = randomized(Tiny(TinyConfig(tie_word_embeddings=True)))
     export_weights(model, tmp_path / "out")
     same_bits(read_all(tmp_path / "out"), hub_state(model))
     assert "lm_head.weight" not in read_all(tmp_path / "out")
 
 
-def test_created_model_gets_architectures_dtype_and_both_spellings(tmp_path):
+def test_the_config_of_a_created_model_gets_architectures_and_the_old_fields(tmp_path):
     raw = {"dtype": "float32", "model_type": "tiny", "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}
     export_weights(Tiny(TinyConfig(raw)), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == raw | {
@@ -213,12 +213,12 @@ def test_created_model_gets_architectures_dtype_and_both_spellings(tmp_path):
     }
 
 
-def test_a_field_that_was_renamed_is_exported_under_both_names(tmp_path):
+def test_a_renamed_field_is_exported_under_both_names(tmp_path):
     export_weights(Tiny(TinyConfig(RAW | {"local_experts": 3})), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == RAW | {"local_experts": 3, "experts": 3}
 
 
-def test_what_was_loaded_in_another_layout_is_exported_in_the_hubs_own(tmp_path):
+def test_a_model_loaded_from_another_layout_is_exported_in_the_hubs_own_layout(tmp_path):
     model = randomized(Tiny())
     (tmp_path / "in").mkdir()
     other = {re.sub("^model", "model.language_model", name): x.detach() for name, x in model.named_parameters()}
@@ -229,7 +229,7 @@ def test_what_was_loaded_in_another_layout_is_exported_in_the_hubs_own(tmp_path)
     same_bits(read_all(tmp_path / "out"), hub_state(model))
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path):
+def test_a_folder_in_use_is_refused_and_not_changed(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=f"{tmp_path}: exists and is not an empty folder"):
         export_weights(Tiny(), tmp_path)
@@ -242,7 +242,7 @@ def test_an_empty_folder_is_filled(tmp_path):
     assert (tmp_path / "out" / SINGLE_FILE).exists()
 
 
-def test_what_cannot_be_synced_is_not_there(tmp_path, monkeypatch):
+def test_an_export_that_cannot_be_synced_leaves_nothing_behind(tmp_path, monkeypatch):
     def broken(descriptor):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_synced_is_not_there(tmp_path, monkeypatch):
 
 @pytest.fixture
 def short_of_space():
-    """A limit on the size of files stands for a full disk: to write beyond it fails."""
+    """Simulates a full disk by a limit on the size of files: writing beyond it fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     yield
@@ -263,7 +263,7 @@ def short_of_space():
 
 @pytest.mark.parametrize("place", ["out", "new/parents/out", "empty"])
 def test_a_full_disk_leaves_nothing_behind(tmp_path, place, short_of_space):
-    """Neither the folder nor parents made for it; what was there before stays."""
+    """Neither the folder nor the parents created for it; files that were there before stay."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "previous").mkdir()
     (tmp_path / "previous" / SINGLE_FILE).write_text("intact")
@@ -273,7 +273,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, place, short_of_space):
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "previous"}
 
 
-def test_parents_that_cannot_be_made_are_named(tmp_path):
+def test_an_error_names_the_folder_whose_parents_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("mine")
     place = tmp_path / "file" / "new" / "out"
     with pytest.raises(CheckpointError, match=f"{place}: not written: Not a directory"):
@@ -281,17 +281,17 @@ def test_parents_that_cannot_be_made_are_named(tmp_path):
     assert files_of(tmp_path) == {"file"}
 
 
-def test_a_parent_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+def test_an_error_names_the_folder_whose_parent_is_not_writable(tmp_path, monkeypatch):
     def denied(self, *args, **kwargs):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
 
-    monkeypatch.setattr(writing.Path, "mkdir", denied)  # modes do not hold for a test that runs as root
+    monkeypatch.setattr(writing.Path, "mkdir", denied)  # file modes do not restrict a test that runs as root
     with pytest.raises(CheckpointError, match=f"{tmp_path / 'out'}: not written: Permission denied"):
         export_weights(Tiny(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_that_fails_is_made_up_for_by_the_next(tmp_path, monkeypatch):
+def test_an_export_succeeds_after_one_that_failed(tmp_path, monkeypatch):
     model = randomized(Tiny())
     with monkeypatch.context() as patched:
         patched.setattr(exporting, "write_config", lambda *args: 1 / 0)
@@ -302,8 +302,8 @@ def test_an_export_that_fails_is_made_up_for_by_the_next(tmp_path, monkeypatch):
     same_bits(read_all(tmp_path / "out"), hub_state(model))
 
 
-def test_the_host_holds_no_more_than_a_block_beside_one_parameter(tmp_path, monkeypatch):
-    """Counted over gathered parameters, of which a sharded model has one at a time, and over blocks made of them."""
+def test_the_host_holds_at_most_one_gathered_parameter_and_one_block(tmp_path, monkeypatch):
+    """Counts the gathered parameters that are alive at a time, and the sizes of the converted blocks."""
     model, alive, most = randomized(Tiny()), weakref.WeakSet(), []
 
     class Counted(torch.Tensor):
@@ -314,13 +314,13 @@ def test_the_host_holds_no_more_than_a_block_beside_one_parameter(tmp_path, monk
         most.append(len(alive))
         return copy
 
-    blocks, converted = [], exporting.converted
-    monkeypatch.setattr(exporting, "whole", gathered)
-    monkeypatch.setattr(exporting, "converted", lambda *args: (blocks.append(args[1].nbytes), converted(*args))[1])
+    blocks, converted = [], exporting.cast_block
+    monkeypatch.setattr(exporting, "full_tensor", gathered)
+    monkeypatch.setattr(exporting, "cast_block", lambda *args: (blocks.append(args[1].nbytes), converted(*args))[1])
     monkeypatch.setattr(exporting, "BLOCK_BYTES", 60)
     gc.disable()
     export_weights(model, tmp_path / "out", dtype=torch.bfloat16)
-    with monkeypatch.context() as patched:  # a rank that takes part in gathering and does not write
+    with monkeypatch.context() as patched:  # a rank that takes part in the gathers and does not write
         patched.setattr(writing, "is_first", lambda: False)
         export_weights(model, tmp_path / "none")
     gc.enable()
@@ -330,7 +330,7 @@ def test_the_host_holds_no_more_than_a_block_beside_one_parameter(tmp_path, monk
     same_bits(read_all(tmp_path / "out"), {name: x.bfloat16() for name, x in hub_state(model).items()})
 
 
-def test_a_tokenizer_linked_from_elsewhere_is_not_copied(source, tmp_path):
+def test_a_tokenizer_file_that_links_out_of_the_folder_is_refused(source, tmp_path):
     (tmp_path / "secret").write_text("secret")
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.json").symlink_to(tmp_path / "secret")

@@ -1,4 +1,4 @@
-"""What a sound folder holds; tests/test_faults.py has the damaged and hostile ones."""
+"""Valid checkpoint folders. Damaged and hostile folders are tested in tests/test_faults.py."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_sound_file_gives_dtypes_shapes_and_places(folder):
+def test_a_valid_file_gives_dtypes_shapes_and_offsets(folder):
     checkpoint = open_checkpoint(folder)
     assert {name: (t.dtype, t.shape, t.begin) for name, t in checkpoint.tensors.items()} == {
         "a": (torch.float32, (3, 4), 0),
@@ -35,7 +35,7 @@ def test_a_sound_file_gives_dtypes_shapes_and_places(folder):
     }
 
 
-def test_scalars_and_empty_tensors_are_sound(tmp_path):
+def test_scalars_and_empty_tensors_are_valid(tmp_path):
     save_file({"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}, tmp_path / SINGLE_FILE)
     shapes = {name: t.shape for name, t in open_checkpoint(tmp_path).tensors.items()}
     assert shapes == {"scalar": (), "empty": (0, 4)}
@@ -46,7 +46,7 @@ def write_index(folder, weight_map):
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_index_joins_shards(tmp_path):
+def test_the_index_combines_the_shards(tmp_path):
     for name, tensor in TENSORS.items():
         save_file({name: tensor}, tmp_path / f"{name}.safetensors")
     write_index(tmp_path, {name: f"{name}.safetensors" for name in TENSORS})
@@ -65,7 +65,7 @@ def test_a_link_into_the_blobs_of_the_hub_cache_is_followed(tmp_path):
     assert set(open_checkpoint(tmp_path / "linked").tensors) == {"a", "b"}
 
 
-def test_a_link_into_the_blobs_that_repositories_share_is_followed_and_no_other(tmp_path):
+def test_a_link_into_the_shared_blobs_of_the_hub_cache_is_followed_and_no_other(tmp_path):
     blob, snapshot = tmp_path / "hub/blobs/ab/abcdef", tmp_path / "hub/models--o--m/snapshots/0a1b"
     for folder in (blob.parent, snapshot, snapshot.parents[1] / "blobs"):
         folder.mkdir(parents=True)
@@ -86,21 +86,21 @@ def test_long_lists_are_shortened():
 
 
 @pytest.mark.parametrize("block", [1, 7, 2**20])
-def test_the_hash_of_a_tensor_is_that_of_its_bytes(folder, monkeypatch, block):
-    monkeypatch.setattr(files, "HASHED_BYTES", block)
+def test_the_hash_of_a_tensor_is_the_sha256_of_its_bytes(folder, monkeypatch, block):
+    monkeypatch.setattr(files, "HASH_BLOCK_BYTES", block)
     expected = {name: hashlib.sha256(bytes(x.flatten().view(torch.uint8).tolist())) for name, x in TENSORS.items()}
     assert tensor_hashes(folder) == {name: digest.hexdigest() for name, digest in expected.items()}
 
 
-def test_a_file_that_is_cut_short_while_it_is_hashed_is_named(folder):
+def test_an_error_names_the_file_that_was_truncated_while_it_was_hashed(folder):
     stored = open_checkpoint(folder).tensors
     os.truncate(folder / SINGLE_FILE, (folder / SINGLE_FILE).stat().st_size - 1)
     last = max(stored.values(), key=lambda tensor: tensor.begin)
     with pytest.raises(CheckpointError, match=f"{folder / SINGLE_FILE}: truncated while it was read"):
-        files.hash_of(last)
+        files.sha256_of(last)
 
 
-def test_a_file_below_the_folder_may_be_a_link_to_the_cache_alone(tmp_path):
+def test_a_file_in_a_subfolder_may_be_a_link_only_into_the_hub_cache(tmp_path):
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0a", tmp_path / "models--a--b" / "blobs"
     (snapshot / "templates").mkdir(parents=True)
     blobs.mkdir()

@@ -1,6 +1,6 @@
-"""Damage drawn at random: a folder either loads what its files say, or is refused as every fault is.
+"""Random damage: a damaged folder either loads exactly what its files contain, or is refused with an InputError.
 
-A case is its seed. It takes one of the healthy folders and changes one file of it, by what JSON is made of or by bytes.
+A case is determined by its seed. It changes one file of a valid folder, in its JSON values or in its bytes.
 """
 
 import json
@@ -16,7 +16,7 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.weights.files import open_checkpoint
-from ligermodels.weights.loading import layout_of
+from ligermodels.weights.loading import select_layout
 from tests.cases import CASES
 from tests.refusals import limited_to
 from tests.weights.raw_files import safetensors_bytes
@@ -59,24 +59,24 @@ VALUES = (
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[Path]:
-    """Every other family in shards."""
+    """Valid folders; every second one has several shards."""
     made = []
     for number, name in enumerate(FAMILIES):
         folder = tmp_path_factory.mktemp("healthy") / name
         ligermodels.export(ligermodels.create(CASES[name]), folder, max_shard_size=60_000 if number % 2 else 10**9)
-        ligermodels.load(folder)  # what the first load costs is not that of a case
+        ligermodels.load(folder)  # so that the one-time costs of the first load are not counted for a case
         made.append(folder)
     return made
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_a_damaged_folder_loads_what_its_files_say_or_is_refused(group, folders):
+def test_a_damaged_folder_loads_what_its_files_contain_or_is_refused(group, folders):
     outcomes = [check(seed, folders) for seed in range(group, SEEDS, GROUPS)]
-    assert 0.05 < outcomes.count("loaded") / len(outcomes) < 0.5  # else the damage is too wild, or too mild
+    assert 0.05 < outcomes.count("loaded") / len(outcomes) < 0.5  # otherwise the damage is too severe or too mild
 
 
 def check(seed: int, folders: list[Path]) -> str:
-    """What became of one case; AssertionError where that is neither a clean load nor a clean refusal."""
+    """The outcome of one case. Raises AssertionError if it is neither a correct load nor a proper refusal."""
     rng = random.Random(seed)
     folder = rng.choice(folders)
     file = rng.choice([*sorted(folder.iterdir()), folder / "config.json", folder / "config.json"])
@@ -104,11 +104,11 @@ def outcome(folder: Path) -> str:
 
 
 def assert_holds(model, folder: Path) -> None:
-    """The tensors, as the safetensors library reads them, are in their places."""
+    """Checks that every parameter equals the tensors as the safetensors library reads them."""
     checkpoint = open_checkpoint(folder)
     parameters = dict(model.named_parameters())
     filled = dict.fromkeys(parameters, 0)
-    for piece in layout_of(checkpoint, model)[1]:
+    for piece in select_layout(checkpoint, model)[1]:
         with safe_open(checkpoint.tensors[piece.tensor].file, framework="pt") as stored:
             expected = stored.get_tensor(piece.tensor)
         box = parameters[piece.parameter].detach()[piece.index]
@@ -118,7 +118,7 @@ def assert_holds(model, folder: Path) -> None:
 
 
 def damage(rng: random.Random, name: str, content: bytes) -> tuple[bytes, list[str]]:
-    """Some bytes, and how they came about."""
+    """The damaged content, and a description of the damage."""
     how: list[str] = []
     if name.endswith(".safetensors"):
         end = 8 + int.from_bytes(content[:8], "little")
@@ -198,7 +198,7 @@ def change_one(rng: random.Random, root: dict[str, Any], how: list[str]) -> None
 
 
 def near(rng: random.Random, value: Any) -> Any:
-    """Something like it."""
+    """A value similar to the given one."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int | float):
@@ -209,8 +209,9 @@ def near(rng: random.Random, value: Any) -> Any:
 
 
 def containers(root: Any) -> list[Any]:
+    """All objects and lists within a JSON value."""
     found = [root]
-    for value in found:  # which grows meanwhile
+    for value in found:  # the list grows during the iteration
         items = value.values() if isinstance(value, dict) else value
         found += [item for item in items if isinstance(item, dict | list)]
     return found

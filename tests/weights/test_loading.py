@@ -38,8 +38,8 @@ def source():
     return randomized(Tiny())
 
 
-def refused(model, folder) -> str:
-    """The message, after checking that nothing was copied."""
+def error_message(model, folder) -> str:
+    """The message of the CheckpointError, after checking that nothing was copied."""
     zeroed(model)
     with pytest.raises(CheckpointError) as caught:
         load_weights(model, folder)
@@ -56,7 +56,7 @@ def test_every_parameter_is_filled_from_the_hub_names(folder, source):
 
 
 def other_state(model):
-    """The checkpoint of a model in its other layout: packed, below `model.language_model`."""
+    """The model's checkpoint in its other layout: packed, below `model.language_model`."""
     return {
         re.sub("^model", "model.language_model", name): parameter.detach().clone()
         for name, parameter in model.named_parameters()
@@ -75,20 +75,20 @@ def test_another_layout_fills_the_same_parameters(folder, make, stored_twice):
     assert equal(model, source)
 
 
-def test_another_layout_is_read_as_strictly(folder, source):
+def test_another_layout_is_checked_as_strictly(folder, source):
     state = other_state(source) | {"score.weight": torch.zeros(1)}
     state["model.language_model.norm.weight"] = torch.zeros(HIDDEN + 1)
     save_file(state, folder / SINGLE_FILE)
-    message = refused(Tiny(), folder)
+    message = error_message(Tiny(), folder)
     assert "missing" not in message and "1 unexpected: score.weight" in message
-    assert "1 misshapen: model.language_model.norm.weight is [7] instead of [6]" in message
+    assert "1 of the wrong shape: model.language_model.norm.weight is [7] instead of [6]" in message
 
 
-def test_where_no_layout_is_whole_the_faults_are_those_of_the_hubs_own(folder, source):
+def test_if_no_layout_is_complete_the_error_refers_to_the_hubs_own_layout(folder, source):
     state = other_state(source)
     del state["model.language_model.norm.weight"]
     save_file(state, folder / SINGLE_FILE)
-    message = refused(Tiny(), folder)
+    message = error_message(Tiny(), folder)
     assert f"{len(hub_state(source)) - 1} missing: model.embed_tokens.weight" in message
     assert f"{len(state) - 1} unexpected: model.language_model.embed_tokens.weight" in message
 
@@ -100,26 +100,26 @@ def test_parameters_keep_their_dtype(folder, source):
     assert equal(model, source.bfloat16().float())
 
 
-def test_missing_unexpected_and_misshapen_are_listed_in_one_error(folder, source):
+def test_missing_unexpected_and_wrongly_shaped_tensors_are_listed_in_one_error(folder, source):
     state = hub_state(source)
     del state["model.layers.1.self_attn.k_proj.bias"], state["model.norm.weight"]
     state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(HIDDEN, 5)
     state["score.weight"] = torch.zeros(1)
     state["lm_head.weight"] = state["lm_head.weight"].to(torch.uint8)
     save_file(state, folder / SINGLE_FILE)
-    message = refused(Tiny(), folder)
+    message = error_message(Tiny(), folder)
     assert "2 missing: model.layers.1.self_attn.k_proj.bias, model.norm.weight" in message
     assert "1 unexpected: score.weight" in message
-    assert "1 misshapen: model.layers.0.mlp.up_proj.weight is [6, 5] instead of [5, 6]" in message
-    assert "1 not floating (quantized?): lm_head.weight is torch.uint8" in message
+    assert "1 of the wrong shape: model.layers.0.mlp.up_proj.weight is [6, 5] instead of [5, 6]" in message
+    assert "1 not floating point (quantized?): lm_head.weight is torch.uint8" in message
 
 
 def test_long_lists_are_shortened(folder):
     save_file({"x": torch.zeros(1)}, folder / SINGLE_FILE)
-    assert " and 35 more; 1 unexpected: x" in refused(Tiny(), folder)
+    assert " and 35 more; 1 unexpected: x" in error_message(Tiny(), folder)
 
 
-def test_stale_rotary_buffers_are_passed_over(folder, source):
+def test_stale_rotary_buffers_are_ignored(folder, source):
     stale = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "rotary_emb.inv_freq": torch.zeros(4)}
     save_file(hub_state(source) | stale, folder / SINGLE_FILE)
     model = Tiny()
@@ -128,7 +128,7 @@ def test_stale_rotary_buffers_are_passed_over(folder, source):
 
 
 @pytest.mark.parametrize("stored_twice", [False, True])
-def test_tied_model(folder, stored_twice):
+def test_a_tied_model_stays_tied_whether_its_head_is_stored_or_not(folder, stored_twice):
     source, model = randomized(tied()), tied()
     state = hub_state(source)
     assert "lm_head.weight" not in state
@@ -143,24 +143,24 @@ def test_tied_model(folder, stored_twice):
 @pytest.mark.parametrize(
     "change", [lambda x: x + 1, lambda x: x.double(), lambda x: x[1:], lambda x: x.reshape(HIDDEN, -1)]
 )
-def test_tied_model_whose_copy_differs_is_refused(folder, change):
+def test_a_tied_model_whose_stored_head_differs_is_refused(folder, change):
     state = hub_state(randomized(tied()))
     state["lm_head.weight"] = change(state["model.embed_tokens.weight"]).clone().contiguous()
     save_file(state, folder / SINGLE_FILE)
-    message = refused(tied(), folder)
+    message = error_message(tied(), folder)
     assert "lm_head.weight differs from model.embed_tokens.weight" in message
     assert "tie_word_embeddings to false" in message
 
 
-def test_untied_model_without_a_head_is_refused(folder):
+def test_an_untied_model_without_a_stored_head_is_refused(folder):
     save_file(hub_state(tied()), folder / SINGLE_FILE)
-    assert "1 missing: lm_head.weight" in refused(Tiny(), folder)
+    assert "1 missing: lm_head.weight" in error_message(Tiny(), folder)
 
 
-def test_a_lost_tie_is_noticed(folder):
+def test_a_model_that_lost_its_tie_is_refused(folder):
     with torch.device("meta"):
         model = tied()
-    model.to_empty(device="cpu")  # makes one parameter of each name
+    model.to_empty(device="cpu")  # creates a separate parameter for each name
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         load_weights(model, folder)
 
@@ -188,14 +188,14 @@ def shard(model, mesh, placements):
 
 @pytest.fixture
 def rank_of():
-    """Makes this process believe it is one rank of several; nothing is communicated."""
+    """Makes this process a rank of a fake process group, in which nothing is communicated."""
 
     def pretend(rank, mesh_shape):
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         world = torch.Size(mesh_shape).numel()
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        # Meshes compare equal whatever the rank, unless their names differ, and DTensor caches by mesh.
+        # Meshes of different ranks compare equal unless their names differ, and DTensor caches by mesh.
         return init_device_mesh("cpu", mesh_shape, mesh_dim_names=[f"{rank}/{dim}" for dim in range(len(mesh_shape))])
 
     yield pretend
@@ -204,7 +204,7 @@ def rank_of():
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 16])
 def test_each_rank_reads_exactly_its_own_rows(folder, source, rank_of, ranks, read_lengths):
-    """Rows that do not divide evenly, packed boxes cut by a shard's edge, ranks without any row."""
+    """Also with rows that do not divide evenly, packed boxes that span two shards, and ranks without rows."""
     save_file({name: x.bfloat16() for name, x in hub_state(source).items()}, folder / SINGLE_FILE)
     locals_by_name = {name: [] for name, _ in source.named_parameters()}
     for rank in range(ranks):
@@ -218,7 +218,7 @@ def test_each_rank_reads_exactly_its_own_rows(folder, source, rank_of, ranks, re
         assert torch.equal(torch.cat(locals_by_name[name]), parameter), name
 
 
-def test_replicated_and_column_shards(folder, source, rank_of, read_lengths):
+def test_a_replicated_parameter_sharded_by_columns_is_read_by_columns(folder, source, rank_of, read_lengths):
     save_file(hub_state(source), folder / SINGLE_FILE)
     weight = "model.layers.1.mlp.gate_up_proj.weight"
     expected = dict(source.named_parameters())[weight]
@@ -234,7 +234,7 @@ def test_replicated_and_column_shards(folder, source, rank_of, read_lengths):
         assert torch.equal(dict(model.named_parameters())[weight].to_local(), expected[:, half])
 
 
-def test_shards_that_cut_every_expert(folder, source, rank_of):
+def test_a_stacked_parameter_may_be_sharded_within_each_expert(folder, source, rank_of):
     save_file(hub_state(source), folder / SINGLE_FILE)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     expected = dict(source.named_parameters())[name]

@@ -1,4 +1,4 @@
-"""FSDP2 on real ranks: each reads its own shard of every parameter, and not a byte of the others'."""
+"""Loading under FSDP2 with real processes: each rank reads its own shard of every parameter, and no other byte."""
 
 import os
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from ligermodels import hub
 from ligermodels.weights.loading import load_weights
 
-# Nothing divides evenly but the hidden size: 97 rows of the embedding, 5 experts of 7, packed heads of 4 and 2.
+# Only the hidden size divides evenly: 97 rows of the embedding, 5 experts of width 7, 4 query and 2 key-value heads.
 MIXTURE = {
     "model_type": "qwen3_moe", "vocab_size": 97, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64,
@@ -20,7 +20,7 @@ MIXTURE = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 MESHES = {"2": [0, 1], "3": [0, 1, 2], "2 x 2": [[0, 1], [2, 3]]}
-# Where a parameter is cut, and the dtype it has; stored is bf16.
+# By name: the sharded dimension of a parameter, and its dtype. The stored dtype is bf16.
 LAYOUTS = {
     "rows": (lambda parameter: Shard(0), torch.bfloat16),
     "columns": (lambda parameter: Shard(1 if parameter.dim() == 2 else 0), torch.float32),
@@ -33,7 +33,7 @@ LAYOUTS = {
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_every_rank_of_every_mesh_reads_its_own_shards(tmp_path):
-    """One start of four processes for all cases. Forked, they need not import torch again, which takes far longer."""
+    """All cases share one start of four processes. They are forked, because importing torch again takes much longer."""
     model = hub.create(MIXTURE, dtype=torch.bfloat16)
     hub.export(model, tmp_path / "stored")
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}

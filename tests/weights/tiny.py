@@ -1,4 +1,4 @@
-"""A throw-away model with the names that the contract between models and weights/ speaks of."""
+"""A tiny model that implements the contract between models and weights/ (HubModule)."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ligermodels.weights.mapping import Concat, Rename, stacked_experts
+from ligermodels.weights.module import HubModule
 
 VOCAB, HIDDEN, Q, KV, INNER, LAYERS, EXPERTS, EXPERT_INNER = 11, 6, 8, 2, 5, 2, 3, 4
 
@@ -71,12 +72,11 @@ class TinyBody(nn.Module):
         self.norm = nn.RMSNorm(HIDDEN)
 
 
-class Tiny(nn.Module):
+class Tiny(HubModule):
     hub_class = "TinyForCausalLM"
 
     def __init__(self, config=None):
-        super().__init__()
-        self.config = config or TinyConfig()
+        super().__init__(config or TinyConfig())
         self.model = TinyBody()
         self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
         if self.config.tie_word_embeddings:
@@ -91,12 +91,12 @@ class Tiny(nn.Module):
         )
 
     def other_weight_rules(self):
-        """Packed, as in memory, with everything below `model` one level deeper."""
+        """Packed, as the parameters are, with everything below `model` one level deeper."""
         return ((Rename("model.language_model", "model"),),)
 
 
 def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Norms and biases too, so that no default hides a tensor that was not filled."""
+    """The model with random parameters, norms and biases too, so that no default value hides an unfilled tensor."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -105,7 +105,7 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def hub_state(model: Tiny) -> dict[str, torch.Tensor]:
-    """The checkpoint of a model, spelled out by hand and not by the plan under test."""
+    """The model's checkpoint, written out by hand, without the weight rules under test."""
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for layer in range(LAYERS):
         attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import AGAIN, read_header, read_json, reading, safe_file
+from ligermodels.weights.files import DOWNLOAD_AGAIN, open_for_reading, read_header, read_json, safe_file
 from ligermodels.weights.writing import Entry, commit, sync, write_json, write_safetensors
 
 MANIFEST, RECORD = "manifest.json", "training.json"
@@ -118,7 +118,7 @@ class Writer(HuggingFaceStorageWriter):
 
 def described(file: Path) -> dict[str, Any]:
     """A file as the manifest has it."""
-    with reading(file) as stream:
+    with open_for_reading(file) as stream:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
@@ -128,7 +128,7 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     try:
         files = read_json(safe_file(checkpoint, MANIFEST)).get("files")
     except CheckpointError as error:
-        fault = str(error).removesuffix(f"; {AGAIN}")
+        fault = str(error).removesuffix(f"; {DOWNLOAD_AGAIN}")
         raise CheckpointError(f"{fault}; {instead_of(checkpoint)}") from error
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         raise CheckpointError(f"{file}: files is not an object of objects; {instead_of(checkpoint)}")

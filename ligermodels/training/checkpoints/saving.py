@@ -32,7 +32,7 @@ from ligermodels.training.checkpoints import files, state
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.weights.files import shortened
 from ligermodels.weights.sharding import reshard
-from ligermodels.weights.writing import not_written
+from ligermodels.weights.writing import write_error
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what less on the disk helps against
 
@@ -160,7 +160,7 @@ class Checkpoints:
         """With what is left."""
         left = self.latest()
         resumed = f"then --resume goes on from {left.name}" if left else "and begin again: there is no other checkpoint"
-        return not_written(folder, error, resumed)
+        return write_error(folder, error, resumed)
 
     def latest(self) -> Path | None:
         """The newest checkpoint, if there is one."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ligermodels.distributed import rank
 from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.weights.loading import local_part
+from ligermodels.weights.loading import local_shard
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers, by their bytes
 
@@ -43,7 +43,7 @@ class HostCopies:
         """This rank's part of each, complete when it returns. Overwrites what it returned before."""
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            local, _ = local_part(tensor)
+            local, _ = local_shard(tensor)
             key = name, local.shape, local.dtype
             if key not in self.memory:
                 self.memory[key] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
@@ -75,7 +75,7 @@ def frozen_weights(model: nn.Module) -> dict[str, list[Any]]:
 @torch.no_grad()
 def fingerprint(parameter: Tensor) -> list[Any]:
     """Equal for equal values, however they are sharded: for each dimension Σ bits (1 + index), modulo 2⁶⁴."""
-    local, offset = local_part(parameter)
+    local, offset = local_shard(parameter)
     bits = local.view(BITS[local.element_size()])
     sums = torch.zeros(max(1, bits.dim()), dtype=torch.int64, device=local.device)
     for dim, start in enumerate(offset):

@@ -20,7 +20,7 @@ from ligermodels import tokenizer
 from ligermodels.distributed import local_rank, raise_on_all, waiting_group
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.data.progress import print_status
-from ligermodels.weights.writing import committed
+from ligermodels.weights.writing import atomic_folder
 
 FILL_TIMEOUT = timedelta(days=2)  # for another rank to fill the folders
 
@@ -70,7 +70,7 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
             for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a run that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             try:
-                with committed(folder) as temporary:
+                with atomic_folder(folder) as temporary:
                     fill(temporary)
             except CheckpointError as error:
                 raise InputError(f"{error}; XDG_CACHE_HOME sets the folder of the cache") from error

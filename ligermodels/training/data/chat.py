@@ -25,7 +25,7 @@ from tokenizers import Encoding
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.chat_template import choose
+from ligermodels.tokenizer.chat_template import choose_template
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Record, Text
 from ligermodels.training.data.store import Document
 
@@ -145,7 +145,7 @@ def render_conversation(
     try:
         if not supervised:
             raise InputError("field messages: no assistant message with a weight other than 0: nothing is supervised")
-        whole = tokenizer.rendered(messages, tools=tools)
+        whole = tokenizer.render(messages, tools=tools)
         if not whole.spans:
             return render_turn_by_turn(conversation, supervised, whole.text, tokenizer, special)
         if supervised != answers:
@@ -168,7 +168,7 @@ def render_turn_by_turn(
             unchanged[index] = answer_span(conversation, index, whole, tokenizer, special)
         except RewrittenTurnError:
             shorter = conversation._replace(messages=conversation.messages[: index + 1])
-            text = tokenizer.rendered(shorter.messages, tools=shorter.tools).text
+            text = tokenizer.render(shorter.messages, tools=shorter.tools).text
             spans = {index: answer_span(shorter, index, text, tokenizer, special)}
             chats.append(rendered_chat(shorter, text, spans, special))
     return [*chats, rendered_chat(conversation, whole, unchanged, special)] if unchanged else chats
@@ -191,10 +191,10 @@ def answer_span(
     messages, tools, _ = conversation
     if index == 0:
         raise InputError("field messages[0].role is 'assistant'; a message must come before an answer")
-    before = tokenizer.rendered(messages[:index], tools=tools, add_generation_prompt=True).text
+    before = tokenizer.render(messages[:index], tools=tools, add_generation_prompt=True).text
     through = whole
     if index + 1 < len(messages):
-        through = tokenizer.rendered(messages[: index + 1], tools=tools).text
+        through = tokenizer.render(messages[: index + 1], tools=tools).text
         if not whole.startswith(through):  # Phi 3 writes an end of text after the last message of any role
             through = through.removesuffix(tokenizer.eos_token or "")
     for text in (before, through):
@@ -212,7 +212,7 @@ def answer_span(
 def rewritten_turn(
     conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer
 ) -> RewrittenTurnError:
-    template = choose(tokenizer.templates, None, conversation.tools is not None, tokenizer.file.parent)
+    template = choose_template(tokenizer.templates, None, conversation.tools is not None, tokenizer.file.parent)
     same = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
     in_whole, alone = (text[same : same + EXCERPT_CHARACTERS] for text in (whole, part))
     return RewrittenTurnError(

@@ -16,8 +16,8 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.chat_template import DEFAULT, ChatTemplate
-from ligermodels.tokenizer.files import CONFIG, TOKENIZER, TokenizerFiles, split_as_qwen2
+from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerFiles, split_as_qwen2
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 0
@@ -65,7 +65,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END_OF_TEXT_ID)]
     )
     template = ChatTemplate(CHATML, "the embedded chat template")
-    return Tokenizer(TokenizerFiles(Path(TOKENIZER), tokenizer, NAMED_TOKENS, "right", None, {DEFAULT: template}))
+    return Tokenizer(
+        TokenizerFiles(Path(TOKENIZER_FILE), tokenizer, NAMED_TOKENS, "right", None, {DEFAULT_TEMPLATE: template})
+    )
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -75,8 +77,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """
     others = {"additional_special_tokens": [START_OF_TURN, END_OF_TURN], "chat_template": CHATML}
     describe = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED_TOKENS, **others}
-    (folder / TOKENIZER).write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
-    (folder / CONFIG).write_text(json.dumps(describe, indent=2) + "\n")
+    (folder / TOKENIZER_FILE).write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
+    (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(describe, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
 
 

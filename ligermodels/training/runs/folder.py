@@ -12,7 +12,7 @@ from typing import TextIO
 
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError
-from ligermodels.weights.writing import failure, in_use, not_written, remove_empty
+from ligermodels.weights.writing import failure, in_use, remove_empty_folders, write_error
 
 LOCK, CHECKPOINTS, MODEL, ADAPTER = "lock", "checkpoints", "model", "adapter"  # names in the folder
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -35,13 +35,13 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in NO_ROOM:
-            raise not_written(folder, error) from error
+            raise write_error(folder, error) from error
         raise
     finally:
         for file in held:
             if [path.name for path in folder.iterdir()] == [LOCK]:
                 (folder / LOCK).unlink()
-                remove_empty(created)
+                remove_empty_folders(created)
             file.close()
 
 
@@ -51,7 +51,7 @@ def acquire(folder: Path) -> TextIO:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
-        raise not_written(folder, error) from error
+        raise write_error(folder, error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.optimizers import build_optimizer, set_learning_rate
-from ligermodels.weights.sharding import whole
+from ligermodels.weights.sharding import full_tensor
 
 VOCABULARY, WIDTH = 37, 16  # rows that two ranks do not share evenly
 
@@ -89,11 +89,11 @@ def train(model, optimizer, steps):
 
 def state_of(model, optimizer):
     """All that a run consists of, whole."""
-    state = {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
+    state = {name: full_tensor(parameter).clone() for name, parameter in model.named_parameters()}
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimizer.create_states()  # of the parameter that has no gradient
     for parameter, values in optimizer.state.items():
-        state |= {f"{names[parameter]}.{key}": whole(value).clone() for key, value in values.items()}
+        state |= {f"{names[parameter]}.{key}": full_tensor(value).clone() for key, value in values.items()}
     return state | {"random": torch.get_rng_state()}
 
 

@@ -15,7 +15,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.layers.lora import GroupedUpdate
 from ligermodels.training.optimizers.muon import Muon, direction, matrices_of, split
-from ligermodels.weights.mapping import plan
+from ligermodels.weights.mapping import plan_pieces
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
 from tests.layers.adapters import RANK, adapt
@@ -96,7 +96,7 @@ def test_what_is_packed_are_the_matrices_of_the_hub(architecture):
     for name, parameter in model.named_parameters():
         if parameter in matrices_of(model):
             views = matrices_of(model)[parameter](parameter)
-            pieces = plan({name: parameter.shape}, model.weight_rules())[: len(views)]
+            pieces = plan_pieces({name: parameter.shape}, model.weight_rules())[: len(views)]
             assert [view.shape[-2:] for view in views] == [piece.shape for piece in pieces], name
 
 

@@ -104,7 +104,7 @@ def whole(tensor):
 
 if __name__ == "__main__":
     if launch.interpreting:
-        interpreter.hasten()
+        interpreter.speed_up_interpreter()
     world = distributed.start()
     distributed.start = functools.partial(distributed.World, world.device, world.rank, world.size)
     results = [train(**settings) for settings in json.loads(sys.argv[2])]
