@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pytest
 
 import ligermodels
-from ligermodels.cli import parser
-from ligermodels.cli.train import config_of
+from ligermodels.cli import build_parser
+from ligermodels.cli.train import config_from_flags
 from ligermodels.training.config import FIELDS
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def ligermodels_arguments(words: list[str]) -> list[str] | None:
 
 
 def known_flags() -> set[str]:
-    root = parser()
+    root = build_parser()
     (choices,) = (action.choices for action in root._actions if action.choices)
     return {flag for command in choices.values() for action in command._actions for flag in action.option_strings}
 
@@ -141,9 +141,9 @@ def test_the_commands_of_a_page_are_ones_that_the_command_line_takes(page):
     for words in commands(page):
         arguments = ligermodels_arguments(words)
         if arguments is not None:
-            args = parser().parse_args(arguments)
+            args = build_parser().parse_args(arguments)
             if arguments[0] == "train" and not (hasattr(args, "resume") or args.config):
-                config_of(args)
+                config_from_flags(args)
         elif words[:2] == ["python", "-m"]:
             module = ROOT.joinpath(*words[2].split("."))
             assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), words
