@@ -23,32 +23,32 @@ from benchmarks import results, timing
 from benchmarks.train_step import MODELS
 from ligermodels import create, distributed
 from ligermodels.memory import training_memory
-from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
-from ligermodels.training.scaling.host_reads import read_later
+from ligermodels.training.scaling.host_reads import read_async
 
 ROWS: dict[str, dict[str, Any]] = {  # what differs from bf16 weights on all GPUs
     "one GPU, bf16 weights": {"alone": True},
     "one GPU, bf16 weights, compiled blocks": {"alone": True, "compiled": True},
     "fp32 weights": {"stored": torch.float32},
-    "fp32 weights, kept gathered": {"stored": torch.float32, "keep_gathered": True},
+    "fp32 weights, kept gathered": {"stored": torch.float32, "keep_unsharded": True},
     "bf16 weights": {},
-    "bf16 weights, kept gathered": {"keep_gathered": True},
+    "bf16 weights, kept gathered": {"keep_unsharded": True},
 }
 WARM_UP = 3
 
 
 def measure(
     model_name: str, batch: int, length: int, steps: int, *, alone=False, stored=torch.bfloat16, compiled=False,
-    keep_gathered=False,
+    keep_unsharded=False,
 ) -> dict:  # fmt: skip
     world = alone_here() if alone else distributed.start()
     model = create(MODELS[model_name], dtype=stored, device="meta")
-    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_unsharded=keep_gathered)
+    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_unsharded=keep_unsharded)
     if compiled:
         compile_blocks(model)
-    fsdp.shard(model, world, torch.bfloat16, keep_gathered=keep_gathered)
+    fsdp.shard(model, world, torch.bfloat16, reshard_after_forward=not keep_unsharded)
     model.to_empty(device=world.device)
     model.initialize(0)
     optimizer = build_optimizer(model)
@@ -61,8 +61,8 @@ def measure(
         loss = model(ids, ids, num_items_in_batch=distributed.total(count)).loss
         loss.backward()
         loss, norm = distributed.total(loss.detach()), fsdp.gradient_norm(model)
-        read = read_later(torch.stack([loss, norm]))
-        clipped_step(optimizer, loss, norm, 1.0)
+        read = read_async(torch.stack([loss, norm]))
+        clip_and_step(optimizer, loss, norm, 1.0)
         optimizer.zero_grad()
         return read()[0]
 

@@ -127,7 +127,7 @@ def hugging_face(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callab
 
 def ours(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callable[[float], None]]:
     import ligermodels
-    from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+    from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
     from ligermodels.training.scaling.fsdp import gradient_norm
 
     model = ligermodels.load(folder, dtype=torch.bfloat16, device=device).train()
@@ -136,7 +136,7 @@ def ours(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callable[[floa
 
     def update(rate: float) -> None:
         set_learning_rate(optimizer, rate)
-        clipped_step(optimizer, finite, gradient_norm(model), CLIP)
+        clip_and_step(optimizer, finite, gradient_norm(model), CLIP)
         optimizer.zero_grad()
 
     return model, update
