@@ -105,9 +105,9 @@ def main() -> None:
     for op, report in results.latest(args.results).items():
         draw(report, args.output / f"{op}.png")
         print(args.output / f"{op}.png")
-    if report := training_step_report(args.results):
+    if training_step := training_step_report(args.results):
         path = args.output / f"train-step-{STEP_MODEL}.png"
-        draw_training_step(report, path)
+        draw_training_step(training_step, path)
         print(path)
 
 
