@@ -365,6 +365,30 @@ def test_plots_are_drawn_from_the_newest_report_of_each_op(op, tmp_path, monkeyp
     assert path.name == "double.png" and width > 2 * height > 600
 
 
+def test_the_training_step_chart_takes_the_newest_report_with_every_provider_and_draws_one_that_failed(tmp_path):
+    def report(date, providers):
+        ran = {"tokens_per_second": 1000, "peak_gib": 10.0}
+        rows = [
+            {"provider": name, "recompute": mode} | ({"error": "out of memory"} if name == "hugging face" else ran)
+            for name in providers
+            for mode in plot.CHECKPOINTING
+        ]
+        name = {"date": date, "gpu": "a GPU", "model": plot.STEP_MODEL, "batch": 8, "length": 2048}
+        return name | {"rows": rows}
+
+    for date, providers in (
+        ("2026-01-02T03:04:05", plot.STEP_PROVIDERS),
+        ("2026-01-03T00:00:00", plot.STEP_PROVIDERS),
+        ("2026-01-04T00:00:00", plot.STEP_PROVIDERS[1:]),
+    ):
+        results.save(tmp_path, "train-step", report(date, providers))
+    chosen = plot.training_step_report(tmp_path)
+    assert chosen["date"] == "2026-01-03T00:00:00"
+    plot.draw_training_step(chosen, tmp_path / "chart.png")
+    height, width, _ = matplotlib.image.imread(tmp_path / "chart.png").shape
+    assert width > 2 * height > 600
+
+
 def refused(capsys, *arguments):
     """The one line on stderr of a command that ends with status 2."""
     assert cli.main(["bench", *arguments]) == 2
