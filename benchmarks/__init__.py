@@ -1,7 +1,7 @@
 """Every op beside its peers, and whole training steps, on one GPU.
 
-    ligermodels bench                                  all ops, all providers; the same as python -m benchmarks
-    ligermodels bench rms_norm rope --provider liger ligermodels
+    python -m benchmarks                               all ops, all providers
+    python -m benchmarks rms_norm rope --provider liger ligermodels
     python -m benchmarks.plot                          draws what results/ holds
     python -m benchmarks.train_step --model llama-3-8b
 

@@ -160,7 +160,7 @@ def selected(names: list[str], known: Iterable[str], what: str) -> list[str]:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0)[0]
-            raise InputError(f"bench: no {what} {name!r}; the nearest is {near!r} of {', '.join(known)}")
+            raise InputError(f"no {what} {name!r}; the nearest is {near!r} of {', '.join(known)}")
     return names or known
 
 
@@ -180,7 +180,7 @@ def asked_for(op_names: list[str], provider_names: list[str]) -> tuple[list[Op],
     known = dict.fromkeys(name for op in ops for name in op.providers)  # in their order
     providers = selected(provider_names, known, "provider")
     if not torch.cuda.is_available():
-        raise InputError("bench: needs a GPU, and torch sees none")
+        raise InputError("a GPU is needed, and torch finds none")
     return ops, providers
 
 
