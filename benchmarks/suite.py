@@ -171,7 +171,7 @@ def select_names(names: list[str], known: Iterable[str], what: str) -> list[str]
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0)[0]
-            raise InputError(f"bench: no {what} {name!r}; the nearest is {near!r} of {', '.join(known)}")
+            raise InputError(f"no {what} {name!r}; the nearest is {near!r} of {', '.join(known)}")
     return names or known
 
 
@@ -191,7 +191,7 @@ def select_ops_and_providers(op_names: list[str], provider_names: list[str]) -> 
     known = dict.fromkeys(name for op in ops for name in op.providers)  # without duplicates, in order of registration
     providers = select_names(provider_names, known, "provider")
     if not torch.cuda.is_available():
-        raise InputError("bench: needs a GPU, but torch finds none")
+        raise InputError("a GPU is needed, and torch finds none")
     return ops, providers
 
 

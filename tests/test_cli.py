@@ -1,6 +1,9 @@
+"""The commands list, info, generate, export and verify: output, exit status and error messages."""
+
 import json
 import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -12,6 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 import ligermodels
 from ligermodels import cli, memory
 from ligermodels.cli import main
+from ligermodels.hub.description import architecture_lines
 from ligermodels.units import memory_size
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import LLAMA
@@ -19,7 +23,7 @@ from tests.cases import LLAMA
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model whose words are w0 to w98."""
+    """A tiny model; the words of its tokenizer are w0 to w98."""
     folder = tmp_path / "model"
     ligermodels.export(ligermodels.create(LLAMA), folder)
     save_words("w", folder)
@@ -39,7 +43,7 @@ def test_list_names_architectures_and_sizes(capsys):
     assert " ".join(lines["llama"]) == "tiny (1.0M), 1b (1.2B), 3b (3.2B), 8b (8.0B)"
 
 
-def test_generate_prints_the_prompt_and_what_follows(folder, capsys):
+def test_generate_prints_the_prompt_and_the_continuation(folder, capsys):
     model = ligermodels.load(folder)
     (ids,) = ligermodels.generate(model, [[5, 6, 7]], max_new_tokens=6)
     assert main(["generate", str(folder), "--prompt", "w5 w6 w7", "--max-new-tokens", "6", "--device", "cpu"]) == 0
@@ -49,7 +53,7 @@ def test_generate_prints_the_prompt_and_what_follows(folder, capsys):
 
 @pytest.fixture
 def adapted(folder, tmp_path):
-    """The model with LoRA that changes what it says, and the folder of that LoRA."""
+    """The model with LoRA that changes its output, and the adapter's folder."""
     model = ligermodels.load(folder)
     ligermodels.add_lora(model, rank=2, dropout=0.9)
     for name, parameter in model.named_parameters():
@@ -59,23 +63,23 @@ def adapted(folder, tmp_path):
     return model, tmp_path / "adapter"
 
 
-def test_generate_with_an_adapter_says_what_the_merged_model_says(folder, adapted, tmp_path, capsys):
-    """Its dropout is for training."""
+def test_generate_with_an_adapter_prints_the_output_of_the_merged_model(folder, adapted, tmp_path, capsys):
+    """The adapter's dropout is not active."""
     model, adapter = adapted
     ligermodels.export(model, tmp_path / "merged")
     shutil.copy(folder / "tokenizer.json", tmp_path / "merged")
-    said = []
+    outputs = []
     for flags in ([str(tmp_path / "merged")], [str(folder), "--adapter", str(adapter)], [str(folder)]):
         assert main(["generate", *flags, "--prompt", "w5 w6 w7", "--max-new-tokens", "8", "--device", "cpu"]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] != said[2]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
 
 
-def test_the_tokenizer_that_an_adapter_brings_is_the_one_generated_and_exported_with(folder, adapted, tmp_path, capsys):
-    """It was trained with that, its chat template and its end of a turn; the base's would be mixed with none of it."""
+def test_generate_and_export_use_the_tokenizer_of_the_adapter(folder, adapted, tmp_path, capsys):
+    """The adapter was trained with its own tokenizer files, so none of the base's is mixed with them."""
     _, adapter = adapted
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (folder / "LICENSE").write_text("the base's")
+    (folder / "LICENSE").write_text("of the base")
     save_words("v", adapter)
     ends = {"eos_token_id": [2, 98]}
     (adapter / "generation_config.json").write_text(json.dumps(ends))
@@ -89,16 +93,18 @@ def test_the_tokenizer_that_an_adapter_brings_is_the_one_generated_and_exported_
     assert ligermodels.load(merged).generation_config == ends
     left = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "LICENSE"}
     assert {file.name for file in merged.iterdir()} == left
-    words = {f"v{i}": i for i in range(100)}  # one more than the model has
+    words = {f"v{i}": i for i in range(100)}  # one more than the model's vocabulary
     tokenizers.Tokenizer(WordLevel(words, unk_token="v0")).save(str(adapter / "tokenizer.json"))
-    assert "tokenizer.json" in refusal(["generate", str(folder), "--adapter", str(adapter), "--prompt", "v5"], capsys)
+    assert "tokenizer.json" in error_line(
+        ["generate", str(folder), "--adapter", str(adapter), "--prompt", "v5"], capsys
+    )
 
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role | replace('user', 'w11') | replace('assistant', 'w12') }} "
 CHAT_TEMPLATE += "{{ m.content }} {% endfor %}{% if add_generation_prompt %}w12{% endif %}"
 
 
-def test_a_conversation_goes_through_the_chat_template_turn_by_turn(folder, capsys, monkeypatch):
+def test_a_conversation_is_rendered_by_the_chat_template_turn_by_turn(folder, capsys, monkeypatch):
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     model = ligermodels.load(folder)
 
@@ -113,12 +119,12 @@ def test_a_conversation_goes_through_the_chat_template_turn_by_turn(folder, caps
     first = answer(11, 5, 12)
     assert main([*chat, "--prompt", "w5"]) == 0
     assert capsys.readouterr().out == text(first) + "\n"
-    assert main([*chat, "--prompt", "w5", "--system", "w9"]) == 0  # the role system is no word: w0
+    assert main([*chat, "--prompt", "w5", "--system", "w9"]) == 0  # the role system is not in the vocabulary: w0
     assert capsys.readouterr().out == text(answer(0, 9, 11, 5, 12)) + "\n"
 
-    said = iter(["w5", "", "w6"])
+    typed = iter(["w5", "", "w6"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda prompt: next_line(said))
+    monkeypatch.setattr("builtins.input", lambda prompt: next_line(typed))
     assert main(chat) == 0
     assert capsys.readouterr().out == f"{text(first)}\n{text(answer(11, 5, 12, *first, 11, 6, 12))}\n\n"
 
@@ -130,14 +136,14 @@ def next_line(lines):
         raise EOFError from None
 
 
-def test_what_cannot_be_done_without_a_prompt_or_a_template_is_refused(folder, capsys):
-    assert "--prompt" in refusal(["generate", str(folder)], capsys)
-    assert "--chat" in refusal(["generate", str(folder), "--prompt", "w5", "--system", "w9"], capsys)
-    assert "no chat template" in refusal(["generate", str(folder), "--prompt", "w5", "--chat"], capsys)
-    assert "no tokens" in refusal(["generate", str(folder), "--prompt", "", "--device", "cpu"], capsys)
+def test_a_missing_prompt_or_template_is_refused(folder, capsys):
+    assert "--prompt" in error_line(["generate", str(folder)], capsys)
+    assert "--chat" in error_line(["generate", str(folder), "--prompt", "w5", "--system", "w9"], capsys)
+    assert "no chat template" in error_line(["generate", str(folder), "--prompt", "w5", "--chat"], capsys)
+    assert "no tokens" in error_line(["generate", str(folder), "--prompt", "", "--device", "cpu"], capsys)
 
 
-def test_info_tells_parameters_files_and_memory_from_config_json_alone(folder, capsys):
+def test_info_shows_parameters_files_and_memory_from_config_json_alone(folder, capsys):
     for file in folder.glob("*.safetensors"):
         file.unlink()
     assert main(["info", str(folder), "--batch-size", "2", "--sequence-length", "16", "--dtype", "bfloat16"]) == 0
@@ -158,7 +164,7 @@ def test_info_of_a_preset_and_of_files(folder, capsys):
     assert main(["info", str(folder)]) == 0
     size = (folder / "model.safetensors").stat().st_size
     assert f"model.safetensors  {size / 1000:.1f} KB" in capsys.readouterr().out
-    assert "qwen2:7b" in refusal(["info", "qwen2"], capsys)
+    assert "qwen2:7b" in error_line(["info", "qwen2"], capsys)
 
 
 def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder, adapted, tmp_path, capsys):
@@ -172,10 +178,15 @@ def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder,
     ligermodels.export(model, tmp_path / "merged", dtype=torch.float16)
     assert tensor_hashes(tmp_path / "out") == tensor_hashes(tmp_path / "merged")
     assert tensor_hashes(tmp_path / "out") != tensor_hashes(folder)
-    assert str(tmp_path / "out") in refusal(["export", str(folder), str(tmp_path / "out")], capsys)
+    assert str(tmp_path / "out") in error_line(["export", str(folder), str(tmp_path / "out")], capsys)
 
 
-@pytest.mark.parametrize("command", ["list", "info", "generate", "export", "verify", "bench"])
+def test_python_m_ligermodels_is_the_command():
+    run = subprocess.run([sys.executable, "-m", "ligermodels", "list"], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == list(architecture_lines())
+
+
+@pytest.mark.parametrize("command", ["list", "info", "generate", "export", "verify"])
 def test_help_shows_an_example_and_defaults(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -198,17 +209,17 @@ def test_an_interrupt_is_quiet_and_exits_with_130(folder, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_a_closed_pipe_ends_it_without_a_traceback(monkeypatch, capsys):
-    """`ligermodels info qwen2:tiny | true`: nobody reads."""
+def test_a_closed_pipe_ends_the_command_without_a_traceback(monkeypatch, capsys):
+    """As in `ligermodels info qwen2:tiny | true`."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as unread:
         monkeypatch.setattr(sys, "stdout", unread)
         assert main(["info", "qwen2:tiny"]) == 141
-    assert capsys.readouterr().err == ""  # and closing the pipe, as Python does at its end, raised nothing
+    assert capsys.readouterr().err == ""  # closing the pipe, as Python does at exit, raised nothing
 
 
-def refusal(arguments, capsys):
+def error_line(arguments, capsys):
     """The one line on stderr of a command that ends with status 2."""
     capsys.readouterr()
     assert main(arguments) == 2

@@ -1,4 +1,4 @@
-"""`ligermodels export`: a checkpoint in another dtype, in other shards, or with an adapter merged into it."""
+"""`ligermodels export`: writes a checkpoint in another dtype, with other shards, or with a merged adapter."""
 
 import argparse
 import functools
@@ -14,19 +14,19 @@ from ligermodels.weights.writing import refuse_in_use
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "export", run, "write a checkpoint again: in another dtype, in other shards, with an adapter merged",
+        commands, "export", run, "convert a checkpoint: another dtype, another shard size, or with a merged adapter",
         "Qwen/Qwen3-8B out/ --adapter my-adapter/ --max-shard-size 2GB",
     )  # fmt: skip
     parser.add_argument("source", help="a folder or a Hub id")
     parser.add_argument("output", type=Path, help="a folder that is empty or does not exist yet")
-    add_dtype(parser, "of the weights as written (default: as they are stored)")
-    parser.add_argument("--max-shard-size", default=MAX_SHARD_SIZE, help="bytes a file, as in 500MB or 2GiB")
-    add_adapter(parser, "to be merged into the weights")
+    add_dtype(parser, "dtype of the written weights (default: the stored dtype)")
+    parser.add_argument("--max-shard-size", default=MAX_SHARD_SIZE, help="bytes per file, such as 500MB or 2GiB")
+    add_adapter(parser, "to merge into the weights")
     add_revision(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    refuse_in_use(args.output.absolute())  # sooner than after reading the weights
+    refuse_in_use(args.output.absolute())  # before the weights are read
     size_in_bytes(args.max_shard_size)
     adapter = hub.adapter_folder(args.adapter) if args.adapter else None
     model = load_with_adapter(args.source, adapter, revision=args.revision)

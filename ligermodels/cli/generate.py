@@ -1,4 +1,4 @@
-"""`ligermodels generate`: a prompt continued, or a conversation, printed as it is generated."""
+"""`ligermodels generate`: continues a prompt or holds a conversation; prints the text as it is generated."""
 
 import argparse
 import itertools
@@ -21,7 +21,7 @@ from ligermodels.generation.decoding import model_stop_tokens, stream
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 
-PROBABILITY = number(lambda x: 0 < x <= 1, "above 0 and at most 1")
+SAMPLED_PROBABILITY = number(lambda x: 0 < x <= 1, "above 0 and at most 1")
 
 
 def add_to(commands: Commands) -> None:
@@ -31,29 +31,29 @@ def add_to(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("model", help="a folder or a Hub id")
     add_adapter(parser, "to generate with")
-    parser.add_argument("--prompt", help="a text to continue; with --chat, what the user says")
-    parser.add_argument("--chat", action="store_true", help="by the model's chat template; without --prompt, in turns")
-    parser.add_argument("--system", help="with --chat, the message before the user's")
-    parser.add_argument("--max-new-tokens", type=positive, default=128, help="where the model does not stop before")
-    parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 takes the most likely token")
-    parser.add_argument("--top-k", type=positive, help="draw from this many most likely tokens")
-    parser.add_argument("--top-p", type=PROBABILITY, help="draw from the fewest tokens that are together as likely")
-    parser.add_argument("--seed", type=int, help="draw the same tokens again")
-    add_dtype(parser, "to compute in (default: that of the weights)")
+    parser.add_argument("--prompt", help="a text to continue; with --chat, the user's message")
+    parser.add_argument("--chat", action="store_true", help="use the chat template; interactive without --prompt")
+    parser.add_argument("--system", help="the system message, with --chat")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="limit of new tokens")
+    parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 for greedy decoding")
+    parser.add_argument("--top-k", type=positive, help="sample from the k most likely tokens")
+    parser.add_argument("--top-p", type=SAMPLED_PROBABILITY, help="sample from the smallest set with this probability")
+    parser.add_argument("--seed", type=int, help="seed of the random numbers, for reproducible samples")
+    add_dtype(parser, "compute dtype (default: the dtype of the weights)")
     add_device(parser)
     add_revision(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     if args.prompt is None and not (args.chat and sys.stdin.isatty()):
-        raise InputError("generate: --prompt is missing; only --chat at a terminal goes without")
+        raise InputError("generate: --prompt is missing; it is optional only with --chat at a terminal")
     if args.system is not None and not args.chat:
-        raise InputError("generate: --system goes with --chat")
+        raise InputError("generate: --system needs --chat")
     folder = hub.resolve(args.model, revision=args.revision)
     adapter = hub.adapter_folder(args.adapter) if args.adapter else None
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
-    if args.chat:  # what the template refuses, it refuses now
-        tokenizer.render_chat_template(opening(args, "…"), add_generation_prompt=True)
+    if args.chat:  # raises errors of the template before the weights are loaded
+        tokenizer.render_chat_template(first_messages(args, "…"), add_generation_prompt=True)
     model = load_with_adapter(folder, adapter, dtype=args.dtype, device=args.device)
     if args.chat:
         converse(model, tokenizer, args)
@@ -63,38 +63,40 @@ def run(args: argparse.Namespace) -> None:
         show(stream_text(model, tokenizer, ids, args, shown=ids))
 
 
-def opening(args: argparse.Namespace, said: str) -> list[dict[str, str]]:
+def first_messages(args: argparse.Namespace, text: str) -> list[dict[str, str]]:
+    """The system message, if any, and the user's first message."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*system, {"role": "user", "content": said}]
+    return [*system, {"role": "user", "content": text}]
 
 
 def converse(model: CausalLM, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """One turn with a prompt; else one after another, until the input ends."""
+    """Answers the prompt, or without one the user's messages until the input ends."""
     messages: list[dict[str, str]] = []
-    for said in user_turns(args.prompt):
-        messages += [{"role": "user", "content": said}] if messages else opening(args, said)
+    for text in user_turns(args.prompt):
+        messages += [{"role": "user", "content": text}] if messages else first_messages(args, text)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         messages.append({"role": "assistant", "content": show(stream_text(model, tokenizer, ids, args))})
 
 
 def user_turns(prompt: str | None) -> Iterator[str]:
+    """The prompt, or without one the lines that the user types."""
     if prompt is not None:
         yield prompt
         return
-    import readline  # noqa: F401  gives input() a line to edit, and a history
+    import readline  # noqa: F401  gives input() line editing and a history
 
     while True:
         try:
-            said = input("> ").strip()
+            text = input("> ").strip()
         except EOFError:
             print()
             return
-        if said:
-            yield said
+        if text:
+            yield text
 
 
 def show(pieces: Iterator[str]) -> str:
-    """Prints the pieces of a text as they come; returns the text."""
+    """Prints the pieces of a text as they are generated; returns the text."""
     text = ""
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -106,12 +108,12 @@ def show(pieces: Iterator[str]) -> str:
 def stream_text(
     model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int], args: argparse.Namespace, shown: Sequence[int] = ()
 ) -> Iterator[str]:
-    """The text that follows `ids`, piece by piece, up to a token at which model or tokenizer end one.
+    """The text that follows `ids`, piece by piece, up to a stop token of the model or the tokenizer.
 
-    shown: ids whose text stands before it already; it decides on spaces between the two.
+    shown: ids whose text has been printed already; the space between the two texts depends on it.
     """
     if not ids:
-        raise InputError("generate: the prompt has no tokens; give it some text")
+        raise InputError("generate: the prompt has no tokens; pass a text that is not empty")
     hidden = len(tokenizer.decode(shown))
     for piece in decode_pieces(tokenizer, itertools.chain(shown, new_tokens(model, tokenizer, ids, args))):
         yield piece[hidden:]
@@ -119,12 +121,14 @@ def stream_text(
 
 
 def new_tokens(model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int], args: argparse.Namespace) -> Iterator[int]:
+    """The generated ids up to a stop token."""
     stops = model_stop_tokens(model) | {tokenizer.eos_token_id}
     tokens = stream(model, [ids], args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     return itertools.takewhile(lambda token: token not in stops, (token for (token,) in tokens))
 
 
 def decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """The text of the ids, piece by piece."""
     decoder = tokenizer.decode_stream()
     for token in ids:
         yield decoder.step(token) or ""

@@ -1,4 +1,4 @@
-"""`ligermodels info`: what a model is, and the memory it takes, without its weights."""
+"""`ligermodels info`: shows a model's parameters, files and memory, without loading its weights."""
 
 import argparse
 from collections.abc import Iterator
@@ -14,17 +14,17 @@ from ligermodels.units import byte_size, counted, memory_size
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "info", run, "show a model's parameters, its files, and the memory to train it and to generate",
+        commands, "info", run, "show a model's parameters, its files, and the memory for training and generation",
         "Qwen/Qwen3-8B --batch-size 8 --sequence-length 4096",
     )  # fmt: skip
     parser.add_argument("model", help="a folder, a Hub id, or a preset such as qwen2:tiny; no weights are downloaded")
-    parser.add_argument("--batch-size", type=positive, default=1, help="rows of a batch")
-    parser.add_argument("--sequence-length", type=positive, default=2048, help="tokens of a row")
-    add_dtype(parser, "of weights, gradients, AdamW's states and activations (default: that of the weights)")
+    parser.add_argument("--batch-size", type=positive, default=1, help="rows per batch")
+    parser.add_argument("--sequence-length", type=positive, default=2048, help="tokens per row")
+    add_dtype(parser, "dtype of weights, gradients, AdamW states and activations (default: that of the weights)")
     parser.add_argument(
-        "--activation-checkpointing", choices=["none", "full"], default="none", help="full: keep only blocks' inputs"
+        "--activation-checkpointing", choices=["none", "full"], default="none", help="full: keep only block inputs"
     )
-    parser.add_argument("--lora-rank", type=positive, default=16, help="of LoRA on all projections")
+    parser.add_argument("--lora-rank", type=positive, default=16, help="rank of LoRA on all projections")
     add_revision(parser)
 
 
@@ -36,36 +36,38 @@ def run(args: argparse.Namespace) -> None:
 
 
 def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
+    """(label, value) of the model's shape, parameters and files."""
     config, count, files = described.model.config, count_parameters(described.model), described.files
-    heads = f"{counted(config.num_attention_heads, 'head')} on {config.num_key_value_heads} of keys and values"
+    query_heads = counted(config.num_attention_heads, "query head")
+    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {config.head_dim}"
     yield "family", config.raw["model_type"]
     layers = counted(config.num_hidden_layers, "layer")
-    yield "shape", f"{layers}, width {config.hidden_size:,}, {heads} of {config.head_dim}"
+    yield "shape", f"{layers}, hidden size {config.hidden_size:,}, {heads}"
     active = f", {count.active:,} active" if isinstance(config, MoEConfig) else ""
     yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
     yield "vocabulary", f"{config.vocab_size:,}; positions {config.max_position_embeddings:,}"
     yield "dtype", str(described.dtype).removeprefix("torch.")
-    yield "files", f"{len(files)} of {byte_size(sum(size or 0 for size in files.values()))}" if files else "none"
+    yield "files", f"{len(files)}, {byte_size(sum(size or 0 for size in files.values()))}" if files else "none"
     for name, size in files.items():
         yield "", f"{name}  {'missing' if size is None else byte_size(size)}"
 
 
 def memory_lines(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """(label, value) of the memory for full training, LoRA training and generation."""
     batch = args.batch_size, args.sequence_length, described.dtype
     model = described.model.to(described.dtype)
-    recompute = args.activation_checkpointing == "full"
-    recomputed = model.config.num_hidden_layers if recompute else 0
-    rows = f"at {args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
-    recomputing = ", every block recomputed" if recompute else ""
-    yield "memory", f"{rows}{recomputing}; to train: weights + states + the larger of the two in brackets"
+    checkpointing = args.activation_checkpointing == "full"
+    checkpointed = model.config.num_hidden_layers if checkpointing else 0
+    setting = f"{args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
+    yield "memory", f"for {setting}, {'full' if checkpointing else 'no'} activation checkpointing"
     generating = inference_memory(model, *batch)
-    training = training_memory(model, *batch, checkpointed_blocks=recomputed)
+    training = training_memory(model, *batch, checkpointed_blocks=checkpointed)
     add_lora(model, rank=args.lora_rank)
-    adapting = training_memory(model, *batch, checkpointed_blocks=recomputed)
+    adapting = training_memory(model, *batch, checkpointed_blocks=checkpointed)
     for label, step in (("  train", training), ("  LoRA", adapting)):
-        start = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
-        end = f"gradients {memory_size(step.gradients)} + a block {memory_size(step.block)}"
-        lasting = f"weights {memory_size(step.weights)} + states {memory_size(step.optimizer_states)}"
-        yield label, f"{memory_size(step.peak):>10} = {lasting} + ({start} | {end})"
+        at_loss = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
+        at_end = f"gradients {memory_size(step.gradients)} + block {memory_size(step.block)}"
+        lasting = f"weights {memory_size(step.weights)} + optimizer states {memory_size(step.optimizer_states)}"
+        yield label, f"{memory_size(step.peak):>10} = {lasting} + max({at_loss}, {at_end})"
     parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(generating).items())
     yield "  generate", f"{memory_size(generating.peak):>10} = {parts}"

@@ -1,4 +1,4 @@
-"""`ligermodels list`: the architectures, their presets and how many parameters these have."""
+"""`ligermodels list`: lists the architectures and their presets with numbers of parameters."""
 
 import argparse
 

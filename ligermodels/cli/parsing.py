@@ -1,4 +1,4 @@
-"""What the commands' arguments share: an example in the help, options of the same meaning, the model they name."""
+"""Shared parts of the commands: the help's example, options that several commands have, loading the named model."""
 
 import argparse
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from ligermodels.cli.flags import Parser
 from ligermodels.layers.decoder import CausalLM
 
 DTYPE_CHOICES = ("float32", "bfloat16", "float16")
-Commands = Any  # what add_subparsers returns, which argparse keeps to itself
+Commands = Any  # the return type of add_subparsers, which argparse does not export
 
 
 def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], summary: str, example: str
 ) -> Parser:
-    """run: does what the command is for; returns the exit status, None for 0. example: its arguments."""
+    """Adds a command to the parser. run: runs it; returns the exit status, None for 0. example: its arguments."""
     parser = commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=f"example: ligermodels {name} {example}".rstrip(),
@@ -28,19 +28,22 @@ def add_command(
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs")
+    """Adds --device."""
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to run on")
 
 
 def add_revision(parser: argparse.ArgumentParser) -> None:
+    """Adds --revision."""
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
 
 
 def add_adapter(parser: argparse.ArgumentParser, use: str) -> None:
-    parser.add_argument("--adapter", help=f"LoRA in PEFT's format, a folder or a Hub id, {use}")
+    """Adds --adapter. use: completes its help."""
+    parser.add_argument("--adapter", help=f"LoRA adapter in PEFT's format (folder or Hub id) {use}")
 
 
 def load_with_adapter(model: str | Path, adapter: Path | None, **options: Any) -> CausalLM:
-    """The model of a folder or a Hub id, with the adapter of a folder. Raises InputError."""
+    """Loads the model of a folder or a Hub id, and the adapter in a folder. Raises InputError."""
     loaded = hub.load(model, **options)
     if adapter:
         hub.load_adapter(loaded, adapter)
@@ -48,10 +51,12 @@ def load_with_adapter(model: str | Path, adapter: Path | None, **options: Any) -
 
 
 def add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Adds --dtype. meaning: its help."""
     parser.add_argument("--dtype", type=parse_dtype, metavar="{" + ",".join(DTYPE_CHOICES) + "}", help=meaning)
 
 
 def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name in DTYPE_CHOICES."""
     if name not in DTYPE_CHOICES:
         raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(DTYPE_CHOICES)})")
     return getattr(torch, name)

@@ -1,4 +1,4 @@
-"""`ligermodels verify`: a checkpoint through transformers and through us, and a certificate of how they agree."""
+"""`ligermodels verify`: compares a checkpoint in transformers and in ligermodels, and writes a parity certificate."""
 
 import argparse
 from pathlib import Path
@@ -9,17 +9,17 @@ from ligermodels.cli.parsing import Commands, add_command, add_device
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "verify", run, "compare a checkpoint in transformers and here, and write a parity certificate",
+        commands, "verify", run, "compare a checkpoint with transformers, and write a parity certificate",
         "Qwen/Qwen3-0.6B --output certificates",
     )  # fmt: skip
     parser.add_argument("model", help="a folder or a Hub id")
     parser.add_argument("--output", type=Path, default=Path("certificates"), help="folder of the certificate")
-    parser.add_argument("--tokens", type=positive, default=32, help="new tokens of the greedy continuation")
+    parser.add_argument("--tokens", type=positive, default=32, help="number of greedy tokens to compare")
     add_device(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from ligermodels.verify import verify  # which nothing else needs
+    from ligermodels.verify import verify  # no other command needs it
 
     certificate = verify(args.model, args.output, device=args.device, new_tokens=args.tokens)
     for check in certificate.checks:
