@@ -65,7 +65,7 @@ class Completion(NamedTuple):
 
 Record: TypeAlias = Text | Conversation | Completion
 RecordFields: TypeAlias = Mapping[str, Any]
-Result = TypeVar("Result")
+Made = TypeVar("Made")
 
 
 class BadLines:
@@ -74,7 +74,7 @@ class BadLines:
     def __init__(self, allowed: int) -> None:
         self.allowed, self.skipped = allowed, 0
 
-    def attempt(self, make: Callable[..., Result], *arguments: Any) -> Result | None:
+    def attempt(self, make: Callable[..., Made], *arguments: Any) -> Made | None:
         """Calls `make`; returns None for a record that cannot be used. Raises InputError beyond the allowed number."""
         try:
             return make(*arguments)

@@ -98,8 +98,8 @@ class AdamW(torch.optim.AdamW):
             return
         states = [self.state_of(p) for p in params]
         steps = [state["step"] for state in states]
-        weights, grads = [local_shard(p) for p in params], [local_shard(p.grad) for p in params if p.grad is not None]
-        exp_avgs, exp_avg_sqs = ([local_shard(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        weights, grads = [local_view(p) for p in params], [local_view(p.grad) for p in params if p.grad is not None]
+        exp_avgs, exp_avg_sqs = ([local_view(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
         lr, (beta1, beta2), eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
         same_dtype = len({x.dtype for x in (*weights, *grads, *exp_avgs, *exp_avg_sqs)}) == 1
         if runs_kernels(weights[0]) or not same_dtype:
@@ -120,7 +120,7 @@ class AdamW(torch.optim.AdamW):
         torch._foreach_add_(steps, [one] * len(steps))  # with a single tensor, the host would wait to read its value
 
 
-def local_shard(x: Tensor) -> Tensor:
+def local_view(x: Tensor) -> Tensor:
     """Returns this rank's shard of a DTensor; a plain tensor is returned as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_shard, write_if_finite
+from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
 from ligermodels.training.packages import import_package
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64  # elements
@@ -58,12 +58,12 @@ class AdamW8bit(AdamW):
         (beta1, beta2), maps = group["betas"], (code_map(True, device), code_map(False, device))
         update = compiled_on_gpu(quantized_update, device)
         for p in quantized:
-            parameter, state = local_shard(p), {name: local_shard(x) for name, x in self.state_of(p).items()}
+            parameter, state = local_view(p), {name: local_view(x) for name, x in self.state_of(p).items()}
             if parameter.numel():
                 assert p.grad is not None
                 block = block_size(p)
                 update(
-                    quantization_module(), parameter.view(-1, block), local_shard(p.grad).reshape(-1, block),
+                    quantization_module(), parameter.view(-1, block), local_view(p.grad).reshape(-1, block),
                     state["exp_avg"].view(-1, block), state["exp_avg_scale"].view(-1, 1),
                     state["exp_avg_sq"].view(-1, block), state["exp_avg_sq_scale"].view(-1, 1),
                     *maps, state["step"], lr, beta1, beta2, group["eps"], group["weight_decay"],
@@ -84,7 +84,7 @@ def is_quantized(p: Tensor) -> bool:
 def zero_scales(p: Tensor) -> Tensor:
     """Returns zeros, fp32 [rows, blocks per row], sharded like the parameter."""
     blocks = p.shape[1:].numel() // block_size(p)
-    scales = torch.zeros(local_shard(p).shape[0], blocks, device=p.device)
+    scales = torch.zeros(local_view(p).shape[0], blocks, device=p.device)
     if not isinstance(p, DTensor):
         return scales
     shape = torch.Size((p.shape[0], blocks))

@@ -31,7 +31,7 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import Experts
-from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_shard, write_if_finite
+from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
 
 MOMENTUM = 0.95
 ITERATIONS = 5
@@ -73,12 +73,12 @@ class Muon(AdamW):
             for p, direction in zip(batch, directions, strict=True):
                 lr = torch.full((), group["lr"], device=p.device)  # a Python float would be compiled in as a constant
                 descend = compiled_on_gpu(descent_step, p.device)
-                descend(local_shard(p).view(-1), direction.view(-1), lr, group["weight_decay"], self.found_inf)
+                descend(local_view(p).view(-1), direction.view(-1), lr, group["weight_decay"], self.found_inf)
 
     def update_momentum(self, p: nn.Parameter) -> Tensor:
         """Updates the momentum. Returns this rank's shard of the matrix to orthogonalise, bf16."""
         assert p.grad is not None
-        gradient, buffer = local_shard(p.grad), local_shard(self.state_of(p)["momentum_buffer"])
+        gradient, buffer = local_view(p.grad), local_view(self.state_of(p)["momentum_buffer"])
         nesterov = compiled_on_gpu(nesterov_momentum, p.device)
         return nesterov(gradient.reshape(-1), buffer.view(-1), self.grad_scale, self.found_inf).view(gradient.shape)
 

@@ -15,7 +15,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.layers.lora import GroupedUpdate
 from ligermodels.training.optimizers.muon import Muon, matrix_views, orthogonal_update, split_by_rows
-from ligermodels.weights.mapping import plan
+from ligermodels.weights.mapping import plan_pieces
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
 from tests.layers.adapters import RANK, adapt
@@ -98,7 +98,7 @@ def test_packed_matrices_are_split_into_the_tensors_of_the_hub(architecture):
     for name, parameter in model.named_parameters():
         if parameter in matrix_views(model):
             views = matrix_views(model)[parameter](parameter)
-            pieces = plan({name: parameter.shape}, model.weight_rules())[: len(views)]
+            pieces = plan_pieces({name: parameter.shape}, model.weight_rules())[: len(views)]
             assert [view.shape[-2:] for view in views] == [piece.shape for piece in pieces], name
 
 
