@@ -1,12 +1,13 @@
-"""Every op beside its peers, and whole training steps, on one GPU.
+"""GPU benchmarks: every op compared with other libraries, and whole training steps.
 
     python -m benchmarks                               all ops, all providers
     python -m benchmarks rms_norm rope --provider liger ligermodels
-    python -m benchmarks.plot                          draws what results/ holds
+    python -m benchmarks.plot                          plots of the newest files in results/
     python -m benchmarks.train_step --model llama-3-8b
 
-An op is one short script: what it is called with, what is right, the fewest bytes or operations, and its providers,
-each a function. To add a provider, write one beside the others:
+Each op is one short script. It defines the inputs, the reference implementation, the minimum number of bytes or
+floating-point operations, and the providers (libraries to compare). A provider is a function. To add one, write it next
+to the others:
 
     @rms_norm.provider("mine")
     def mine(rows, columns):
@@ -14,5 +15,6 @@ each a function. To add a provider, write one beside the others:
 
         return lambda x, weight: my_rms_norm(x, weight, EPS)
 
-A new script is named in `suite.SCRIPTS`. Every run leaves a dated file an op in results/, losing rows included.
+Add a new script's name to `suite.SCRIPTS`. Every run writes one dated file per op to results/, including the rows in
+which another provider is faster.
 """

@@ -1,8 +1,8 @@
-"""One step of AdamW, in place, on one bf16 parameter with bf16 states: [rows, columns]."""
+"""One in-place AdamW step on one bf16 parameter with bf16 optimizer states. Shape: [rows, columns]."""
 
 import torch
 
-from benchmarks.ops import Op, draw
+from benchmarks.ops import Op, random_input
 from ligermodels.kernels.adamw import adamw_reference
 
 SHAPES = [(16384, 4096), (128256, 4096), (64, 1024)]
@@ -11,7 +11,7 @@ HYPERPARAMETERS = LR, *BETAS, EPS, WEIGHT_DECAY
 
 
 def inputs(rows, columns):
-    param, grad, exp_avg, exp_avg_sq = (draw(rows, columns).detach() for _ in range(4))
+    param, grad, exp_avg, exp_avg_sq = (random_input(rows, columns).detach() for _ in range(4))
     return [param, grad, exp_avg, exp_avg_sq.square_(), torch.tensor(3.0)]
 
 
@@ -21,17 +21,17 @@ adamw = Op(
 )  # fmt: skip
 
 
-def steps_before(*inputs):
-    """torch counts this step itself."""
+def previous_step(*inputs):
+    """The inputs with the previous step count: torch increments the count itself."""
     *tensors, step = inputs
     return *tensors, step - 1
 
 
 def pytorch_step(**implementation):
-    from torch.optim.adamw import adamw as adamw_of_torch
+    from torch.optim.adamw import adamw as torch_adamw
 
     def step(param, grad, exp_avg, exp_avg_sq, count):
-        adamw_of_torch(
+        torch_adamw(
             [param], [grad], [exp_avg], [exp_avg_sq], [], [count], amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=LR,
             weight_decay=WEIGHT_DECAY, eps=EPS, maximize=False, **implementation,
         )  # fmt: skip
@@ -40,12 +40,12 @@ def pytorch_step(**implementation):
     return step
 
 
-@adamw.provider("pytorch", layout=steps_before)
+@adamw.provider("pytorch", layout=previous_step)
 def pytorch(*shape):
     return pytorch_step(foreach=True)
 
 
-@adamw.provider("pytorch, fused", layout=steps_before)
+@adamw.provider("pytorch, fused", layout=previous_step)
 def pytorch_fused(*shape):
     return pytorch_step(fused=True)
 

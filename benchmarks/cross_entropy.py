@@ -1,19 +1,20 @@
-"""Cross-entropy of logits [rows, vocabulary], forward and backward: the fewest bytes read logits once and write their
-gradient once. Liger overwrites its input with the gradient.
+"""Cross-entropy of logits [rows, vocabulary], forward and backward.
+
+The minimum traffic reads the logits once and writes their gradient once. Liger overwrites its input with the gradient.
 """
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.ops import Op, draw
+from benchmarks.ops import Op, random_input
 from ligermodels.kernels.cross_entropy import cross_entropy_reference
 
-SPREAD = 3.0  # standard deviation of the logits: the gradient is not the target's alone
+SPREAD = 3.0  # standard deviation of the logits: the gradient is not concentrated on the target alone
 SHAPES = [(8192, 128256), (8192, 262144), (64, 1024)]
 
 
 def inputs(rows, vocab):
-    return [draw(rows, vocab, scale=SPREAD), torch.randint(vocab, (rows,))]
+    return [random_input(rows, vocab, scale=SPREAD), torch.randint(vocab, (rows,))]
 
 
 cross_entropy = Op(
@@ -55,4 +56,4 @@ def ours_in_place(*shape):
     return lambda logits, targets: cross_entropy(logits, targets, inplace=True)
 
 
-cross_entropy.compiled(SHAPES)
+cross_entropy.add_compiled(SHAPES)

@@ -1,47 +1,48 @@
-"""A layer of routed experts: [tokens, hidden, inner, experts, experts of a token].
+"""A mixture-of-experts layer after routing. Shape: [tokens, hidden, intermediate, experts, experts per token].
 
-The shapes of Qwen3-30B-A3B and Mixtral, and a small one.
+The shapes are those of Qwen3-30B-A3B and Mixtral, and a small one whose time is bound by the host.
 """
 
 import os
 
 import torch
 
-from benchmarks.ops import Op, both, draw
+from benchmarks.ops import Op, random_input, work_per_pass
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.experts import experts_reference, route
 
-# Liger's autotuner compiles for minutes a shape: on request only. It is read when any of Liger is imported.
-TUNED = os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0") != "0"
+# Liger's autotuner compiles for minutes per shape, so it runs only if LIGER_FUSED_MOE_AUTOTUNE is set to another value
+# than 0. Liger reads the variable at its first import.
+AUTOTUNE = os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0") != "0"
 SHAPES = [(16384, 2048, 768, 128, 8), (8192, 4096, 14336, 8, 2), (64, 1024, 512, 8, 2)]
 
 
 def inputs(tokens, hidden, inner, experts, k):
     weight, index = route(torch.randn(tokens, experts), k, normalize=True)
-    gate_up = draw(experts, 2 * inner, hidden, scale=hidden**-0.5)
-    down = draw(experts, hidden, inner, scale=inner**-0.5)
-    return [draw(tokens, hidden), index, weight.requires_grad_(), gate_up, down]
+    gate_up = random_input(experts, 2 * inner, hidden, scale=hidden**-0.5)
+    down = random_input(experts, hidden, inner, scale=inner**-0.5)
+    return [random_input(tokens, hidden), index, weight.requires_grad_(), gate_up, down]
 
 
 def work(tokens, hidden, inner, experts, k):
-    return both(6 * tokens * k * hidden * inner, 12 * tokens * k * hidden * inner)
+    return work_per_pass(6 * tokens * k * hidden * inner, 12 * tokens * k * hidden * inner)
 
 
-def every_expert(x, index, weight, gate_up, down):
+def reference(x, index, weight, gate_up, down):
     return experts_reference(x, index, weight, gate_up, down, "silu")
 
 
-experts = Op("experts", SHAPES, inputs, every_expert, work, ceiling=MATMUL)
+experts = Op("experts", SHAPES, inputs, reference, work, ceiling=MATMUL)
 
 
 @experts.provider("pytorch")
 def pytorch(*shape):
-    return every_expert
+    return reference
 
 
 @experts.provider("transformers")
 def transformers(tokens, hidden, inner, experts, k):
-    """Its fastest path, `grouped_mm`."""
+    """The fastest implementation in transformers, `grouped_mm`."""
     from torch.func import functional_call
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -57,7 +58,7 @@ def transformers(tokens, hidden, inner, experts, k):
     return grouped
 
 
-@experts.provider("liger" if TUNED else "liger, untuned", layout=lambda x, index, *rest: (x, index.int(), *rest))
+@experts.provider("liger" if AUTOTUNE else "liger, untuned", layout=lambda x, index, *rest: (x, index.int(), *rest))
 def liger(*shape):
     from liger_kernel.ops import LigerFusedMoEFunction
 

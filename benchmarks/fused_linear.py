@@ -1,40 +1,40 @@
-"""The two fused nodes of a block: [tokens, hidden, inner], forward and backward.
+"""The two fused autograd nodes of a block, forward and backward. Shape: [tokens, hidden, intermediate].
 
-norm_linear is residual add, RMSNorm and the projection to gate and up; gated_linear is SwiGLU and the projection back.
-The limit is the time of the node's three matrix products alone, in the same run. The peak of memory holds what is kept
-from forward to backward; it leaves out the gradients.
+norm_linear is residual add, RMSNorm and the gate and up projection. gated_linear is SwiGLU and the down projection.
+The limit is the time of the node's three matrix products alone, measured in the same run. Peak memory includes the
+tensors saved for backward and excludes the gradients.
 """
 
 import torch.nn.functional as F
 
-from benchmarks.ops import Op, draw, three_products
+from benchmarks.ops import Op, linear_matmuls, random_input
 from benchmarks.rms_norm import EPS
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.gated_linear import gated_linear_reference
 from ligermodels.kernels.norm_linear import norm_linear_reference
 
-SHAPES = [(16384, 4096, 14336), (64, 1024, 1024)]  # the last is bound by the host
+SHAPES = [(16384, 4096, 14336), (64, 1024, 1024)]  # the time of the last is bound by the host
 
 
 def norm_linear_inputs(tokens, hidden, inner):
-    stream = draw(tokens, hidden), draw(tokens, hidden)
-    return [*stream, draw(hidden), draw(2 * inner, hidden, scale=hidden**-0.5)]
+    stream = random_input(tokens, hidden), random_input(tokens, hidden)
+    return [*stream, random_input(hidden), random_input(2 * inner, hidden, scale=hidden**-0.5)]
 
 
 def gated_linear_inputs(tokens, hidden, inner):
-    return [draw(tokens, 2 * inner), draw(hidden, inner, scale=inner**-0.5)]
+    return [random_input(tokens, 2 * inner), random_input(hidden, inner, scale=inner**-0.5)]
 
 
-def fused_op(name, inputs, reference, sides, overwritten=False):
-    """sides: from hidden and inner, the linear's inputs and outputs."""
+def fused_op(name, inputs, reference, sides, restore_inputs=False):
+    """sides(hidden, inner) -> the input and output features of the linear layer."""
 
     def work(tokens, hidden, inner):
         columns, rows = sides(hidden, inner)
         return {"forward+backward": 6 * tokens * columns * rows}
 
     return Op(
-        name, SHAPES, inputs, reference, work, ceiling=MATMUL, beyond_gradients=True, overwritten=overwritten,
-        alone=lambda tokens, hidden, inner: three_products(tokens, *sides(hidden, inner)),
+        name, SHAPES, inputs, reference, work, ceiling=MATMUL, exclude_gradients=True, restore_inputs=restore_inputs,
+        limit_function=lambda tokens, hidden, inner: linear_matmuls(tokens, *sides(hidden, inner)),
     )  # fmt: skip
 
 
@@ -43,11 +43,12 @@ norm_linear = fused_op(
     lambda x, residual, norm_weight, weight: norm_linear_reference(x, residual, norm_weight, weight, None, EPS),
     lambda hidden, inner: (hidden, 2 * inner),
 )  # fmt: skip
-# Overwritten: Liger's gradients would make gate and up zeros within a few calls, of which a product is faster.
+# restore_inputs: Liger overwrites gate and up with their gradients. They would become zero within a few calls, and a
+# matrix product of zeros is faster.
 gated_linear = fused_op(
     "gated_linear", gated_linear_inputs,
     lambda gate_up, weight: gated_linear_reference(gate_up, weight, None, "silu"),
-    lambda hidden, inner: (inner, hidden), overwritten=True,
+    lambda hidden, inner: (inner, hidden), restore_inputs=True,
 )  # fmt: skip
 
 
@@ -87,12 +88,12 @@ def pytorch_gated_linear(*shape):
     return activate_and_multiply
 
 
-def apart(gate_up, weight):
-    """Gate and up as unpacked projections leave them."""
+def unpacked(gate_up, weight):
+    """Separate contiguous gate and up, the outputs of unpacked projections."""
     return *(x.contiguous() for x in gate_up.chunk(2, -1)), weight
 
 
-@gated_linear.provider("liger", layout=apart)
+@gated_linear.provider("liger", layout=unpacked)
 def liger_gated_linear(*shape):
     from liger_kernel.transformers.functional import liger_swiglu
 
@@ -106,7 +107,7 @@ def our_gated_linear(*shape):
     return lambda *inputs: gated_linear(*inputs, None, "silu")
 
 
-@gated_linear.provider("ligermodels, in place")  # as in the models
+@gated_linear.provider("ligermodels, in place")  # the variant that the models use
 def our_gated_linear_in_place(*shape):
     from ligermodels.kernels.gated_linear import gated_linear
 
@@ -114,4 +115,4 @@ def our_gated_linear_in_place(*shape):
 
 
 for op in (norm_linear, gated_linear):
-    op.compiled(SHAPES)
+    op.add_compiled(SHAPES)

@@ -1,20 +1,21 @@
-"""SwiGLU and GeGLU (tanh): [rows, columns], and their backward that also makes the product again.
+"""SwiGLU and GeGLU (tanh), and their backward that also recomputes the product. Shape: [rows, columns].
 
-ligermodels reads one packed gate_up; the others are given gate and up apart, as unpacked projections leave them.
+ligermodels reads one packed gate_up tensor. The other providers get separate gate and up tensors, the outputs of
+unpacked projections.
 """
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.ops import Op, both, draw
+from benchmarks.ops import Op, random_input, work_per_pass
 from ligermodels.kernels.gated_activation import gated_activation_reference
 
-MAIN = [(16384, 14336), (64, 1024)]  # the last is bound by the host
+MAIN = [(16384, 14336), (64, 1024)]  # the time of the last is bound by the host
 SHAPES = [(2048, 14336), *MAIN]
 
 
 def inputs(rows, columns):
-    return [draw(rows, columns), draw(rows, columns)]
+    return [random_input(rows, columns), random_input(rows, columns)]
 
 
 def packed(gate, up):
@@ -22,7 +23,7 @@ def packed(gate, up):
 
 
 def work(rows, columns):
-    return both(3 * 2 * rows * columns, 5 * 2 * rows * columns)
+    return work_per_pass(3 * 2 * rows * columns, 5 * 2 * rows * columns)
 
 
 def gated_op(name, activation):
@@ -72,11 +73,11 @@ def our_geglu(*shape):
 
 
 def backward_inputs(rows, columns):
-    return [draw(rows, columns).detach() for _ in range(3)]
+    return [random_input(rows, columns).detach() for _ in range(3)]
 
 
 def backward_op(name, activation):
-    """The gradients of gate and up, and the product, from its upstream gradient."""
+    """An op from the upstream gradient, gate and up to the gradients of gate and up and the recomputed product."""
 
     def reference(dy, gate, up):
         pair = [x.detach().requires_grad_() for x in (gate, up)]
@@ -120,4 +121,4 @@ def pytorch_geglu_backward(*shape):
 
 
 for op in (swiglu, geglu, swiglu_backward, geglu_backward):
-    op.compiled(MAIN)
+    op.add_compiled(MAIN)

@@ -1,11 +1,11 @@
-"""Times of an op's providers in turns, a few calls each: what changes during a run, the device's clock under its power
-cap or the host's load, changes for all of them alike.
+"""Interleaved timing: the providers of an op take turns, a few calls each. Drift during the run (the GPU's clock under
+its power cap, the load of the host) therefore affects all providers equally.
 
     python -m benchmarks.in_turns rms_norm swiglu
     python -m benchmarks.in_turns gated_linear --shape 16384x4096x14336
 
-Without a shape it is the op's last one, which the host bounds. Host time is given as the 20th percentile too: whatever
-else the host does adds to it.
+The default shape is the op's last one, whose time is bound by the host. Host time is reported as the median and as the
+20th percentile, because other activity on the host can only increase it.
 """
 
 import argparse
@@ -24,61 +24,61 @@ ROUNDS = 30
 PASSES = ("forward", "forward+backward")
 COLUMNS = "{:24} {:24} {:17} {:>9} {:>17} {:>8} {:>8}"
 
-Name = tuple[str, str]  # provider and pass
+CallKey = tuple[str, str]  # provider and pass
 
 
-def prepared(case: suite.Case, provider: Provider) -> Iterator[dict]:
-    """The one dict of calls, warm, by pass; or what is wrong with the result."""
+def prepare_calls(case: suite.Case, provider: Provider) -> Iterator[dict]:
+    """Yields one dict: the provider's calls by pass, warmed up; or the row of a wrong result."""
     function = provider.make(*case.shape)
-    if wrong := suite.fault(case.error_of(provider, function)):
-        yield {"status": "wrong", "reason": wrong}
+    if reason := suite.reason_if_wrong(case.error_ratio(provider, function)):
+        yield {"status": "wrong", "reason": reason}
         return
-    sets = suite.timed_inputs(case, provider, function)
-    calls = {kind: timing.caller(function, sets, kind) for kind in PASSES if kind in case.op.work(*case.shape)}
+    sets = suite.make_input_sets(case, provider, function)
+    calls = {kind: timing.make_call(function, sets, kind) for kind in PASSES if kind in case.op.work(*case.shape)}
     for call in (*calls.values(), *calls.values()):
-        call(timing.Stamp(), timing.Stamp())
+        call(timing.HostEvent(), timing.HostEvent())
     yield calls
 
 
-def in_turns(calls: dict[Name, Callable]) -> dict[Name, tuple[list[float], list[float]]]:
-    """Milliseconds on the device and on the host of each call, timing.BATCH at a time."""
-    times: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+def time_in_turns(calls: dict[CallKey, Callable]) -> dict[CallKey, tuple[list[float], list[float]]]:
+    """Device times and host times in milliseconds of each entry of `calls`, timing.CALLS_PER_BATCH calls per turn."""
+    times: dict[CallKey, tuple[list[float], list[float]]] = {key: ([], []) for key in calls}
     for _ in range(ROUNDS):
-        for name, call in calls.items():
-            host = timing.host_times(call, timing.BATCH)
-            sleep = min(2 + 2 * sum(host), timing.LONGEST_SLEEP)
-            times[name][0].extend(timing.device_times(call, timing.BATCH, sleep)[0])
-            times[name][1].extend(host)
+        for key, call in calls.items():
+            host = timing.host_times(call, timing.CALLS_PER_BATCH)
+            sleep = min(2 + 2 * sum(host), timing.MAX_SLEEP_MS)
+            times[key][0].extend(timing.device_times(call, timing.CALLS_PER_BATCH, sleep)[0])
+            times[key][1].extend(host)
     return times
 
 
 def run_shape(case: suite.Case, names: Iterable[str]) -> list[dict]:
-    """A row of each provider and pass, or what kept a provider from it."""
-    calls: dict[Name, Callable] = {}
+    """One row per provider and pass. A provider that fails or is wrong has one row with the reason."""
+    calls: dict[CallKey, Callable] = {}
     rows = []
     for name in (name for name in names if name in case.op.providers):
-        (found,) = suite.attempt(functools.partial(prepared, case, case.op.providers[name]))
+        (found,) = suite.rows_or_failure(functools.partial(prepare_calls, case, case.op.providers[name]))
         if "status" in found:
-            rows.append({"shape": suite.label(case.shape), "provider": name} | found)
+            rows.append({"shape": suite.shape_label(case.shape), "provider": name} | found)
         else:
             calls |= {(name, kind): call for kind, call in found.items()}
     gc.collect()
     gc.disable()
-    times = in_turns(calls)
+    times = time_in_turns(calls)
     gc.enable()
     for (name, kind), (device, host) in times.items():
-        row = {"shape": suite.label(case.shape), "provider": name, "status": "ok", "pass": kind}
-        rows.append(suite.shortened(row | figures(device, host)))
+        row = {"shape": suite.shape_label(case.shape), "provider": name, "status": "ok", "pass": kind}
+        rows.append(suite.round_figures(row | time_fields(device, host)))
     return rows
 
 
-def figures(device: list[float], host: list[float]) -> dict[str, float]:
+def time_fields(device: list[float], host: list[float]) -> dict[str, float]:
     ms, ms_20, ms_80 = timing.median_and_spread(device)
     host_ms, host_ms_20, _ = timing.median_and_spread(host)
     return {"ms": ms, "ms_20": ms_20, "ms_80": ms_80, "host_us_20": 1e3 * host_ms_20, "host_us": 1e3 * host_ms}
 
 
-def line(row: dict) -> str:
+def format_row(row: dict) -> str:
     if row["status"] != "ok":
         return f"{row['shape']:24} {row['provider']:24} {row['status']}: {row['reason']}"
     return COLUMNS.format(
@@ -87,19 +87,19 @@ def line(row: dict) -> str:
     )  # fmt: skip
 
 
-def shape_of(text: str) -> Shape:
-    return tuple(int(side) for side in text.split("x"))
+def parse_shape(text: str) -> Shape:
+    return tuple(int(size) for size in text.split("x"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("op", nargs="+")
-    parser.add_argument("--shape", type=shape_of, help="sides with x between them (default: the op's last one)")
-    parser.add_argument("--provider", nargs="+", help="all of them where none is named")
-    parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder of the dated JSON file")
+    parser.add_argument("op", nargs="+", help="names of ops")
+    parser.add_argument("--shape", type=parse_shape, help="dimensions separated by x (default: the op's last shape)")
+    parser.add_argument("--provider", nargs="+", help="names of providers (default: all)")
+    parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     args = parser.parse_args()
     try:
-        ops, providers = suite.asked_for(args.op, args.provider or [])
+        ops, providers = suite.select_ops_and_providers(args.op, args.provider or [])
     except InputError as error:
         parser.error(str(error))
     print(COLUMNS.format("shape", "provider", "pass", "ms", "20 to 80 %", "host 20 %", "host us"))
@@ -107,7 +107,7 @@ def main() -> None:
     for op in ops:
         found[op.name] = run_shape(suite.Case(op, args.shape or op.shapes[-1]), providers)
         torch.cuda.empty_cache()
-        print(op.name, *map(line, found[op.name]), sep="\n", flush=True)
+        print(op.name, *map(format_row, found[op.name]), sep="\n", flush=True)
     print(results.save(args.output, "in-turns", results.environment() | {"rows_of": found}))
 
 

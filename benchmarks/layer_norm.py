@@ -1,8 +1,8 @@
-"""LayerNorm: [rows, columns]. The last shape is bound by the host."""
+"""LayerNorm. Shape: [rows, columns]. The time of the last shape is bound by the host."""
 
 import torch.nn.functional as F
 
-from benchmarks.ops import Op, both, draw
+from benchmarks.ops import Op, random_input, work_per_pass
 from benchmarks.rms_norm import MAIN, SHAPES
 from ligermodels.kernels.layer_norm import layer_norm_reference
 
@@ -10,12 +10,12 @@ EPS = 1e-5
 
 
 def inputs(rows, columns):
-    return [draw(rows, columns), draw(columns), draw(columns)]
+    return [random_input(rows, columns), random_input(columns), random_input(columns)]
 
 
 layer_norm = Op(
     "layer_norm", SHAPES, inputs, lambda x, weight, bias: layer_norm_reference(x, weight, bias, EPS),
-    work=lambda rows, columns: both(2 * 2 * rows * columns, 3 * 2 * rows * columns),
+    work=lambda rows, columns: work_per_pass(2 * 2 * rows * columns, 3 * 2 * rows * columns),
 )  # fmt: skip
 
 
@@ -38,4 +38,4 @@ def ours(rows, columns):
     return lambda x, weight, bias: layer_norm(x, weight, bias, EPS)
 
 
-layer_norm.compiled(MAIN)
+layer_norm.add_compiled(MAIN)

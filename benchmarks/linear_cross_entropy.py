@@ -1,12 +1,14 @@
-"""The head and its loss: [tokens, hidden, vocabulary], forward and backward. The limit is the time of its three matrix
-products alone, in the same run; memory is what is needed beyond the gradients of hidden and weight.
+"""The output projection fused with cross-entropy, forward and backward. Shape: [tokens, hidden, vocabulary].
+
+The limit is the time of the three matrix products alone, measured in the same run. Peak memory excludes the gradients
+of hidden and weight.
 """
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.cross_entropy import SPREAD
-from benchmarks.ops import Op, draw, three_products
+from benchmarks.ops import Op, linear_matmuls, random_input
 from benchmarks.timing import MATMUL
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy_reference
 
@@ -16,13 +18,17 @@ SHAPES = [
 
 
 def inputs(tokens, hidden, vocab):
-    return [draw(tokens, hidden), draw(vocab, hidden, scale=SPREAD * hidden**-0.5), torch.randint(vocab, (tokens,))]
+    return [
+        random_input(tokens, hidden),
+        random_input(vocab, hidden, scale=SPREAD * hidden**-0.5),
+        torch.randint(vocab, (tokens,)),
+    ]
 
 
 linear_cross_entropy = Op(
     "linear_cross_entropy", SHAPES, inputs, linear_cross_entropy_reference,
     work=lambda tokens, hidden, vocab: {"forward+backward": 6 * tokens * hidden * vocab},
-    ceiling=MATMUL, alone=three_products, beyond_gradients=True,
+    ceiling=MATMUL, limit_function=linear_matmuls, exclude_gradients=True,
 )  # fmt: skip
 
 
@@ -39,14 +45,14 @@ def liger(*shape):
 
 
 @linear_cross_entropy.provider("liger, fp32 sums")
-def liger_in_single(*shape):
+def liger_fp32_accumulation(*shape):
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return lambda *inputs: liger_fused_linear_cross_entropy(*inputs, accum_dtype=torch.float32)
 
 
 @linear_cross_entropy.provider("cut-cross-entropy")
-def cut(*shape):
+def cut_cross_entropy(*shape):
     from cut_cross_entropy import linear_cross_entropy
 
     return lambda *inputs: linear_cross_entropy(*inputs, impl="cce")
@@ -73,4 +79,4 @@ def ours_low_memory(*shape):
     return lambda *inputs: linear_cross_entropy(*inputs, low_memory=True)
 
 
-linear_cross_entropy.compiled(SHAPES)
+linear_cross_entropy.add_compiled(SHAPES)

@@ -1,12 +1,13 @@
-"""A checkpoint onto the GPU, a process for each provider: time, rate, growth of the host's memory, bytes read.
+"""Loading a checkpoint to the GPU: time, rate, growth of host memory, and bytes read.
 
     python -m benchmarks.loading FOLDER                              a checkpoint of any family
-    python -m benchmarks.loading FOLDER --generate llama-3-8b        one of that shape in bf16, made there first
+    python -m benchmarks.loading FOLDER --generate llama-3-8b        generates a bf16 checkpoint of that shape first
 
-A provider is a function from a folder to what it put on the GPU: tensors by their Hub names, a hash of each of which is
-compared with that of the file's, untimed. What there is to import was imported by loading a tiny checkpoint first.
-Every provider runs with the files in the page cache and after they were dropped from it. Where there are several GPUs,
-ours also runs on all of them, each rank loading its FSDP2 shards.
+Each provider runs in its own process. It is a function from a folder to the tensors that it loaded to the GPU, by their
+Hub names. A hash of each tensor is compared with that of the tensor in the file; this is not timed. Loading a tiny
+checkpoint first excludes imports from the time. Every provider runs with the files in the page cache (warm) and after
+they were dropped from it (cold). With several GPUs, ligermodels also runs on all of them, and each rank loads its FSDP2
+shards.
 """
 
 import argparse
@@ -49,25 +50,26 @@ BLOCK_BYTES = 16 * 2**20
 THREADS = 8
 COLUMNS = "{:34} {:5} {:>8} {:>8} {:>9} {:>8} {:>8} {:>10}  {}"
 
-Landed = Iterable[tuple[str, Tensor]]
+LoadedTensors = Iterable[tuple[str, Tensor]]
 
 
-def ligermodels(folder: Path) -> Landed:
-    return hub_tensors_of(hub.load(folder, dtype=torch.bfloat16, device=DEVICE))
+def ligermodels(folder: Path) -> LoadedTensors:
+    return hub_tensors(hub.load(folder, dtype=torch.bfloat16, device=DEVICE))
 
 
-def ligermodels_sharded(folder: Path) -> Landed:
-    """As train.py does it, on one rank of several."""
+def ligermodels_sharded(folder: Path) -> LoadedTensors:
+    """Loads the FSDP2 shards of one rank in the same way as train.py."""
     world = distributed.World(torch.device(DEVICE, torch.cuda.current_device()), dist.get_rank(), dist.get_world_size())
     model = hub.create(folder, dtype=torch.bfloat16, device="meta")
     fsdp.shard(model, world, torch.bfloat16)
     model.to_empty(device=world.device)
     load_weights(model, folder)
-    return hub_tensors_of(model)
+    return hub_tensors(model)
 
 
 @torch.no_grad()
-def hub_tensors_of(model) -> Landed:
+def hub_tensors(model) -> LoadedTensors:
+    """The parameters of a model as the tensors of its Hub checkpoint, gathered if they are sharded."""
     parameters = dict(model.named_parameters())
     pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())
     for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
@@ -75,21 +77,21 @@ def hub_tensors_of(model) -> Landed:
         yield from ((piece.tensor, parameter[piece.index].reshape(piece.shape)) for piece in group)
 
 
-def transformers(folder: Path) -> Landed:
+def transformers(folder: Path) -> LoadedTensors:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE).state_dict().items()
 
 
-def safetensors(folder: Path) -> Landed:
+def safetensors(folder: Path) -> LoadedTensors:
     from safetensors.torch import load_file
 
     return [item for file in weight_files(folder) for item in load_file(file, device=DEVICE).items()]
 
 
-def read_and_copy(folder: Path) -> Landed:
-    """The fastest plain thing: threads read files, a block at a time, into pinned buffers, two a thread, from which the
-    copies are asynchronous. Nothing is made of the bytes."""
+def read_and_copy(folder: Path) -> LoadedTensors:
+    """The fastest simple method: threads read blocks of the files into pinned buffers, two per thread, and copy them to
+    the GPU asynchronously. The bytes are not converted."""
     files = {file: torch.empty(file.stat().st_size, dtype=torch.uint8, device="cuda") for file in weight_files(folder)}
     blocks = [(file, start) for file, data in files.items() for start in range(0, len(data), BLOCK_BYTES)]
     stream = torch.cuda.Stream()
@@ -97,7 +99,7 @@ def read_and_copy(folder: Path) -> Landed:
     for _ in range(min(2 * THREADS, len(blocks))):
         free.put((torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
 
-    def move(file, start):
+    def copy_block(file, start):
         target = files[file][start : start + BLOCK_BYTES]
         buffer, copied = free.get()
         copied.synchronize()
@@ -110,21 +112,21 @@ def read_and_copy(folder: Path) -> Landed:
         free.put((buffer, copied))
 
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(move, *zip(*blocks, strict=True)))
+        list(pool.map(copy_block, *zip(*blocks, strict=True)))
     stream.synchronize()
-    return tensors_of(files)
+    return tensors_in_files(files)
 
 
-def read_and_copy_naively(folder: Path) -> Landed:
-    """A whole file at a time."""
+def read_and_copy_naively(folder: Path) -> LoadedTensors:
+    """Reads and copies one whole file at a time."""
     files = {}
     for file in weight_files(folder):
         files[file] = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).to(DEVICE)
-    return tensors_of(files)
+    return tensors_in_files(files)
 
 
-def tensors_of(files: dict[Path, Tensor]) -> Landed:
-    """The tensors in the bytes of whole files."""
+def tensors_in_files(files: dict[Path, Tensor]) -> LoadedTensors:
+    """The tensors contained in `files`, which maps each safetensors file to its bytes."""
     for file, data in files.items():
         begin = 8 + int.from_bytes(data[:8].tolist(), "little")
         for name, stored in read_header(file).items():
@@ -133,7 +135,7 @@ def tensors_of(files: dict[Path, Tensor]) -> Landed:
 
 
 SHARDED = "ligermodels, FSDP2"
-PROVIDERS: dict[str, Callable[[Path], Landed]] = {
+PROVIDERS: dict[str, Callable[[Path], LoadedTensors]] = {
     "ligermodels": ligermodels,
     SHARDED: ligermodels_sharded,
     "read and copy, 8 threads, pinned": read_and_copy,
@@ -148,9 +150,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def generate(raw: dict, folder: Path) -> None:
-    """A checkpoint in bf16 of the configuration's shape, in up to FILES files of about equal size.
+    """Writes a bf16 checkpoint for the configuration `raw`, in up to FILES files of about equal size.
 
-    Its data is one random block over and over, at another phase in every tensor: what trades places is noticed.
+    The data of each file repeats one random block, shifted by a different amount per file. No two tensors are equal, so
+    that the hashes reveal swapped tensors.
     """
     dtype = torch.bfloat16
     folder.mkdir(parents=True)
@@ -169,12 +172,12 @@ def generate(raw: dict, folder: Path) -> None:
     block = torch.randn(min(sum(sizes), 2**24 + 4099), generator=torch.Generator().manual_seed(0)).mul(0.02)
     block = block.to(dtype).view(torch.uint8)
     with ThreadPoolExecutor(FILES) as pool:
-        list(pool.map(write, files, shards.values(), (block.roll(20014 * number) for number in shards)))
+        list(pool.map(write_safetensors, files, shards.values(), (block.roll(20014 * number) for number in shards)))
     weight_map = {name: file.name for file, shard in zip(files, shards.values(), strict=True) for name in shard}
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}))
 
 
-def write(file: Path, entries: dict[str, dict], block: Tensor) -> None:
+def write_safetensors(file: Path, entries: dict[str, dict], block: Tensor) -> None:
     text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
     text += b" " * (-len(text) % 8)
     size = max(entry["data_offsets"][1] for entry in entries.values())
@@ -186,18 +189,18 @@ def write(file: Path, entries: dict[str, dict], block: Tensor) -> None:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """The sum of its 64-bit words, each times an odd number of its own, modulo 2^64."""
+    """The sum of the tensor's 64-bit words, each multiplied by a different odd number, modulo 2^64."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     words = F.pad(data, (0, -len(data) % 8)).view(torch.int64)
     return int((words * (2 * torch.arange(len(words), device=words.device) + 1)).sum())
 
 
-def fingerprints(tensors: Landed) -> dict[str, int]:
+def fingerprints(tensors: LoadedTensors) -> dict[str, int]:
     return {name: fingerprint(tensor) for name, tensor in tensors}
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """What the files hold, by the safetensors library's own reading."""
+    """The tensors in the files, read with the safetensors library."""
     for file in weight_files(folder):
         with safe_open(file, framework="pt", device=DEVICE) as opened:
             for name in opened.keys():  # noqa: SIM118
@@ -205,13 +208,14 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 class HostMemory:
-    """How much more memory than on entry this process came to hold, not counting what a file backs: `peak`, in bytes.
+    """Context manager that measures the peak growth of this process's memory in bytes: `peak`.
 
-    RssAnon and RssShmem, sampled every few milliseconds; and pinned memory, which may be among them: an upper bound.
+    Samples RssAnon + RssShmem every few milliseconds; file-backed pages are not counted. Pinned memory is added. It may
+    already be included in these counters, so the result is an upper bound.
     """
 
     def __enter__(self) -> "HostMemory":
-        self.before, self.peak, self.ended = self.now(), 0, threading.Event()
+        self.before, self.peak, self.ended = self.current(), 0, threading.Event()
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
         return self
@@ -222,29 +226,29 @@ class HostMemory:
 
     def watch(self) -> None:
         while not self.ended.wait(0.003):
-            self.peak = max(self.peak, self.now() - self.before)
+            self.peak = max(self.peak, self.current() - self.before)
 
-    def now(self) -> int:
+    def current(self) -> int:
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         resident = sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
         return resident + torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
 
 
-def read_so_far() -> dict[str, int]:
-    """Bytes this process has read: by system calls, which a memory map's are not, and from disks."""
+def bytes_read() -> dict[str, int]:
+    """Bytes read by this process so far: by system calls (memory-mapped reads are not counted), and from disk."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {"read": int(counts["rchar"]), "from_disk": int(counts["read_bytes"])}
 
 
 def measure(provider: str, folder: Path, expected: dict[str, int]) -> dict:
-    """One row; runs in a process of its own, whose memory and first-time costs are its own."""
+    """Measures one row. Runs in its own process, so that memory and one-time costs are those of this provider."""
     distributed.start()
     load = PROVIDERS[provider]
     with tempfile.TemporaryDirectory() as tiny:
         generate(TINY, Path(tiny) / "tiny")
         load(Path(tiny) / "tiny")
     torch.cuda.synchronize()
-    before = read_so_far()
+    before = bytes_read()
     with HostMemory() as memory:
         start = time.perf_counter()
         tensors = load(folder)
@@ -252,22 +256,22 @@ def measure(provider: str, folder: Path, expected: dict[str, int]) -> dict:
         seconds = time.perf_counter() - start
     row = {
         "seconds": round(seconds, 3),
-        "gb_per_s": round(size_of(folder) / seconds / 1e9, 2),
+        "gb_per_s": round(total_bytes(folder) / seconds / 1e9, 2),
         "host_mib": round(memory.peak / 2**20),
         "gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     }
-    row |= {f"{what}_gb": round((count - before[what]) / 1e9, 2) for what, count in read_so_far().items()}
+    row |= {f"{what}_gb": round((count - before[what]) / 1e9, 2) for what, count in bytes_read().items()}
     found = fingerprints(tensors)
     wrong = [name for name in expected if found.get(name) != expected[name]]
     return row | ({"error": f"{len(wrong)} tensors differ, such as {wrong[0]}"} if wrong else {})
 
 
-def size_of(folder: Path) -> int:
+def total_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in weight_files(folder))
 
 
-def warm(folder: Path) -> None:
-    """Into the page cache."""
+def fill_page_cache(folder: Path) -> None:
+    """Reads the files, which puts them into the page cache."""
     buffer = bytearray(BLOCK_BYTES)
     for file in weight_files(folder):
         with file.open("rb", buffering=0) as stream:
@@ -275,18 +279,18 @@ def warm(folder: Path) -> None:
                 pass
 
 
-def drop(folder: Path) -> None:
-    """From the page cache."""
+def drop_from_page_cache(folder: Path) -> None:
+    """Removes the files from the page cache."""
     for file in weight_files(folder):
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-CACHES = {"warm": warm, "cold": drop}
+CACHES = {"warm": fill_page_cache, "cold": drop_from_page_cache}
 
 
-def rows_of(provider: str, cache: str, folder: Path, expected: Path) -> list[dict]:
-    """The row of a provider, or those of its ranks. expected: a file of the fingerprints."""
+def run_provider(provider: str, cache: str, folder: Path, expected: Path) -> list[dict]:
+    """The row of a provider, or one row per rank. expected: a JSON file with the fingerprints."""
     CACHES[cache](folder)
     command = [sys.executable, "-m", "benchmarks.loading", str(folder), "--row", provider, str(expected)]
     if provider == SHARDED:
@@ -298,15 +302,17 @@ def rows_of(provider: str, cache: str, folder: Path, expected: Path) -> list[dic
     return [row | json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def line(row: dict) -> str:
+def format_row(row: dict) -> str:
     keys = ("provider", "cache", "seconds", "gb_per_s", "host_mib", "gpu_gib", "read_gb", "from_disk_gb", "error")
     return COLUMNS.format(*(row.get(key, "") for key in keys)).rstrip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--generate", choices=MODELS, help="make the checkpoint first, in a new folder")
+    parser.add_argument("folder", type=Path, help="folder with config.json and safetensors files")
+    parser.add_argument(
+        "--generate", choices=MODELS, help="generate a checkpoint of this model first; FOLDER must not exist"
+    )
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
@@ -315,23 +321,23 @@ def main() -> None:
     if args.row:
         provider, expected = args.row
         row = measure(provider, args.folder, json.loads(Path(expected).read_text()))
-        print(json.dumps(row) + "\n", end="", flush=True)  # at once: ranks share the pipe
+        print(json.dumps(row) + "\n", end="", flush=True)  # one write per row: ranks share the pipe
         distributed.stop()
         return
     if args.generate:
         generate(MODELS[args.generate], args.folder)
     providers = [name for name in args.providers if name != SHARDED or torch.cuda.device_count() > 1]
     rows = []
-    print(COLUMNS.format("provider", "cache", "s", "GB/s", "host MiB", "GPU GiB", "read GB", "of disk GB", ""))
+    print(COLUMNS.format("provider", "cache", "s", "GB/s", "host MiB", "GPU GiB", "read GB", "disk GB", ""))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as expected:
         json.dump(fingerprints(stored_tensors(args.folder)), expected, indent=1)
         expected.flush()
         for cache, provider in itertools.product(args.caches, providers):
-            found = rows_of(provider, cache, args.folder, Path(expected.name))
-            print(*map(line, found), sep="\n", flush=True)
+            found = run_provider(provider, cache, args.folder, Path(expected.name))
+            print(*map(format_row, found), sep="\n", flush=True)
             rows += found
     name = args.generate or args.folder.name
-    settings = {"checkpoint": name, "files": len(weight_files(args.folder)), "bytes": size_of(args.folder)}
+    settings = {"checkpoint": name, "files": len(weight_files(args.folder)), "bytes": total_bytes(args.folder)}
     print(results.save(args.output, f"loading-{name}", results.environment() | settings | {"rows": rows}))
 
 

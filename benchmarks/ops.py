@@ -1,4 +1,7 @@
-"""What an op of the benchmarks is: its inputs, what is right, the work it cannot avoid, and its providers."""
+"""The definition of a benchmarked op: inputs, reference implementation, minimum work, and providers.
+
+OPS is the registry of all ops by name. Knows no particular op and does not measure anything.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +17,8 @@ OPS: dict[str, "Op"] = {}
 
 
 class Provider(NamedTuple):
+    """One library's implementation of an op; the fields are described in Op.provider."""
+
     make: Callable[..., Callable]
     shapes: Sequence[Shape]
     layout: Callable[..., Iterable[Tensor]]
@@ -21,18 +26,18 @@ class Provider(NamedTuple):
 
 @dataclass
 class Op:
-    """One op beside its peers, listed under its name.
+    """One benchmarked op. Creating it adds it to OPS.
 
-    inputs(*shape) -> tensors, on the default device; those that require a gradient are differentiated.
-    reference: callable on them, the definition.
-    work(*shape) -> the fewest bytes or operations of each pass that is timed: "forward", "backward",
-        "forward+backward"; only "forward" where nothing is differentiated.
-    ceiling: what bounds it, timing.COPY or timing.MATMUL.
-    alone(*shape) -> callable whose own time is the limit, in place of work at the ceiling.
-    beyond_gradients: whether the peak of memory leaves out the inputs' gradients.
-    overwritten: whether a provider writes over the inputs, and what it computes next would take another time. Then
-        their values are put back after each call, which is not timed: of every provider, because the pause lets the
-        device cool, and a product at the power cap is faster after it.
+    inputs(*shape) -> tensors on the default device. Gradients are computed for those that require one.
+    reference: the reference implementation, a callable on the inputs.
+    work(*shape) -> the minimum number of bytes or floating-point operations of each timed pass: "forward", "backward",
+        "forward+backward". Only "forward" if no input requires a gradient.
+    ceiling: the hardware limit of the op, timing.COPY (memory bandwidth) or timing.MATMUL.
+    limit_function(*shape) -> a callable whose measured time is the limit. It replaces `work` divided by the ceiling.
+    exclude_gradients: whether the size of the inputs' gradients is subtracted from the peak memory.
+    restore_inputs: whether the inputs' values are restored after each call, untimed. Set it if a provider overwrites
+        its inputs and the new values would change the time of later calls. It applies to every provider of the op,
+        because the GPU cools during the pause, and at the power cap a matrix product is faster after it.
     """
 
     name: str
@@ -41,9 +46,9 @@ class Op:
     reference: Callable
     work: Callable[..., dict[str, float]]
     ceiling: str = timing.COPY
-    alone: Callable[..., Callable] | None = None
-    beyond_gradients: bool = False
-    overwritten: bool = False
+    limit_function: Callable[..., Callable] | None = None
+    exclude_gradients: bool = False
+    restore_inputs: bool = False
     providers: dict[str, Provider] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,10 +60,10 @@ class Op:
         shapes: Sequence[Shape] | None = None,
         layout: Callable = lambda *inputs: inputs,
     ):
-        """Registers a function of the shape that imports what it needs and returns a callable on the inputs.
+        """Decorator that registers a provider: a function of the shape that returns a callable on the inputs.
 
-        shapes: those to run, all if not given. layout: from the op's inputs to those this provider would find in a
-        model; not timed.
+        The function imports the provider's library itself. shapes: the shapes to run (default: all of the op).
+        layout: converts the op's inputs to the form in which this provider would get them in a model. It is not timed.
         """
 
         def register(make: Callable[..., Callable]) -> Callable[..., Callable]:
@@ -67,8 +72,8 @@ class Op:
 
         return register
 
-    def compiled(self, shapes: Sequence[Shape]) -> None:
-        """Registers torch.compile of the provider "pytorch"; each shape costs seconds of compilation."""
+    def add_compiled(self, shapes: Sequence[Shape]) -> None:
+        """Registers torch.compile of the provider "pytorch". Each shape takes seconds to compile."""
         make, _, layout = self.providers["pytorch"]
 
         @self.provider("torch.compile", shapes, layout)
@@ -77,19 +82,19 @@ class Op:
             return torch.compile(make(*shape), dynamic=False)
 
 
-def both(forward: float, backward: float) -> dict[str, float]:
-    """The work of each pass, where one after the other can share nothing."""
+def work_per_pass(forward: float, backward: float) -> dict[str, float]:
+    """The work of each pass. Forward and backward share none, so "forward+backward" is their sum."""
     return {"forward": forward, "backward": backward, "forward+backward": forward + backward}
 
 
-def draw(*shape: int, scale: float = 1.0) -> Tensor:
-    """A bf16 input that is differentiated."""
+def random_input(*shape: int, scale: float = 1.0) -> Tensor:
+    """A normally distributed bf16 tensor that requires a gradient."""
     return torch.randn(shape, dtype=torch.bfloat16).mul_(scale).requires_grad_()
 
 
-def three_products(tokens: int, inputs: int, outputs: int) -> Callable:
-    """Those of a linear: y = x Wᵀ, dx = dy W, dW = dyᵀ x."""
-    x, weight = draw(tokens, inputs).detach(), draw(outputs, inputs).detach()
+def linear_matmuls(tokens: int, inputs: int, outputs: int) -> Callable:
+    """The three matrix products of a linear layer: y = x Wᵀ, dx = dy W, dW = dyᵀ x."""
+    x, weight = random_input(tokens, inputs).detach(), random_input(outputs, inputs).detach()
     y, dx, dweight = torch.empty(tokens, outputs, dtype=x.dtype), torch.empty_like(x), torch.empty_like(weight)
 
     def multiply():

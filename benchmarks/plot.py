@@ -1,4 +1,4 @@
-"""Draws speed and memory against size, one PNG an op and one line a provider, from each op's newest results.
+"""Draws the newest results: for each op, speed and memory against size; for training steps, one bar per provider.
 
 python -m benchmarks.plot [--results FOLDER] [--output FOLDER]
 """
@@ -10,27 +10,33 @@ from pathlib import Path
 from benchmarks import results
 
 PROVIDERS = ("liger", "quack", "torch.compile", "ligermodels", "cut-cross-entropy", "transformers", "pytorch")
-COLOURS = {provider: f"C{index}" for index, provider in enumerate(PROVIDERS)}  # the same in every plot
+COLOURS = {provider: f"C{index}" for index, provider in enumerate(PROVIDERS)}  # the same colours in every plot
 PANELS = {"share": "% of the limit", "peak_mib": "peak memory, MiB"}
 SCALE = {"share": 100.0, "peak_mib": 1.0}
 
+STEP_MODEL = "llama-3-8b"
+STEP_PROVIDERS = ("hugging face", "hugging face + liger", "ligermodels", "ligermodels and its AdamW")
+STEP_COLOURS = ("C6", "C0", "C3", "C1")
+STEP_PANELS = {"tokens_per_second": "tokens/s (higher is better)", "peak_gib": "peak memory, GiB (lower is better)"}
+CHECKPOINTING = {"none": "no activation checkpointing", "full": "every block checkpointed"}
+
 
 def timed_rows(report: dict) -> list[dict]:
-    """The rows of the op's last pass, which are those with a peak of memory, from the smallest shape to the largest."""
+    """The rows of the op's last pass (the only ones with peak memory), from the smallest shape to the largest."""
     rows = [row for row in report["rows"] if "peak_mib" in row]
     return sorted(rows, key=lambda row: math.prod(map(int, row["shape"].split("x"))))
 
 
 def lines(report: dict, quantity: str) -> dict[str, dict[str, float]]:
-    """{provider: {shape: value}}; a shape at which a provider was not timed is not there."""
-    drawn: dict[str, dict[str, float]] = {}
+    """{provider: {shape: value}}. Shapes at which a provider was not timed are omitted."""
+    values_by_provider: dict[str, dict[str, float]] = {}
     for row in timed_rows(report):
-        drawn.setdefault(row["provider"], {})[row["shape"]] = SCALE[quantity] * row[quantity]
-    return drawn
+        values_by_provider.setdefault(row["provider"], {})[row["shape"]] = SCALE[quantity] * row[quantity]
+    return values_by_provider
 
 
 def style(provider: str) -> dict:
-    """A variant, as "ligermodels, in place", has its provider's colour, dashed."""
+    """The line style. A variant such as "ligermodels, in place" has the colour of its provider and is dashed."""
     base, _, variant = provider.partition(", ")
     return {"color": COLOURS.get(base), "linestyle": "--" if variant else "-"}
 
@@ -46,12 +52,49 @@ def draw(report: dict, path: Path) -> None:
             places = [shapes.index(shape) for shape in values]
             axes.plot(places, list(values.values()), marker="o", label=provider, **style(provider))
         axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=7)
-        axes.set_ylim(bottom=min(0.0, 1.1 * axes.dataLim.ymin))  # below zero: in place, and gradients are left out
+        # Memory is negative if an op runs in place and the gradients are subtracted.
+        axes.set_ylim(bottom=min(0.0, 1.1 * axes.dataLim.ymin))
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     figure.suptitle(f"{report['op']}, {', '.join(kinds)} ({report['gpu']}, {report['date'][:10]})", fontsize=10)
     figure.savefig(path, dpi=90)
+
+
+def training_step_report(folder: Path) -> dict | None:
+    """The newest report of whole training steps of STEP_MODEL in which every provider of the chart ran, if any."""
+    complete = [
+        report
+        for report in results.reports(folder)
+        if report.get("model") == STEP_MODEL and {row.get("provider") for row in report["rows"]} >= set(STEP_PROVIDERS)
+    ]
+    return max(complete, key=lambda report: report["date"], default=None)
+
+
+def draw_training_step(report: dict, path: Path) -> None:
+    """Two panels of grouped bars, speed and memory. A provider that ran out of memory gets a label and no bar."""
+    from matplotlib.figure import Figure
+
+    rows = {(row["provider"], row["recompute"]): row for row in report["rows"]}
+    width = 0.8 / len(STEP_PROVIDERS)
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, (quantity, title) in zip(figure.subplots(1, 2), STEP_PANELS.items(), strict=True):
+        for index, provider in enumerate(STEP_PROVIDERS):
+            values = [rows[provider, mode].get(quantity) for mode in CHECKPOINTING]
+            places = [group + (index - (len(STEP_PROVIDERS) - 1) / 2) * width for group in range(len(CHECKPOINTING))]
+            bars = axes.bar(places, [value or 0 for value in values], width, label=provider, color=STEP_COLOURS[index])
+            labels = ["out of\nmemory" if value is None else f"{value:,}" for value in values]
+            axes.bar_label(bars, labels, fontsize=7, padding=2)
+        axes.set_xticks(range(len(CHECKPOINTING)), CHECKPOINTING.values(), fontsize=8)
+        axes.set_title(title, fontsize=9)
+        axes.margins(y=0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(STEP_PROVIDERS), fontsize=8)
+    shape = f"{report['batch']} × {report['length']} tokens a step, bf16"
+    figure.suptitle(
+        f"Full fine-tuning of {report['model']}, {shape} ({report['gpu']}, {report['date'][:10]})", fontsize=10
+    )
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -63,6 +106,10 @@ def main() -> None:
     for op, report in results.latest(args.results).items():
         draw(report, args.output / f"{op}.png")
         print(args.output / f"{op}.png")
+    if training_step := training_step_report(args.results):
+        path = args.output / f"train-step-{STEP_MODEL}.png"
+        draw_training_step(training_step, path)
+        print(path)
 
 
 if __name__ == "__main__":

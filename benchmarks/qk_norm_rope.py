@@ -1,12 +1,12 @@
-"""RMSNorm of each query and key head, then RoPE: [batch, length, query heads, key and value heads, head size].
+"""Per-head RMSNorm of queries and keys, then RoPE. Shape: [batch, length, query heads, key and value heads, head size].
 
-Packed and apart as in rope.py. The others compose their norm and their rotation.
+The tensors are packed or separate as in rope.py. The other providers compose a norm and a rotation.
 """
 
 import torch.nn.functional as F
 
 from benchmarks import rope
-from benchmarks.ops import Op, both, draw
+from benchmarks.ops import Op, random_input, work_per_pass
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope_reference
 
 EPS = 1e-6
@@ -14,7 +14,7 @@ EPS = 1e-6
 
 def inputs(*shape):
     q, k, v, cos, sin = rope.inputs(*shape)
-    return [q, k, v, draw(shape[-1]), draw(shape[-1]), cos, sin]
+    return [q, k, v, random_input(shape[-1]), random_input(shape[-1]), cos, sin]
 
 
 def reference(q, k, v, q_weight, k_weight, cos, sin):
@@ -23,8 +23,8 @@ def reference(q, k, v, q_weight, k_weight, cos, sin):
 
 
 def work(batch, length, num_heads, num_kv_heads, head_size):
-    a_head = 2 * batch * length * head_size
-    return both(2 * a_head * (num_heads + num_kv_heads), a_head * (3 * num_heads + 5 * num_kv_heads))
+    head_bytes = 2 * batch * length * head_size
+    return work_per_pass(2 * head_bytes * (num_heads + num_kv_heads), head_bytes * (3 * num_heads + 5 * num_kv_heads))
 
 
 qk_norm_rope = Op("qk_norm_rope", rope.SHAPES, inputs, reference, work)
@@ -56,4 +56,4 @@ def ours(batch, length, num_heads, num_kv_heads, head_size):
     return lambda *inputs: qk_norm_rope(*inputs, num_heads, num_kv_heads, EPS)
 
 
-qk_norm_rope.compiled(rope.MAIN)
+qk_norm_rope.add_compiled(rope.MAIN)

@@ -1,4 +1,4 @@
-"""Dated result files: what was measured, on which GPU, with which driver and versions."""
+"""Dated JSON files with measurements, the GPU, its driver and the package versions. Does not know what is measured."""
 
 import datetime
 import json
@@ -14,23 +14,23 @@ PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", 
 
 
 def environment() -> dict:
-    """The date, and what a figure depends on."""
+    """The date, and the GPU, driver and package versions that the figures depend on."""
     return {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(),
-        "driver": driver(),
-        "versions": {package: installed(package) for package in PACKAGES},
+        "driver": driver_version(),
+        "versions": {package: package_version(package) for package in PACKAGES},
     }
 
 
-def installed(package: str) -> str:
+def package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-def driver() -> str:
+def driver_version() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -39,7 +39,7 @@ def driver() -> str:
 
 
 def save(folder: Path, name: str, report: dict) -> Path:
-    """Writes <date and time>-<name>.json."""
+    """Writes `report` to <date and time>-<name>.json in `folder` and returns the path."""
     moment = datetime.datetime.fromisoformat(report["date"])
     path = folder / f"{moment:%Y-%m-%d-%H%M%S}-{name}.json"
     folder.mkdir(parents=True, exist_ok=True)

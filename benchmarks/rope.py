@@ -1,17 +1,17 @@
-"""RoPE of queries and keys: [batch, length, query heads, key and value heads, head size].
+"""RoPE of queries and keys. Shape: [batch, length, query heads, key and value heads, head size].
 
-ligermodels rotates in place in the packed projection, and its backward writes the packed gradient, values included: the
-bytes counted. Of the others, those not called packed are given queries, keys and values apart, as unpacked projections
-leave them: they need not touch the values.
+ligermodels rotates in place in the packed QKV projection, and its backward writes the packed gradient, values included.
+These are the bytes counted. The other providers get separate queries, keys and values, the outputs of unpacked
+projections, and need not touch the values; a provider with "packed" in its name gets the packed tensor.
 """
 
 import torch
 
-from benchmarks.ops import Op, both, draw
+from benchmarks.ops import Op, random_input, work_per_pass
 from ligermodels.kernels.qkv_heads import split_heads
 from ligermodels.kernels.rope import rope_reference
 
-MAIN = [(4, 4096, 32, 8, 128), (1, 64, 4, 2, 128)]  # the last is bound by the host
+MAIN = [(4, 4096, 32, 8, 128), (1, 64, 4, 2, 128)]  # the time of the last is bound by the host
 SHAPES = [(1, 2048, 32, 8, 128), *MAIN]
 
 
@@ -22,7 +22,7 @@ def angles(length, head_size):
 
 def heads(batch, length, num_heads, num_kv_heads, head_size):
     """Queries, keys and values."""
-    return [draw(batch, length, number, head_size) for number in (num_heads, num_kv_heads, num_kv_heads)]
+    return [random_input(batch, length, number, head_size) for number in (num_heads, num_kv_heads, num_kv_heads)]
 
 
 def inputs(*shape):
@@ -34,7 +34,7 @@ def packed(q, k, v, *rest):
 
 
 def duplicated(*inputs):
-    """With the angles as transformers makes them: once for each half of a head, bf16, of a batch."""
+    """The inputs with cos and sin in the form of transformers: [1, length, head size], both halves equal, bf16."""
     *others, cos, sin = inputs
     return *others, *(torch.cat((x, x), -1).bfloat16()[None] for x in (cos, sin))
 
@@ -44,15 +44,15 @@ def reference(q, k, v, cos, sin):
 
 
 def work(batch, length, num_heads, num_kv_heads, head_size):
-    a_head = 2 * 2 * batch * length * head_size  # read and written
-    return both(a_head * (num_heads + num_kv_heads), a_head * (num_heads + 2 * num_kv_heads))
+    head_bytes = 2 * 2 * batch * length * head_size  # one read and one write
+    return work_per_pass(head_bytes * (num_heads + num_kv_heads), head_bytes * (num_heads + 2 * num_kv_heads))
 
 
 rope = Op("rope", SHAPES, inputs, reference, work)
 
 
 def rotate(x, cos, sin):
-    """transformers' formula, for x [batch, length, heads, head size]."""
+    """The formula of transformers. x: [batch, length, heads, head size]."""
     first, second = x.chunk(2, -1)
     return x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
 
@@ -75,7 +75,7 @@ def liger(*shape):
 
 @rope.provider("liger, packed", layout=lambda *inputs: duplicated(*packed(*inputs)))
 def liger_packed(batch, length, num_heads, num_kv_heads, head_size):
-    """From the packed projection, whose gradient autograd puts together."""
+    """On views of the packed projection. Autograd assembles the packed gradient."""
     rotated = liger()
     return lambda qkv, cos, sin: rotated(*split_heads(qkv, num_heads, num_kv_heads), cos, sin)
 
@@ -87,4 +87,4 @@ def ours(batch, length, num_heads, num_kv_heads, head_size):
     return lambda qkv, cos, sin: rope_(qkv, cos, sin, num_heads, num_kv_heads)
 
 
-rope.compiled(MAIN)
+rope.add_compiled(MAIN)

@@ -1,10 +1,11 @@
-"""Whole training steps on one GPU and on several: tokens/s and peak memory of full fine-tuning, computed in bf16.
+"""Whole training steps on one GPU and under FSDP2 on several: tokens/s and peak memory of full fine-tuning.
 
     python -m benchmarks.sharded_step --model llama-3-8b --batch 8 --length 2048 --gpus 2
 
-Each row is a run of its own under torchrun on the same GPUs: random weights, random tokens, equally many on each GPU;
-median of the timed steps after a warm-up. Clipping and the sums over ranks are those of train.py. What one GPU does
-alone is measured on all of them at once: those of a host differ by 1.5 %, and together they go at the slowest's pace.
+The compute dtype is bf16. Each row is a separate torchrun launch on the same GPUs, with random weights and the same
+number of random tokens on each GPU; the time is the median of the timed steps after a warm-up. Gradient clipping and
+the all-reduces are those of train.py. The single-GPU rows run on all GPUs at the same time, independently: the GPUs of
+one host differ by 1.5 %, and under FSDP2 all ranks run at the speed of the slowest.
 """
 
 import argparse
@@ -23,32 +24,34 @@ from benchmarks import results, timing
 from benchmarks.train_step import MODELS
 from ligermodels import create, distributed
 from ligermodels.memory import training_memory
-from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
-from ligermodels.training.scaling.host_reads import read_later
+from ligermodels.training.scaling.host_reads import read_async
 
-ROWS: dict[str, dict[str, Any]] = {  # what differs from bf16 weights on all GPUs
-    "one GPU, bf16 weights": {"alone": True},
-    "one GPU, bf16 weights, compiled blocks": {"alone": True, "compiled": True},
-    "fp32 weights": {"stored": torch.float32},
-    "fp32 weights, kept gathered": {"stored": torch.float32, "keep_gathered": True},
+ROWS: dict[str, dict[str, Any]] = {  # differences from bf16 weights sharded over all GPUs
+    "one GPU, bf16 weights": {"independent": True},
+    "one GPU, bf16 weights, compiled blocks": {"independent": True, "compiled": True},
+    "fp32 weights": {"param_dtype": torch.float32},
+    "fp32 weights, kept gathered": {"param_dtype": torch.float32, "keep_unsharded": True},
     "bf16 weights": {},
-    "bf16 weights, kept gathered": {"keep_gathered": True},
+    "bf16 weights, kept gathered": {"keep_unsharded": True},
 }
 WARM_UP = 3
+MAX_GRAD_NORM = 1.0
 
 
 def measure(
-    model_name: str, batch: int, length: int, steps: int, *, alone=False, stored=torch.bfloat16, compiled=False,
-    keep_gathered=False,
+    model_name: str, batch: int, length: int, steps: int, *, independent=False, param_dtype=torch.bfloat16,
+    compiled=False, keep_unsharded=False,
 ) -> dict:  # fmt: skip
-    world = alone_here() if alone else distributed.start()
-    model = create(MODELS[model_name], dtype=stored, device="meta")
-    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_gathered=keep_gathered)
+    """Measures one row on this rank. keep_unsharded: parameters are not resharded after forward."""
+    world = independent_world() if independent else distributed.start()
+    model = create(MODELS[model_name], dtype=param_dtype, device="meta")
+    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_unsharded=keep_unsharded)
     if compiled:
         compile_blocks(model)
-    fsdp.shard(model, world, torch.bfloat16, keep_gathered=keep_gathered)
+    fsdp.shard(model, world, torch.bfloat16, reshard_after_forward=not keep_unsharded)
     model.to_empty(device=world.device)
     model.initialize(0)
     optimizer = build_optimizer(model)
@@ -61,8 +64,8 @@ def measure(
         loss = model(ids, ids, num_items_in_batch=distributed.total(count)).loss
         loss.backward()
         loss, norm = distributed.total(loss.detach()), fsdp.gradient_norm(model)
-        read = read_later(torch.stack([loss, norm]))
-        clipped_step(optimizer, loss, norm, 1.0)
+        read = read_async(torch.stack([loss, norm]))
+        clip_and_step(optimizer, loss, norm, MAX_GRAD_NORM)
         optimizer.zero_grad()
         return read()[0]
 
@@ -87,15 +90,15 @@ def measure(
     return row
 
 
-def alone_here() -> distributed.World:
-    """This process by itself, on its GPU, with others beside it."""
+def independent_world() -> distributed.World:
+    """A world of one rank on this process's GPU, independent of the other processes of the launch."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return distributed.World(device)
 
 
 def run(row: str, gpus: int) -> list[dict]:
-    """What the ranks say: each for itself where they are alone, else the first for all."""
+    """The rows of one launch: one per rank if the ranks are independent, otherwise that of rank 0."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     command = [*launcher, "-m", "benchmarks.sharded_step", *sys.argv[1:], "--row", row]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -107,9 +110,9 @@ def run(row: str, gpus: int) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
-    parser.add_argument("--batch", type=int, default=8, help="rows a GPU")
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per GPU and step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after a warm-up of {WARM_UP}")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))

@@ -1,6 +1,6 @@
-"""Runs ops and providers: each row checked, timed, printed and written to a dated file.
+"""Runs ops with their providers: checks each result, times it, prints a row and writes a dated file per op.
 
-A row is one provider's pass of one op at one shape.
+A row holds the measurements of one pass of one provider of one op at one shape.
 """
 
 import difflib
@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from benchmarks import results, table, timing
-from benchmarks.checks import DEVICE, FACTOR, Truth, after, evaluate, fresh_inputs, upstream_of
+from benchmarks.checks import (
+    DEVICE,
+    MAX_ERROR_RATIO,
+    ReferenceResult,
+    evaluate,
+    fresh_inputs,
+    upstream_gradients,
+    with_layout,
+)
 from benchmarks.ops import OPS, Op, Provider, Shape
 from benchmarks.timing import Inputs, as_list
 from ligermodels.errors import InputError
@@ -24,97 +32,103 @@ SCRIPTS = (
     "rms_norm", "layer_norm", "rope", "qk_norm_rope", "gated_activation", "cross_entropy", "linear_cross_entropy",
     "fused_linear", "experts", "adamw",
 )  # fmt: skip
-PER_MS = {timing.COPY: 1e6, timing.MATMUL: 1e9}  # bytes in a GB/s, operations in a TFLOP/s, of a millisecond
+# Work done in one millisecond at 1 GB/s (in bytes) and at 1 TFLOP/s (in operations).
+WORK_PER_MS = {timing.COPY: 1e6, timing.MATMUL: 1e9}
 
 
 @dataclass
 class Case:
-    """One op at one shape, and what all its providers are held against."""
+    """One op at one shape, with the reference result and the limits shared by all its providers."""
 
     op: Op
     shape: Shape
 
     @functools.cached_property
-    def truth(self) -> Truth:
-        return Truth(self.op, self.shape)
+    def reference_result(self) -> ReferenceResult:
+        return ReferenceResult(self.op, self.shape)
 
     @functools.cached_property
     def limits(self) -> dict[str, float]:
-        """The least milliseconds of each pass, from what was measured in this run."""
+        """The lower bound in milliseconds of each pass, from rates or times measured in this run."""
         op, work = self.op, self.op.work(*self.shape)
-        if op.alone is None:
-            return {kind: least / timing.ceilings()[op.ceiling] / PER_MS[op.ceiling] for kind, least in work.items()}
+        if op.limit_function is None:
+            return {
+                kind: least / timing.ceilings()[op.ceiling] / WORK_PER_MS[op.ceiling] for kind, least in work.items()
+            }
         with torch.device(DEVICE):
-            alone = op.alone(*self.shape)
-        return dict.fromkeys(work, timing.median_time(alone, timing.BATCH))
+            limit_function = op.limit_function(*self.shape)
+        return dict.fromkeys(work, timing.median_time(limit_function, timing.CALLS_PER_BATCH))
 
-    def error_of(self, provider: Provider, function: Callable) -> float:
-        """Of what the provider made, times that of plain bf16."""
-        return self.truth.error_of(evaluate(after(provider.layout, function), fresh_inputs(self.op, self.shape)))
+    def error_ratio(self, provider: Provider, function: Callable) -> float:
+        """The error of the provider's result as a multiple of the reference's bf16 error."""
+        inputs = fresh_inputs(self.op, self.shape)
+        return self.reference_result.error_ratio(evaluate(with_layout(provider.layout, function), inputs))
 
 
-def rows_of(case: Case, provider: Provider) -> Iterator[dict]:
-    """One row a pass, the last with the peak of memory; a single one where the result is wrong."""
+def provider_rows(case: Case, provider: Provider) -> Iterator[dict]:
+    """One row per pass, the last with the peak memory. A single row if the result is wrong."""
     op, shape = case.op, case.shape
     function = provider.make(*shape)
-    error = case.error_of(provider, function)
-    if wrong := fault(error):
-        yield {"status": "wrong", "reason": wrong}
+    error = case.error_ratio(provider, function)
+    if reason := reason_if_wrong(error):
+        yield {"status": "wrong", "reason": reason}
         return
     work, limits = op.work(*shape), case.limits
-    sets = timed_inputs(case, provider, function)
+    sets = make_input_sets(case, provider, function)
     timings, peak = timing.measure(function, sets, list(work))
-    if op.beyond_gradients:
+    if op.exclude_gradients:
         peak -= sum(x.nbytes for x in sets[0].leaves)
     for kind, measured in timings.items():
-        row = {"status": "ok", "pass": kind, "error": error} | figures(op, work[kind], limits[kind], measured)
+        row = {"status": "ok", "pass": kind, "error": error} | timing_fields(op, work[kind], limits[kind], measured)
         yield row | ({"peak_mib": peak / 2**20} if kind == list(work)[-1] else {})
 
 
-def fault(error: float) -> str:
-    """What is wrong with a result of such an error; nothing where it is right."""
-    return "" if error <= FACTOR else f"error {error:.3g} times plain bf16's, {FACTOR:g} allowed"
+def reason_if_wrong(error: float) -> str:
+    """The reason why a result with this error ratio is wrong; empty if it is correct."""
+    if error <= MAX_ERROR_RATIO:
+        return ""
+    return f"error is {error:.3g} times the reference's bf16 error, at most {MAX_ERROR_RATIO:g} allowed"
 
 
-def timed_inputs(case: Case, provider: Provider, function: Callable) -> list[Inputs]:
-    """Sets to rotate, with upstream gradients."""
+def make_input_sets(case: Case, provider: Provider, function: Callable) -> list[Inputs]:
+    """The input sets to rotate, with upstream gradients."""
 
-    def one(seed: int) -> Inputs:
-        laid_out = provider.layout(*fresh_inputs(case.op, case.shape, seed))
-        arguments = [x.detach().requires_grad_(x.requires_grad) for x in laid_out]
-        kept = [x.detach().clone() for x in arguments] if case.op.overwritten else []
+    def build(seed: int) -> Inputs:
+        converted = provider.layout(*fresh_inputs(case.op, case.shape, seed))
+        arguments = [x.detach().requires_grad_(x.requires_grad) for x in converted]
+        saved_values = [x.detach().clone() for x in arguments] if case.op.restore_inputs else []
         leaves = [x for x in arguments if x.requires_grad]
-        upstream = upstream_of(as_list(function(*arguments))) if leaves else []
-        return Inputs(arguments, leaves, upstream, kept)
+        upstream = upstream_gradients(as_list(function(*arguments))) if leaves else []
+        return Inputs(arguments, leaves, upstream, saved_values)
 
-    first = one(0)
+    first = build(0)
     size = sum(x.nbytes for x in [*first.arguments, *first.upstream])
-    return [first, *map(one, range(1, timing.sets_beyond_cache(size)))]
+    return [first, *map(build, range(1, timing.num_input_sets(size)))]
 
 
-def figures(op: Op, work: float, limit_ms: float, measured: timing.Timing) -> dict:
+def timing_fields(op: Op, work: float, limit_ms: float, measured: timing.Timing) -> dict:
     row: dict[str, Any] = {
         "ms": measured.ms,
         "ms_20": measured.ms_20,
         "ms_80": measured.ms_80,
-        "rate": work / measured.ms / PER_MS[op.ceiling],
+        "rate": work / measured.ms / WORK_PER_MS[op.ceiling],
         "share": limit_ms / measured.ms,
         "host_us": measured.host_us,
     }
-    if op.alone:
+    if op.limit_function:
         row["ratio"] = measured.ms / limit_ms
-    if not measured.ahead:
-        row["reason"] = "the host waits for the device: its gaps are in the times"
+    if not measured.host_ahead:
+        row["reason"] = "the host waits for the device: the times include idle gaps"
     return row
 
 
-def attempt(rows: Callable[[], Iterable[dict]]) -> list[dict]:
-    """The rows, or one that says in a line why there are none. What it held on the device is free afterwards."""
+def rows_or_failure(rows: Callable[[], Iterable[dict]]) -> list[dict]:
+    """The rows, or a single row with the reason for the failure in one line. Frees the GPU memory afterwards."""
     try:
         return list(rows())
     except ModuleNotFoundError as error:
         return [{"status": "not installed", "reason": str(error)}]
-    except Exception as error:  # whatever a provider raises: the others go on
+    except Exception as error:  # any exception of a provider: the other providers still run
         message = str(error).strip().partition("\n")[0]
         return [{"status": "failed", "reason": f"{type(error).__name__}: {message}"[:200]}]
     finally:
@@ -122,40 +136,37 @@ def attempt(rows: Callable[[], Iterable[dict]]) -> list[dict]:
         torch.cuda.empty_cache()
 
 
-def label(shape: Shape) -> str:
+def shape_label(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
 def run_shape(op: Op, shape: Shape, names: Iterable[str]) -> Iterator[dict]:
-    """All rows of one shape."""
+    """All rows of one shape, for the providers in `names`."""
     case = Case(op, shape)
     for name, provider in op.providers.items():
         if name in names and shape in provider.shapes:
-            for row in attempt(functools.partial(rows_of, case, provider)):
-                yield {"shape": label(shape), "provider": name} | shortened(row)
+            for row in rows_or_failure(functools.partial(provider_rows, case, provider)):
+                yield {"shape": shape_label(shape), "provider": name} | round_figures(row)
 
 
-def shortened(row: dict) -> dict:
-    """With five digits of every figure."""
+def round_figures(row: dict) -> dict:
+    """The row with its floats rounded to five significant digits."""
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
 def run_op(op: Op, names: Iterable[str]) -> dict:
-    """The report of one op, printed as it grows."""
+    """The report of one op. Prints each row as soon as it is measured."""
     print(table.header(op.name, op.ceiling))
     rows = []
     for shape in op.shapes:
         for row in run_shape(op, shape, names):
-            print(table.line(row), flush=True)
+            print(table.format_row(row), flush=True)
             rows.append(row)
     return results.environment() | {"ceilings": timing.ceilings(), "op": op.name, "rows": rows}
 
 
-# What was asked for.
-
-
-def selected(names: list[str], known: Iterable[str], what: str) -> list[str]:
-    """`names`, or all that are known. Raises InputError for an unknown one."""
+def select_names(names: list[str], known: Iterable[str], what: str) -> list[str]:
+    """`names`, or all known names if it is empty. Raises InputError for an unknown name."""
     known = list(known)
     for name in names:
         if name not in known:
@@ -165,28 +176,31 @@ def selected(names: list[str], known: Iterable[str], what: str) -> list[str]:
 
 
 def import_ops() -> None:
-    """Fills OPS."""
+    """Imports all scripts, which adds their ops to OPS."""
     for script in SCRIPTS:
         importlib.import_module(f"benchmarks.{script}")
 
 
-def asked_for(op_names: list[str], provider_names: list[str]) -> tuple[list[Op], list[str]]:
-    """The named ops and providers, or all.
+def select_ops_and_providers(op_names: list[str], provider_names: list[str]) -> tuple[list[Op], list[str]]:
+    """The named ops and providers; an empty list means all.
 
-    Raises InputError for a name that is not known, and where there is no GPU.
+    Raises InputError for an unknown name, and if torch finds no GPU.
     """
     import_ops()
-    ops = [OPS[name] for name in selected(op_names, OPS, "op")]
-    known = dict.fromkeys(name for op in ops for name in op.providers)  # in their order
-    providers = selected(provider_names, known, "provider")
+    ops = [OPS[name] for name in select_names(op_names, OPS, "op")]
+    known = dict.fromkeys(name for op in ops for name in op.providers)  # without duplicates, in order of registration
+    providers = select_names(provider_names, known, "provider")
     if not torch.cuda.is_available():
-        raise InputError("a GPU is needed, and torch finds none")
+        raise InputError("needs a GPU, but torch finds none")
     return ops, providers
 
 
 def run(op_names: list[str], provider_names: list[str], folder: Path) -> None:
-    """Times the named ops and providers, or all; leaves a dated file an op in `folder`. Raises as `asked_for`."""
-    ops, providers = asked_for(op_names, provider_names)
+    """Measures the named ops and providers (empty: all) and writes a dated file per op to `folder`.
+
+    Raises the errors of `select_ops_and_providers`.
+    """
+    ops, providers = select_ops_and_providers(op_names, provider_names)
     print(table.title(results.environment() | {"ceilings": timing.ceilings()}))
     for op in ops:
         report = run_op(op, providers)

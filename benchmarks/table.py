@@ -1,4 +1,4 @@
-"""Reports and their rows as lines of text."""
+"""Formats reports and their rows as lines of text."""
 
 UNITS = {"copy_gb_per_s": "GB/s", "matmul_tflop_per_s": "TFLOP/s"}
 COLUMNS = "{:24} {:17} {:17} {:>9} {:>17} {:>8} {:>9} {:>8} {:>9} {:>6}  {}"
@@ -18,19 +18,19 @@ def header(op: str, ceiling: str) -> str:
     return f"\n{columns.rstrip()}"
 
 
-def line(row: dict) -> str:
-    """One line; what a row lacks stays blank."""
+def format_row(row: dict) -> str:
+    """One line of the table. Missing figures stay blank."""
     if row["status"] != "ok":
-        what = f"{row['status']}: {row['reason']}"
-        return COLUMNS.format(row["shape"], row["provider"], what, *[""] * 8).rstrip()
+        outcome = f"{row['status']}: {row['reason']}"
+        return COLUMNS.format(row["shape"], row["provider"], outcome, *[""] * 8).rstrip()
     return COLUMNS.format(
         row["shape"], row["provider"], row["pass"], f"{row['ms']:.4f}", f"{row['ms_20']:.4f}-{row['ms_80']:.4f}",
-        f"{row['rate']:.0f}", share(row),
+        f"{row['rate']:.0f}", format_share(row),
         f"{row['peak_mib']:.0f}" if "peak_mib" in row else "", f"{row['host_us']:.1f}", f"{row['error']:.2f}",
         row.get("reason", ""),
     ).rstrip()  # fmt: skip
 
 
-def share(row: dict) -> str:
-    """Of the ceiling, or where the limit is something timed alone, how many times its time."""
+def format_share(row: dict) -> str:
+    """Percentage of the ceiling; or the multiple of the limit's time if the limit is a measured time."""
     return f"{row['ratio']:.2f} x" if "ratio" in row else f"{100 * row['share']:.1f} %"

@@ -1,10 +1,11 @@
-"""Whole training steps, one provider a process on the same GPU: tokens/s and peak memory of full fine-tuning in bf16.
+"""Whole training steps on one GPU: tokens/s and peak memory of full fine-tuning in bf16.
 
     python -m benchmarks.train_step --model llama-3-8b --batch 8 --length 2048
 
-Weights and AdamW states are bf16 for all; random weights, random tokens; median of the timed steps after a warm-up. A
-provider is a function from a config.json's content to a model whose output has `.loss`. A provider that is not
-installed or fails is listed with its error.
+Each provider runs in its own process on the same GPU. Weights and AdamW states are bf16 for all providers, weights and
+tokens are random, and the time is the median of the timed steps after a warm-up. A provider is a function from the
+content of a config.json to a model whose output has `.loss`. A provider that is not installed or fails is listed with
+its error.
 """
 
 import argparse
@@ -60,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def hugging_face(raw, recompute, attention=None):
+def hugging_face(raw, checkpointing, attention=None):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**raw, use_cache=False)
@@ -68,33 +69,33 @@ def hugging_face(raw, recompute, attention=None):
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
     torch.set_default_dtype(torch.float32)
-    if recompute:
+    if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
-def hugging_face_eager(raw, recompute):
-    """The attention that knows softcaps: up to version 5.17 the default, SDPA, leaves them out without a word."""
-    return hugging_face(raw, recompute, "eager")
+def hugging_face_eager(raw, checkpointing):
+    """Eager attention, which applies softcapping. transformers' default, SDPA, silently omits it up to version 5.17."""
+    return hugging_face(raw, checkpointing, "eager")
 
 
-def liger(raw, recompute, attention=None):
+def liger(raw, checkpointing, attention=None):
     import liger_kernel.transformers as patches
 
     getattr(patches, f"apply_liger_kernel_to_{raw['model_type']}")()
-    return hugging_face(raw, recompute, attention)
+    return hugging_face(raw, checkpointing, attention)
 
 
-def liger_eager(raw, recompute):
-    return liger(raw, recompute, "eager")
+def liger_eager(raw, checkpointing):
+    return liger(raw, checkpointing, "eager")
 
 
-def ligermodels(raw, recompute):
+def ligermodels(raw, checkpointing):
     import ligermodels
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
-    if recompute:
-        model.recompute_in_backward()
+    if checkpointing:
+        model.checkpoint_activations()
     return model
 
 
@@ -108,8 +109,8 @@ PROVIDERS = {
 }
 
 
-def optimizer_of(provider: str, model):
-    """torch's fused AdamW for all, so that only models differ; once more ours with our own."""
+def make_optimizer(provider: str, model):
+    """torch's fused AdamW, so that only the models differ; our AdamW for the provider "ligermodels and its AdamW"."""
     if provider != "ligermodels and its AdamW":
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     from ligermodels.training.optimizers.adamw import AdamW
@@ -117,13 +118,13 @@ def optimizer_of(provider: str, model):
     return AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
 
 
-def measure(provider: str, model_name: str, batch: int, length: int, recompute: bool, steps: int) -> dict:
-    """One row; runs in a process of its own, because Liger patches the reference implementation in place."""
+def measure(provider: str, model_name: str, batch: int, length: int, checkpointing: bool, steps: int) -> dict:
+    """Measures one row. Runs in its own process, because Liger patches the classes of transformers in place."""
     torch.manual_seed(0)
     raw = MODELS[model_name]
-    model = PROVIDERS[provider](raw, recompute)
+    model = PROVIDERS[provider](raw, checkpointing)
     attention = getattr(model.config, "_attn_implementation", None)
-    optimizer = optimizer_of(provider, model)
+    optimizer = make_optimizer(provider, model)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
 
     def step():
@@ -156,29 +157,29 @@ def measure(provider: str, model_name: str, batch: int, length: int, recompute: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, after a warm-up of 3")
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument(
         "--providers", nargs="+", choices=PROVIDERS, default=[name for name in PROVIDERS if "eager" not in name]
     )
     parser.add_argument("--activation-checkpointing", choices=("full", "none"), nargs="+", default=["full", "none"])
-    parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "RECOMPUTE"), help=argparse.SUPPRESS)
+    parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "CHECKPOINTING"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
-        provider, recompute = args.row
-        print(json.dumps(measure(provider, args.model, args.batch, args.length, recompute == "full", args.steps)))
+        provider, checkpointing = args.row
+        print(json.dumps(measure(provider, args.model, args.batch, args.length, checkpointing == "full", args.steps)))
         return
 
     rows = []
-    for recompute in args.activation_checkpointing:
+    for checkpointing in args.activation_checkpointing:
         for provider in args.providers:
-            command = [sys.executable, "-m", "benchmarks.train_step", *sys.argv[1:], "--row", provider, recompute]
+            command = [sys.executable, "-m", "benchmarks.train_step", *sys.argv[1:], "--row", provider, checkpointing]
             result = subprocess.run(command, capture_output=True, text=True)
             lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
             row = json.loads(lines[-1]) if result.returncode == 0 else {"error": lines[-1][:200]}
-            rows.append({"provider": provider, "recompute": recompute} | row)
+            rows.append({"provider": provider, "recompute": checkpointing} | row)
             print(rows[-1], flush=True)
     settings = {"model": args.model, "batch": args.batch, "length": args.length}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}

@@ -34,7 +34,7 @@ dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 folder = resolve(args.model) if args.model else None
 model = ligermodels.create(folder or "llama", size=None if folder else "tiny", dtype=torch.float32, device="meta")
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-model.recompute_in_backward()
+model.checkpoint_activations()
 for block in model.model.layers:
     fully_shard(block, mp_policy=policy)
 fully_shard(model, mp_policy=policy)

@@ -80,7 +80,7 @@ def local_rank() -> int:
 
 
 def world_size() -> int:
-    """The number of ranks in the process group; 1 without one."""
+    """Returns the number of ranks in the process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

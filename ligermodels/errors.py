@@ -1,6 +1,7 @@
-"""The one family of errors that mean "what was given cannot be used": a single line with file, field and remedy.
+"""The errors that mean "the input cannot be used": one line with file, field and remedy.
 
-Command lines print such an error and exit with status 2; anything else is a bug and keeps its traceback.
+Command lines print such an error and exit with status 2. Any other exception is a bug and keeps its traceback.
+Must not know anything of the package.
 """
 
 import difflib
@@ -8,58 +9,63 @@ import os
 import sys
 from collections.abc import Iterable
 
-PIPE_CLOSED = 141  # the exit status that a shell reports for SIGPIPE
-# Characters; a name on the Hub has less than 100, a list of files some 7000.
-LONGEST_WORD, LONGEST = 400, 10_000
+SIGPIPE_EXIT_STATUS = 141  # what a shell reports for a process that SIGPIPE ended
+# A name on the Hub has less than 100 characters; a list of files has about 7,000.
+MAX_WORD_CHARACTERS, MAX_MESSAGE_CHARACTERS = 400, 10_000
 
 
 class InputError(ValueError):
-    """The base of them all.
+    """Base class of all errors about unusable input.
 
-    Files say what part of a message is. It is one line all the same: what does not print is escaped, and what is too
-    long to be read loses its middle.
+    Parts of a message may come from a file. The message is still one readable line: characters that do not print are
+    escaped, and a message or word that is too long is shortened in the middle.
     """
 
     def __init__(self, message: str) -> None:
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut(message, LONGEST))
-        super().__init__(" ".join(cut(word, LONGEST_WORD) for word in text.split(" ")))
+        message = shorten(message, MAX_MESSAGE_CHARACTERS)
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        super().__init__(" ".join(shorten(word, MAX_WORD_CHARACTERS) for word in text.split(" ")))
 
 
 class ConfigError(InputError):
-    """A config.json that names something unsupported or contradicts itself."""
+    """A config.json that asks for something unsupported or contradicts itself."""
 
 
 class CheckpointError(InputError):
-    """Files that are not the safetensors checkpoint the config describes."""
+    """Files that are not the safetensors checkpoint that the config describes."""
 
 
 class HubError(InputError):
-    """A name for which there is no model to be had."""
+    """A name for which no model can be obtained."""
 
 
-def reader_left() -> int:
-    """After a BrokenPipeError of stdout, of which Python's own flush at its end would complain too: the exit status."""
+def silence_closed_stdout() -> int:
+    """Call this after a BrokenPipeError on stdout; returns the exit status of the process.
+
+    Redirects stdout to /dev/null: otherwise Python's own flush at exit fails too and prints an error.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return PIPE_CLOSED
+    return SIGPIPE_EXIT_STATUS
 
 
-def cut(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
+    """`text` with its middle replaced by "…" if it has more than `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 + 1 :]}"
 
 
 def first_line(error: BaseException | str) -> str:
-    """What a library says, for a message of one line."""
+    """The first line of an error of another library, to quote in a one-line message."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def hint(wrong: str, right: Iterable[str]) -> str:
-    """For the end of a message: the nearest of what there is, if one is near, and all of it."""
-    right = sorted(right)
-    return f"{nearest(wrong, right)}; there is: {', '.join(right)}"
+def suggest(wrong: str, choices: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the closest choice, if one is close, and the list of all choices."""
+    choices = sorted(choices)
+    return f"{suggest_closest(wrong, choices)}; choose from: {', '.join(choices)}"
 
 
-def nearest(wrong: str, right: Iterable[str]) -> str:
-    """For the end of a message: the nearest of what there is, if one is near; else nothing."""
-    names = {name.lstrip("-"): name for name in right}  # dashes would bring all flags nearer to each other
-    near = difflib.get_close_matches(wrong[:LONGEST_WORD].lstrip("-"), names, n=1)
-    return f"; did you mean {names[near[0]]!r}?" if near else ""
+def suggest_closest(wrong: str, choices: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the closest choice, or an empty string if none is close."""
+    names = {name.lstrip("-"): name for name in choices}  # leading dashes would make all flags similar to each other
+    close = difflib.get_close_matches(wrong[:MAX_WORD_CHARACTERS].lstrip("-"), names, n=1)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""

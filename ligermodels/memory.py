@@ -1,9 +1,9 @@
-"""What a model needs: parameters, and bytes to train it and to generate with it, counted from its modules alone.
+"""The number of parameters of a model, and the memory to train it and to generate with it, computed from its modules.
 
-Weights, gradients, optimizer states and the cache are exact, also of one rank of several. Activations are what the
-blocks keep for backward on a GPU (ARCHITECTURE.md, "The life of a token"). What the libraries take for themselves, a
-CUDA context of about half a GiB among it, comes on top, and so does what the allocator cannot fill. The model may be on
-the meta device. Knows layers; no family and no file.
+Weights, gradients, optimizer states and the key-value cache are exact, also for one of several ranks. Activations are
+the tensors that the blocks save for backward on a GPU (ARCHITECTURE.md, "The life of a token"). The memory of the
+libraries themselves (the CUDA context takes about half a GiB) and the fragmentation of the allocator are not included.
+The model may be on the meta device. Must not know any family or file.
 """
 
 from collections.abc import Iterable
@@ -13,20 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.kernels.linear_cross_entropy import chunk_rows, keeps_logits, round_up_to_tile
-from ligermodels.layers.attention import Attention, NormedAttention
+from ligermodels.layers.attention import Attention, QKNormAttention
 from ligermodels.layers.block import Block, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.lora import LoRAExperts, LoRALinear, updates
+from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.moe import MoE
+from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.layers.norm import RMSNorm
 
-FP32, INT64 = 4, 8  # bytes
+FP32_BYTES, INT64_BYTES = 4, 8  # bytes
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """active: those that one token is multiplied by, all but the experts it is not routed to."""
+    """Numbers of parameters.
+
+    active: those used for one token: all except the experts that the token is not routed to.
+    """
 
     total: int
     active: int
@@ -35,52 +38,63 @@ class Parameters:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes of a training step on one device; of what is sharded, its share.
+    """Bytes of a training step on one device; for sharded tensors, the bytes of its shard.
 
-    states: the optimizer's. activations: kept by all blocks for backward.
-    loss: on top of them where backward begins: both gradients of the head in fp32 and a chunk of logits or, if that is
-    more, the last block computed again. block: on top of all gradients where backward ends: the largest block, while it
-    is computed again or goes backward. gathered_at_loss, gathered_at_block: beside each of the two what sharding takes
-    besides the shards.
+    activations: tensors that all blocks save for backward.
+    loss: additional memory at the start of backward: both gradients of the head in fp32 and a chunk of logits, or the
+    recomputation of the last block, whichever is larger.
+    block: additional memory at the end of backward: the largest block while it is recomputed or runs backward.
+    unsharded_at_start, unsharded_at_end: memory that sharding takes besides the shards, at the start and the end of
+    backward: unsharded parameters and gradients, and communication buffers.
     """
 
     weights: int
     gradients: int
-    states: int
+    optimizer_states: int
     activations: int
     loss: int
     block: int
-    gathered_at_loss: int = 0
-    gathered_at_block: int = 0
+    unsharded_at_start: int = 0
+    unsharded_at_end: int = 0
 
     @property
-    def at_loss(self) -> int:
-        """On top of weights and states where backward begins."""
-        return self.activations + self.loss + self.gathered_at_loss
+    def backward_start(self) -> int:
+        """Memory at the start of backward, without weights and optimizer states."""
+        return self.activations + self.loss + self.unsharded_at_start
 
     @property
-    def at_block(self) -> int:
-        """The same where it ends."""
-        return self.gradients + self.block + self.gathered_at_block
+    def backward_end(self) -> int:
+        """Memory at the end of backward, without weights and optimizer states."""
+        return self.gradients + self.block + self.unsharded_at_end
 
     @property
     def peak(self) -> int:
-        """At the loss all activations are there and no gradient of a block yet; at the end it is the other way. Between
-        them it is never more: each block frees what it kept and leaves gradients, and those computed again come last.
+        """The largest amount of memory in use at any time.
+
+        At the start of backward all activations exist and no gradient of a block; at the end it is the reverse. The
+        peak is never between: the backward of a block frees its activations and adds its gradients, and the blocks with
+        activation checkpointing come last.
         """
-        return self.weights + self.states + max(self.at_loss, self.at_block)
+        return self.weights + self.optimizer_states + max(self.backward_start, self.backward_end)
 
     @property
     def parts(self) -> dict[str, int]:
-        """By name, in the order in which they are told; `gathered` is what is gathered at the peak."""
-        gathered = self.gathered_at_loss if self.at_loss >= self.at_block else self.gathered_at_block
-        names = ("weights", "gradients", "states", "activations", "loss", "block")
-        return {name: getattr(self, name) for name in names} | {"gathered": gathered}
+        """Bytes by name, in the order in which they are printed; "unsharded" is the value at the peak."""
+        at_start = self.backward_start >= self.backward_end
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer states": self.optimizer_states,
+            "activations": self.activations,
+            "loss": self.loss,
+            "block": self.block,
+            "unsharded": self.unsharded_at_start if at_start else self.unsharded_at_end,
+        }
 
 
 @dataclass(frozen=True)
 class InferenceMemory:
-    """Bytes of generating. prompt: about what its longest-lived intermediate results take, in one block."""
+    """Bytes of generation. prompt: approximate size of the intermediate results of one block for the whole prompt."""
 
     weights: int
     cache: int
@@ -88,17 +102,19 @@ class InferenceMemory:
 
     @property
     def peak(self) -> int:
+        """The largest amount of memory in use at any time."""
         return self.weights + self.cache + self.prompt
 
 
 def count_parameters(model: CausalLM) -> Parameters:
+    """Tied parameters count once."""
     total = elements(model.parameters())
-    idle = 0
+    inactive = 0
     for module in model.modules():
         if isinstance(module, MoE):
             num_experts = module.gate.out_features
-            idle += elements(module.experts.parameters()) * (num_experts - module.experts_per_token) // num_experts
-    return Parameters(total, total - idle, model.model.embed_tokens.weight.numel())
+            inactive += elements(module.experts.parameters()) * (num_experts - module.experts_per_token) // num_experts
+    return Parameters(total, total - inactive, model.model.embed_tokens.weight.numel())
 
 
 def training_memory(
@@ -107,147 +123,157 @@ def training_memory(
     sequence_length: int,
     dtype: torch.dtype,
     *,
-    recomputed: int = 0,
+    checkpointed_blocks: int = 0,
     shards: int = 1,
-    states: int | None = None,
-    keep_gathered: bool = False,
+    optimizer_states: int | None = None,
+    keep_unsharded: bool = False,
 ) -> TrainingMemory:
-    """Of a step that computes [batch_size, sequence_length] tokens at a time in `dtype`. Parameters have the dtype that
-    they are stored in, are whole, and those that are frozen stay so.
+    """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
-    recomputed: how many blocks, the first ones, keep only their inputs. shards: how many ranks share the parameters.
-    states: bytes of the optimizer's states for all of the model; None for AdamW's in the parameters' dtypes.
-    keep_gathered: whether blocks keep their gathered weights between forward and backward.
+    model: unsharded, with its parameters in the dtype in which they are stored; frozen parameters are not trained.
+    checkpointed_blocks: number of blocks, from the first one on, with activation checkpointing.
+    shards: number of ranks over which the parameters are sharded.
+    optimizer_states: bytes of the optimizer states of the whole model; None for AdamW's in the parameters' dtypes.
+    keep_unsharded: blocks keep their unsharded parameters from forward to backward (FSDP2's reshard_after_forward is
+    False).
     """
     tokens, size = batch_size * sequence_length, dtype.itemsize
-    blocks, trained, head = blocks_of(model), trained_parameters(model), model.lm_head.weight
+    blocks, trained, head = decoder_blocks(model), trained_parameters(model), model.lm_head.weight
     hidden = tokens * model.config.hidden_size * size
-    kept = [tokens * kept_by_block(block, size) for block in blocks]
-    largest, last = max(kept), kept[-1]
-    kept[:recomputed] = [2 * hidden for _ in kept[:recomputed]]  # the pair (x, residual)
-    if recomputed:
-        kept[0] = hidden  # where there is but x
+    saved = [tokens * saved_by_block(block, size) for block in blocks]
+    largest, last = max(saved), saved[-1]
+    saved[:checkpointed_blocks] = [2 * hidden for _ in saved[:checkpointed_blocks]]  # the pair (x, residual)
+    if checkpointed_blocks:
+        saved[0] = hidden  # the first block has no residual, only x
     loss = loss_bytes(model, tokens, dtype)
-    if recomputed == len(blocks):
+    if checkpointed_blocks == len(blocks):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
-        loss = max(loss, head_gradient + last - kept[-1])
-    gathered_at_loss, gathered_at_block = gathered_bytes(model, size, shards, trained, keep_gathered)
+        loss = max(loss, head_gradient + last - saved[-1])
+    unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded)
     return TrainingMemory(
         weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
         gradients=sum(shard_bytes(parameter, shards) for parameter in trained),
-        states=adamw_states(trained, shards) if states is None else states // shards,
-        activations=sum(kept) + hidden + tokens * FP32,  # and the final norm's
+        optimizer_states=(adamw_states(trained, shards) if optimizer_states is None else optimizer_states // shards),
+        activations=sum(saved) + hidden + tokens * FP32_BYTES,  # the final norm saves its input and rstd
         loss=loss,
         block=largest,
-        gathered_at_loss=gathered_at_loss,
-        gathered_at_block=gathered_at_block,
+        unsharded_at_start=unsharded_at_start,
+        unsharded_at_end=unsharded_at_end,
     )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of all states that an optimizer has, which may be on the meta device."""
+    """Bytes of all states of an optimizer, which may be on the meta device."""
     tensors = (value for state in optimizer.state.values() for value in state.values())
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def adamw_states(trained: list[Tensor], shards: int) -> int:
-    """Two moments of each parameter, and a number of steps."""
-    return sum(2 * shard_bytes(parameter, shards) + FP32 for parameter in trained)
+    """Bytes of AdamW's states: two moments and a step count for each parameter."""
+    return sum(2 * shard_bytes(parameter, shards) + FP32_BYTES for parameter in trained)
 
 
 def shard_bytes(parameter: Tensor, shards: int) -> int:
-    """Of the part that the first rank has: rows are split evenly, the last ranks may have fewer."""
+    """Bytes of the first rank's shard: FSDP2 shards rows evenly, so that the last ranks may have fewer."""
     rows = -(-parameter.shape[0] // shards)
     return rows * (parameter.numel() // parameter.shape[0]) * parameter.itemsize
 
 
-def gathered_bytes(
-    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_gathered: bool
+def unsharded_bytes(
+    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_unsharded: bool
 ) -> tuple[int, int]:
-    """What sharding takes beside the shards, where backward begins and where it ends: gathered weights, gradients that
-    are not reduced yet, and what they are gathered and reduced through."""
+    """Bytes that sharding takes besides the shards, at the start and at the end of backward.
+
+    These are unsharded parameters, gradients before their reduction, and buffers of all-gather and reduce-scatter.
+    """
     if shards == 1 and all(parameter.dtype.itemsize == size for parameter in trained):
         return 0, 0
-    layers = blocks_of(model)
-    through = 2 if shards > 1 else 1  # what was gathered last is there twice: as it came, and by parameters
-    kept = layers if keep_gathered else layers[-1:]  # the last one is kept in any case
-    begins = through * model.lm_head.weight.numel() + sum(elements(block.parameters()) for block in kept)
+    layers = decoder_blocks(model)
+    copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
+    kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case
+    start = copies * model.lm_head.weight.numel() + sum(elements(block.parameters()) for block in kept)
     ids = {id(parameter) for parameter in trained}
-    ends = 0
+    end = 0
     for block in layers:
-        # With the weights of the block before, as they come; gradients are summed in the wider dtype of the two.
+        # The next all-gather is prefetched meanwhile; gradients are reduced in the wider dtype of the two.
         gradients = sum(p.numel() * (size + max(size, p.itemsize)) for p in block.parameters() if id(p) in ids)
-        ends = max(ends, 2 * elements(block.parameters()) * size + gradients)
-    return begins * size, ends
+        end = max(end, 2 * elements(block.parameters()) * size + gradients)
+    return start * size, end
 
 
 def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype) -> InferenceMemory:
-    """Of batch_size rows that are sequence_length tokens long in the end, the prompt taken for nearly all of it."""
+    """The memory to generate batch_size rows of sequence_length tokens in total, nearly all of them in the prompt."""
     tokens, size, config = batch_size * sequence_length, dtype.itemsize, model.config
     per_token = 2 * config.num_hidden_layers * config.key_value_size
-    largest = max(kept_by_block(block, size) for block in blocks_of(model))
+    largest = max(saved_by_block(block, size) for block in decoder_blocks(model))
     return InferenceMemory(elements(model.parameters()) * size, tokens * per_token * size, tokens * largest)
 
 
-def blocks_of(model: CausalLM) -> list[Block]:
+def decoder_blocks(model: CausalLM) -> list[Block]:
+    """The blocks of a model, from the first to the last."""
     return [block for block in model.model.layers if isinstance(block, Block)]
 
 
 def trained_parameters(model: CausalLM) -> list[Tensor]:
-    """Those that get a gradient: the image side of a multimodal model is not computed."""
+    """The parameters that get a gradient; the vision tower of a multimodal model is not computed."""
     text = {id(parameter) for part in (model.model, model.lm_head) for parameter in part.parameters()}
     return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) in text]
 
 
-def kept_by_block(block: Block, size: int) -> int:
-    """Bytes a token that a block keeps for backward, elements being `size` bytes large."""
+def saved_by_block(block: Block, size: int) -> int:
+    """Bytes per token that a block saves for backward; elements have `size` bytes."""
     hidden = width(block.self_attn.o_proj)
     norms = sum(isinstance(child, RMSNorm) for child in block.children())
-    unnormed = 2 if isinstance(block, PostNormLayer) else 0  # there attention and MLP keep what they read
-    low_rank = sum(update.lora_A.shape[0] for update in updates(block) if isinstance(update, LoRALinear))
-    kept = (norms + unnormed) * hidden * size + norms * FP32 + low_rank * size
-    return kept + kept_by_attention(block.self_attn, size) + kept_by_mlp(block.mlp, hidden, size)
+    unnormed = 2 if isinstance(block, PostNormLayer) else 0  # attention and MLP save their unnormalised inputs
+    low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
+    saved = (norms + unnormed) * hidden * size + norms * FP32_BYTES + low_rank * size
+    return saved + saved_by_attention(block.self_attn, size) + saved_by_mlp(block.mlp, hidden, size)
 
 
-def kept_by_attention(attention: Attention, size: int) -> int:
-    """Queries, keys and values, where QK-norm is also from before it; the output and its log-sum-exp."""
+def saved_by_attention(attention: Attention, size: int) -> int:
+    """Bytes per token: queries, keys and values (with QK-norm also before the norm), the output, its log-sum-exp."""
     head_dim = width(attention.qkv_proj) // (attention.num_heads + 2 * attention.num_key_value_heads)
-    kept = width(attention.qkv_proj) + attention.num_heads * head_dim
-    if isinstance(attention, NormedAttention):
-        kept += (attention.num_heads + attention.num_key_value_heads) * head_dim
-    return kept * size + attention.num_heads * FP32
+    saved = width(attention.qkv_proj) + attention.num_heads * head_dim
+    if isinstance(attention, QKNormAttention):
+        saved += (attention.num_heads + attention.num_key_value_heads) * head_dim
+    return saved * size + attention.num_heads * FP32_BYTES
 
 
-def kept_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:
-    """gate_up; of experts that of each slot, their input and the routing."""
+def saved_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:
+    """Bytes per token: gate_up; for experts gate_up of each of a token's k experts, their input and the routing."""
     if isinstance(mlp, GatedMLP):
         return width(mlp.gate_up_proj) * size
     experts, low_rank = mlp.experts, 0
     if isinstance(experts, LoRAExperts):
         experts, low_rank = experts.base_layer, experts.gate_up_proj.rank + experts.down_proj.rank
     slots, (num_experts, gate_up, _) = mlp.experts_per_token, experts.gate_up_proj.shape
-    # Probabilities and the sum of the chosen; of each slot three indices and its weight, as routed and as sorted.
-    routing = (num_experts + 1) * FP32 + slots * (3 * INT64 + 2 * FP32)
-    kept = (hidden + slots * (gate_up + low_rank)) * size + routing
+    # Probabilities and the sum of the top k; for each slot three indices and its weight, as routed and as sorted.
+    routing = (num_experts + 1) * FP32_BYTES + slots * (3 * INT64_BYTES + 2 * FP32_BYTES)
+    saved = (hidden + slots * (gate_up + low_rank)) * size + routing
     if mlp.shared_expert is not None:
-        kept += (width(mlp.shared_expert.gate_up_proj) + hidden + 1) * size  # its output and gate are multiplied
-    return kept
+        saved += (
+            width(mlp.shared_expert.gate_up_proj) + hidden + 1
+        ) * size  # also its output and its gate, which are multiplied
+    return saved
 
 
 def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
-    """The gradients in fp32, and with them a chunk of logits or, later, the weight's gradient in `dtype`; of few tokens
-    all logits and, later, that gradient."""
+    """Bytes of the fused linear cross-entropy.
+
+    Both gradients in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`. For few tokens: all logits
+    and, later, that gradient.
+    """
     (vocab, hidden), trained = model.lm_head.weight.shape, model.lm_head.weight.requires_grad
     gradient = vocab * hidden * dtype.itemsize if trained else 0
     if keeps_logits(tokens, hidden, vocab, dtype, True, trained):
         return tokens * vocab * dtype.itemsize + gradient
     sums = (tokens + vocab * trained) * hidden
     chunk = min(chunk_rows(tokens, vocab, sums, dtype), tokens) * round_up_to_tile(vocab) * dtype.itemsize
-    return sums * FP32 + max(chunk, gradient)
+    return sums * FP32_BYTES + max(chunk, gradient)
 
 
 def width(projection: nn.Module) -> int:
-    """Elements of a linear's output, with or without LoRA over it."""
+    """Output features of a linear, with or without LoRA."""
     base = projection.base_layer if isinstance(projection, LoRALinear) else projection
     assert isinstance(base, nn.Linear)
     return base.out_features

@@ -1,22 +1,23 @@
-"""Numbers as people read them."""
+"""Numbers formatted for people. Must not know what they measure."""
 
 
 def counted(count: int, noun: str) -> str:
-    """1 -> "1 row"; 1536 -> "1,536 rows": of a noun that takes an s."""
+    """1 -> "1 row"; 1536 -> "1,536 rows". Only for nouns whose plural ends in s."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def byte_size(count: int) -> str:
-    """1536 -> "1.5 KB": in powers of 1000, as files are sold."""
-    return scaled(count, 1000, ("B", "KB", "MB", "GB", "TB"))
+    """1536 -> "1.5 KB": powers of 1000, as for files and disks."""
+    return with_unit(count, 1000, ("B", "KB", "MB", "GB", "TB"))
 
 
 def memory_size(count: int) -> str:
-    """1536 -> "1.5 KiB": in powers of 1024, as memory is sold."""
-    return scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    """1536 -> "1.5 KiB": powers of 1024, as for memory."""
+    return with_unit(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def scaled(count: float, step: int, units: tuple[str, ...]) -> str:
+def with_unit(count: float, step: int, units: tuple[str, ...]) -> str:
+    """`count` in the largest of `units` that it reaches; each unit is `step` times the one before."""
     for unit in units[:-1]:
         if count < step:
             return f"{count:.{0 if unit == 'B' else 1}f} {unit}"

@@ -1,8 +1,8 @@
-"""Without a GPU the Triton kernels are built for the interpreter, so this must run before anything imports triton."""
+"""Without a GPU, Triton kernels are built for the interpreter: this must run before anything imports triton."""
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # tensors here are too small to share, and processes share the cores
+os.environ["OMP_NUM_THREADS"] = "1"  # test tensors are too small for threads, and test processes share the cores
 
 import torch
 
@@ -17,14 +17,15 @@ from tests import interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-# Needs tens of GiB: one at a time, under `--dist loadgroup`.
+# Tests that need tens of GiB run one at a time under `--dist loadgroup`.
 BEYOND_INT32 = pytest.mark.xdist_group("beyond int32")
 
 
 def pytest_configure():
     if DEVICE == "cpu":
-        interpreter.hasten()
-        rescale.IN_PLACE_TILE = rescale.SpanTile(block=512, span=2048, warps=8)  # the GPU's takes 32 steps for any row
+        interpreter.speed_up_interpreter()
+        # The GPU's span would take 32 steps for every row, however short.
+        rescale.IN_PLACE_TILE = rescale.SpanTile(block=512, span=2048, warps=8)
 
 
 def pytest_collection_modifyitems(items):
@@ -37,20 +38,20 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def reference_on_cpu(monkeypatch):
-    """CPU tensors take the plain PyTorch reference, as they do for users; `kernels` turns the kernels on."""
+    """CPU tensors take the plain PyTorch reference, as for users; the fixture `kernels` turns the kernels on."""
     monkeypatch.setattr(launch, "interpreting", False)
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def kernels(reference_on_cpu, monkeypatch):
-    """Runs the Triton kernels: natively on a GPU, under the interpreter on a CPU."""
+    """Runs the Triton kernels: compiled on a GPU, under the interpreter on a CPU."""
     monkeypatch.setattr(launch, "interpreting", DEVICE == "cpu")
 
 
 @pytest.fixture
 def poisoned():
-    """Every torch.empty is filled with NaN, so that an element no kernel wrote is noticed."""
+    """Fills every torch.empty with NaN, so that a test notices an element that no kernel wrote."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -1,10 +1,10 @@
-"""Triton's interpreter, faster: the same operations on the same numbers, without what it does anew for each of them.
+"""Speeds up Triton's interpreter: the same operations on the same numbers, with less overhead for each.
 
-Triton 3.7 patches `triton.language` at every call of a device function, builds a table of dtypes for every tensor, the
-type of every block from its shape and name, two wrappers' arguments for every operation, computes for every sum,
-difference and product of integers an assertion that it then does not make, and reduces by a function that is not one
-of its own element after element. Together these were most of the kernels' time.
-Knows Triton's private names, of the version that constraints.txt pins; knows no op.
+Triton 3.7 repeats much of its work. It patches `triton.language` at every call of a device function. For every tensor
+it builds a table of dtypes, for every block a type from its shape and name, and for every operation the arguments of
+two wrappers. For every sum, difference and product of integers it computes an overflow check that it then discards. A
+reduction by a custom function runs one element at a time. Together these took most of the kernels' time.
+Uses private names of Triton, in the version that constraints.txt pins. Must not know any particular op.
 """
 
 from dataclasses import replace
@@ -18,26 +18,26 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
-def hasten() -> None:
-    """For the rest of the process, which can then compile no Triton kernel."""
+def speed_up_interpreter() -> None:
+    """Takes effect for the rest of the process, which can then no longer compile Triton kernels."""
     interpreter._patch_attr = patch_by_one_call
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))
     interpreter._patch_lang = lambda function: SimpleNamespace(restore=lambda: None)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
-    interpreter._get_np_dtype = remember_by_name(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = cache_by_name(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = reduce_by_slices
     core.block_type.__init__ = init_block_type
     core.block_type.name = property(lambda block: f"<{block.shape}, {block.element_ty}>")
     core.block_type.with_element_ty = copy_with_element_ty
     core.block_type.to_ir = lambda block, builder: block
     core.tensor.__init__ = init_tensor
-    core._unwrap_if_constexpr = unwrap_most_first(core._unwrap_if_constexpr)
+    core._unwrap_if_constexpr = unwrap_common_types_first(core._unwrap_if_constexpr)
     TritonSemantic.broadcast_impl_value = broadcast_if_unequal(TritonSemantic.broadcast_impl_value)
 
 
 def patch_by_one_call(owner, name, member, builder, scope):
-    """Triton's own goes through a function that takes `_semantic` away and one that looks for it."""
+    """Triton's own version goes through one wrapper that removes `_semantic` and one that looks it up."""
     function = getattr(member, "__wrapped__", member)
     scope.set_attr(owner, name, lambda *args, **kwargs: function(*args, **(kwargs | SEMANTIC)))
 
@@ -46,8 +46,8 @@ SEMANTIC = {"_semantic": interpreter.interpreter_semantic}
 
 
 @cache
-def known_shape(sizes: tuple[int, ...]):
-    """Of a block: its type's shape and size, and its tensors' shape and size."""
+def shape_and_size(sizes: tuple[int, ...]):
+    """The shape and size of a block type, and the shape and size of its tensors."""
     size = validate_block_shape(sizes)
     return core.tuple(sizes), size, (core.tuple([core.constexpr(each) for each in sizes]), core.constexpr(size))
 
@@ -60,7 +60,7 @@ def init_block_type(self, element_ty, shape):
     if not sizes:
         raise TypeError("0d block_type is forbidden")
     self.element_ty = element_ty
-    self.shape, self.numel, self.of_tensors = known_shape(sizes)
+    self.shape, self.numel, self.of_tensors = shape_and_size(sizes)
 
 
 def copy_with_element_ty(self, element_ty):
@@ -74,8 +74,8 @@ def init_tensor(self, handle, type):
     self.shape, self.numel = type.of_tensors if type.is_block() else NO_SHAPE
 
 
-def unwrap_most_first(unwrap):
-    """unwrap: asks whether it is given a list, a tuple, …; most often it is a number, a tensor or one constant."""
+def unwrap_common_types_first(unwrap):
+    """`unwrap`, which tests for lists, tuples and so on, after the common cases: a number, a tensor or a constexpr."""
 
     def unwrap_if_constexpr(value):
         if type(value) is core.constexpr:
@@ -86,26 +86,29 @@ def unwrap_most_first(unwrap):
 
 
 def broadcast_if_unequal(broadcast):
+    """`broadcast`, skipped if both operands share one shape object."""
+
     def broadcast_impl_value(self, lhs, rhs):
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
     return broadcast_impl_value
 
 
-def remember_by_name(get_np_dtype):
-    known = {}
+def cache_by_name(get_np_dtype):
+    """`get_np_dtype` with a cache."""
+    dtypes = {}
 
     def look_up(dtype):
-        name = dtype.scalar.name  # of pointers too, which cannot be hashed
-        if name not in known:
-            known[name] = get_np_dtype(dtype)
-        return known[name]
+        name = dtype.scalar.name  # the key, because pointer types cannot be hashed
+        if name not in dtypes:
+            dtypes[name] = get_np_dtype(dtype)
+        return dtypes[name]
 
     return look_up
 
 
 def reduce_by_slices(self, tensors):
-    """Along an axis from first to last, as `generic_reduce` does, with all that lies across it in one operation."""
+    """Reduces along the axis from first to last, as `generic_reduce` does, but a whole slice in one operation."""
     assert self.axis is not None
 
     def slices(index):

@@ -1,4 +1,4 @@
-"""The reference implementation as the oracle: tiny random models of it, every parameter re-randomised."""
+"""Tiny random models of the reference implementation (transformers), with every parameter re-randomised."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The reference implementation of a config, nothing of it fused, no parameter left at the value it starts with."""
-    with TemporaryDirectory() as folder:  # read from a file, as users do
+    """The reference model of a config: eager attention and experts, and no parameter at its initial value."""
+    with TemporaryDirectory() as folder:  # read from a file, as for users
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         config = AutoConfig.from_pretrained(folder)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -27,7 +27,7 @@ def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> 
 
 
 def save_reference(raw: dict[str, Any], folder: Path) -> nn.Module:
-    """Writes the reference model's checkpoint, with config.json just as the case has it."""
+    """Writes the checkpoint of the reference model, with config.json exactly as given; returns the model."""
     model = reference_model(raw)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(raw, indent=2))
@@ -35,7 +35,7 @@ def save_reference(raw: dict[str, Any], folder: Path) -> nn.Module:
 
 
 def hub_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The reference's weights under their Hub names, which differ from those it has in memory."""
+    """The weights of a reference model under their Hub names, which differ from its names in memory."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     return {
         name.replace("vision_tower.", "vision_tower.vision_model."): value
@@ -44,7 +44,7 @@ def hub_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tokens(raw: dict[str, Any], batch: int = 2, length: int = 23, seed: int = 3) -> Tensor:
-    """Token ids [batch, length], the padding id among them."""
+    """Random token ids [batch, length], including the padding id."""
     text = raw.get("text_config", raw)
     ids = torch.randint(3, text["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
     if "pad_token_id" in text and length > 5:
@@ -53,7 +53,7 @@ def tokens(raw: dict[str, Any], batch: int = 2, length: int = 23, seed: int = 3)
 
 
 def labels_of(input_ids: Tensor) -> Tensor:
-    """input_ids with some positions unsupervised."""
+    """Labels: input_ids with some positions unsupervised (-100)."""
     labels = input_ids.clone()
     labels[0, :4] = -100
     labels[-1, -2:] = -100

@@ -1,4 +1,4 @@
-"""Breaks one line of a function in place, wherever it is already referenced from."""
+"""Replaces code of a function in place, so that existing references to the function run the broken code."""
 
 import importlib
 import inspect
@@ -9,7 +9,7 @@ from types import FunctionType
 
 @dataclass(frozen=True)
 class Sabotage:
-    """`old` becomes `new`, once, in `module:qualified.name`; the parity case `case` must notice."""
+    """Replaces the only `old` in `module:qualified.name` by `new`; the parity case `case` must then fail."""
 
     where: str
     old: str
@@ -24,14 +24,14 @@ class Sabotage:
             function = inspect.getattr_static(function, name)
         function = plain_function(function)
         source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(self.old) == 1, f"{self.where}: {source.count(self.old)} lines hold {self.old!r}"
+        assert source.count(self.old) == 1, f"{self.where}: {source.count(self.old)} occurrences of {self.old!r}"
         namespace = dict(vars(module))
         exec(compile(source.replace(self.old, self.new), self.where, "exec"), namespace)
         monkeypatch.setattr(function, "__code__", plain_function(namespace[function.__name__]).__code__)
 
 
 def plain_function(found: object) -> FunctionType:
-    """The function under a class attribute's or a decorator's wrapping."""
+    """The function inside a classmethod, staticmethod, property or decorator."""
     if isinstance(found, classmethod | staticmethod):
         found = found.__func__
     if isinstance(found, property):

@@ -1,4 +1,4 @@
-"""The benchmark suite without a GPU: what it compares, computes, lists and refuses; times are given."""
+"""The benchmark suite without a GPU: checks, computed figures, result files and errors. Times are mocked."""
 
 import importlib
 import os
@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import in_turns, ops, plot, results, suite, table, timing
 from benchmarks.__main__ import main
-from benchmarks.checks import FACTOR, ROUNDING, Truth, after, evaluate, fresh_inputs
-from benchmarks.ops import OPS, Op, Provider, both, draw
+from benchmarks.checks import MAX_ERROR_RATIO, ROUNDING_ERROR, ReferenceResult, evaluate, fresh_inputs, with_layout
+from benchmarks.ops import OPS, Op, Provider, random_input, work_per_pass
 
 SMALL = {
     "rms_norm": (8, 32),
@@ -34,29 +34,29 @@ SMALL = {
     "adamw": (8, 16),
 }
 ENVIRONMENT = {"date": "2026-01-02T03:04:05", "gpu": "a GPU", "driver": "1.2", "versions": {"torch": "2.11.0"}}
-TIMING = timing.Timing(ms=2.0, ms_20=1.9, ms_80=2.2, host_us=30.0, ahead=True)
+TIMING = timing.Timing(ms=2.0, ms_20=1.9, ms_80=2.2, host_us=30.0, host_ahead=True)
 
 suite.import_ops()
 
 
 @pytest.fixture
 def op(monkeypatch):
-    """y = 2 x, bound by a copy: the only op there is."""
-    only = {}
+    """The only registered op: y = 2 x, bound by memory bandwidth, with mocked times."""
+    registry = {}
     for module in (ops, suite):
-        monkeypatch.setattr(module, "OPS", only)
+        monkeypatch.setattr(module, "OPS", registry)
     monkeypatch.setattr(results, "environment", lambda: ENVIRONMENT)
     monkeypatch.setattr(timing, "ceilings", lambda: {timing.COPY: 4000.0, timing.MATMUL: 600.0})
-    monkeypatch.setattr(timing, "sets_beyond_cache", lambda size: 2)
+    monkeypatch.setattr(timing, "num_input_sets", lambda size: 2)
     monkeypatch.setattr(timing, "measure", lambda function, sets, passes: (dict.fromkeys(passes, TIMING), 3 * 2**20))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    op = Op("double", [(4, 8), (64, 8)], lambda *shape: [draw(*shape)], lambda x: 2 * x, work)
+    op = Op("double", [(4, 8), (64, 8)], lambda *shape: [random_input(*shape)], lambda x: 2 * x, work)
     op.provider("pytorch")(lambda *shape: lambda x: x + x)
     return op
 
 
 def work(rows, columns):
-    return both(4e9, 8e9)
+    return work_per_pass(4e9, 8e9)
 
 
 def rows_by_provider(op):
@@ -64,7 +64,7 @@ def rows_by_provider(op):
     return {name: [row for row in rows if row["provider"] == name] for name in op.providers}
 
 
-def test_every_op_has_plain_pytorch_ours_and_a_shape_bound_by_the_host():
+def test_every_op_has_the_providers_pytorch_and_ligermodels_and_a_shape_bound_by_the_host():
     assert set(OPS) == set(SMALL)
     for op in OPS.values():
         assert {"pytorch", "ligermodels"} <= set(op.providers), op.name
@@ -74,15 +74,15 @@ def test_every_op_has_plain_pytorch_ours_and_a_shape_bound_by_the_host():
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_plain_pytorch_and_ours_are_right_in_every_layout(name, request):
-    if name.endswith("_backward"):  # calls the kernel itself
+def test_pytorch_and_ligermodels_are_correct_for_every_op(name, request):
+    if name.endswith("_backward"):  # the provider launches the kernel directly
         request.getfixturevalue("kernels")
     op, shape = OPS[name], SMALL[name]
-    truth = Truth(op, shape)
+    reference_result = ReferenceResult(op, shape)
     for provider in ("pytorch", "ligermodels"):
         make, _, layout = op.providers[provider]
-        result = evaluate(after(layout, make(*shape)), fresh_inputs(op, shape))
-        assert truth.error_of(result) <= FACTOR, provider
+        result = evaluate(with_layout(layout, make(*shape)), fresh_inputs(op, shape))
+        assert reference_result.error_ratio(result) <= MAX_ERROR_RATIO, provider
 
 
 def test_a_provider_that_is_not_installed_or_fails_is_listed_with_its_reason(op):
@@ -104,11 +104,11 @@ def test_a_provider_that_is_not_installed_or_fails_is_listed_with_its_reason(op)
     assert (row["shape"], row["status"]) == ("4x8", "failed")
     assert row["reason"] == "RuntimeError: no kernel for this device"
     assert [row["status"] for row in rows["pytorch"]] == 6 * ["ok"]
-    assert "failed: RuntimeError: no kernel for this device" in table.line(row)
+    assert "failed: RuntimeError: no kernel for this device" in table.format_row(row)
 
 
-def with_gradient(scale):
-    """2 x, whose gradient comes back scaled."""
+def double_with_scaled_gradient(scale):
+    """A function that computes 2 x and multiplies its gradient by `scale`."""
 
     def double(x):
         y = 2 * x
@@ -120,10 +120,10 @@ def with_gradient(scale):
 
 WRONG = {
     "a wrong output": lambda x: 2.2 * x,
-    "a wrong gradient": with_gradient(0.95),
-    "a gradient that is not a number": with_gradient(float("nan")),
+    "a wrong gradient": double_with_scaled_gradient(0.95),
+    "a NaN gradient": double_with_scaled_gradient(float("nan")),
     "another shape": lambda x: 2 * x[:1],
-    "one missing element": lambda x: torch.cat((2 * x[:, :-1], 0 * x[:, -1:]), 1),
+    "one zeroed column": lambda x: torch.cat((2 * x[:, :-1], 0 * x[:, -1:]), 1),
 }
 
 
@@ -135,19 +135,19 @@ def test_a_wrong_provider_is_marked_wrong_and_not_timed(op, fault):
     assert all("ms" not in row for row in rows)
 
 
-def test_the_error_is_a_multiple_of_what_the_reference_makes_in_bf16():
+def test_the_error_is_a_multiple_of_the_bf16_error_of_the_reference():
     op = OPS["rms_norm"]
-    truth = Truth(op, (32, 64))
-    oracle = truth.oracle
-    off = 1 + 3 * truth.plain[0]
-    assert truth.error_of(oracle) == 0.0
-    assert truth.error_of([off * oracle[0], *oracle[1:]]) == pytest.approx(
-        3 * truth.plain[0] / max(truth.plain[0], ROUNDING), rel=1e-3
+    reference_result = ReferenceResult(op, (32, 64))
+    expected = reference_result.expected
+    perturbation = 1 + 3 * reference_result.bf16_errors[0]
+    assert reference_result.error_ratio(expected) == 0.0
+    assert reference_result.error_ratio([perturbation * expected[0], *expected[1:]]) == pytest.approx(
+        3 * reference_result.bf16_errors[0] / max(reference_result.bf16_errors[0], ROUNDING_ERROR), rel=1e-3
     )
-    assert 0.5e-3 < truth.plain[0] < 4e-3
+    assert 0.5e-3 < reference_result.bf16_errors[0] < 4e-3
 
 
-def test_rates_and_shares_of_the_ceiling(op):
+def test_rates_and_fractions_of_the_ceiling(op):
     forward, backward, both = rows_by_provider(op)["pytorch"][:3]
     assert [row["pass"] for row in (forward, backward, both)] == ["forward", "backward", "forward+backward"]
     assert [row["rate"] for row in (forward, backward, both)] == [2000.0, 4000.0, 6000.0]
@@ -156,30 +156,30 @@ def test_rates_and_shares_of_the_ceiling(op):
     assert "peak_mib" not in forward and both["peak_mib"] == 3.0
 
 
-def test_a_matrix_product_is_counted_in_tflops_and_another_limit_is_timed_in_the_same_run(op, monkeypatch):
+def test_matrix_products_are_rated_in_tflops_and_a_limit_function_is_timed_in_the_same_run(op, monkeypatch):
     op.ceiling, op.work = timing.MATMUL, lambda *shape: {"forward+backward": 1.2e12}
     (row,) = rows_by_provider(op)["pytorch"][:1]
     assert (row["rate"], row["share"]) == (600.0, 1.0)
-    op.alone = lambda *shape: lambda: None
+    op.limit_function = lambda *shape: lambda: None
     monkeypatch.setattr(timing, "median_time", lambda function, count: 1.5)
     assert rows_by_provider(op)["pytorch"][0]["share"] == 0.75
 
 
-def test_memory_may_leave_out_the_gradients(op):
-    op.beyond_gradients = True
+def test_peak_memory_can_exclude_the_gradients(op):
+    op.exclude_gradients = True
     op.provider("pytorch", shapes=[(64, 8)])(lambda *shape: lambda x: x + x)
-    op.shapes, op.inputs = [(64, 8)], lambda rows, columns: [draw(rows, columns, 1024)]  # a gradient of 1 MiB
+    op.shapes, op.inputs = [(64, 8)], lambda rows, columns: [random_input(rows, columns, 1024)]  # a gradient of 1 MiB
     assert rows_by_provider(op)["pytorch"][2]["peak_mib"] == 2.0
 
 
-def test_a_row_whose_host_waits_for_the_device_says_so(op, monkeypatch):
-    waiting = dict.fromkeys(work(1, 1), TIMING._replace(ahead=False))
+def test_a_row_reports_that_the_host_waits_for_the_device(op, monkeypatch):
+    waiting = dict.fromkeys(work(1, 1), TIMING._replace(host_ahead=False))
     monkeypatch.setattr(timing, "measure", lambda *arguments: (waiting, 0))
     row = rows_by_provider(op)["pytorch"][0]
-    assert row["status"] == "ok" and "host waits" in row["reason"] and "host waits" in table.line(row)
+    assert row["status"] == "ok" and "host waits" in row["reason"] and "host waits" in table.format_row(row)
 
 
-class Recorder:
+class EventRecorder:
     def __init__(self, log, name):
         self.log, self.name = log, name
 
@@ -195,7 +195,7 @@ class Recorder:
         ("forward+backward", ["begin", "forward", "backward", "end"]),
     ],
 )
-def test_a_pass_times_its_own_part_and_accumulates_no_gradient(kind, expected):
+def test_only_the_pass_is_timed_and_no_gradient_is_accumulated(kind, expected):
     log = []
 
     class Logged(torch.autograd.Function):
@@ -211,44 +211,44 @@ def test_a_pass_times_its_own_part_and_accumulates_no_gradient(kind, expected):
 
     leaves = [torch.ones(3, requires_grad=True) for _ in range(2)]
     sets = [timing.Inputs([x], [x], [torch.ones(3)]) for x in leaves]
-    call = timing.caller(Logged.apply, sets, kind)
+    call = timing.make_call(Logged.apply, sets, kind)
     for _ in range(2):
-        call(Recorder(log, "begin"), Recorder(log, "end"))
+        call(EventRecorder(log, "begin"), EventRecorder(log, "end"))
     assert log == 2 * expected
     assert all(x.grad is None for x in leaves)
 
 
-@pytest.mark.parametrize("overwritten", [True, False])
-def test_inputs_that_a_provider_writes_over_are_put_back_after_each_call(op, overwritten):
+@pytest.mark.parametrize("restore_inputs", [True, False])
+def test_inputs_that_a_provider_overwrites_are_restored_after_each_call(op, restore_inputs):
     seen = []
-    op.overwritten = overwritten
+    op.restore_inputs = restore_inputs
 
-    @op.provider("greedy", layout=lambda x: (x.detach(),))
-    def greedy(*shape):
+    @op.provider("overwriting", layout=lambda x: (x.detach(),))
+    def overwriting(*shape):
         def double(x):
             seen.append(x.sum().item())
             return x.mul_(2)
 
         return double
 
-    sets = suite.timed_inputs(suite.Case(op, (4, 8)), op.providers["greedy"], greedy())
-    call = timing.caller(greedy(), sets[:1], "forward")
+    sets = suite.make_input_sets(suite.Case(op, (4, 8)), op.providers["overwriting"], overwriting())
+    call = timing.make_call(overwriting(), sets[:1], "forward")
     del seen[:]
     for _ in range(3):
-        call(timing.Stamp(), timing.Stamp())
-    assert len(set(seen)) == (1 if overwritten else 3)
+        call(timing.HostEvent(), timing.HostEvent())
+    assert len(set(seen)) == (1 if restore_inputs else 3)
 
 
-def test_inputs_rotate_beyond_twice_the_cache(monkeypatch):
+def test_rotated_inputs_exceed_twice_the_cache_size(monkeypatch):
     properties = type("Properties", (), {"L2_cache_size": 60 * 2**20})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     for mib in (1, 7, 59, 60, 119, 120, 500):
-        sets = timing.sets_beyond_cache(mib * 2**20)
-        assert sets * mib > 120 or sets == timing.MOST_CALLS, mib
+        sets = timing.num_input_sets(mib * 2**20)
+        assert sets * mib > 120 or sets == timing.MAX_CALLS, mib
         assert sets == 1 or (sets - 1) * mib <= 120, mib
 
 
-def test_providers_take_turns_and_those_that_fail_or_are_wrong_are_listed(op, monkeypatch):
+def test_interleaved_providers_take_turns_and_failed_or_wrong_ones_are_listed(op, monkeypatch):
     op.provider("other")(lambda *shape: lambda x: 2 * x)
     op.provider("wrong")(lambda *shape: lambda x: 3 * x)
     op.provider("broken")(lambda *shape: lambda x: x @ x)
@@ -266,19 +266,19 @@ def test_providers_take_turns_and_those_that_fail_or_are_wrong_are_listed(op, mo
         ("wrong", None), ("broken", None), ("pytorch", "forward"), ("pytorch", "forward+backward"),
         ("other", "forward"), ("other", "forward+backward"),
     ]  # fmt: skip
-    assert rows[0]["status"] == "wrong" and "times plain bf16's" in rows[0]["reason"]
-    middle = 1 + 4 * (in_turns.ROUNDS - 1) / 2  # microseconds of the first call, 1 in its first turn, 5 in the next
+    assert rows[0]["status"] == "wrong" and "times the reference's bf16 error" in rows[0]["reason"]
+    middle = 1 + 4 * (in_turns.ROUNDS - 1) / 2  # host µs of the first call: 1 in its first turn, 5 in the second
     assert rows[1]["status"] == "failed"
     assert rows[2]["host_us"] == pytest.approx(middle) and rows[2]["ms"] == pytest.approx(2 + 0.02 * middle)
     assert rows[2]["host_us_20"] < middle and rows[5]["host_us"] == pytest.approx(middle + 3)
 
 
 def test_long_calls_are_repeated_less_often():
-    assert [timing.repetitions(ms) for ms in (0.01, 20.0, 1000.0)] == [30, 25, 3]
-    assert list(timing.batches(25)) == [10, 10, 5]
+    assert [timing.num_calls(ms) for ms in (0.01, 20.0, 1000.0)] == [30, 25, 3]
+    assert list(timing.batch_sizes(25)) == [10, 10, 5]
 
 
-def test_a_batch_held_up_once_is_repeated_behind_a_longer_sleep(monkeypatch):
+def test_a_batch_enqueued_too_late_is_repeated_once_with_a_longer_sleep(monkeypatch):
     def device_times(*in_time, sleep=3.0):
         answers, sleeps = iter(in_time), []
 
@@ -292,11 +292,11 @@ def test_a_batch_held_up_once_is_repeated_behind_a_longer_sleep(monkeypatch):
     assert device_times(True, True) == (10 * [1.0] + 10 * [2.0], True, [3.0, 3.0])
     assert device_times(False, True, True) == (10 * [2.0] + 10 * [3.0], True, [3.0, 6.0, 3.0])
     assert device_times(False, False, False) == (10 * [2.0] + 10 * [3.0], False, [3.0, 6.0, 3.0])
-    longest = timing.LONGEST_SLEEP
+    longest = timing.MAX_SLEEP_MS
     assert device_times(False, True, sleep=longest) == (10 * [1.0] + 10 * [2.0], False, [longest, longest])
 
 
-def test_the_report_of_a_run_comes_back_and_the_newest_counts(op, tmp_path, capsys):
+def test_a_saved_report_is_read_back_and_the_newest_is_used(op, tmp_path, capsys):
     op.provider("missing")(lambda *shape: importlib.import_module("nowhere_to_be_found"))
     assert main(["double", "--output", str(tmp_path)]) == 0
     (path,) = tmp_path.iterdir()
@@ -310,10 +310,10 @@ def test_the_report_of_a_run_comes_back_and_the_newest_counts(op, tmp_path, caps
     assert results.latest(tmp_path) == {"double": report | {"date": "2026-01-02T03:05:00", "rows": []}}
 
 
-def test_a_report_names_the_gpu_its_driver_and_what_is_installed(monkeypatch, tmp_path):
-    said = tmp_path / "nvidia-smi"
-    said.write_text("#!/bin/sh\necho 580.1\n")
-    said.chmod(0o755)
+def test_a_report_contains_the_gpu_its_driver_and_the_package_versions(monkeypatch, tmp_path):
+    nvidia_smi = tmp_path / "nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\necho 580.1\n")
+    nvidia_smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(results, "PACKAGES", ("torch", "nowhere-to-be-found"))
@@ -330,7 +330,7 @@ def test_only_the_named_provider_runs(op, tmp_path, capsys):
     assert {row["provider"] for row in rows} == {"other"} and len(rows) == 6
 
 
-def test_what_is_drawn_is_the_last_pass_from_the_smallest_shape_to_the_largest():
+def test_plots_show_the_last_pass_from_the_smallest_shape_to_the_largest():
     def row(shape, provider, kind, share, **more):
         return {"status": "ok", "shape": shape, "provider": provider, "pass": kind, "share": share} | more
 
@@ -351,7 +351,7 @@ def test_what_is_drawn_is_the_last_pass_from_the_smallest_shape_to_the_largest()
     assert memory == {"ours": {"16384x512": 48.0, "16384x4096": 384.0}, "theirs": {"16384x512": 96.0}}
 
 
-def test_plots_are_drawn_of_the_newest_report_of_each_op(op, tmp_path, monkeypatch):
+def test_plots_are_drawn_from_the_newest_report_of_each_op(op, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(plot, "draw", lambda report, path, draw=plot.draw: (drawn.append(report), draw(report, path)))
     report = suite.run_op(op, op.providers)
@@ -363,6 +363,30 @@ def test_plots_are_drawn_of_the_newest_report_of_each_op(op, tmp_path, monkeypat
     (path,) = (tmp_path / "plots").iterdir()
     height, width, _ = matplotlib.image.imread(path).shape
     assert path.name == "double.png" and width > 2 * height > 600
+
+
+def test_the_training_step_chart_takes_the_newest_report_with_every_provider_and_draws_one_that_failed(tmp_path):
+    def report(date, providers):
+        ran = {"tokens_per_second": 1000, "peak_gib": 10.0}
+        rows = [
+            {"provider": name, "recompute": mode} | ({"error": "out of memory"} if name == "hugging face" else ran)
+            for name in providers
+            for mode in plot.CHECKPOINTING
+        ]
+        name = {"date": date, "gpu": "a GPU", "model": plot.STEP_MODEL, "batch": 8, "length": 2048}
+        return name | {"rows": rows}
+
+    for date, providers in (
+        ("2026-01-02T03:04:05", plot.STEP_PROVIDERS),
+        ("2026-01-03T00:00:00", plot.STEP_PROVIDERS),
+        ("2026-01-04T00:00:00", plot.STEP_PROVIDERS[1:]),
+    ):
+        results.save(tmp_path, "train-step", report(date, providers))
+    chosen = plot.training_step_report(tmp_path)
+    assert chosen["date"] == "2026-01-03T00:00:00"
+    plot.draw_training_step(chosen, tmp_path / "chart.png")
+    height, width, _ = matplotlib.image.imread(tmp_path / "chart.png").shape
+    assert width > 2 * height > 600
 
 
 def refused(capsys, *arguments):
@@ -381,19 +405,19 @@ def test_an_unknown_op_or_provider_is_refused_with_the_nearest(capsys):
 
 def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "a GPU is needed" in refused(capsys, "rope")
+    assert "needs a GPU" in refused(capsys, "rope")
 
 
 @pytest.mark.gpu
-def test_a_copy_reaches_the_ceiling_and_a_waiting_call_is_noticed():
+def test_a_copy_reaches_the_ceiling_and_a_synchronizing_call_is_detected():
     x = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     sets = [timing.Inputs([x], [], [])]
     timings, peak = timing.measure(torch.clone, sets, ["forward"])
     rate = 2 * x.nbytes / timings["forward"].ms / 1e6
     assert 0.7 < rate / timing.ceilings()[timing.COPY] < 1.1
-    assert timings["forward"].ahead and peak == x.nbytes
+    assert timings["forward"].host_ahead and peak == x.nbytes
     waiting, _ = timing.measure(lambda x: x[:1].clone() * x[0].item(), sets, ["forward"])
-    assert not waiting["forward"].ahead
+    assert not waiting["forward"].host_ahead
 
 
 def test_a_provider_is_a_function_of_the_shape(op):
@@ -408,5 +432,5 @@ def test_a_provider_is_a_function_of_the_shape(op):
 
 
 @pytest.mark.parametrize("file", sorted(Path(results.__file__).parent.glob("[!_]*.py")), ids=lambda file: file.stem)
-def test_every_script_finds_what_it_imports(file):
+def test_every_script_can_be_imported(file):
     importlib.import_module(f"benchmarks.{file.stem}")

@@ -1,4 +1,4 @@
-"""The benchmark of loss curves without a GPU, at the size of a toy."""
+"""The loss curve benchmark without a GPU, with a tiny model."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ TINY = {
 }  # fmt: skip
 
 
-def test_both_libraries_train_from_the_same_weights_on_the_same_rows(tmp_path, monkeypatch):
+def test_both_libraries_train_from_the_same_weights_on_the_same_data(tmp_path, monkeypatch):
     monkeypatch.setitem(train_curve.MODELS, "tiny", TINY)
     monkeypatch.setattr(train_curve, "VOCABULARY", 600)
     monkeypatch.setattr(train_curve, "VOCABULARY_STORIES", 100)
@@ -35,13 +35,13 @@ def test_both_libraries_train_from_the_same_weights_on_the_same_rows(tmp_path, m
     assert (tmp_path / "plots/train-curve-tiny.png").stat().st_size > 10_000
 
 
-def test_distances_of_curves():
+def test_distances_between_curves():
     flat, early, late = [1.0] * 100, [3.0] * 2 + [1.0] * 98, [1.0] * 50 + [1.5] * 50
     assert list(distance(flat, early).values()) == pytest.approx([(8 / 100) ** 0.5, 0.2, 0.0])
     assert list(distance(late, flat).values()) == pytest.approx([(12.5 / 100) ** 0.5, 0.5, 0.5])
 
 
-def test_ours_are_within_the_noise_if_no_farther_from_theirs_than_theirs_from_each_other():
+def test_a_run_within_the_noise_is_no_farther_from_the_reference_runs_than_they_are_from_each_other():
     def curves(ours):
         shift = {"hugging face": 0.0, "hugging face, rows reversed": 0.2, "ligermodels": ours}
         return {name: [2.0 + by] * 100 for name, by in shift.items()}

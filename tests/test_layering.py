@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "distributed": {"errors"},
     "kernels": set(),
     "ops": {"kernels"},
-    "nn": {"kernels"},
+    "nn": {"kernels", "ops"},
     "configs": {"errors"},
     "weights": {"errors", "distributed", "configs"},
     "layers": {"errors", "configs", "kernels", "weights"},
@@ -33,6 +33,7 @@ MAY_IMPORT = {
         *("errors", "units", "distributed", "configs", "layers", "weights", "architectures", "hub", "generation"),
         *("tokenizer", "memory", "training", "verify"),
     },
+    "__main__": {"cli"},
     "__init__": {"errors", "layers", "hub", "generation"},
 }
 

@@ -1,4 +1,4 @@
-"""The memory that `info` tells, against bytes that were counted: those of tiny models, and the peaks of an H200."""
+"""Memory estimates against measured bytes: tensors of tiny models, and peak memory of training steps on an H200."""
 
 import importlib
 
@@ -23,34 +23,34 @@ BASE = LLAMA | {
 SHARED = {"num_experts": 6, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 192}
 MODELS = {
     "dense": BASE,
-    "norms on both sides of normed heads": BASE | {"model_type": "gemma3_text", "head_dim": 64},
-    "experts and a shared one": BASE | SHARED | {"model_type": "qwen2_moe", "num_experts_per_tok": 2},
+    "sandwich norms and QK-norm": BASE | {"model_type": "gemma3_text", "head_dim": 64},
+    "routed experts and a shared one": BASE | SHARED | {"model_type": "qwen2_moe", "num_experts_per_tok": 2},
 }
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("name", "lora"),
-    [("dense", False), ("norms on both sides of normed heads", True), ("experts and a shared one", False)],
+    [("dense", False), ("sandwich norms and QK-norm", True), ("routed experts and a shared one", False)],
 )
-def test_activations_are_those_that_autograd_keeps(name, lora):
+def test_activations_match_the_tensors_that_autograd_saves(name, lora):
     def change(model):
         if lora:
             ligermodels.add_lora(model, rank=16)
 
     raw, dtype = MODELS[name], torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    kept = saved_bytes(raw, LAYERS, dtype, change, 1, TOKENS)
+    saved = saved_bytes(raw, LAYERS, dtype, change, 1, TOKENS)
     model = ligermodels.create(raw | {"num_hidden_layers": LAYERS}, dtype=dtype, device="meta")
     change(model)
     vocab, hidden = model.lm_head.weight.shape
-    head = (TOKENS + (0 if lora else vocab)) * hidden * 4  # its gradients, which `loss` counts
+    head = (TOKENS + (0 if lora else vocab)) * hidden * 4  # its gradients, which are part of `loss`
     estimate = training_memory(model, 1, TOKENS, dtype).activations + head
-    assert estimate == pytest.approx(kept, rel=0.03)
+    assert estimate == pytest.approx(saved, rel=0.03)
 
 
 @pytest.mark.parametrize("rank", [None, 8], ids=["full", "lora"])
 def test_weights_gradients_and_states_are_exact(rank):
-    model = ligermodels.create(MODELS["experts and a shared one"] | {"tie_word_embeddings": True})
+    model = ligermodels.create(MODELS["routed experts and a shared one"] | {"tie_word_embeddings": True})
     if rank:
         ligermodels.add_lora(model, rank=rank)
     optimizer = build_optimizer(model)
@@ -60,58 +60,58 @@ def test_weights_gradients_and_states_are_exact(rank):
     needs = training_memory(model, 1, 8, torch.float32)
     assert needs.weights == nbytes(model.parameters())
     assert needs.gradients == nbytes(p.grad for p in model.parameters() if p.grad is not None)
-    assert needs.states == nbytes(value for state in optimizer.state.values() for value in state.values())
+    assert needs.optimizer_states == nbytes(value for state in optimizer.state.values() for value in state.values())
 
 
 @pytest.mark.parametrize("shards", [2, 3])
-def test_the_share_of_a_rank_is_what_fsdp_gives_the_first_one(shards):
-    model = ligermodels.create(MODELS["experts and a shared one"], device="meta")
+def test_the_shard_of_a_rank_has_the_size_that_fsdp_gives_the_first_rank(shards):
+    model = ligermodels.create(MODELS["routed experts and a shared one"], device="meta")
     needs = training_memory(model, 1, 8, torch.float32, shards=shards)
-    share = nbytes(torch.chunk(parameter, shards)[0].clone() for parameter in model.parameters())
-    assert needs.weights == needs.gradients == share
-    assert needs.states == 2 * share + 4 * len(list(model.parameters()))
+    shard = nbytes(torch.chunk(parameter, shards)[0].clone() for parameter in model.parameters())
+    assert needs.weights == needs.gradients == shard
+    assert needs.optimizer_states == 2 * shard + 4 * len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("rows, moment", [(256, ("activations", "loss")), (4, ("gradients", "block"))])
-def test_the_parts_of_the_peak_of_a_rank_are_those_of_one_gpu_and_what_is_gathered(rows, moment):
-    """Here 2 ranks share fp32 weights: a block is gathered in bf16, and its gradients are reduced in fp32."""
+@pytest.mark.parametrize("batch_size, parts", [(256, ("activations", "loss")), (4, ("gradients", "block"))])
+def test_the_peak_of_a_rank_has_the_parts_of_one_gpu_and_unsharded_memory(batch_size, parts):
+    """fp32 weights are sharded over 2 ranks: a block is unsharded in bf16, its gradients are reduced in fp32."""
     model = ligermodels.create(BASE | {"num_hidden_layers": 2}, device="meta")
-    alone, shared = (training_memory(model, rows, 64, torch.bfloat16, shards=n) for n in (1, 2))
+    alone, sharded = (training_memory(model, batch_size, 64, torch.bfloat16, shards=n) for n in (1, 2))
     block, head = (sum(p.numel() for p in part.parameters()) for part in (model.model.layers[0], model.lm_head))
-    gathered = {"loss": 2 * 2 * head + 2 * block, "block": 2 * 2 * block + (2 + 4) * block}
-    assert (shared.loss, shared.block, shared.activations) == (alone.loss, alone.block, alone.activations)
-    assert shared.parts["gathered"] == gathered[moment[1]]
-    assert sum(shared.parts[name] for name in ("weights", "states", *moment, "gathered")) == shared.peak
-    assert set(alone.parts) == set(shared.parts)
+    unsharded = {"loss": 2 * 2 * head + 2 * block, "block": 2 * 2 * block + (2 + 4) * block}
+    assert (sharded.loss, sharded.block, sharded.activations) == (alone.loss, alone.block, alone.activations)
+    assert sharded.parts["unsharded"] == unsharded[parts[1]]
+    assert sum(sharded.parts[name] for name in ("weights", "optimizer states", *parts, "unsharded")) == sharded.peak
+    assert set(alone.parts) == set(sharded.parts)
 
 
-def test_states_of_any_optimizer_count_on_the_meta_device_too():
+def test_the_states_of_any_optimizer_are_counted_also_on_the_meta_device():
     model = ligermodels.create(BASE, dtype=torch.bfloat16, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     assert state_bytes(optimizer) == nbytes(model.parameters())
-    needs = training_memory(model, 1, 8, torch.bfloat16, shards=2, states=state_bytes(optimizer))
-    assert needs.states == nbytes(model.parameters()) // 2
+    needs = training_memory(model, 1, 8, torch.bfloat16, shards=2, optimizer_states=state_bytes(optimizer))
+    assert needs.optimizer_states == nbytes(model.parameters()) // 2
 
 
 def nbytes(tensors):
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def test_the_cache_is_exact(monkeypatch):
+def test_the_size_of_the_key_value_cache_is_exact(monkeypatch):
     caches = []
-    module = importlib.import_module("ligermodels.generate")
+    module = importlib.import_module("ligermodels.generation.decoding")
     monkeypatch.setattr(module, "KVCache", lambda *args: caches.append(KVCache(*args)) or caches[-1])
     model = ligermodels.create(MODELS["dense"])
     next(stream(model, [[5, 6, 7], [8, 9]], 4))
-    held = nbytes(x for layer in caches[0].layers for x in (layer.keys, layer.values))
-    assert inference_memory(model, 2, 7, torch.float32).cache == held
+    allocated = nbytes(x for layer in caches[0].layers for x in (layer.keys, layer.values))
+    assert inference_memory(model, 2, 7, torch.float32).cache == allocated
 
 
-def test_of_the_experts_only_the_chosen_are_active():
-    model = ligermodels.create(MODELS["experts and a shared one"], device="meta")
+def test_only_the_top_k_experts_count_as_active():
+    model = ligermodels.create(MODELS["routed experts and a shared one"], device="meta")
     one = 3 * 256 * 160  # gate, up and down of an expert
     count = count_parameters(model)
     assert count.total - count.active == 3 * (6 - 2) * one
@@ -120,11 +120,11 @@ def test_of_the_experts_only_the_chosen_are_active():
     assert dense.total == dense.active
 
 
-# GiB at the peak of a training step in bf16 on one H200, 2026-11-20 and 21, from the README. Where all blocks are
-# recomputed, gradients make the peak; else activations do.
+# GiB at the peak of a training step in bf16 on one H200, 2026-11-20 and 21, from the README. With activation
+# checkpointing in all blocks the peak is at the gradients, otherwise at the activations.
 MEASURED = {
     "llama 8b": (ARCHITECTURES["llama"].SIZES["8b"], 8, False, 94.4),
-    "llama 8b, recomputed": (ARCHITECTURES["llama"].SIZES["8b"], 8, True, 61.5),
+    "llama 8b, checkpointed": (ARCHITECTURES["llama"].SIZES["8b"], 8, True, 61.5),
     "phi3 mini": (ARCHITECTURES["phi3"].SIZES["mini"], 4, False, 39.5),
     "gemma2 2b": (ARCHITECTURES["gemma2"].SIZES["2b"], 4, False, 31.6),
     "gemma3 1b": (ARCHITECTURES["gemma3_text"].SIZES["1b"], 4, False, 16.7),
@@ -133,20 +133,20 @@ MEASURED = {
 }
 
 
-# The same on 2026-11-21, 8 × 2048 tokens a GPU: blocks recomputed, GPUs, and how weights are stored and trained.
+# The same on 2026-11-21, with 8 × 2048 tokens per GPU: how weights are stored, sharded and trained.
 LLAMA_8B = ARCHITECTURES["llama"].SIZES["8b"]
 MEASURED_SHARDED = {
-    "half of the blocks recomputed": (torch.bfloat16, {"recomputed": 16}, 75.3),
+    "activation checkpointing in half of the blocks": (torch.bfloat16, {"checkpointed_blocks": 16}, 75.3),
     "fp32 LoRA on a bf16 base, one GPU": (torch.bfloat16, {}, 64.5),
     "fp32 weights on two GPUs": (torch.float32, {"shards": 2}, 96.8),
-    "fp32 weights on two GPUs, kept gathered": (torch.float32, {"shards": 2, "keep_gathered": True}, 109.4),
+    "fp32 weights on two GPUs, kept unsharded": (torch.float32, {"shards": 2, "keep_unsharded": True}, 109.4),
     "bf16 weights on two GPUs": (torch.bfloat16, {"shards": 2}, 74.4),
-    "bf16 weights on two GPUs, kept gathered": (torch.bfloat16, {"shards": 2, "keep_gathered": True}, 87.0),
+    "bf16 weights on two GPUs, kept unsharded": (torch.bfloat16, {"shards": 2, "keep_unsharded": True}, 87.0),
 }
 
 
 @pytest.mark.parametrize("name", MEASURED_SHARDED)
-def test_the_peak_of_a_rank_is_within_three_percent_of_what_its_gpu_needed(name):
+def test_the_estimated_peak_of_a_rank_is_within_three_percent_of_the_measured_one(name):
     stored, settings, measured = MEASURED_SHARDED[name]
     model = ligermodels.create(LLAMA_8B, dtype=stored, device="meta")
     if name.startswith("fp32 LoRA"):
@@ -156,9 +156,9 @@ def test_the_peak_of_a_rank_is_within_three_percent_of_what_its_gpu_needed(name)
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_peak_is_within_three_percent_of_what_a_gpu_needed(name):
-    raw, batch_size, recompute, measured = MEASURED[name]
+def test_the_estimated_peak_is_within_three_percent_of_the_measured_one(name):
+    raw, batch_size, checkpointed, measured = MEASURED[name]
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="meta")
-    recomputed = raw["num_hidden_layers"] if recompute else 0
-    peak = training_memory(model, batch_size, 2048, torch.bfloat16, recomputed=recomputed).peak
+    blocks = raw["num_hidden_layers"] if checkpointed else 0
+    peak = training_memory(model, batch_size, 2048, torch.bfloat16, checkpointed_blocks=blocks).peak
     assert peak / 2**30 == pytest.approx(measured, rel=0.03)

@@ -1,4 +1,4 @@
-"""Every family and each of its switches against the reference implementation: logits, loss, one step, generation."""
+"""Every family and each of its switches against the reference implementation: logits, loss, SGD step, generation."""
 
 import copy
 
@@ -8,24 +8,24 @@ import torch
 import ligermodels
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.weights.mapping import plan_pieces
-from tests import reference_model as oracle
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
+from tests.reference_model import hub_tensors as reference_hub_tensors
 from tests.reference_model import labels_of, reference_model, save_reference, tokens
 
 LEARNING_RATE = 0.5
-# Against the reference in fp64, our fp32 error may be this many times the reference's own: sums in other orders.
+# Our fp32 error, against the reference in fp64, may be this many times the reference's own: the order of sums differs.
 FP32_FACTOR = 4.0
 
 
-# Cases that between them reach every kernel and every option of it; the others differ in what the kernels are given.
+# Cases that together reach every kernel and every option of it; the other cases only change the kernels' inputs.
 ON_KERNELS = [
     "llama", "llama-mlp-bias", "llama-gelu", "qwen2-sliding", "gemma2", "gemma3_text", "olmo2", "glm4",
     "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers",
 ]  # fmt: skip
-# Every kind of norm, of QK-norm, of RoPE and of experts. With fewer experts than all, rounding flips the choice between
-# two nearly equal ones, an error that is not ours to bound.
+# Every kind of norm, QK-norm, RoPE and experts. Every token uses all experts: otherwise rounding can flip the choice
+# between two nearly equal experts, an error that cannot be bounded.
 IN_HALF_PRECISION = [
     "llama-attention-bias", "llama-rope-llama3", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2",
     "olmo3-rope-yarn", "glm", "glm4", "granite", "phi3-longrope-long", "mistral", "smollm3", "ernie4_5", "gemma3",
@@ -43,14 +43,14 @@ PACKED = [
 
 
 def hub_tensors(model):
-    """A model's weights under their Hub names."""
+    """The weights of a model under their Hub names."""
     parameters = dict(model.named_parameters())
     pieces = plan_pieces({name: p.shape for name, p in parameters.items()}, model.weight_rules())
     return {piece.tensor: parameters[piece.parameter].detach()[piece.index] for piece in pieces}
 
 
 def check_parity(name, folder, device=DEVICE):
-    """Logits, loss and the change of every weight in one SGD step, in fp32."""
+    """Compares logits, loss and the change of every weight in one SGD step, in fp32."""
     raw = CASES[name]
     reference = save_reference(raw, folder)
     model = ligermodels.load(folder, device=device)
@@ -67,8 +67,8 @@ def check_parity(name, folder, device=DEVICE):
 
 
 def results(model, input_ids, labels):
-    """Logits, loss, and by Hub name how far one SGD step moves each weight."""
-    named = hub_tensors if isinstance(model, CausalLM) else oracle.hub_tensors
+    """Logits, loss, and the change of each weight in one SGD step, by Hub name."""
+    named = hub_tensors if isinstance(model, CausalLM) else reference_hub_tensors
     with torch.no_grad():
         logits = model(input_ids).logits
     loss = model(input_ids=input_ids, labels=labels).loss
@@ -80,20 +80,20 @@ def results(model, input_ids, labels):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fp32_parity(name, tmp_path):
+def test_fp32_results_equal_those_of_the_reference(name, tmp_path):
     check_parity(name, tmp_path)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ON_KERNELS)
-def test_fp32_parity_on_the_kernels(name, tmp_path):
+def test_fp32_results_of_the_kernels_equal_those_of_the_reference(name, tmp_path):
     check_parity(name, tmp_path)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", IN_HALF_PRECISION)
 def test_half_precision_is_within_the_error_budget(name, tmp_path):
-    """Against the reference in fp64, our error in a half precision is at most FACTOR times the reference's own."""
+    """Relative to the reference in fp64, our error is at most FACTOR times that of the reference in half precision."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
@@ -106,19 +106,19 @@ def test_half_precision_is_within_the_error_budget(name, tmp_path):
 
 
 def continued(reference, prompt):
-    """The reference's twelve likeliest tokens after a prompt."""
+    """The reference's greedy continuation of a prompt by twelve tokens."""
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     row = prompt[None]
-    every = torch.ones_like(row)  # else it takes the padding id for padding, which here is a token like the others
+    every = torch.ones_like(row)  # without it the padding id, here an ordinary token, would be masked
     return reference.generate(row, attention_mask=every, **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", GENERATING)
-def test_greedy_generation_equals_the_reference_token_for_token(name, tmp_path):
-    """Prompts longer and shorter than the window, in one batch; the reference runs them one by one."""
+def test_greedy_generation_gives_the_tokens_of_the_reference(name, tmp_path):
+    """Prompts longer and shorter than the window, in one batch; the reference runs them separately."""
     reference = save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, device=DEVICE)
-    # Seeds for which no two likeliest tokens are closer than rounding could tell apart, in any case.
+    # With these seeds the two most likely tokens are never so close that rounding could swap them.
     prompts = [tokens(CASES[name], 1, length, seed=500 + length)[0] for length in (1, 3, 9, 14)]
     ours = ligermodels.generate(model, prompts, max_new_tokens=12, stop_tokens=())
     assert ours == [continued(reference, prompt) for prompt in prompts]
@@ -126,9 +126,11 @@ def test_greedy_generation_equals_the_reference_token_for_token(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["phi3-longrope-long", "phi3-longrope-partial", "llama-rope-dynamic"])
 @pytest.mark.parametrize("length", [3, 8, 9, 14, 19, 20, 21, 23])
-def test_generation_across_the_length_where_rope_changes(name, length, tmp_path):
-    """At 20 tokens longrope switches for those before as well: prompts that stay below, cross it at their last or at an
-    earlier token, start at it and beyond. Dynamic scaling starts at 16, for the tokens to come."""
+def test_generation_is_right_across_the_length_where_rope_frequencies_change(name, length, tmp_path):
+    """LongRoPE switches at 20 tokens, also for the earlier tokens. Dynamic scaling starts at 16, for later tokens only.
+
+    The prompts stay below the switch, cross it at the last or at an earlier token, start at it, and start beyond it.
+    """
     reference = save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, device=DEVICE)
     prompt = tokens(CASES[name], 1, length, seed=length)[0]
@@ -136,18 +138,18 @@ def test_generation_across_the_length_where_rope_changes(name, length, tmp_path)
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_documents_equal_separate_runs(name):
+def test_packed_documents_give_the_results_of_separate_runs(name):
     model = ligermodels.create(CASES[name], device=DEVICE)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(10)  # sharp attention, so that a leak between documents shows
+            parameter.mul_(10)  # sharp attention, so that attention across documents would show
     lengths = [7, 1, 12, 4]
     row = tokens(CASES[name], 1, sum(lengths)).to(DEVICE)
     cu_seqlens = torch.tensor([0, 7, 8, 20, 24], dtype=torch.int32, device=DEVICE)
     supervised = sum(length - 1 for length in lengths)
 
     def apart(model, row):
-        """Logits and loss of the documents, each run by itself."""
+        """Logits and loss of the documents, run separately."""
         documents = row.split(lengths, dim=1)
         losses = [model(d, d, num_items_in_batch=supervised).loss for d in documents]
         return torch.cat([model(d).logits for d in documents], 1).cpu(), torch.stack(losses).sum().cpu()

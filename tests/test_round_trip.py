@@ -78,9 +78,7 @@ def test_an_export_equals_the_loaded_checkpoint(name, tmp_path):
     assert includes(config(tmp_path / "out"), config(tmp_path / "in"))
     read, input_ids = reread(tmp_path / "out"), tokens(CASES[name])
     assert parameters_equal(read, reference)
-    torch.testing.assert_close(
-        read(input_ids).logits, reference(input_ids).logits
-    )  # their memory alignment differs
+    torch.testing.assert_close(read(input_ids).logits, reference(input_ids).logits)  # their memory alignment differs
 
 
 @pytest.mark.parametrize("name", CASES)

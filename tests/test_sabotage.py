@@ -1,6 +1,6 @@
-"""The parity tests notice: each listed break of the code makes its named case fail.
+"""The parity tests detect bugs: each listed break of the code makes the named parity case fail.
 
-About the code unbroken the same check is silent in test_parity, so what it notices here is the break.
+test_parity shows that the same check passes for the unbroken code.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from ligermodels.errors import InputError
 from tests.sabotage import Sabotage
 from tests.test_parity import check_parity
 
-CPU = "cpu"  # where the ops are their references, which can be broken in place; kernels have tests of their own
+CPU = "cpu"  # ops run their reference implementations here, which can be replaced in place; kernels have other tests
 ATTENTION = "ligermodels.kernels.attention"
 QK_NORM = "ligermodels.kernels.qk_norm_rope:qk_norm_rope_reference"
 RMS_NORM = "ligermodels.kernels.rms_norm"
@@ -17,69 +17,69 @@ ROTATE = "ligermodels.kernels.rope:rotate_reference"
 ROUTE = "ligermodels.kernels.experts:route"
 BLOCK = "ligermodels.layers.block"
 CONFIG = "ligermodels.configs.base"
-SHARED_CONFIGS = "ligermodels.configs.shared"
+FEATURES = "ligermodels.configs.features"
 DECODER = "ligermodels.layers.decoder"
 MOE = "ligermodels.layers.moe"
 ROPE = "ligermodels.layers.rope"
-ROPE_PARAMETERS = "ligermodels.configs.rope"
+ROPE_CONFIG = "ligermodels.configs.rope"
 MAPPING = "ligermodels.weights.mapping"
 FAMILIES = "ligermodels.architectures"
 
 WINDOWS = {
     "window off by one": Sabotage(f"{ATTENTION}:dense_mask", "distance < window", "distance <= window", "mistral"),
     "window ignored": Sabotage(f"{ATTENTION}:attention", "window >= k.shape[1]", "window >= 0", "qwen2-sliding"),
-    "window of the full layers": Sabotage(
-        f"{SHARED_CONFIGS}:SlidingConfig.window", "== SLIDING", "!= SLIDING", "gemma2"
+    "window applied to full-attention layers": Sabotage(
+        f"{FEATURES}:SlidingWindowConfig.window", "== SLIDING_ATTENTION", "!= SLIDING_ATTENTION", "gemma2"
     ),
     "layer_types ignored": Sabotage(
-        f"{SHARED_CONFIGS}:SlidingConfig.layer_type", "self.layer_types is not None", "False", "qwen2-layer-types"
+        f"{FEATURES}:SlidingWindowConfig.layer_type", "self.layer_types is not None", "False", "qwen2-layer-types"
     ),
     "qwen2: windowed layers shifted": Sabotage(
-        f"{SHARED_CONFIGS}:SwitchedWindowConfig.slides",
+        f"{FEATURES}:SwitchedWindowConfig.is_sliding",
         "layer >= self.max_window_layers",
         "layer > self.max_window_layers",
         "qwen2-sliding",
     ),
-    "qwen2: unused window applied": Sabotage(
-        f"{SHARED_CONFIGS}:SwitchedWindowConfig.slides", "self.use_sliding_window and ", "", "qwen2-unused-window"
+    "qwen2: disabled window applied": Sabotage(
+        f"{FEATURES}:SwitchedWindowConfig.is_sliding", "self.use_sliding_window and ", "", "qwen2-unused-window"
     ),
     "qwen2_moe: odd layers windowed": Sabotage(
-        f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer % 2 == 0", "layer % 2 == 1", "qwen2_moe-sliding"
+        f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.is_sliding", "layer % 2 == 0", "layer % 2 == 1", "qwen2_moe-sliding"
     ),
     "qwen2_moe: upper layers windowed": Sabotage(
-        f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.slides", "layer < self", "layer <= self", "qwen2_moe-sliding"
+        f"{FAMILIES}.qwen2_moe:Qwen2MoeConfig.is_sliding", "layer < self", "layer <= self", "qwen2_moe-sliding"
     ),
     "qwen3: windowed layers shifted": Sabotage(
-        f"{SHARED_CONFIGS}:SwitchedWindowConfig.slides", "layer >= self", "layer > self", "qwen3-sliding"
+        f"{FEATURES}:SwitchedWindowConfig.is_sliding", "layer >= self", "layer > self", "qwen3-sliding"
     ),
-    "qwen3_moe: unused window applied": Sabotage(
-        f"{FAMILIES}.qwen3_moe:Qwen3MoeConfig.slides", "self.use_sliding_window", "True", "qwen3_moe-unused-window"
+    "qwen3_moe: disabled window applied": Sabotage(
+        f"{FAMILIES}.qwen3_moe:Qwen3MoeConfig.is_sliding", "self.use_sliding_window", "True", "qwen3_moe-unused-window"
     ),
     "gemma2: odd layers windowed": Sabotage(
-        f"{FAMILIES}.gemma2:Gemma2Config.slides", "layer % 2 == 0", "layer % 2 == 1", "gemma2"
+        f"{FAMILIES}.gemma2:Gemma2Config.is_sliding", "layer % 2 == 0", "layer % 2 == 1", "gemma2"
     ),
     "gemma3: pattern shifted": Sabotage(
-        f"{FAMILIES}.gemma3:Gemma3Config.slides", "(layer + 1)", "layer", "gemma3_text"
+        f"{FAMILIES}.gemma3:Gemma3Config.is_sliding", "(layer + 1)", "layer", "gemma3_text"
     ),
-    "olmo3: pattern shifted": Sabotage(f"{FAMILIES}.olmo3:Olmo3Config.slides", "(layer + 1)", "layer", "olmo3"),
-    "smollm3: rotated layers windowed": Sabotage(
-        f"{FAMILIES}.smollm3:SmolLM3Config.slides", "not self.rotates", "self.rotates", "smollm3-sliding"
+    "olmo3: pattern shifted": Sabotage(f"{FAMILIES}.olmo3:Olmo3Config.is_sliding", "(layer + 1)", "layer", "olmo3"),
+    "smollm3: window on layers with RoPE": Sabotage(
+        f"{FAMILIES}.smollm3:SmolLM3Config.is_sliding", "not self.has_rope", "self.has_rope", "smollm3-sliding"
     ),
 }
 SCORES = {
     "causal mask strict": Sabotage(f"{ATTENTION}:dense_mask", "distance >= 0", "distance > -2", "qwen2-sliding"),
     "attention unscaled": Sabotage(f"{ATTENTION}:sdpa", "scale=scale", "scale=1.0", "llama"),
-    "bound of the scores dropped": Sabotage(
+    "attention softcap dropped": Sabotage(
         f"{ATTENTION}:attention_reference", "if softcap is not None", "if False", "gemma2-attention-softcap"
     ),
-    "bound of the logits dropped": Sabotage(
+    "logit softcap dropped": Sabotage(
         f"{DECODER}:CausalLM.logits", "logits if softcap is None else", "logits if True else", "gemma2-final-softcap"
     ),
-    "bound of the loss dropped": Sabotage(
+    "softcap of the loss dropped": Sabotage(
         f"{DECODER}:CausalLM.loss", "softcap=self.config.logit_softcap", "softcap=None", "gemma2-final-softcap"
     ),
     "query_pre_attn_scalar ignored": Sabotage(
-        f"{SHARED_CONFIGS}:SoftcapConfig.attention_scale",
+        f"{FEATURES}:SoftcapConfig.attention_scale",
         "self.query_pre_attn_scalar",
         "self.head_dim",
         "gemma2-query-scalar",
@@ -90,22 +90,22 @@ SCORES = {
         "scale=None",
         "granite-attention-multiplier",
     ),
-    "attention_multiplier ignored with experts": Sabotage(
+    "attention_multiplier ignored in granitemoe": Sabotage(
         f"{FAMILIES}.granitemoe:GraniteMoe.layer", "scale=config.attention_multiplier", "scale=None", "granitemoe"
     ),
 }
 NORMS = {
     "norm's epsilon dropped": Sabotage(f"{RMS_NORM}:rms_norm_reference", " + eps)", " + 1e-2)", "llama"),
-    "one not added to the weight": Sabotage(f"{RMS_NORM}:rms_norm_reference", " + offset", "", "gemma"),
-    "queries normed after their rotation": Sabotage(
+    "weight + 1 dropped": Sabotage(f"{RMS_NORM}:rms_norm_reference", " + offset", "", "gemma"),
+    "QK-norm after RoPE": Sabotage(
         QK_NORM,
         "rotate_reference(norm(q, q_weight), cos, sin)",
         "norm(rotate_reference(q, cos, sin), q_weight)",
         "qwen3",
     ),
     "keys not normed": Sabotage(QK_NORM, "norm(k, k_weight)", "k", "qwen3"),
-    "keys normed by the queries' weight": Sabotage(QK_NORM, "norm(k, k_weight)", "norm(k, q_weight)", "gemma3_text"),
-    "heads normed one by one": Sabotage(
+    "keys normed with the queries' weight": Sabotage(QK_NORM, "norm(k, k_weight)", "norm(k, q_weight)", "gemma3_text"),
+    "joint QK-norm applied per head": Sabotage(
         QK_NORM,
         "return rms_norm_reference(",
         "return rms_norm_reference(x, weight.new_ones(x.shape[-1]), eps) * weight.view(x.shape[2:])"
@@ -113,13 +113,13 @@ NORMS = {
         "olmo2",
     ),
     "post-norm as pre-norm": Sabotage(
-        f"{BLOCK}:PostNormLayer.block",
+        f"{BLOCK}:PostNormLayer.forward_block",
         "self.mlp(None, x, residual)\n    x, _ = self.post_feedforward_layernorm(x)",
         "self.mlp(self.post_feedforward_layernorm, x, residual)",
         "olmo2",
     ),
     "norm after attention dropped": Sabotage(
-        f"{BLOCK}:SandwichLayer.block", "x, _ = self.post_attention_layernorm(x)", "", "gemma2"
+        f"{BLOCK}:SandwichLayer.forward_block", "x, _ = self.post_attention_layernorm(x)", "", "gemma2"
     ),
     "glm4: norms around attention and MLP swapped": Sabotage(
         f"{FAMILIES}.glm4:Glm4.weight_rules",
@@ -131,19 +131,25 @@ NORMS = {
 ROTATIONS = {
     "interleaved for half-split": Sabotage(ROTATE, " if interleaved else rotated.chunk(2, -1)", "", "llama"),
     "half-split for interleaved": Sabotage(f"{FAMILIES}.glm:Glm.layer", "interleaved=True", "interleaved=False", "glm"),
-    "the other way round": Sabotage(ROTATE, "first * c - second * s,", "first * c + second * s,", "llama"),
-    "linear scaling dropped": Sabotage(f"{ROPE}:linear", "embeddings) /", "embeddings) + 0 *", "llama-rope-linear"),
-    "llama3 blend reversed": Sabotage(f"{ROPE}:llama3", "(1 - keep)", "keep", "llama-rope-llama3"),
-    "yarn ramp reversed": Sabotage(f"{ROPE}:yarn", "* ramp + inv_freq", "* (1 - ramp) + inv_freq", "llama-rope-yarn"),
+    "rotation reversed": Sabotage(ROTATE, "first * c - second * s,", "first * c + second * s,", "llama"),
+    "linear scaling dropped": Sabotage(
+        f"{ROPE}:linear_frequencies", "embeddings) /", "embeddings) + 0 *", "llama-rope-linear"
+    ),
+    "llama3 blend reversed": Sabotage(f"{ROPE}:llama3_frequencies", "(1 - keep)", "keep", "llama-rope-llama3"),
+    "yarn ramp reversed": Sabotage(
+        f"{ROPE}:yarn_frequencies", "* ramp + inv_freq", "* (1 - ramp) + inv_freq", "llama-rope-yarn"
+    ),
     "yarn attention factor dropped": Sabotage(f"{ROPE}:attention_factor", "mscale(1.0)", "1.0", "llama-rope-yarn"),
     "yarn mscale_all_dim ignored": Sabotage(
         f"{ROPE}:attention_factor", " / mscale(rope.mscale_all_dim)", "", "llama-rope-yarn-mscale"
     ),
-    "yarn always truncated": Sabotage(f"{ROPE}:yarn", "if rope.truncate", "if True", "llama-rope-yarn-mscale"),
-    "yarn in the windowed layers too": Sabotage(
-        f"{ROPE_PARAMETERS}:read_ropes",
-        "SLIDING: rope_of(",
-        'SLIDING: rope_of(raw.get("rope_scaling") or ',
+    "yarn always truncated": Sabotage(
+        f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "llama-rope-yarn-mscale"
+    ),
+    "yarn in sliding-window layers too": Sabotage(
+        f"{ROPE_CONFIG}:read_ropes_by_layer_type",
+        "SLIDING_ATTENTION: parse_rope(",
+        'SLIDING_ATTENTION: parse_rope(raw.get("rope_scaling") or ',
         "olmo3-rope-yarn",
     ),
     "dynamic theta not stretched": Sabotage(
@@ -164,18 +170,21 @@ ROTATIONS = {
     "attention_factor ignored": Sabotage(
         f"{ROPE}:attention_factor", "return rope.attention_factor", "return 1.0", "phi3-longrope-attention-factor"
     ),
-    "rope_theta ignored": Sabotage(f"{ROPE}:default", "rope.rope_theta", "10000.0", "llama"),
-    "theta of the full layers in all": Sabotage(
+    "rope_theta ignored": Sabotage(f"{ROPE}:default_frequencies", "rope.rope_theta", "10000.0", "llama"),
+    "theta of full-attention layers in all layers": Sabotage(
         f"{FAMILIES}.gemma3:Gemma3Text.layer", "config.layer_type(index)", '"full_attention"', "gemma3_text"
     ),
     "rope_local_base_freq ignored": Sabotage(
         f"{FAMILIES}.gemma3:Gemma3Config.read_ropes", 'raw.get("rope_local_base_freq") or ', "", "gemma3_text"
     ),
     "nested rope_parameters mixed up": Sabotage(
-        f"{ROPE_PARAMETERS}:read_ropes", "nested.get(SLIDING)", "nested.get(FULL)", "gemma3_text-nested-rope"
+        f"{ROPE_CONFIG}:read_ropes_by_layer_type",
+        "nested.get(SLIDING_ATTENTION)",
+        "nested.get(FULL_ATTENTION)",
+        "gemma3_text-nested-rope",
     ),
     "partial_rotary_factor ignored": Sabotage(
-        f"{ROPE_PARAMETERS}:rope_of",
+        f"{ROPE_CONFIG}:parse_rope",
         "return Rope(**values)",
         'return Rope(**values | {"partial_rotary_factor": 1.0})',
         "phi3-partial-rotary",
@@ -184,10 +193,10 @@ ROTATIONS = {
         f"{CONFIG}:Config.read_ropes", "cls.default_partial_rotary_factor", "1.0", "glm"
     ),
     "NoPE interval inverted": Sabotage(
-        f"{FAMILIES}.smollm3:SmolLM3Config.rotates", "interval != 0", "interval == 0", "smollm3-interval"
+        f"{FAMILIES}.smollm3:SmolLM3Config.has_rope", "interval != 0", "interval == 0", "smollm3-interval"
     ),
     "NoPE list inverted": Sabotage(
-        f"{FAMILIES}.smollm3:SmolLM3Config.rotates", "return bool(", "return not bool(", "smollm3-no-rope-layers"
+        f"{FAMILIES}.smollm3:SmolLM3Config.has_rope", "return bool(", "return not bool(", "smollm3-no-rope-layers"
     ),
 }
 EXPERTS = {
@@ -202,28 +211,28 @@ EXPERTS = {
     "shared expert's gate dropped": Sabotage(
         f"{MOE}:MoE.forward", "torch.sigmoid(self.shared_expert_gate(normed)) * ", "", "qwen2_moe"
     ),
-    "dense layers among the others ignored": Sabotage(
-        f"{SHARED_CONFIGS}:SparseStepConfig.is_sparse",
+    "mlp_only_layers ignored": Sabotage(
+        f"{FEATURES}:SparseStepConfig.is_sparse",
         "layer not in (self.mlp_only_layers or ()) and ",
         "",
         "qwen2_moe-mlp-only-layers",
     ),
     "decoder_sparse_step shifted": Sabotage(
-        f"{SHARED_CONFIGS}:SparseStepConfig.is_sparse", "(layer + 1)", "layer", "qwen3_moe-sparse-step"
+        f"{FEATURES}:SparseStepConfig.is_sparse", "(layer + 1)", "layer", "qwen3_moe-sparse-step"
     ),
     "num_local_experts not read": Sabotage(
-        f"{CONFIG}:Config.from_dict", "cls.also_named.get(name, name)", "name", "qwen3_moe-num-local-experts"
+        f"{CONFIG}:Config.from_dict", "cls.alternative_names.get(name, name)", "name", "qwen3_moe-num-local-experts"
     ),
-    "router's loss dropped": Sabotage(
+    "load-balancing loss dropped": Sabotage(
         f"{DECODER}:CausalLM.forward", "config.output_router_logits", "False", "mixtral-aux-loss"
     ),
-    "router's loss not weighted": Sabotage(
+    "load-balancing loss not weighted": Sabotage(
         f"{DECODER}:CausalLM.forward", "config.router_aux_loss_coef * ", "", "qwen3_moe-aux-loss"
     ),
-    "router's loss a mean over the choices": Sabotage(
+    "load-balancing loss as a mean over the top k": Sabotage(
         f"{MOE}:load_balancing_loss", "chosen.mean(0) *", "chosen.mean(0) / k *", "granitemoe-aux-loss"
     ),
-    "router's loss of one layer": Sabotage(
+    "load-balancing loss of one layer only": Sabotage(
         f"{MOE}:load_balancing_loss", "torch.cat(router_logits)", "router_logits[0]", "qwen2_moe-aux-loss"
     ),
 }
@@ -236,28 +245,31 @@ MODEL = {
     ),
     "exact gelu for tanh": Sabotage(
         f"{CONFIG}:Config.activation",
-        'supported_activation("hidden_act", self.hidden_act)',
+        'kernel_activation("hidden_act", self.hidden_act)',
         '"gelu"',
         "llama-gelu-tanh",
     ),
-    "gemma: gelu taken at its word": Sabotage(
+    "gemma: gelu read as exact gelu": Sabotage(
         f"{FAMILIES}.gemma:GemmaConfig.activation", '"gelu_tanh" if', '"gelu" if', "gemma"
     ),
     "residual lost": Sabotage(f"{RMS_NORM}:add_rms_norm_reference", "hidden = x + residual", "hidden = x", "llama"),
     "residual_multiplier of attention ignored": Sabotage(
-        f"{BLOCK}:ScaledLayer.block", "x * self.multiplier, residual)", "x, residual)", "granite-residual-multiplier"
+        f"{BLOCK}:ScaledLayer.forward_block",
+        "x * self.multiplier, residual)",
+        "x, residual)",
+        "granite-residual-multiplier",
     ),
     "residual_multiplier of the MLP ignored": Sabotage(
-        f"{BLOCK}:ScaledLayer.block", "return x * self.multiplier", "return x", "granite-residual-multiplier"
+        f"{BLOCK}:ScaledLayer.forward_block", "return x * self.multiplier", "return x", "granite-residual-multiplier"
     ),
     "embedding_multiplier ignored": Sabotage(
-        f"{SHARED_CONFIGS}:MultiplierConfig.embedding_scale",
+        f"{FEATURES}:MultiplierConfig.embedding_scale",
         "self.embedding_multiplier",
         "1.0",
         "granite-embedding-multiplier",
     ),
     "logits_scaling ignored": Sabotage(
-        f"{SHARED_CONFIGS}:MultiplierConfig.logit_scale", "1.0 / self.logits_scaling", "1.0", "granite-logits-scaling"
+        f"{FEATURES}:MultiplierConfig.logit_scale", "1.0 / self.logits_scaling", "1.0", "granite-logits-scaling"
     ),
     "logits_scaling ignored in the loss": Sabotage(
         f"{DECODER}:CausalLM.loss", "logit_scale=self.config.logit_scale", "logit_scale=1.0", "granite-logits-scaling"
@@ -275,8 +287,8 @@ BREAKS = WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_break_is_noticed(name, tmp_path, monkeypatch):
-    """By other numbers, or because the checkpoint no longer fits."""
+def test_a_break_makes_its_parity_case_fail(name, tmp_path, monkeypatch):
+    """The numbers differ, or the checkpoint no longer fits the model."""
     sabotage = BREAKS[name]
     sabotage.apply(monkeypatch)
     with pytest.raises((AssertionError, InputError)):

@@ -1,4 +1,4 @@
-"""The families, one file a model_type. This page is the registry: `config.json`'s model_type to the class."""
+"""The model families: one file per model_type. ARCHITECTURES maps the model_type of a config.json to its class."""
 
 from ligermodels.architectures.ernie4_5 import Ernie4_5
 from ligermodels.architectures.gemma import Gemma

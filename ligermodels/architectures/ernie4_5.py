@@ -1,4 +1,4 @@
-"""ERNIE 4.5, the dense models: Llama with interleaved RoPE and one switch for all its biases."""
+"""ERNIE 4.5, dense models: Llama with interleaved RoPE and one switch for all biases."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,10 +1,10 @@
-"""Gemma 2B and 7B: Llama with GeGLU, norms that add one to their weight, and embeddings scaled by the root of H."""
+"""Gemma 2B and 7B: Llama with GeGLU, RMSNorm with weight + 1, and tied embeddings scaled by sqrt(hidden_size)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ligermodels.configs.base import ACTIVATIONS, preset, tiny
-from ligermodels.configs.shared import UnitOffsetConfig
+from ligermodels.configs.base import KERNEL_ACTIVATIONS, preset, tiny
+from ligermodels.configs.features import UnitOffsetConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
@@ -24,8 +24,8 @@ class GemmaConfig(UnitOffsetConfig):
 
     @property
     def activation(self) -> str:
-        """Files that say "gelu" mean its approximation by tanh."""
-        return "gelu_tanh" if self.hidden_act == "gelu" else ACTIVATIONS[self.hidden_act]
+        """In Gemma's files "gelu" means the tanh approximation."""
+        return "gelu_tanh" if self.hidden_act == "gelu" else KERNEL_ACTIVATIONS[self.hidden_act]
 
 
 BASE = {"model_type": "gemma", "hidden_act": "gelu", "head_dim": 256}

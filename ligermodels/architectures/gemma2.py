@@ -1,10 +1,12 @@
-"""Gemma 2: Gemma with norms on both sides of each branch, bounded scores and logits, and every other layer windowed."""
+"""Gemma 2: Gemma with RMSNorm before and after each branch, softcaps on attention scores and logits, and a sliding
+window in every other layer.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import SoftcapConfig
+from ligermodels.configs.features import SoftcapConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
@@ -23,7 +25,7 @@ class Gemma2Config(SoftcapConfig):
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
 
-    def slides(self, layer: int) -> bool:
+    def is_sliding(self, layer: int) -> bool:
         return layer % 2 == 0
 
 

@@ -1,17 +1,18 @@
-"""Gemma 3, text: Gemma 2 with QK-norm instead of bounds, five windowed layers to one full, and two kinds of RoPE."""
+"""Gemma 3: Gemma 2 with QK-norm instead of softcaps, five sliding-window layers to one full, and two kinds of RoPE."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.rope import Rope, mapping, read_ropes
-from ligermodels.configs.shared import SoftcapConfig
-from ligermodels.layers.attention import NormedAttention
+from ligermodels.configs.features import SoftcapConfig
+from ligermodels.configs.rope import Rope, object_or_empty, read_ropes_by_layer_type
+from ligermodels.configs.vision import read_vision_config
+from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.vision import SiglipProjector, SiglipTower, read_vision_config
+from ligermodels.layers.vision import SiglipProjector, SiglipTower
 from ligermodels.weights.mapping import Rename, Rule, packed_projections
 
 
@@ -25,24 +26,23 @@ class Gemma3Config(SoftcapConfig):
     num_key_value_heads: int = 4
     max_position_embeddings: int = 131072
     sliding_window_pattern: int = 6
-    rope_local_base_freq: float | None = field(default=10_000.0, compare=False)  # `ropes` has what either spelling says
+    rope_local_base_freq: float | None = field(default=10_000.0, compare=False)  # `ropes` has it, from either spelling
 
-    def slides(self, layer: int) -> bool:
+    def is_sliding(self, layer: int) -> bool:
         return (layer + 1) % self.sliding_window_pattern != 0
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
-        return read_ropes(raw, 1_000_000.0, raw.get("rope_local_base_freq") or 10_000.0)
+        return read_ropes_by_layer_type(raw, 1_000_000.0, raw.get("rope_local_base_freq") or 10_000.0)
 
 
-@dataclass(kw_only=True)
 class Gemma3MultimodalConfig(Gemma3Config):
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """The text model's configuration is a part of the file; the reference gives it no bound on the logits."""
+        """Reads text_config. The reference implementation applies no logit softcap, so the field must not be set."""
         text = {"model_type": "gemma3_text", "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
-        config = super().from_dict(text | dict(mapping("text_config", raw.get("text_config"))))
-        config.refuse("final_logit_softcapping")
+        config = super().from_dict(text | dict(object_or_empty("text_config", raw.get("text_config"))))
+        config.reject_if_set("final_logit_softcapping")
         config.raw = dict(raw)
         return config
 
@@ -62,7 +62,7 @@ class Gemma3Text(CausalLM):
 
     def layer(self, config: Gemma3Config, index: int) -> SandwichLayer:
         bias, rope = config.attention_bias, config.layer_type(index)
-        attention = NormedAttention(
+        attention = QKNormAttention(
             config, qkv_bias=bias, o_bias=bias, window=config.window(index), scale=config.attention_scale, rope=rope
         )
         return SandwichLayer(config, attention, GatedMLP(config))
@@ -83,7 +83,7 @@ class Gemma3(Gemma3Text):
         return text, Rename("language_model.lm_head", "lm_head")
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """What version 5 saves of a model made from scratch, and the names it has in memory."""
+        """The names that transformers 5 writes for a new model, and its names in memory."""
         bare = Rename("vision_tower", "vision_tower.vision_model")
         text = Rename("model.language_model", "model", packed_projections(self.config))
         parts = [Rename(f"model.{part}", part) for part in ("vision_tower", "multi_modal_projector")]

@@ -1,9 +1,9 @@
-"""GLM-4 9B: Llama with biases on q, k, v, interleaved RoPE on half of each head, and an MLP stored packed."""
+"""GLM-4 9B: Llama with QKV biases, interleaved RoPE on half of each head, and packed gate_up_proj in checkpoints."""
 
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import HalfRotaryConfig
+from ligermodels.configs.features import HalfRotaryConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM

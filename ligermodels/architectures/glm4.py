@@ -1,9 +1,9 @@
-"""GLM-4-0414: GLM with norms on both sides of each branch."""
+"""GLM-4-0414: GLM-4 with RMSNorm before and after each branch."""
 
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import HalfRotaryConfig
+from ligermodels.configs.features import HalfRotaryConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
@@ -26,7 +26,7 @@ class Glm4(CausalLM):
         return SandwichLayer(config, attention, GatedMLP(config))
 
     def weight_rules(self) -> tuple[Rule, ...]:
-        """The Hub's post_attention_layernorm is the norm before the MLP."""
+        """On the Hub, post_attention_layernorm is the norm before the MLP."""
         layer = "model.layers.{}."
         return (
             packed_qkv(self.config),

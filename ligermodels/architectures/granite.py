@@ -1,9 +1,9 @@
-"""Granite 3 and Granite Code: Llama with multipliers on the embeddings, the scores, both branches and the logits."""
+"""Granite 3 and Granite Code: Llama with multipliers on embeddings, attention scores, residual branches and logits."""
 
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import MultiplierConfig
+from ligermodels.configs.features import MultiplierConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import ScaledLayer
 from ligermodels.layers.decoder import CausalLM

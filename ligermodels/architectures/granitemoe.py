@@ -1,10 +1,10 @@
-"""Granite 3 MoE: Granite with routed experts in every layer, whose weights are softmaxed over the chosen ones."""
+"""Granite 3 MoE: Granite with routed experts in every layer, whose routing weights are a softmax over the top k."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import MoEConfig, MultiplierConfig
+from ligermodels.configs.features import MoEConfig, MultiplierConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import ScaledLayer
 from ligermodels.layers.decoder import CausalLM
@@ -52,7 +52,7 @@ class GraniteMoe(CausalLM):
         )
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that version 5 has in memory."""
+        """The names that transformers 5 has in memory."""
         hub, ours = "model.layers.{}.block_sparse_moe", "model.layers.{}.mlp"
         router = Rename(f"{hub}.router", f"{ours}.gate")
         return ((*packed_projections(self.config), router, Rename(f"{hub}.experts", f"{ours}.experts")),)

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2, SmolLM2, DeepSeek-R1-Distill-Llama: pre-norm, grouped-query attention, RoPE, SwiGLU."""
+"""Llama 2, 3, 3.1 and 3.2, SmolLM2, DeepSeek-R1-Distill-Llama: pre-norm RMSNorm, GQA, RoPE, SwiGLU."""
 
 from typing import ClassVar
 

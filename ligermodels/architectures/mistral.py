@@ -1,10 +1,10 @@
-"""Mistral 7B v0.1 to v0.3, Nemo, Devstral: Llama with a window in every layer (v0.1) or a head size of its own."""
+"""Mistral 7B v0.1 to v0.3, Nemo, Devstral: Llama, with a sliding window in every layer (v0.1) or its own head_dim."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import SlidingConfig
+from ligermodels.configs.features import SlidingWindowConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
@@ -12,7 +12,7 @@ from ligermodels.layers.mlp import GatedMLP
 
 
 @dataclass(kw_only=True)
-class MistralConfig(SlidingConfig):
+class MistralConfig(SlidingWindowConfig):
     intermediate_size: int = 14336
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131072

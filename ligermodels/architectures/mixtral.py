@@ -1,10 +1,10 @@
-"""Mixtral 8x7B and 8x22B: Mistral with eight experts in every layer, two to a token, whose weights sum to one."""
+"""Mixtral 8x7B and 8x22B: Mistral with a mixture of experts in every layer; top-2 of 8, routing weights sum to 1."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import MoEConfig, SlidingConfig
+from ligermodels.configs.features import MoEConfig, SlidingWindowConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
@@ -13,7 +13,7 @@ from ligermodels.weights.mapping import Rename, Rule, packed_projections, stacke
 
 
 @dataclass(kw_only=True)
-class MixtralConfig(MoEConfig, SlidingConfig):
+class MixtralConfig(MoEConfig, SlidingWindowConfig):
     intermediate_size: int = 14336
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131072
@@ -25,7 +25,7 @@ class MixtralConfig(MoEConfig, SlidingConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.refuse("router_jitter_noise")
+        self.reject_if_set("router_jitter_noise")
 
 
 BASE = {"model_type": "mixtral", "rms_norm_eps": 1e-5}
@@ -56,5 +56,5 @@ class Mixtral(CausalLM):
         )
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that version 5 has in memory: its experts are stacked as ours."""
+        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
         return (packed_projections(self.config),)

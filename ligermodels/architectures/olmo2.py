@@ -1,10 +1,10 @@
-"""OLMo 2: norms after each branch instead of before, and norms over all queries together and over all keys."""
+"""OLMo 2: Llama with RMSNorm after each branch instead of before it, and QK-norm over all heads together."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import Config, preset, tiny
-from ligermodels.layers.attention import RowNormedAttention
+from ligermodels.layers.attention import JointQKNormAttention
 from ligermodels.layers.block import PostNormLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
@@ -31,5 +31,5 @@ class Olmo2(CausalLM):
     }
 
     def layer(self, config: Olmo2Config, index: int) -> PostNormLayer:
-        attention = RowNormedAttention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        attention = JointQKNormAttention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
         return PostNormLayer(config, attention, GatedMLP(config))

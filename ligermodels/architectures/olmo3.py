@@ -1,31 +1,31 @@
-"""OLMo 3: OLMo 2 with three windowed layers to one full, and YaRN on the full ones only."""
+"""OLMo 3: OLMo 2 with three sliding-window layers to one full-attention layer, and YaRN only in the latter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.rope import Rope, read_ropes
-from ligermodels.configs.shared import SlidingConfig
-from ligermodels.layers.attention import RowNormedAttention
+from ligermodels.configs.features import SlidingWindowConfig
+from ligermodels.configs.rope import Rope, read_ropes_by_layer_type
+from ligermodels.layers.attention import JointQKNormAttention
 from ligermodels.layers.block import PostNormLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 
 
 @dataclass(kw_only=True)
-class Olmo3Config(SlidingConfig):
+class Olmo3Config(SlidingWindowConfig):
     vocab_size: int = 50304
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
     sliding_window: int | None = 4096
 
-    def slides(self, layer: int) -> bool:
+    def is_sliding(self, layer: int) -> bool:
         return (layer + 1) % 4 != 0
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
-        return read_ropes(raw, 500_000.0, 500_000.0)
+        return read_ropes_by_layer_type(raw, 500_000.0, 500_000.0)
 
 
 BASE = {"model_type": "olmo3", "rms_norm_eps": 1e-6}
@@ -48,7 +48,7 @@ class Olmo3(CausalLM):
     }
 
     def layer(self, config: Olmo3Config, index: int) -> PostNormLayer:
-        attention = RowNormedAttention(
+        attention = JointQKNormAttention(
             config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, window=config.window(index),
             rope=config.layer_type(index),
         )  # fmt: skip

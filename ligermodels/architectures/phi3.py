@@ -1,12 +1,14 @@
-"""Phi-3 and 3.5 mini, Phi-4, Phi-4-mini: Llama stored packed, with a window or with LongRoPE, on part of each head."""
+"""Phi-3 and Phi-3.5 mini, Phi-4, Phi-4-mini: Llama with packed checkpoint tensors, a sliding window or LongRoPE, and
+partial RoPE.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.rope import FULL, Rope, read_rope
-from ligermodels.configs.shared import SlidingConfig
+from ligermodels.configs.features import SlidingWindowConfig
+from ligermodels.configs.rope import FULL_ATTENTION, Rope, read_rope
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
@@ -15,7 +17,7 @@ from ligermodels.weights.mapping import Rule
 
 
 @dataclass(kw_only=True)
-class Phi3Config(SlidingConfig):
+class Phi3Config(SlidingWindowConfig):
     vocab_size: int = 32064
     hidden_size: int = 3072
     intermediate_size: int = 8192
@@ -29,14 +31,14 @@ class Phi3Config(SlidingConfig):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
-        """Old files call LongRoPE "su" or "yarn"."""
+        """Old files write "su" or "yarn" for LongRoPE."""
         trained = {"original_max_position_embeddings": 4096}
         former = {"su": "longrope", "yarn": "longrope"}
-        return {FULL: read_rope(trained | dict(raw), cls.default_rope_theta, former_names=former)}
+        return {FULL_ATTENTION: read_rope(trained | dict(raw), cls.default_rope_theta, old_names=former)}
 
     def validate(self) -> None:
         super().validate()
-        self.refuse("embd_pdrop", "resid_pdrop")
+        self.reject_if_set("embd_pdrop", "resid_pdrop")
 
 
 BASE = {"model_type": "phi3", "rms_norm_eps": 1e-5}

@@ -1,10 +1,10 @@
-"""Qwen1.5, Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen: Llama with biases on q, k, v and a window in the upper layers."""
+"""Qwen1.5, Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen: Llama with QKV biases and an optional window in upper layers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import SwitchedWindowConfig
+from ligermodels.configs.features import SwitchedWindowConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM

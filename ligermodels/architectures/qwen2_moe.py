@@ -1,10 +1,10 @@
-"""Qwen1.5-MoE, Qwen2-57B-A14B: Qwen2 with routed experts and one that every token shares, behind a gate of its own."""
+"""Qwen1.5-MoE, Qwen2-57B-A14B: Qwen2 with routed experts and a shared expert behind a sigmoid gate."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import SparseStepConfig, SwitchedWindowConfig
+from ligermodels.configs.features import SparseStepConfig, SwitchedWindowConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
@@ -28,8 +28,8 @@ class Qwen2MoeConfig(SparseStepConfig, SwitchedWindowConfig):
     moe_intermediate_size: int = 1408
     shared_expert_intermediate_size: int = 5632
 
-    def slides(self, layer: int) -> bool:
-        """Unlike elsewhere, every other one of the lower layers."""
+    def is_sliding(self, layer: int) -> bool:
+        """Unlike Qwen2: every other layer, below max_window_layers."""
         return self.use_sliding_window and layer < self.max_window_layers and layer % 2 == 0
 
 
@@ -69,5 +69,5 @@ class Qwen2Moe(CausalLM):
         )
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that version 5 has in memory: its experts are stacked as ours."""
+        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
         return ((*packed_projections(self.config), packed_gate_up("mlp.shared_expert")),)

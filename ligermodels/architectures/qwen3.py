@@ -1,11 +1,11 @@
-"""Qwen3: Qwen2 without its biases, with a norm on every query and key head and a head size of its own."""
+"""Qwen3: Qwen2 without QKV biases, with per-head QK-norm and its own head_dim."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import SwitchedWindowConfig
-from ligermodels.layers.attention import NormedAttention
+from ligermodels.configs.features import SwitchedWindowConfig
+from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
@@ -38,5 +38,5 @@ class Qwen3(CausalLM):
 
     def layer(self, config: Qwen3Config, index: int) -> DecoderLayer:
         bias = config.attention_bias
-        attention = NormedAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
+        attention = QKNormAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
         return DecoderLayer(config, attention, GatedMLP(config))

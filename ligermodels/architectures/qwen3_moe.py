@@ -1,11 +1,11 @@
-"""Qwen3-30B-A3B, Qwen3-235B-A22B: Qwen3 with routed experts, in all layers or in some."""
+"""Qwen3-30B-A3B, Qwen3-235B-A22B: Qwen3 with routed experts in all or some of the layers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.shared import SparseStepConfig, SwitchedWindowConfig
-from ligermodels.layers.attention import NormedAttention
+from ligermodels.configs.features import SparseStepConfig, SwitchedWindowConfig
+from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
@@ -25,9 +25,9 @@ class Qwen3MoeConfig(SparseStepConfig, SwitchedWindowConfig):
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768
 
-    also_named: ClassVar = {"num_experts": "num_local_experts"}
+    alternative_names: ClassVar = {"num_experts": "num_local_experts"}
 
-    def slides(self, layer: int) -> bool:
+    def is_sliding(self, layer: int) -> bool:
         return self.use_sliding_window
 
 
@@ -47,7 +47,7 @@ class Qwen3Moe(CausalLM):
 
     def layer(self, config: Qwen3MoeConfig, index: int) -> DecoderLayer:
         bias = config.attention_bias
-        attention = NormedAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
+        attention = QKNormAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
         if not config.is_sparse(index):
             return DecoderLayer(config, attention, GatedMLP(config))
         experts = MoE(
@@ -60,5 +60,5 @@ class Qwen3Moe(CausalLM):
         return (*packed_projections(self.config), *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that version 5 has in memory: its experts are stacked as ours."""
+        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
         return (packed_projections(self.config),)

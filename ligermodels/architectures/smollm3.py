@@ -1,11 +1,11 @@
-"""SmolLM3: Llama whose every fourth layer leaves queries and keys unrotated."""
+"""SmolLM3: Llama without RoPE (NoPE) in every fourth layer."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.rope import FULL
-from ligermodels.configs.shared import SlidingConfig
+from ligermodels.configs.features import SlidingWindowConfig
+from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
@@ -13,7 +13,7 @@ from ligermodels.layers.mlp import GatedMLP
 
 
 @dataclass(kw_only=True)
-class SmolLM3Config(SlidingConfig):
+class SmolLM3Config(SlidingWindowConfig):
     vocab_size: int = 128256
     hidden_size: int = 2048
     num_hidden_layers: int = 36
@@ -23,22 +23,23 @@ class SmolLM3Config(SlidingConfig):
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 128004
     use_sliding_window: bool = False
-    no_rope_layers: tuple[int, ...] | None = None  # against its name, 1 where a layer has RoPE
+    no_rope_layers: tuple[int, ...] | None = None  # despite its name, 1 means that the layer has RoPE
     no_rope_layer_interval: int = 4
 
     default_rope_theta = 2_000_000.0
 
     def validate(self) -> None:
         super().validate()
-        self.one_per_layer("no_rope_layers")
+        self.check_one_per_layer("no_rope_layers")
 
-    def rotates(self, layer: int) -> bool:
+    def has_rope(self, layer: int) -> bool:
+        """Whether this layer applies RoPE."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
 
-    def slides(self, layer: int) -> bool:
-        return self.use_sliding_window and not self.rotates(layer)
+    def is_sliding(self, layer: int) -> bool:
+        return self.use_sliding_window and not self.has_rope(layer)
 
 
 BASE = {"model_type": "smollm3", "rms_norm_eps": 1e-6}
@@ -54,6 +55,6 @@ class SmolLM3(CausalLM):
     }
 
     def layer(self, config: SmolLM3Config, index: int) -> DecoderLayer:
-        bias, rope = config.attention_bias, FULL if config.rotates(index) else None
+        bias, rope = config.attention_bias, FULL_ATTENTION if config.has_rope(index) else None
         attention = Attention(config, qkv_bias=bias, o_bias=bias, window=config.window(index), rope=rope)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))

@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.cli import export, generate, info, listing, train, verify
 from ligermodels.cli.flags import Parser
-from ligermodels.errors import InputError, first_line, reader_left
+from ligermodels.errors import InputError, first_line, silence_closed_stdout
 
 UNUSABLE_INPUT = 2  # exit status
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        return reader_left()
+        return silence_closed_stdout()
 
 
 def build_parser() -> Parser:

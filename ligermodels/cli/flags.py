@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ligermodels.errors import InputError, nearest
+from ligermodels.errors import InputError, suggest_closest
 
 NAMES_OF_VALUES = {int: "N", float: "N", bool: "on|off", Path: "PATH"}  # in the usage
 
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             if not name.startswith("-"):
                 raise InputError(f"{name}: belongs to no flag; `{command.prog} --help` lists them all")
             names = [option for action in command._actions for option in action.option_strings]
-            raise InputError(f"{name}: no such flag{nearest(name, names)}; --help lists them all")
+            raise InputError(f"{name}: no such flag{suggest_closest(name, names)}; --help lists them all")
         for action in command._actions:
             given = [word for word in arguments or [] if word.partition("=")[0] in action.option_strings]
             if action.nargs in ("+", "*") and len(given) > 1:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ligermodels.cli.flags import positive
 from ligermodels.cli.parsing import Commands, add_command, add_dtype, add_revision
-from ligermodels.configs.shared import MoEConfig
+from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.memory import count_parameters, inference_memory, training_memory
@@ -57,17 +57,17 @@ def memory_lines(described: Description, args: argparse.Namespace) -> Iterator[t
     batch = args.batch_size, args.sequence_length, described.dtype
     model = described.model.to(described.dtype)
     checkpointing = args.activation_checkpointing == "full"
-    recomputed = model.config.num_hidden_layers if checkpointing else 0
+    checkpointed = model.config.num_hidden_layers if checkpointing else 0
     setting = f"{args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
     yield "memory", f"for {setting}, {'full' if checkpointing else 'no'} activation checkpointing"
     generating = inference_memory(model, *batch)
-    training = training_memory(model, *batch, recomputed=recomputed)
+    training = training_memory(model, *batch, checkpointed_blocks=checkpointed)
     add_lora(model, rank=args.lora_rank)
-    adapting = training_memory(model, *batch, recomputed=recomputed)
+    adapting = training_memory(model, *batch, checkpointed_blocks=checkpointed)
     for label, step in (("  train", training), ("  LoRA", adapting)):
         at_loss = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
         at_end = f"gradients {memory_size(step.gradients)} + block {memory_size(step.block)}"
-        lasting = f"weights {memory_size(step.weights)} + optimizer states {memory_size(step.states)}"
+        lasting = f"weights {memory_size(step.weights)} + optimizer states {memory_size(step.optimizer_states)}"
         yield label, f"{memory_size(step.peak):>10} = {lasting} + max({at_loss}, {at_end})"
     parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(generating).items())
     yield "  generate", f"{memory_size(generating.peak):>10} = {parts}"

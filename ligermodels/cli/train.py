@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int | None:
         print("\n".join(architecture_lines()), flush=True)
         return None
     try:
-        config = config_of(args)
+        config = config_from_flags(args)
         if args.dry_run:
             print_plan(config)
         else:
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int | None:
     return None
 
 
-def config_of(args: argparse.Namespace) -> TrainConfig:
+def config_from_flags(args: argparse.Namespace) -> TrainConfig:
     """The settings of a run: the flags that are given, then those of --config or of the run that is resumed."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     folder = given.pop("resume", None)

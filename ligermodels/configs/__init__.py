@@ -1,1 +1,1 @@
-"""config.json, read and checked: fields, RoPE in both spellings, what several families share."""
+"""config.json, read and validated. Must not know layers or any model family."""

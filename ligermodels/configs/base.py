@@ -1,8 +1,9 @@
-"""What every family's config.json has in common.
+"""The part of config.json that all model families share, and presets of it.
 
-Field names are the Hub's. Defaults are those of the reference implementation, for files that leave a key out.
-Keys that change nothing are kept in `raw` and written back; keys that would change the maths and are not supported
-are refused by name. Must not know any architecture: each one subclasses `Config` with what it adds.
+Field names are the Hub's. Defaults are those of the reference implementation; they apply where a file omits a key.
+Keys without effect on the maths are kept in `raw` and written back. Keys that would change the maths and are not
+supported raise a ConfigError that names them. Must not know any architecture: each one subclasses `Config` and adds its
+own fields.
 """
 
 import dataclasses
@@ -11,18 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from ligermodels.configs.fields import checked
-from ligermodels.configs.rope import FULL, Rope, read_rope
+from ligermodels.configs.fields import read_field
+from ligermodels.configs.rope import FULL_ATTENTION, Rope, read_rope
 from ligermodels.errors import ConfigError
 
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+# The Hub's name of an activation -> the kernels' name.
+KERNEL_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 @dataclass(kw_only=True)
 class Config:
-    """The fields that most families have, with the defaults of the most; a family lists what it has otherwise.
+    """The fields that most families have, with the most common defaults; a family overrides what differs.
 
-    Not frozen: trainers write fields of their own to a model's config.
+    Not frozen, because trainers add fields of their own to a model's config.
     """
 
     model_type: str
@@ -31,10 +33,10 @@ class Config:
     intermediate_size: int = 11008
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    num_key_value_heads: int  # as many as heads, where nothing else is said
-    head_dim: int  # hidden_size / num_attention_heads, where nothing else is said
+    num_key_value_heads: int  # default: num_attention_heads
+    head_dim: int  # default: hidden_size / num_attention_heads
     max_position_embeddings: int = 2048
-    ropes: Mapping[str, Rope]  # by layer type; where all layers share one, it is that of the full ones
+    ropes: Mapping[str, Rope]  # by layer type; only FULL_ATTENTION if all layers share one
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -47,9 +49,8 @@ class Config:
 
     default_rope_theta: ClassVar[float] = 10_000.0
     default_partial_rotary_factor: ClassVar[float] = 1.0
-    partial_rotary: ClassVar[bool] = False  # whether the family may rotate the first part of each head only
-    also_named: ClassVar[Mapping[str, str]] = {}  # fields that the other version of transformers calls otherwise
-    # What enters the maths of the whole model; a family that departs from these says so.
+    partial_rotary: ClassVar[bool] = False  # whether the family supports partial_rotary_factor < 1
+    alternative_names: ClassVar[Mapping[str, str]] = {}  # field -> its name in the other version of transformers
     norm_offset: ClassVar[float] = 0.0  # added to the weight of every norm
 
     @property
@@ -64,38 +65,39 @@ class Config:
 
     @property
     def logit_softcap(self) -> float | None:
-        """Bounds the logits: softcap * tanh(logits / softcap)."""
+        """The softcap of the logits: logits = softcap * tanh(logits / softcap); None for no softcap."""
         return None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Reads the content of a config.json; raises ConfigError naming the field."""
+        """Reads and validates the content of a config.json. Raises ConfigError, which names the field."""
         annotations = typing.get_type_hints(cls)
         names = [f.name for f in dataclasses.fields(cls) if f.name not in ("ropes", "raw")]
         values = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
         for name in names:
-            key = name if name in raw else cls.also_named.get(name, name)
+            key = name if name in raw else cls.alternative_names.get(name, name)
             if key in raw:
-                values[name] = checked(key, raw[key], annotations[name])
+                values[name] = read_field(key, raw[key], annotations[name])
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = values["num_attention_heads"]
         if values.get("head_dim") is None:
-            values["head_dim"] = head_dim(values["hidden_size"], values["num_attention_heads"])
+            values["head_dim"] = default_head_dim(values["hidden_size"], values["num_attention_heads"])
         config = cls(**values, ropes=cls.read_ropes(raw), raw=dict(raw))
         config.validate()
         return config
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
-        return {FULL: read_rope(raw, cls.default_rope_theta, cls.default_partial_rotary_factor)}
+        """The rotary embeddings by layer type; families with several override this."""
+        return {FULL_ATTENTION: read_rope(raw, cls.default_rope_theta, cls.default_partial_rotary_factor)}
 
     def validate(self) -> None:
-        """Refuses what the reference would compute and we would not, and sizes that contradict each other."""
+        """Raises ConfigError for settings that are not supported and for sizes that contradict each other."""
         if self.raw.get("quantization_config"):
             raise ConfigError(
                 "config.json: quantization_config: quantised checkpoints are not supported; load the original"
             )
-        supported_activation("hidden_act", self.hidden_act)
+        kernel_activation("hidden_act", self.hidden_act)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"config.json: num_key_value_heads {self.num_key_value_heads} must divide "
@@ -108,37 +110,38 @@ class Config:
         for rope in self.ropes.values():
             self.validate_rope(rope)
 
-    def refuse(self, *names: str) -> None:
-        """Raises ConfigError where one of these fields, which would change the maths, is set."""
+    def reject_if_set(self, *names: str) -> None:
+        """Raises ConfigError if one of these fields is set; each would change the maths."""
         for name in names:
             if getattr(self, name):
-                raise ConfigError(f"config.json: {name} {getattr(self, name)!r} is not supported; leave it out")
+                raise ConfigError(f"config.json: {name} {getattr(self, name)!r} is not supported; remove it")
 
-    def one_per_layer(self, name: str) -> None:
-        """Raises ConfigError where a list of the layers is given and has another length."""
+    def check_one_per_layer(self, name: str) -> None:
+        """Raises ConfigError if a list with one entry per layer has another length."""
         values = getattr(self, name)
         if values is not None and len(values) != self.num_hidden_layers:
             raise ConfigError(
-                f"config.json: {name} has {len(values)} entries; must have num_hidden_layers, {self.num_hidden_layers}"
+                f"config.json: {name} has {len(values)} entries; must have one per layer, {self.num_hidden_layers}"
             )
 
     def validate_rope(self, rope: Rope) -> None:
+        """Raises ConfigError if a rotary embedding does not fit the heads."""
         if rope.partial_rotary_factor != 1.0 and not self.partial_rotary:
             raise ConfigError(
                 f"config.json: partial_rotary_factor {rope.partial_rotary_factor} must be 1: "
-                f"a {self.model_type} rotates whole heads"
+                f"{self.model_type} rotates whole heads"
             )
         rotary_dim = int(self.head_dim * rope.partial_rotary_factor)
         if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
             raise ConfigError(
                 f"config.json: head_dim {self.head_dim} * partial_rotary_factor {rope.partial_rotary_factor} must be "
-                "even and within the head: RoPE rotates pairs"
+                "even, positive and at most head_dim: RoPE rotates pairs"
             )
         for name in ("short_factor", "long_factor"):
             factors = getattr(rope, name)
             if factors and len(factors) != rotary_dim // 2:
                 raise ConfigError(
-                    f"config.json: {name} has {len(factors)} numbers; must be one for each of the "
+                    f"config.json: {name} has {len(factors)} numbers; must have one for each of the "
                     f"{rotary_dim // 2} rotated pairs"
                 )
 
@@ -155,34 +158,38 @@ class Config:
     @property
     def activation(self) -> str:
         """The kernels' name of the activation."""
-        return supported_activation("hidden_act", self.hidden_act)
+        return kernel_activation("hidden_act", self.hidden_act)
 
     @property
-    def rope_switch(self) -> int | None:
-        """The length beyond which longrope takes other frequencies, for the tokens before it as well."""
-        switching = [rope for rope in self.ropes.values() if rope.rope_type == "longrope"]
-        if not switching:
+    def longrope_switch_length(self) -> int | None:
+        """The sequence length beyond which LongRoPE uses its long factors, for all tokens; None without LongRoPE."""
+        longropes = [rope for rope in self.ropes.values() if rope.rope_type == "longrope"]
+        if not longropes:
             return None
-        return switching[0].original_max_position_embeddings or self.max_position_embeddings
+        return longropes[0].original_max_position_embeddings or self.max_position_embeddings
 
 
-def supported_activation(name: str, value: str) -> str:
-    if value not in ACTIVATIONS:
-        raise ConfigError(f"config.json: {name} {value!r} is not supported; one of {list(ACTIVATIONS)} is")
-    return ACTIVATIONS[value]
+def kernel_activation(name: str, value: str) -> str:
+    """The kernels' name of the activation `value` of field `name`. Raises ConfigError if it is not supported."""
+    if value not in KERNEL_ACTIVATIONS:
+        raise ConfigError(
+            f"config.json: {name} {value!r} is not supported; must be one of {', '.join(map(repr, KERNEL_ACTIVATIONS))}"
+        )
+    return KERNEL_ACTIVATIONS[value]
 
 
-def head_dim(hidden_size: int, num_attention_heads: int) -> int:
+def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:
+    """hidden_size / num_attention_heads. Raises ConfigError if that is not a whole number."""
     if hidden_size % num_attention_heads:
         raise ConfigError(
             f"config.json: num_attention_heads {num_attention_heads} must divide hidden_size {hidden_size} "
-            "where head_dim is not given"
+            "if head_dim is not given"
         )
     return hidden_size // num_attention_heads
 
 
 def tiny(base: Mapping[str, Any]) -> dict:
-    """The preset that every family has: it trains on a laptop."""
+    """The smallest preset of every family: a model that trains on a laptop."""
     return preset(base, 128, 384, 4, 4, 2) | {"vocab_size": 1024, "max_position_embeddings": 512}
 
 

@@ -1,4 +1,4 @@
-"""Fields of a config.json, checked one by one. Must not know what any of them means."""
+"""Type and range checks of single fields of a config.json. Must not know what a field means."""
 
 import math
 import types
@@ -11,10 +11,10 @@ MAY_BE_ZERO = (
     "pad_token_id", "attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "max_window_layers",
     "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts",
 )  # fmt: skip
-MAY_BE_NEGATIVE = ("pad_token_id",)  # old files have -1 for none
-MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # although they end up as numbers: null asks for the usual value
-# Several times what any released model has. A damaged file can so not ask for what no machine can hold or count.
-AT_MOST = {
+MAY_BE_NEGATIVE = ("pad_token_id",)  # old files write -1 for none
+MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number
+# Several times the largest value of any released model, so that a damaged file cannot ask for an impossible size.
+MAXIMUM = {
     "num_hidden_layers": 1024,
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -32,8 +32,11 @@ AT_MOST = {
 }
 
 
-def checked(name: str, value: Any, annotation: Any) -> Any:
-    """`value` if it is of the annotated type (an int passes for a float) and sizes are positive; else ConfigError."""
+def read_field(name: str, value: Any, annotation: Any) -> Any:
+    """`value`, validated: it has the annotated type (an int counts as a float) and lies in the field's range.
+
+    Returns lists as tuples and ints of float fields as floats. Raises ConfigError.
+    """
     allowed = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     if value is None and (types.NoneType in allowed or name in MAY_BE_NULL):
         return None
@@ -41,27 +44,28 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if tuple in kinds and isinstance(value, list):
-        return checked_items(name, value, next(kind for kind in allowed if typing.get_origin(kind) is tuple))
+        return read_items(name, value, next(kind for kind in allowed if typing.get_origin(kind) is tuple))
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
         raise ConfigError(f"config.json: {name} is {value!r}; must be {expected}")
     if isinstance(value, int | float) and bool not in kinds:
-        refuse_out_of_range(name, value)
+        check_range(name, value)
     return value
 
 
-def refuse_out_of_range(name: str, value: int | float) -> None:
+def check_range(name: str, value: int | float) -> None:
+    """Raises ConfigError if a number is negative, zero or too large, and its field does not allow that."""
     if name in MAY_BE_NEGATIVE:
         return
     if value < 0 or (value == 0 and name not in MAY_BE_ZERO):
         sign = "must not be negative" if name in MAY_BE_ZERO else "must be positive"
         raise ConfigError(f"config.json: {name} is {value!r}; {sign}")
-    if value > AT_MOST.get(name, math.inf):
-        raise ConfigError(f"config.json: {name} is {value!r}; must be at most {AT_MOST[name]}")
+    if value > MAXIMUM.get(name, math.inf):
+        raise ConfigError(f"config.json: {name} is {value!r}; must be at most {MAXIMUM[name]}")
 
 
-def checked_items(name: str, values: list[Any], annotation: Any) -> tuple[Any, ...]:
-    """The list as a tuple[kind, ...], each item of that kind."""
+def read_items(name: str, values: list[Any], annotation: Any) -> tuple[Any, ...]:
+    """The list as a tuple[kind, ...]; raises ConfigError for an item of another kind."""
     kind = typing.get_args(annotation)[0]
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float if kind is float else kind):

@@ -1,7 +1,8 @@
-"""The rotary embedding that a config.json asks for, read from both spellings (transformers 4 and 5).
+"""The rotary embedding in a config.json, read from both spellings (transformers 4 and 5).
 
-Version 4: `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. Version 5: all of it in
-`rope_parameters`, which families with two kinds of rotary layers nest by layer type. Knows no family and no maths.
+Version 4 has `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. Version 5 has all of it in
+`rope_parameters`; families with two kinds of rotary layers nest that by layer type. Must not know any family, nor the
+maths, which is in layers/rope.py.
 """
 
 import typing
@@ -9,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.configs.fields import checked
-from ligermodels.errors import ConfigError, hint
+from ligermodels.configs.fields import read_field
+from ligermodels.errors import ConfigError, suggest
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # the layer types
-# The supported scalings of RoPE, and what a file must say for each.
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # layer types
+# The supported scalings of RoPE, and the keys that each one requires.
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -22,12 +23,12 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor"),
 }
-FORMER_NAMES = {"su": "longrope"}
+OLD_ROPE_TYPES = {"su": "longrope"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding: theta and the scaling applied to its frequencies (layers/rope.py has the maths)."""
+    """Rotary position embedding: theta and the scaling of its frequencies."""
 
     rope_theta: float
     rope_type: str = "default"
@@ -46,8 +47,8 @@ class Rope:
     long_factor: tuple[float, ...] = ()
 
     @property
-    def stretch(self) -> float:
-        """The factor, by which most scalings stretch the wavelengths."""
+    def factor_or_one(self) -> float:
+        """The factor by which most scalings stretch the wavelengths; 1 if the file has none."""
         return 1.0 if self.factor is None else self.factor
 
 
@@ -55,52 +56,67 @@ def read_rope(
     raw: Mapping[str, Any],
     default_theta: float,
     default_partial: float = 1.0,
-    former_names: Mapping[str, str] = FORMER_NAMES,
+    old_names: Mapping[str, str] = OLD_ROPE_TYPES,
 ) -> Rope:
-    """rope_scaling wins over rope_parameters; what the dict lacks is looked up at the top level."""
+    """The one rotary embedding of all layers.
+
+    rope_scaling takes precedence over rope_parameters. Keys missing there are read from the top level.
+    old_names: former names of rope types -> their names today. Raises ConfigError.
+    """
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
     if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()):
         raise ConfigError("config.json: rope_parameters by layer type are not supported here; give one for all layers")
-    return rope_of(scaling, raw, default_theta, default_partial, former_names)
+    return parse_rope(scaling, raw, default_theta, default_partial, old_names)
 
 
-def read_ropes(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Rope]:
-    """By layer type, as rope_parameters are. In the old spelling theta and the scaling are those of the full layers."""
-    nested = mapping("rope_parameters", raw.get("rope_parameters"))
-    if not nested.keys() <= {FULL, SLIDING}:
-        raise ConfigError(f"config.json: rope_parameters must be given by layer type here, {FULL!r} and {SLIDING!r}")
-    full = {**mapping(FULL, nested.get(FULL)), **mapping("rope_scaling", raw.get("rope_scaling"))}
+def read_ropes_by_layer_type(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Rope]:
+    """The rotary embeddings of full and sliding-window layers, as in nested rope_parameters.
+
+    In the version-4 spelling, top-level theta and scaling belong to the full-attention layers. Raises ConfigError.
+    """
+    nested = object_or_empty("rope_parameters", raw.get("rope_parameters"))
+    if not nested.keys() <= {FULL_ATTENTION, SLIDING_ATTENTION}:
+        raise ConfigError(
+            "config.json: rope_parameters must be given by layer type here, "
+            f"{FULL_ATTENTION!r} and {SLIDING_ATTENTION!r}"
+        )
+    full = {
+        **object_or_empty(FULL_ATTENTION, nested.get(FULL_ATTENTION)),
+        **object_or_empty("rope_scaling", raw.get("rope_scaling")),
+    }
     without_theta = {key: value for key, value in raw.items() if key != "rope_theta"}
     return {
-        FULL: rope_of(full, raw, full_theta),
-        SLIDING: rope_of(nested.get(SLIDING), without_theta, sliding_theta),
+        FULL_ATTENTION: parse_rope(full, raw, full_theta),
+        SLIDING_ATTENTION: parse_rope(nested.get(SLIDING_ATTENTION), without_theta, sliding_theta),
     }
 
 
-def mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """`value`, empty where it is null."""
+def object_or_empty(name: str, value: Any) -> Mapping[str, Any]:
+    """`value`, or an empty mapping if it is null. Raises ConfigError for anything but an object."""
     if not isinstance(value or {}, Mapping):
         raise ConfigError(f"config.json: {name} is {value!r}; must be an object or null")
     return value or {}
 
 
-def rope_of(
+def parse_rope(
     scaling: Any, raw: Mapping[str, Any], default_theta: float, default_partial: float = 1.0,
-    former_names: Mapping[str, str] = FORMER_NAMES,
+    old_names: Mapping[str, str] = OLD_ROPE_TYPES,
 ) -> Rope:  # fmt: skip
-    """One rotary embedding from its dict, and the top level of the file for what the dict lacks."""
-    scaling = mapping("rope_scaling", scaling)
+    """One rotary embedding from its object; keys missing there are read from `raw`, the top level of the file."""
+    scaling = object_or_empty("rope_scaling", scaling)
     values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial}
     annotations = typing.get_type_hints(Rope)
     for source in (raw, scaling):
-        values |= {k: checked(k, source[k], annotations[k]) for k in annotations if source.get(k) is not None}
+        values |= {k: read_field(k, source[k], annotations[k]) for k in annotations if source.get(k) is not None}
     trained = "original_max_position_embeddings"
-    if raw.get(trained) is not None:  # the one key whose top level wins
+    if raw.get(trained) is not None:  # the only key where the top level takes precedence
         values[trained] = raw[trained]
     named = scaling.get("rope_type", scaling.get("type", "default"))
-    values["rope_type"] = former_names.get(str(named), named)
+    values["rope_type"] = old_names.get(str(named), named)
     if values["rope_type"] not in list(ROPE_TYPES):
-        raise ConfigError(f"config.json: rope_scaling: type {named!r} is not supported{hint(str(named), ROPE_TYPES)}")
+        raise ConfigError(
+            f"config.json: rope_scaling: type {named!r} is not supported{suggest(str(named), ROPE_TYPES)}"
+        )
     missing = [key for key in ROPE_TYPES[values["rope_type"]] if key not in values]
     if missing:
         raise ConfigError(f"config.json: rope_scaling of type {named!r} lacks {', '.join(missing)}; add it")

@@ -1,4 +1,4 @@
-"""Text generation with a key-value cache. Knows models by their forward only."""
+"""Batched decoding with a key-value cache. Of a model it uses only forward and config; must not know any family."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.generation.sampling import sample
+from ligermodels.generation.sampling import sample_tokens
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.kv_cache import KVCache
 
@@ -22,12 +22,14 @@ def generate(
     seed: int | None = None,
     stop_tokens: Collection[int] | None = None,
 ) -> list[list[int]]:
-    """Continues every prompt; returns each row's new tokens, its stop token included.
+    """Generates a continuation of every prompt; returns only the new tokens of each row, including its stop token.
 
-    input_ids: [B, T], or a sequence of prompts of any lengths. temperature 0 takes the most likely token; otherwise
-    tokens are drawn from the top_k most likely, and of these from the smallest set whose probability reaches top_p.
-    stop_tokens: end a row; by default the end-of-text tokens of the checkpoint. Raises ValueError for an empty prompt,
-    InputError for a token id that the model does not have.
+    input_ids: [B, T], or a sequence of prompts of any lengths.
+    temperature: 0 for greedy decoding; otherwise tokens are sampled.
+    top_k: sample from the k most likely tokens. top_p: then from the smallest set of them whose probability reaches it.
+    seed: makes sampling reproducible.
+    stop_tokens: tokens that end a row; None for the end-of-text tokens of the checkpoint.
+    Raises ValueError for an empty prompt, InputError for a token id outside the vocabulary.
     """
     prompts = [list(map(int, prompt)) for prompt in input_ids]
     stops = model_stop_tokens(model) if stop_tokens is None else set(stop_tokens)
@@ -53,43 +55,55 @@ def stream(
     top_p: float | None = None,
     seed: int | None = None,
 ) -> Iterator[list[int]]:
-    """Yields the next token of every row, step by step, without regard to stop tokens.
+    """Yields the next token of every row, one step at a time; stop tokens have no effect. Options as in `generate`.
 
-    Shorter prompts are padded on the right: each row writes the cache at its own positions, and what padding leaves
-    there lies ahead of the row, unseen, until it is overwritten.
+    Shorter prompts are padded on the right. Each row writes the cache at its own positions, so that entries of padding
+    are always ahead of the row: they are masked until they are overwritten.
     """
-    device, switch = model.lm_head.weight.device, model.config.rope_switch
+    device = model.lm_head.weight.device
     if not all(prompts):
         raise ValueError("generate: a prompt is empty; give each at least one token")
-    beyond = [token for prompt in prompts for token in prompt if not 0 <= token < model.config.vocab_size]
-    if beyond:
-        fix = "encode it with the model's own tokenizer"
-        raise InputError(
-            f"generate: token id {beyond[0]} is outside the vocabulary of {model.config.vocab_size}; {fix}"
-        )
+    check_token_ids(prompts, model.config.vocab_size)
     longest = max(len(prompt) for prompt in prompts)
-    padded = torch.zeros(len(prompts), longest + max_new_tokens, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = torch.tensor(prompt)
-    history = padded.to(device)
+    history = pad_right(prompts, longest + max_new_tokens).to(device)
     last = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
 
     cache = KVCache(model.config.num_hidden_layers, len(prompts), history.shape[1], device)
+    # The cache is filled at first, and again where LongRoPE's frequencies change for all positions.
+    prefills = {longest, (model.config.longrope_switch_length or -1) + 1}
     for length in range(longest, longest + max_new_tokens):
-        if length in (longest, (switch or -1) + 1):  # at first, and where RoPE's frequencies change for all positions
+        if length in prefills:
             cache.lengths.zero_()
             model(history[:, :length], cache=cache, logits_to_keep=1)
             cache.lengths.copy_(last[:, 0])
         logits = model(history.gather(1, last), cache=cache).logits[:, -1]
-        token = sample(logits, temperature, top_k, top_p, generator)[:, None]
+        token = sample_tokens(logits, temperature, top_k, top_p, generator)[:, None]
         last = last + 1
         history.scatter_(1, last, token)
         yield token[:, 0].tolist()
 
 
+def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raises InputError for a token id outside the vocabulary."""
+    outside = [token for prompt in prompts for token in prompt if not 0 <= token < vocab_size]
+    if outside:
+        raise InputError(
+            f"generate: token id {outside[0]} is outside the vocabulary of {vocab_size}; "
+            "encode the prompt with the model's own tokenizer"
+        )
+
+
+def pad_right(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
+    """The prompts as rows of `length` token ids, [B, length] int64, padded with 0 on the right."""
+    padded = torch.zeros(len(prompts), length, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)] = torch.tensor(prompt)
+    return padded
+
+
 def model_stop_tokens(model: CausalLM) -> set[int]:
-    """eos_token_id of generation_config.json, which lists more for chat models, or else config.json's."""
+    """eos_token_id of generation_config.json, which has more of them for chat models; else that of config.json."""
     eos = model.generation_config.get("eos_token_id", model.config.raw.get("eos_token_id"))
     if eos is None:
         return set()

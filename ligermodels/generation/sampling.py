@@ -1,13 +1,13 @@
-"""One token drawn from the logits of each row. Must not know models."""
+"""Sampling of tokens from logits: temperature, top-k, top-p (nucleus sampling). Must not know models."""
 
 import torch
 from torch import Tensor
 
 
-def sample(
+def sample_tokens(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
-    """One token a row, [B], from logits [B, V]."""
+    """Samples one token per row: logits [B, V] -> token ids [B]. temperature 0 selects the most likely token."""
     if temperature == 0.0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
@@ -16,7 +16,7 @@ def sample(
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if top_p is not None:
         probability, order = logits.softmax(-1).sort(descending=True)
-        before = probability.cumsum(-1) - probability  # what likelier tokens hold; the likeliest always stays
-        dropped = torch.zeros_like(before, dtype=torch.bool).scatter_(1, order, before >= top_p)
-        logits = logits.masked_fill(dropped, -torch.inf)
+        preceding = probability.cumsum(-1) - probability  # of the more likely tokens; 0 for the most likely one
+        removed = torch.zeros_like(preceding, dtype=torch.bool).scatter_(1, order, preceding >= top_p)
+        logits = logits.masked_fill(removed, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]

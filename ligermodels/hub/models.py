@@ -11,12 +11,12 @@ import torch
 
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
-from ligermodels.errors import CheckpointError, HubError, hint
+from ligermodels.errors import CheckpointError, HubError, suggest
 from ligermodels.hub.download import MODEL_FILES, fetch_adapter, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.lora import updates
-from ligermodels.layers.lora_targets import insert, projections
+from ligermodels.layers.lora import lora_modules
+from ligermodels.layers.lora_targets import insert_lora, lora_projections
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
@@ -138,7 +138,7 @@ def export_adapter(model: CausalLM, folder: str | Path, *, also: Callable[[Path]
     Ranks, `also` and errors are as for `export`. Raises InputError if the model has no LoRA.
     """
     write_adapter(
-        model, projections(model), folder, None if model.source is None else base_model_name(model.source), also
+        model, lora_projections(model), folder, None if model.source is None else base_model_name(model.source), also
     )
 
 
@@ -156,10 +156,10 @@ def load_adapter(
     refuse_meta_parameters(model)
     folder = adapter_folder(name_or_folder, revision=revision, token=token)
     adapter = read_adapter(folder)
-    layouts = [projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
+    layouts = [lora_projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
     layout, settings = match_adapter(adapter, layouts)
-    if not any(updates(model)):
-        insert(model, settings)
+    if not any(lora_modules(model)):
+        insert_lora(model, settings)
     fill_updates(model, adapter, layout, settings)
     model.generation_config = read_generation_config(folder) or model.generation_config
 
@@ -191,7 +191,7 @@ def select_architecture(raw: dict[str, Any], origin: str | Path) -> tuple[type[C
     """
     model_type = raw.get("model_type")
     if model_type not in list_architectures():
-        raise HubError(f"{origin}: model_type {model_type!r} is not supported{hint(str(model_type), ARCHITECTURES)}")
+        raise HubError(f"{origin}: model_type {model_type!r} is not supported{suggest(str(model_type), ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
     return architecture, architecture.Config.from_dict(raw)
 
@@ -212,15 +212,17 @@ def read_preset_or_config(source: str | Path | dict[str, Any], size: str | None)
         if not sizes:
             raise HubError(f"{source}: has no presets; load a checkpoint, or pass a config.json")
         if size not in sizes:
-            raise HubError(f"{source}: size {size!r} is not a preset{hint(str(size), sizes)}")
+            raise HubError(f"{source}: size {size!r} is not a preset{suggest(str(size), sizes)}")
         return sizes[size], source
     if size is not None:
-        raise HubError(f"{source}: size {size!r} needs the name of an architecture{hint(str(source), ARCHITECTURES)}")
+        raise HubError(
+            f"{source}: size {size!r} needs the name of an architecture{suggest(str(source), ARCHITECTURES)}"
+        )
     if isinstance(source, dict):
         return source, "config"
     path = Path(source).expanduser()
     if not path.exists():
-        raise HubError(f"{source}: is neither an architecture nor a config.json{hint(str(source), ARCHITECTURES)}")
+        raise HubError(f"{source}: is neither an architecture nor a config.json{suggest(str(source), ARCHITECTURES)}")
     folder = path if path.is_dir() else path.parent
     return read_config(folder), folder / CONFIG_FILE
 

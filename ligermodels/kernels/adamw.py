@@ -2,12 +2,12 @@
 
     m += (1 - β₁)(g - m)     m̂ = m / (1 - β₁ᵗ)
     v += (1 - β₂)(g² - v)    v̂ = v / (1 - β₂ᵗ)
-p, g, m, v are param, grad, exp_avg, exp_avg_sq: fp32, bf16 or fp16 each, of one shape. Computed in fp32, one rounding
-to each destination. The step count t, the divisor of the gradients and the flag that forbids the update are device
-scalars: nothing waits for them. Reads four and writes three tensors, 14 bytes an element in bf16: bound by memory
-bandwidth.
-Which parameters decay, and who counts the steps, is not known here.
-Maths: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, as torch.optim.AdamW reads it.
+p, g, m, v are param, grad, exp_avg, exp_avg_sq: equal shapes, fp32, bf16 or fp16 each. Computed in fp32, one rounding
+to each destination. The step count t, the gradient scale and the flag that skips the update are scalars on the device:
+the host does not synchronize to read them. Reads four tensors and writes three, 14 bytes an element in bf16: bound by
+memory bandwidth.
+Must not know which parameters decay, nor who counts the steps.
+Maths: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101, in the form of torch.optim.AdamW.
 """
 
 import math
@@ -20,9 +20,8 @@ from torch import Tensor
 from ligermodels.kernels.dispatch import register, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TILE = 1024  # elements of one program: 16 bytes a thread of each bf16 tensor
-WARPS = 4
+ADAMW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernel supports
+ADAMW_TILE, ADAMW_WARPS = 1024, 4  # elements and warps of one program: a thread loads 16 bytes of each bf16 tensor
 
 
 def adamw_reference(
@@ -30,7 +29,7 @@ def adamw_reference(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The updated (param, exp_avg, exp_avg_sq); arguments as in `adamw_`."""
+    """Returns the updated (param, exp_avg, exp_avg_sq); arguments as in `adamw_`."""
     p, g, m, v = (widen(x) for x in (param, grad, exp_avg, exp_avg_sq))
     if grad_scale is not None:
         g = g / grad_scale
@@ -42,13 +41,13 @@ def adamw_reference(
     p, m, v = p.to(param.dtype), m.to(exp_avg.dtype), v.to(exp_avg_sq.dtype)
     if found_inf is None:
         return p, m, v
-    kept = found_inf == 1
-    return torch.where(kept, param, p), torch.where(kept, exp_avg, m), torch.where(kept, exp_avg_sq, v)
+    skip = found_inf == 1
+    return torch.where(skip, param, p), torch.where(skip, exp_avg, m), torch.where(skip, exp_avg_sq, v)
 
 
 @triton.jit
 def _bias_correction(log_beta, step):
-    """1 - beta^step = -expm1(x): by its Taylor series where the difference would cancel, to the last bits of fp32."""
+    """1 - beta^step = -expm1(log_beta * step), exact to fp32: by Taylor series where the difference would cancel."""
     x = log_beta * step
     series = 1.0
     for k in tl.static_range(9, 1, -1):
@@ -62,7 +61,7 @@ def _update_kernel(
     numel, lr, decay, rate1, rate2, log_beta1, log_beta2, eps,
     SCALED: tl.constexpr, GUARDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program updates TILE elements. A forbidden update stops at the stores, so that no load waits for the flag."""
+    """One program updates TILE elements. A skipped update masks its stores only, so that no load waits for the flag."""
     offset = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = offset < numel
     param = tl.load(param_ptr + offset, mask).to(tl.float32)
@@ -91,18 +90,18 @@ def _launch_(
 ) -> None:  # fmt: skip
     numel = param.numel()
     if numel:
-        # Differences from one are taken here, in fp64: fp32 knows 1 - 0.999 to four digits only.
         launch = _update_kernel.bind(
-            SCALED=grad_scale is not None, GUARDED=found_inf is not None, TILE=TILE, num_warps=WARPS
+            SCALED=grad_scale is not None, GUARDED=found_inf is not None, TILE=ADAMW_TILE, num_warps=ADAMW_WARPS
         )
+        # 1 - beta is computed here, in fp64: in fp32 only four digits of 1 - 0.999 are right.
         launch(
-            cdiv(numel, TILE), param, grad, exp_avg, exp_avg_sq, step,
+            cdiv(numel, ADAMW_TILE), param, grad, exp_avg, exp_avg_sq, step,
             step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
-            numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log(beta1), log(beta2), float(eps),
+            numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), float(eps),
         )  # fmt: skip
 
 
-def log(beta: float) -> float:
+def _log(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
@@ -123,21 +122,24 @@ def adamw_(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One step of AdamW on param, exp_avg and exp_avg_sq, in place; under torch.no_grad.
+    """One step of AdamW on param, exp_avg and exp_avg_sq, in place; call it under torch.no_grad.
 
-    param, grad, exp_avg, exp_avg_sq: one shape, any float dtype each; the kernel takes contiguous ones up to fp32, the
-    reference all others. step, grad_scale, found_inf: fp32 scalars on the same device: the count of steps, this one
-    included; what divides the gradients; nothing is written where it is 1. Raises ValueError where shapes differ.
+    param, grad, exp_avg, exp_avg_sq: equal shapes, any float dtype each. The kernel runs if all are contiguous and no
+    wider than fp32, the reference otherwise. step, grad_scale and found_inf are fp32 scalars on the same device: step
+    counts this step too, gradients are divided by grad_scale, and nothing is written if found_inf is 1.
+    Raises ValueError if the shapes differ.
     """
     tensors = (param, grad, exp_avg, exp_avg_sq)
     if any(x.shape != param.shape for x in tensors):
         raise ValueError(
-            f"adamw_: param, grad, exp_avg, exp_avg_sq of one shape, not {[list(x.shape) for x in tensors]}"
+            "adamw_: param, grad, exp_avg and exp_avg_sq must have equal shapes;"
+            f" they have {', '.join(str(list(x.shape)) for x in tensors)}"
         )
     arguments = (*tensors, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf)
-    if runs_kernels(param) and all(x.is_contiguous() and x.dtype in DTYPES for x in tensors):
+    if runs_kernels(param) and all(x.is_contiguous() and x.dtype in ADAMW_DTYPES for x in tensors):
         adamw_update_(*arguments)
-        torch.autograd.graph.increment_version((param, exp_avg, exp_avg_sq))  # the launcher writes behind its back
+        # Autograd does not see what the kernel writes.
+        torch.autograd.graph.increment_version((param, exp_avg, exp_avg_sq))
     else:
         for old, new in zip((param, exp_avg, exp_avg_sq), adamw_reference(*arguments), strict=True):
             old.copy_(new)

@@ -75,7 +75,7 @@ class Variants:
 
 
 def _launcher(variants: Variants) -> Launcher:
-    """Generates a function with exactly the kernel's arguments: on the host, a loop over them costs more than its body."""
+    """Generates a function with exactly the kernel's arguments, because a loop over them is slow on the host."""
     tensors, addresses = ([f"{x}{i}" for i in range(variants.pointers)] for x in ("tensor", "address"))
     numbers = [f"number{i}" for i in range(variants.numbers)]
     arguments, values = ", ".join(tensors + numbers), ", ".join(addresses + numbers)

@@ -1,12 +1,13 @@
-"""RMSNorm of the queries and keys of the packed projection, then RoPE: y = rotate(x rstd (w + offset)).
+"""QK-norm and RoPE: RMSNorm of the queries and keys of the packed projection, then y = rotate(x rstd (w + offset)).
 
-Each head is normed over its D dimensions (w [D]: Qwen3, Gemma 3), or all heads of a token as one row (w [H D]: OLMo 2).
+Each head is normalized over its D dimensions (w [D]: Qwen3, Gemma 3), or all heads of a token as one row (w [H D]:
+OLMo 2).
 Backward, with u = dy rotated back, g = u (w + offset) and n = x rstd:
     dx = rstd (g - n mean(g n)),    dw = Σ u n over the tokens, and over the heads that share w
 B batch, T length, Hq query heads, Hkv key and value heads: qkv [B, T, (Hq + 2 Hkv) D] any float dtype, all query heads
-first, then keys, then values; cos, sin fp32 [T, D/2] (the batch shares them) or [B T, D/2], half-split. Computed in
-fp32, one rounding. Not in place: where w is near 0 the output does not tell the input, so qkv is kept for backward,
-which makes rstd again and packs the gradients of values, which forward leaves where they are, with the others.
+first, then keys, then values; cos, sin fp32 [T, D/2] (shared by the batch) or [B T, D/2], half-split. Computed in
+fp32, one rounding. Not in place: where w is near 0 the input cannot be recovered from the output, so qkv is saved for
+backward, which recomputes rstd. Values stay where they are in forward; backward packs their gradients with the others.
 Moves 2 B T (Hq + Hkv) D elements forward, B T (3 Hq + 5 Hkv) D backward: bound by memory bandwidth.
 """
 
@@ -18,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, register, runs_kernels
-from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel, multiprocessors
+from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel, multiprocessors
 from ligermodels.kernels.partial_sums import sum_partials
 from ligermodels.kernels.qkv_heads import (
-    check_shapes,
+    check_qkv_shapes,
+    fit_head_tile,
     load_angles,
     load_heads,
     rotate,
@@ -32,14 +34,13 @@ from ligermodels.kernels.qkv_heads import (
 from ligermodels.kernels.rms_norm import rms_norm_reference
 from ligermodels.kernels.rope import rotate_reference
 
-FORWARD_TILE = {True: (512, 4), False: (1024, 2)}  # pairs and warps of a program, by whether whole rows are normed
-WARPS_PER_MULTIPROCESSOR = 16  # of backward: as many find room at
-REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # a thread
+WARPS_PER_MULTIPROCESSOR = 16  # of backward: so many fit with 128 registers a thread
+QK_NORM_REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # a thread, in backward
 
 
 def qk_norm_rope_reference(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    num_heads: int, num_kv_heads: int, eps: float, offset: float = 0.0,
+    num_heads: int, num_kv_heads: int, eps: float = 1e-6, offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm_reference(x if len(weight) == x.shape[-1] else x.flatten(2), weight, eps, offset).view(x.shape)
@@ -52,7 +53,7 @@ def qk_norm_rope_reference(
 def _rstd(
     x, eps, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr
 ):
-    """1 / root mean square of each head of the one tile x [TILE, 1], or of all HEADS of the tiles x [1, 1]."""
+    """1 / root mean square: of each head of the single tile in x [TILE, 1], or of all HEADS in the tiles x [1, 1]."""
     square = tl.zeros([TILE, PAIRS], tl.float32)
     for index in tl.static_range((HEADS + TILE - 1) // TILE if WHOLE_ROW else 1):
         x1, x2 = x[index]
@@ -67,7 +68,7 @@ def _norm_heads(
     x, rstd, weight, y_ptr, cos, sin, offset, first, HEADS: tl.constexpr,
     SIZE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Norms, rotates and writes TILES * TILE heads from first on."""
+    """Normalizes, rotates and writes TILES * TILE heads from `first` on."""
     for index in tl.static_range(TILES):
         x1, x2 = x[index]
         w1, w2 = weight[index]
@@ -83,7 +84,7 @@ def _forward_kernel(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """One program norms and rotates TILE of one token's heads, or all of them where they are normed together."""
+    """One program normalizes and rotates TILE heads of one token, or with WHOLE_ROW all of them."""
     q_tiles: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     k_tiles: tl.constexpr = (K_HEADS + TILE - 1) // TILE
     parts: tl.constexpr = 1 if WHOLE_ROW else q_tiles + k_tiles
@@ -123,7 +124,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _means(a, b, HEADS: tl.constexpr, SIZE: tl.constexpr, WHOLE_ROW: tl.constexpr):
-    """Means of a and b over each head, or over all HEADS of them, from the sums of their halves [TILE, PAIRS]."""
+    """Means of a and b over each head, or over all HEADS, given the sums of both halves [TILE, PAIRS]."""
     a, b = tl.reduce((a, b), 1, _add_pairs, keep_dims=True)
     if WHOLE_ROW:
         a, b = tl.reduce((a, b), 0, _add_pairs, keep_dims=True)
@@ -136,7 +137,7 @@ def _load_item(
     item, dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, cos_ptr, sin_ptr, angle_rows, length,
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """What the gradient of TILE heads of one token, or of all of them, is computed from: x, dy, cos, sin."""
+    """Loads x, dy, cos and sin of one item: TILE heads of one token, or with WHOLE_ROW all of them."""
     tiles: tl.constexpr = (HEADS + TILE - 1) // TILE if WHOLE_ROW else 1
     parts: tl.constexpr = 1 if WHOLE_ROW else (HEADS + TILE - 1) // TILE
     token, first = item // parts, item % parts * TILE
@@ -150,7 +151,7 @@ def _load_item(
 
 @triton.jit
 def _gradients(x, dy, weight, cos, sin, offset):
-    """x, u and g of one tile, both halves each."""
+    """x, u and g of one tile in fp32, both halves of each."""
     x1, x2 = x
     dy1, dy2 = dy
     w1, w2 = weight
@@ -165,7 +166,10 @@ def _norm_heads_backward(
     angle_rows, length, tokens, eps, offset, INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Strides over all tokens' queries, or keys, TILE heads or a whole row at a time; sums the weight's gradient."""
+    """A persistent loop over all tokens' queries, or keys, TILE heads or a whole row at a time.
+
+    Sums the weight's gradient in registers.
+    """
     tiles: tl.constexpr = (HEADS + TILE - 1) // TILE if WHOLE_ROW else 1
     parts: tl.constexpr = 1 if WHOLE_ROW else (HEADS + TILE - 1) // TILE
     shared_weight = load_heads(weight_ptr, 0, 0, HEADS, SIZE, 1, TILE, PAIRS)
@@ -173,17 +177,17 @@ def _norm_heads_backward(
     for _ in tl.static_range(tiles):
         dweight += ((tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)),)  # type: ignore[assignment]
     items = tokens * parts
-    coming = _load_item(
+    prefetched = _load_item(
         tl.program_id(0), dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride, cos_ptr, sin_ptr, angle_rows, length,
         HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
     )  # fmt: skip
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
-        x, dy, cos, sin = coming
-        coming = _load_item(  # in flight while this item is computed; after the last one, the last one again
+        x, dy, cos, sin = prefetched
+        prefetched = _load_item(  # in flight while this item is computed; the last item is loaded twice
             tl.minimum(item + tl.num_programs(0), items - 1), dy_ptr, dy_batch, dy_token, dy_head, x_ptr, x_stride,
             cos_ptr, sin_ptr, angle_rows, length, HEADS, SIZE, TILE, PAIRS, WHOLE_ROW,
         )  # fmt: skip
-        # A whole row's weights come from the L1 cache each time: with them there are not registers enough.
+        # The weights of a whole row do not fit into the registers: they are loaded from the L1 cache for each item.
         weight = load_heads(weight_ptr, SIZE, 0, HEADS, SIZE, tiles, TILE, PAIRS) if WHOLE_ROW else shared_weight
         square, product = tl.zeros([TILE, PAIRS], tl.float32), tl.zeros([TILE, PAIRS], tl.float32)
         for index in tl.static_range(tiles):
@@ -195,16 +199,16 @@ def _norm_heads_backward(
         slope = rstd * rstd * product  # mean(g n) n = slope x
         first = item % parts * TILE
         target_ptr = dx_ptr + tl.cast(item // parts, tl.int64) * dx_stride
-        added = ()
+        updated = ()
         for index in tl.static_range(tiles):
             x1, x2, u1, u2, g1, g2 = _gradients(x[index], dy[index], weight[index], cos, sin, offset)
             dx1, dx2 = rstd * (g1 - slope * x1), rstd * (g2 - slope * x2)
-            if INPUT_GRAD:  # the compiler drops what only an unwanted dx needs
+            if INPUT_GRAD:  # without it the compiler removes what only dx needs
                 store_heads(target_ptr, dx1, dx2, first + index * TILE, HEADS, SIZE, TILE, PAIRS)
             dw1, dw2 = dweight[index]  # type: ignore[var-annotated]
-            added += ((dw1 + u1 * (x1 * rstd), dw2 + u2 * (x2 * rstd)),)  # type: ignore[assignment]
+            updated += ((dw1 + u1 * (x1 * rstd), dw2 + u2 * (x2 * rstd)),)  # type: ignore[assignment]
         if WEIGHT_GRAD:
-            dweight = added
+            dweight = updated
     if WEIGHT_GRAD:
         for index in tl.static_range(tiles):
             dw1, dw2 = dweight[index]
@@ -223,7 +227,7 @@ def _backward_kernel(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, V_ROWS: tl.constexpr,
     TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
-    """One of a few persistent programs: strides over the tokens' queries, then their keys, then their values."""
+    """Persistent kernel: each program loops over the tokens' queries, then over their keys, then over their values."""
     q_width: tl.constexpr = (Q_HEADS * SIZE if WHOLE_ROW else SIZE) * Q_GRAD
     k_width: tl.constexpr = (K_HEADS * SIZE if WHOLE_ROW else SIZE) * K_GRAD
     stride: tl.constexpr = (Q_HEADS + 2 * K_HEADS) * SIZE
@@ -241,7 +245,7 @@ def _backward_kernel(
         WHOLE_ROW,
     )  # fmt: skip
     dqkv_ptr += K_HEADS * SIZE
-    v_heads: tl.constexpr = K_HEADS * INPUT_GRAD  # of which dqkv takes the gradients
+    v_heads: tl.constexpr = K_HEADS * INPUT_GRAD  # whose gradients are copied into dqkv
     for start in tl.range(tl.program_id(0) * V_ROWS, tokens * v_heads, tl.num_programs(0) * V_ROWS, num_stages=1):
         row = tl.arange(0, V_ROWS)[:, None] + start
         column = tl.arange(0, 2 * PAIRS)[None, :]
@@ -253,21 +257,34 @@ def _backward_kernel(
 
 
 @functools.cache
-def backward_tile(width: int, itemsize: int, whole_row: bool) -> tuple[int, int]:
-    """(pairs, warps) of a program, so that its registers hold what it keeps; width: of all queries of a token."""
-    if not whole_row:
-        return 256, 1
-    return 512 if width % 2048 else 1024, 8 if width * itemsize <= 10240 else 16
+def _forward(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool) -> tuple[Launcher, int]:
+    """The launcher of forward, and how many programs a token takes."""
+    max_pairs, warps = (512, 4) if whole_row else (1024, 2)
+    tile = fit_head_tile(head_size, max_pairs)
+    launch = _forward_kernel.bind(
+        Q_HEADS=num_heads, K_HEADS=num_kv_heads, SIZE=head_size, WHOLE_ROW=whole_row, **tile.constants(),
+        num_warps=warps,
+    )  # fmt: skip
+    return launch, 1 if whole_row else cdiv(num_heads, tile.heads) + cdiv(num_kv_heads, tile.heads)
 
 
 @functools.cache
-def layout_of(num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool, tile_pairs: int) -> dict[str, int]:
-    """What a kernel is built with."""
-    pairs = triton.next_power_of_2(head_size // 2)
-    return {
-        "Q_HEADS": num_heads, "K_HEADS": num_kv_heads, "SIZE": head_size, "WHOLE_ROW": whole_row,
-        "TILE": max(1, tile_pairs // pairs), "PAIRS": pairs,
-    }  # fmt: skip
+def _backward(
+    num_heads: int, num_kv_heads: int, head_size: int, whole_row: bool, itemsize: int,
+    input_grad: bool, q_grad: bool, k_grad: bool,
+) -> tuple[Launcher, int]:  # fmt: skip
+    """The launcher of backward, and how many programs fit a multiprocessor. itemsize: bytes of an element of qkv."""
+    max_pairs, warps = 256, 1
+    if whole_row:  # sized so that the registers also hold the weights' gradients
+        width = num_heads * head_size
+        max_pairs, warps = 512 if width % 2048 else 1024, 8 if width * itemsize <= 10240 else 16
+    tile = fit_head_tile(head_size, max_pairs)
+    launch = _backward_kernel.bind(
+        INPUT_GRAD=input_grad, Q_GRAD=q_grad, K_GRAD=k_grad, V_ROWS=max(1, 512 * warps // tile.pairs),
+        Q_HEADS=num_heads, K_HEADS=num_kv_heads, SIZE=head_size, WHOLE_ROW=whole_row, **tile.constants(),
+        num_warps=warps, **QK_NORM_REGISTERS,
+    )  # fmt: skip
+    return launch, WARPS_PER_MULTIPROCESSOR // warps
 
 
 def _launch_forward(
@@ -278,13 +295,10 @@ def _launch_forward(
     batch, length, _, head_size = qk.shape
     tokens, (qkv, stride) = batch * length, as_rows_with_stride(qkv, qkv.shape[-1])
     whole_row = q_weight.shape[0] > head_size
-    tile_pairs, warps = FORWARD_TILE[whole_row]
-    layout = layout_of(num_heads, num_kv_heads, head_size, whole_row, tile_pairs)
-    tile = layout["TILE"]
-    parts = 1 if whole_row else cdiv(num_heads, tile) + cdiv(num_kv_heads, tile)
+    launch, programs = _forward(num_heads, num_kv_heads, head_size, whole_row)
     if tokens:
-        _forward_kernel.bind(**layout, num_warps=warps)(
-            tokens * parts, qkv, q_weight.contiguous(), k_weight.contiguous(), cos, sin, qk,
+        launch(
+            tokens * programs, qkv, q_weight.contiguous(), k_weight.contiguous(), cos, sin, qk,
             stride, cos.shape[0], eps, offset,
         )  # fmt: skip
     return qk
@@ -294,6 +308,7 @@ def _launch_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     eps: float, offset: float, input_grad: bool, q_grad: bool, k_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dqkv, dq_weight, dk_weight), each None where it is not needed."""
     batch, length, num_heads, head_size = dq.shape
     tokens = batch * length
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format) if input_grad else None
@@ -302,15 +317,10 @@ def _launch_backward(
     (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = map(with_unit_stride, (dq, dk, dv))
     qkv, stride = as_rows_with_stride(qkv, qkv.shape[-1])
     whole_row = q_weight.shape[0] > head_size
-    tile_pairs, warps = backward_tile(num_heads * head_size, qkv.itemsize, whole_row)
-    layout = layout_of(num_heads, dk.shape[2], head_size, whole_row, tile_pairs)
-    programs = min(tokens, WARPS_PER_MULTIPROCESSOR // warps * multiprocessors(qkv.device))
+    launch, programs = _backward(num_heads, dk.shape[2], head_size, whole_row, qkv.itemsize, input_grad, q_grad, k_grad)
+    programs = min(tokens, programs * multiprocessors(qkv.device))
     partials = cos.new_empty(programs, q_grad * q_weight.shape[0] + k_grad * k_weight.shape[0])
     if tokens:
-        launch = _backward_kernel.bind(
-            INPUT_GRAD=input_grad, Q_GRAD=q_grad, K_GRAD=k_grad, V_ROWS=max(1, 512 * warps // layout["PAIRS"]),
-            **layout, num_warps=warps, **REGISTERS,
-        )  # fmt: skip
         launch(
             programs, dq, dk, dv, qkv, q_weight.contiguous(), k_weight.contiguous(), cos, sin,
             qkv if dqkv is None else dqkv, partials,
@@ -352,7 +362,7 @@ class _QKNormRope(Node):
         ctx.eps, ctx.offset = eps, offset
         qk = qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
         q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 2)
-        _, _, v = split_heads(qkv.detach(), num_heads, num_kv_heads)  # a view that autograd takes for a fresh output
+        _, _, v = split_heads(qkv.detach(), num_heads, num_kv_heads)  # detached: to autograd, v is a new output
         return q, k, v
 
     @staticmethod
@@ -366,20 +376,22 @@ class _QKNormRope(Node):
 
 def qk_norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    num_heads: int, num_kv_heads: int, eps: float, offset: float = 0.0,
+    num_heads: int, num_kv_heads: int, eps: float = 1e-6, offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Norms, then rotates the queries and keys of the packed projection.
+    """Applies RMSNorm and then RoPE to the queries and keys of the packed projection.
 
     qkv [B, T, (num_heads + 2 num_kv_heads) D] float; q_weight, k_weight [D] each, or [num_heads D] and
-    [num_kv_heads D] to norm all heads of a token together; cos, sin fp32 contiguous [T, D/2], or [B T, D/2] where each
-    row of the batch has positions of its own; eps > 0 -> (q [B, T, num_heads, D], k [B, T, num_kv_heads, D], views of
-    one new tensor; v [B, T, num_kv_heads, D], a view of qkv). Raises ValueError where the widths do not fit.
+    [num_kv_heads D] to normalize all heads of a token together; cos, sin fp32 contiguous [T, D/2], or [B T, D/2] if
+    each row of the batch has its own positions; eps > 0 -> (q [B, T, num_heads, D], k [B, T, num_kv_heads, D], views
+    of one new tensor; v [B, T, num_kv_heads, D], a view of qkv). Raises ValueError if the shapes do not match.
     """
-    head_size = check_shapes("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads, partial=False)
+    head_size = check_qkv_shapes("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads, partial=False)
     whole_row = num_heads * head_size, num_kv_heads * head_size
     if (len(q_weight), len(k_weight)) not in ((head_size, head_size), whole_row):
-        found = f"q_weight has {len(q_weight)} elements, k_weight {len(k_weight)}"
-        raise ValueError(f"qk_norm_rope: {found}; needed {head_size} each, or {whole_row[0]} and {whole_row[1]}")
+        raise ValueError(
+            f"qk_norm_rope: q_weight has {len(q_weight)} elements, k_weight {len(k_weight)};"
+            f" they must have {head_size} each, or {whole_row[0]} and {whole_row[1]}"
+        )
     if not runs_kernels(qkv):
         return qk_norm_rope_reference(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)

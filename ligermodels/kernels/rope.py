@@ -1,12 +1,12 @@
-"""Rotary position embedding, in place on the packed projection: [x₁, x₂]' = [x₁ cos - x₂ sin, x₂ cos + x₁ sin].
+"""Rotary position embedding (RoPE), in place on the packed projection: y = [x₁ cos - x₂ sin, x₂ cos + x₁ sin].
 
 x₁ and x₂ are the halves of a head's first R dimensions (half-split), or the even and the odd ones (interleaved); the
-others pass. Backward is the inverse rotation, sin negated; it reads dq, dk, dv in whatever layout attention left them
-and writes them packed: the concatenation costs nothing.
+other dimensions are unchanged. Backward is the inverse rotation, with sin negated. It reads dq, dk and dv in any layout
+and writes them packed, so that they need no separate concatenation.
 B batch, T length, D head size, Hq query heads, Hkv key and value heads: qkv [B, T, (Hq + 2 Hkv) D] any float dtype, all
-query heads first, then keys, then values; cos, sin [T, R/2] fp32 (the batch shares them) or [B T, R/2].
+query heads first, then keys, then values; cos, sin [T, R/2] fp32 (shared by the batch) or [B T, R/2].
 Computed in fp32, one rounding. Moves 2 B T (Hq + Hkv) R elements forward, 2 B T (Hq + 2 Hkv) D backward: bound by
-memory bandwidth. Where the angles come from is not known here.
+memory bandwidth. Must not know how the angles are computed.
 Maths: Su et al. 2021, https://arxiv.org/abs/2104.09864.
 """
 
@@ -21,20 +21,21 @@ from ligermodels.kernels.dispatch import Node, is_traced, register, runs_kernels
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.qkv_heads import (
-    check_shapes,
+    check_qkv_shapes,
     copy_heads,
+    fit_head_tile,
+    head_offsets,
     load_angles,
-    places,
     rotate,
     split_heads,
     with_unit_stride,
 )
 
-FORWARD_PAIRS, BACKWARD_PAIRS = 512, 1024  # rotated by one program of four warps
+ROPE_FORWARD_PAIRS, ROPE_BACKWARD_PAIRS = 512, 1024  # rotated by one program of four warps, at most
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x [B, T, H, D], its first 2 cos.shape[1] dimensions rotated."""
+    """x [B, T, H, D] with the first 2 cos.shape[1] dimensions of each head rotated."""
     c, s = (table.view(-1, x.shape[1], 1, table.shape[-1]) for table in (cos, sin))
     rotated, rest = widen(x).tensor_split((2 * cos.shape[1],), -1)
     first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
@@ -55,14 +56,14 @@ def _rotate_heads(
     source_ptr, source_stride, target_ptr, cos_ptr, sin_ptr, angle_row, sign, first, HEADS: tl.constexpr,
     SIZE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Moves the ROTATED dimensions of TILE heads of one token, rotated by its angles times sign."""
+    """Reads TILE heads of one token, rotates their ROTATED dimensions by its angles times sign, and writes those."""
     half: tl.constexpr = ROTATED // 2
     cos, sin = load_angles(cos_ptr, sin_ptr, angle_row, ROTATED, TILE, PAIRS)
-    # Neighbours are loaded together and told apart in registers: strided loads would fetch every sector twice.
+    # Interleaved pairs are loaded together and split in registers: strided loads would fetch every sector twice.
     columns: tl.constexpr = ROTATED if INTERLEAVED else half
     width: tl.constexpr = 2 * PAIRS if INTERLEAVED else PAIRS
-    source, mask = places(source_stride, first, HEADS, columns, TILE, width)
-    target, mask = places(SIZE, first, HEADS, columns, TILE, width)
+    source, mask = head_offsets(source_stride, first, HEADS, columns, TILE, width)
+    target, mask = head_offsets(SIZE, first, HEADS, columns, TILE, width)
     source_ptr += tl.cast(first, tl.int64) * source_stride
     target_ptr += first * SIZE
     if INTERLEAVED:
@@ -99,6 +100,7 @@ def _rotate_heads_back(
     dy_ptr, dy_head, dx_ptr, cos_ptr, sin_ptr, angle_row, first, HEADS: tl.constexpr, SIZE: tl.constexpr,
     ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
+    """Writes the gradient of TILE heads of one token: ROTATED dimensions rotated back, the others copied."""
     _rotate_heads(
         dy_ptr, dy_head, dx_ptr, cos_ptr, sin_ptr, angle_row, -1.0, first,
         HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS,
@@ -113,7 +115,7 @@ def _backward_kernel(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program gathers TILE heads of one token's dq, dk or dv and writes them packed, the first two rotated back."""
+    """One program gathers TILE heads of one token's dq, dk or dv and writes them packed; dq and dk are rotated back."""
     wait_for_previous_kernel(PDL)
     q_tiles: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     k_tiles: tl.constexpr = (K_HEADS + TILE - 1) // TILE
@@ -143,21 +145,15 @@ def _backward_kernel(
 
 
 @functools.cache
-def tile_of(rotated: int, most: int) -> tuple[int, int]:
-    """(heads, pairs) of one program's tile, which has at most so many pairs unless a head has more."""
-    pairs = triton.next_power_of_2(rotated // 2)
-    return max(1, most // pairs), pairs
+def _forward(width: int, heads: int, value_heads: int, rotated: int, interleaved: bool) -> tuple[Launcher, int]:
+    """The launcher of forward, and how many programs a token takes.
 
-
-@functools.cache
-def _forward(width: int, heads: int, rest: int, rotated: int, interleaved: bool) -> tuple[Launcher, int]:
-    """What launches forward on rows of `width`, `rest` heads of which pass, and how many programs a token takes."""
-    tile, pairs = tile_of(rotated, FORWARD_PAIRS)
-    size = width // (heads + rest)
-    launch = _forward_kernel.bind(
-        HEADS=heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs
-    )
-    return launch, cdiv(heads, tile)
+    width: of a token's row, which has `heads` query and key heads and, behind them, `value_heads` more.
+    """
+    tile = fit_head_tile(rotated, ROPE_FORWARD_PAIRS)
+    size = width // (heads + value_heads)
+    launch = _forward_kernel.bind(HEADS=heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, **tile.constants())
+    return launch, cdiv(heads, tile.heads)
 
 
 def _launch_forward_(
@@ -165,7 +161,7 @@ def _launch_forward_(
 ) -> None:
     width = stride = qkv.shape[-1]
     if not qkv.is_contiguous():
-        qkv = qkv.view(-1, width)  # never a copy: the rotation would be lost
+        qkv = qkv.view(-1, width)  # a copy would lose the rotation
         stride = qkv.stride(0)
     angle_rows, pairs = cos.shape
     launch, programs = _forward(width, num_heads + num_kv_heads, num_kv_heads, 2 * pairs, interleaved)
@@ -185,13 +181,13 @@ def _launch_forward(
 def _backward(
     heads: int, kv_heads: int, size: int, rotated: int, interleaved: bool, device: torch.device
 ) -> tuple[Launcher, int]:
-    """What launches backward, and how many programs a token takes."""
-    tile, pairs = tile_of(rotated, BACKWARD_PAIRS)
+    """The launcher of backward, and how many programs a token takes."""
+    tile = fit_head_tile(rotated, ROPE_BACKWARD_PAIRS)
     launch = _backward_kernel.bind(
-        Q_HEADS=heads, K_HEADS=kv_heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, TILE=tile, PAIRS=pairs,
+        Q_HEADS=heads, K_HEADS=kv_heads, SIZE=size, ROTATED=rotated, INTERLEAVED=interleaved, **tile.constants(),
         **pdl_constants(device),
     )  # fmt: skip
-    return launch, cdiv(heads, tile) + 2 * cdiv(kv_heads, tile)
+    return launch, cdiv(heads, tile.heads) + 2 * cdiv(kv_heads, tile.heads)
 
 
 def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -231,15 +227,15 @@ class _Rope(Node):
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, interleaved):
         ctx.interleaved = interleaved
         ctx.save_for_backward(cos, sin)
-        # Whoever traces may keep the projection, and the op's output, to replay the one without the other (selective
-        # checkpointing does): then nothing is written in place. In eager mode it is the projection's own memory, which
-        # no linear saves; views of a detached alias are fresh outputs to autograd.
+        # A tracer may save the projection or the op's output and replay one without the other, as selective
+        # checkpointing does: while tracing, nothing is written in place. In eager mode the rotation is written into the
+        # projection, which no linear saves for backward. To autograd, views of a detached alias are new outputs.
         if is_traced((qkv,)):
             qkv = rope_forward(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
         else:
             qkv = qkv.detach()
             _launch_forward_(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
-            torch.autograd.graph.increment_version(qkv)  # so that autograd objects if somebody did save it
+            torch.autograd.graph.increment_version(qkv)  # autograd raises if an op did save it for backward
         return split_heads(qkv, num_heads, num_kv_heads)
 
     @staticmethod
@@ -251,17 +247,18 @@ class _Rope(Node):
 def rope_(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotates queries and keys in place in the packed projection; qkv is consumed, use what is returned.
+    """Rotates queries and keys in place in the packed projection. Do not use qkv afterwards, only what is returned.
 
-    qkv [B, T, (num_heads + 2 num_kv_heads) D] contiguous float; cos, sin fp32 contiguous [T, R/2], or [B T, R/2] where
-    each row of the batch has positions of its own -> (q [B, T, num_heads, D], k and v [B, T, num_kv_heads, D]), views
-    of qkv. The first R <= D dimensions of a head are rotated, in pairs (j, j + R/2), or (2j, 2j + 1) if interleaved.
-    On the CPU, and while something traces, qkv itself is left alone. Raises ValueError where the widths do not fit, and
-    where the elements of a row, or the angles, do not lie one behind the other.
+    qkv [B, T, (num_heads + 2 num_kv_heads) D] float, with one stride between all rows; cos, sin fp32 contiguous
+    [T, R/2], or [B T, R/2] if each row of the batch has its own positions -> (q [B, T, num_heads, D], k and v
+    [B, T, num_kv_heads, D]), views of qkv.
+    The first R <= D dimensions of a head are rotated, in pairs (j, j + R/2), or (2j, 2j + 1) if interleaved.
+    On the CPU and while tracing, qkv is not changed. Raises ValueError if the widths do not match, if the stride along
+    the last dimension of qkv is not 1, or if the angles are not contiguous.
     """
-    check_shapes("rope_", qkv, cos, sin, num_heads, num_kv_heads, partial=True)
+    check_qkv_shapes("rope_", qkv, cos, sin, num_heads, num_kv_heads, partial=True)
     if not qkv.is_contiguous() and qkv.stride(-1) != 1:
-        raise ValueError(f"rope_: qkv of strides {qkv.stride()} cannot be rotated in place; needed 1 as the last")
+        raise ValueError(f"rope_: qkv has strides {qkv.stride()}; to rotate it in place the last must be 1")
     if not runs_kernels(qkv):
         return rope_reference(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
     return _Rope.apply(qkv, cos, sin, num_heads, num_kv_heads, interleaved)

@@ -1,4 +1,4 @@
-"""Self-attention on one packed projection."""
+"""Grouped-query self-attention with a packed QKV projection, RoPE and optional QK-norm. Must not know any family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,32 +6,36 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.configs.rope import FULL
+from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rope import rope_, split_heads
-from ligermodels.layers.fused import linear, norm_then_linear
+from ligermodels.layers.fused import apply_linear, norm_then_linear
 from ligermodels.layers.kv_cache import LayerCache
 from ligermodels.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the tokens of a batch stand, shared by all layers."""
+    """Positions of the tokens of a batch, with the rotary cos and sin; computed once for all layers."""
 
     position_ids: Tensor  # [B or 1, T]
-    angles: Mapping[str, tuple[Tensor, Tensor]]  # cos, sin of each of the config's ropes, [B * T or T, R / 2] fp32
+    angles: Mapping[str, tuple[Tensor, Tensor]]  # layer type -> (cos, sin), each [B * T or T, R / 2] fp32
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RoPE: qkv_proj [(Hq + 2 Hkv) D, H], rows all q, all k, all v; o_proj [H, Hq D].
+    """Grouped-query attention (GQA) with RoPE.
 
-    window: how many keys a query sees, itself included; None for all before it.
-    scale: of the scores; None for D^-1/2. softcap: bounds the scores, softcap * tanh(scores / softcap).
-    rope: which of the config's ropes rotates queries and keys; None for no rotation. interleaved: RoPE's pairs are
-    neighbours instead of lying half a head apart.
+    Weights: qkv_proj [(Hq + 2 Hkv) D, H], the rows of all query heads first, then all keys, then all values;
+    o_proj [H, Hq D].
+
+    window: number of keys that a query attends to, including its own; None for all earlier ones.
+    scale: factor of the scores; None for D^-1/2.
+    softcap: scores = softcap * tanh(scores / softcap); None for no softcap.
+    rope: key of `config.ropes`, the rotary embedding of queries and keys; None for no positional embedding (NoPE).
+    interleaved: RoPE rotates neighbouring pairs instead of pairs half a head apart.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class Attention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-        rope: str | None = FULL,
+        rope: str | None = FULL_ATTENTION,
         interleaved: bool = False,
     ) -> None:
         super().__init__()
@@ -62,12 +66,12 @@ class Attention(nn.Module):
     def forward(
         self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [B, T, H] -> (attention's output [B, T, H], the residual stream x + residual).
+        """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual [B, T, H]).
 
-        Without a norm the layer reads the residual stream itself.
+        Attention reads norm(x + residual), or x + residual if norm is None.
         """
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
-        q, k, v = self.heads(qkv, positions)
+        q, k, v = self.split_and_rotate(qkv, positions)
         if cache is None:
             out = attention(
                 q, k, v, scale=self.scale, window=self.window, softcap=self.softcap,
@@ -79,18 +83,18 @@ class Attention(nn.Module):
             out = attention(
                 q, k, v, scale=self.scale, window=self.window, softcap=self.softcap, position_ids=positions.position_ids
             )
-        return linear(self.o_proj, out.flatten(2)), residual
+        return apply_linear(self.o_proj, out.flatten(2)), residual
 
-    def heads(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed projection -> q [B, T, Hq, D], k and v [B, T, Hkv, D], the first two rotated."""
+    def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed qkv [B, T, (Hq + 2 Hkv) D] -> q [B, T, Hq, D], k and v [B, T, Hkv, D]; RoPE is applied to q and k."""
         if self.rope is None:
             return split_heads(qkv, self.num_heads, self.num_key_value_heads)
         cos, sin = positions.angles[self.rope]
         return rope_(qkv, cos, sin, self.num_heads, self.num_key_value_heads, self.interleaved)
 
 
-class NormedAttention(Attention):
-    """Attention whose queries and keys are normed before they are rotated, each head by itself."""
+class QKNormAttention(Attention):
+    """Attention with QK-norm: an RMSNorm over each query head and each key head, before RoPE."""
 
     rope: str
 
@@ -99,14 +103,14 @@ class NormedAttention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
 
-    def heads(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+    def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         q_norm, k_norm, heads = self.q_norm, self.k_norm, (self.num_heads, self.num_key_value_heads)
         angles = positions.angles[self.rope]
         return qk_norm_rope(qkv, q_norm.weight, k_norm.weight, *angles, *heads, q_norm.eps, q_norm.offset)
 
 
-class RowNormedAttention(NormedAttention):
-    """Attention whose queries are normed all heads together, and so are its keys."""
+class JointQKNormAttention(QKNormAttention):
+    """Attention with QK-norm over all query heads together and over all key heads together."""
 
     def __init__(self, config: Config, **options) -> None:
         super().__init__(config, **options)

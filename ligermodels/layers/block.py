@@ -1,7 +1,8 @@
-"""The blocks of a decoder: where the norms stand around attention and feed-forward layer.
+"""The decoder blocks. They differ in where the norms are placed around attention and feed-forward layer.
 
-The residual stream travels as a pair (x, residual) whose sum it is: the addition happens inside the next norm. A block
-maps one pair to the next and hands on its router's logits [B * T, E], None where it has no router.
+The residual stream is passed as a pair (x, residual) whose sum is the stream: the addition is fused into the next norm.
+A block maps one such pair to the next. It also returns its router's logits [B * T, E], or None without a router.
+Must not know any family.
 """
 
 from abc import ABC, abstractmethod
@@ -21,18 +22,21 @@ BlockOutput = tuple[Tensor, Tensor, Tensor | None]  # x, residual, router logits
 
 
 class Block(nn.Module, ABC):
-    """What all blocks share: attention, a feed-forward layer, and recomputation in backward."""
+    """Base class: attention, a feed-forward layer, and optional activation checkpointing."""
 
     def __init__(self, attention: Attention, mlp: GatedMLP | MoE) -> None:
         super().__init__()
         self.self_attn = attention
         self.mlp = mlp
-        self.recompute = False
+        self.activation_checkpointing = False
 
-    def recompute_in_backward(self) -> None:
-        """Keeps only the block's inputs for backward. The down projection is then better not fused with its activation:
-        recomputation stops at the last tensor kept, which a linear of its own keeps before its matrix product."""
-        self.recompute = True
+    def checkpoint_activations(self) -> None:
+        """Saves only the block's inputs for backward, which recomputes the rest.
+
+        Also unfuses the down projection from its activation. Recomputation stops at the last saved tensor; an unfused
+        linear saves its input before its matrix product, so that this product is not recomputed.
+        """
+        self.activation_checkpointing = True
         for module in self.modules():
             if isinstance(module, GatedMLP):
                 module.fused = False
@@ -40,16 +44,18 @@ class Block(nn.Module, ABC):
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None = None
     ) -> BlockOutput:
-        if self.recompute and torch.is_grad_enabled():
-            random = self.self_attn.dropout > 0
+        """x, residual [B, T, H] -> (x, residual, router logits), of the same shapes."""
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            has_dropout = self.self_attn.dropout > 0
             inputs = x, residual, positions, cache
-            return checkpoint(self.block, *inputs, use_reentrant=False, preserve_rng_state=random)
-        return self.block(x, residual, positions, cache)
+            return checkpoint(self.forward_block, *inputs, use_reentrant=False, preserve_rng_state=has_dropout)
+        return self.forward_block(x, residual, positions, cache)
 
     @abstractmethod
-    def block(
+    def forward_block(
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
-    ) -> BlockOutput: ...
+    ) -> BlockOutput:
+        """The computation of the block, without activation checkpointing."""
 
 
 class DecoderLayer(Block):
@@ -60,33 +66,39 @@ class DecoderLayer(Block):
         self.input_layernorm = hidden_norm(config)
         self.post_attention_layernorm = hidden_norm(config)
 
-    def block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None) -> BlockOutput:
+    def forward_block(
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+    ) -> BlockOutput:
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
         return self.mlp(self.post_attention_layernorm, x, residual)
 
 
 class ScaledLayer(DecoderLayer):
-    """Pre-norm, and both branches enter the residual stream times a multiplier."""
+    """Pre-norm, with a multiplier m on both branches: x = x + m attention(norm(x)); x = x + m mlp(norm(x))."""
 
     def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE, multiplier: float) -> None:
         super().__init__(config, attention, mlp)
         self.multiplier = multiplier
 
-    def block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None) -> BlockOutput:
+    def forward_block(
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+    ) -> BlockOutput:
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
         x, residual, router_logits = self.mlp(self.post_attention_layernorm, x * self.multiplier, residual)
         return x * self.multiplier, residual, router_logits
 
 
 class SandwichLayer(DecoderLayer):
-    """Norms on both sides: x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))."""
+    """Norms before and after each branch: x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
         super().__init__(config, attention, mlp)
         self.pre_feedforward_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
 
-    def block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None) -> BlockOutput:
+    def forward_block(
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+    ) -> BlockOutput:
         x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
         x, _ = self.post_attention_layernorm(x)
         x, residual, router_logits = self.mlp(self.pre_feedforward_layernorm, x, residual)
@@ -95,14 +107,16 @@ class SandwichLayer(DecoderLayer):
 
 
 class PostNormLayer(Block):
-    """Norms after: x = x + norm(attention(x)); x = x + norm(mlp(x))."""
+    """Post-norm, inside the residual branch: x = x + norm(attention(x)); x = x + norm(mlp(x))."""
 
     def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
         super().__init__(attention, mlp)
         self.post_attention_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
 
-    def block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None) -> BlockOutput:
+    def forward_block(
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+    ) -> BlockOutput:
         x, residual = self.self_attn(None, x, residual, positions, cache)
         x, _ = self.post_attention_layernorm(x)
         x, residual, router_logits = self.mlp(None, x, residual)

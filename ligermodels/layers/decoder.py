@@ -1,6 +1,6 @@
-"""The decoder: the stack of blocks, and the causal language model with its fused loss.
+"""The decoder (embedding, blocks, final norm) and the causal language model with its fused loss.
 
-Must not know any architecture; each one subclasses `CausalLM` and says in `layer` what its blocks are made of.
+Must not know any architecture: each one subclasses `CausalLM` and builds its blocks in `layer`.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config as AnyConfig
-from ligermodels.configs.shared import MoEConfig
+from ligermodels.configs.features import MoEConfig
 from ligermodels.kernels.attention import document_ids
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Positions
@@ -30,7 +30,7 @@ IGNORE_INDEX = -100
 
 class CausalLMOutput(NamedTuple):
     loss: Tensor | None  # scalar, fp32
-    logits: Tensor | None  # [B, T, V]; None where a loss was computed: logits are never materialised for it
+    logits: Tensor | None  # [B, T, V]; None with labels: the loss never materialises all logits
 
 
 class Decoder(nn.Module):
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         max_seqlen: int | None = None,
         cache: KVCache | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states, and the logits [B * T, E] of every router."""
+        """Returns the hidden states [B, T, H] and the logits [B * T, E] of every router."""
         if position_ids is None:
             position_ids = default_positions(input_ids, cu_seqlens, cache)
         angles = {name: rotary(position_ids) for name, rotary in self.rotary_emb.items()}
@@ -72,13 +72,13 @@ class Decoder(nn.Module):
         return self.norm(x, residual)[0], routers
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """The scale is rounded to the embedding's dtype: so the models that have one were trained."""
+        """Token embeddings [B, T, H], times the scale, which is rounded to their dtype as in the models' training."""
         x = self.embed_tokens(input_ids)
         return x if self.embedding_scale == 1.0 else x * x.new_full((), self.embedding_scale)
 
 
 def default_positions(input_ids: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
-    """Counts from 0, from the start of each packed document, or on from what the cache holds: [B or 1, T]."""
+    """Positions [B or 1, T], counted from 0, from the start of each packed document, or from the end of the cache."""
     length = input_ids.shape[1]
     if cache is not None:
         return cache.next_positions(length)
@@ -88,11 +88,11 @@ def default_positions(input_ids: Tensor, cu_seqlens: Tensor | None, cache: KVCac
     return position[None]
 
 
-class Head(nn.Linear):
+class LMHead(nn.Linear):
     """The language-model head: hidden states [..., H] -> logits [..., V].
 
-    It takes the loss of its own logits, which are not all made where they are many, so that what wraps modules (FSDP)
-    sees its weight read.
+    It computes the fused linear cross-entropy itself, because FSDP gathers a weight only when the module that owns it
+    is called.
     """
 
     def loss(self, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -103,32 +103,33 @@ class Head(nn.Linear):
 class CausalLM(HubModule, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
-    accepts_loss_kwargs = True  # tells Hugging Face's Trainer to pass num_items_in_batch
+    accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch
     Config: ClassVar[type[AnyConfig]] = AnyConfig
-    SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets by name, each the content of a config.json
+    SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
 
     def __init__(self, config: AnyConfig) -> None:
         super().__init__(config)
         self.model = Decoder(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
-        self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
+        """Makes head and embedding one parameter, if the config ties them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _apply(self, fn, recurse=True):
-        """Ties again: to_empty() from the meta device gives every name a parameter of its own."""
+        """Ties the weights again: to_empty() from the meta device creates a separate parameter for each name."""
         super()._apply(fn, recurse)
         self.tie_weights()
         return self
 
     @abstractmethod
     def layer(self, config: Any, index: int) -> Block:
-        """The block at this depth."""
+        """Builds block number `index`."""
 
     def weight_rules(self) -> tuple[Rule, ...]:
-        """How parameters are made from the checkpoint's tensors: those of all layers packed, which most store apart."""
+        """How parameters are built from checkpoint tensors; by default q, k, v and gate, up are separate there."""
         return packed_projections(self.config)
 
     def forward(
@@ -143,18 +144,18 @@ class CausalLM(HubModule, ABC):
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int = 0,
     ) -> CausalLMOutput:
-        """input_ids [B, T] -> logits [B, T, V]; with labels [B, T], the loss alone. The routers' load-balancing loss is
-        part of it where config.json asks for that by output_router_logits.
+        """input_ids [B, T] -> logits [B, T, V]; with labels [B, T], the loss only.
 
-        labels: at the positions of input_ids (the shift happens here), -100 where unsupervised. The loss is the mean
-        over supervised tokens or, given num_items_in_batch, their sum divided by it: the count over all micro-batches
-        and ranks.
-        position_ids: [B, T], RoPE's positions; they do not separate documents, cu_seqlens does.
-        cu_seqlens: int32 [documents + 1], offsets of documents packed into one row; none sees another, and no
-        document's last token is asked to predict the next one's first. max_seqlen: the longest of them, where the
-        caller knows it.
-        cache: keys and values of earlier tokens; those of input_ids are added.
-        logits_to_keep: compute the logits of this many last positions only; 0 for all.
+        If config.json sets output_router_logits, the loss includes the routers' load-balancing loss.
+
+        labels: aligned with input_ids (shifted inside), -100 where unsupervised. The loss is the mean over supervised
+        tokens. With num_items_in_batch it is their sum divided by that number: the count of supervised tokens over all
+        micro-batches and ranks.
+        position_ids: [B, T], positions for RoPE. They do not separate documents; cu_seqlens does.
+        cu_seqlens: int32 [documents + 1], offsets of the documents packed into one row. Documents do not attend to each
+        other, and the last token of a document is not supervised. max_seqlen: the longest document's length, if known.
+        cache: keys and values of earlier tokens; those of input_ids are added to it.
+        logits_to_keep: compute the logits of only this many last positions; 0 for all.
         """
         hidden, routers = self.model(input_ids, position_ids, cu_seqlens, max_seqlen, cache)
         if labels is None:
@@ -162,14 +163,14 @@ class CausalLM(HubModule, ABC):
         targets, config = next_tokens(labels, cu_seqlens), self.config
         loss = self.loss(hidden, targets, num_items_in_batch)
         if isinstance(config, MoEConfig) and config.output_router_logits:
-            # Of several micro-batches each adds its part: all of them together weigh what one batch would.
-            part = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
+            # Weighted by the micro-batch's share of supervised tokens, so that all micro-batches together count once.
+            share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
             balance = load_balancing_loss(routers, config.num_experts_per_tok)
-            loss = loss + part * config.router_aux_loss_coef * balance
+            loss = loss + share * config.router_aux_loss_coef * balance
         return CausalLMOutput(loss, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, T, H] -> [B, T, V]."""
+        """Hidden states [B, T, H] -> logits [B, T, V], scaled and softcapped."""
         logits, softcap = self.lm_head(hidden), self.config.logit_softcap
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
@@ -183,21 +184,20 @@ class CausalLM(HubModule, ABC):
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    def recompute_in_backward(self, count: int | None = None) -> None:
-        """Keeps only the inputs of the first `count` blocks for backward, and computes these again there; None: of all.
+    def checkpoint_activations(self, count: int | None = None) -> None:
+        """Enables activation checkpointing in the first `count` blocks; None for all.
 
-        The first ones, because they go backward last, when the others have freed what they kept.
+        It takes the first blocks because their backward runs last, when the other blocks have freed their activations.
         """
         for block in list(self.model.layers)[:count]:
-            cast(Block, block).recompute_in_backward()
+            cast(Block, block).checkpoint_activations()
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Random weights: normal with the config's initializer_range, norms such that they only norm, biases zero; LoRA
-        such that it adds nothing yet.
+        """Random weights: normal with the config's initializer_range; norms act as weight 1, biases and LoRA B are 0.
 
-        Every rank draws every parameter whole and keeps its shard, so that the weights do not depend on the sharding;
-        nor do those of the base on LoRA.
+        Every rank draws every whole parameter and keeps its shard, so that the weights do not depend on the sharding.
+        The weights of the base do not depend on LoRA either.
         """
         device = self.model.embed_tokens.weight.device
         generator = torch.Generator(device).manual_seed(seed)
@@ -216,8 +216,8 @@ class CausalLM(HubModule, ABC):
 
 
 def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Targets [B, T]: each position's label is the next token's; the last position of a row or document has none."""
+    """Targets [B, T]: the label of the next token; IGNORE_INDEX at the last position of each row and document."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     if cu_seqlens is not None:
-        targets = targets.index_fill(1, cu_seqlens[1:].long() - 1, IGNORE_INDEX)  # by index_put the host would wait
+        targets = targets.index_fill(1, cu_seqlens[1:].long() - 1, IGNORE_INDEX)  # index_put would synchronise the host
     return targets

@@ -1,8 +1,8 @@
-"""The one place that decides between a fused node and its parts.
+"""Chooses between a fused autograd node and the unfused operations. No other file makes this choice.
 
-A fused node reads the weights of an ordinary `Linear`, with or without LoRA over it. Where a projection is anything
-else (float8), is watched by a hook, or drops some of its adapter's input, the parts run one after the other, with the
-same numbers.
+A fused node reads the weights of a plain `nn.Linear`, with or without LoRA. The unfused operations run where the
+projection is another module (float8), has hooks, or has active LoRA dropout. Both paths give the same numbers.
+Must not know what a projection is used for.
 """
 
 from typing import NamedTuple, TypeGuard, TypeVar
@@ -20,31 +20,36 @@ from ligermodels.layers.norm import RMSNorm
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
-class Weights(NamedTuple):
-    """What a fused node reads of a projection."""
+class LinearWeights(NamedTuple):
+    """The tensors of a projection that a fused node reads."""
 
     weight: Tensor
     bias: Tensor | None
     low_rank: LowRank | None
 
 
-def is_plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    watched = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return type(module) is kind and not watched
+def is_unmodified(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
+    """Whether a module is exactly of this class, not of a subclass, and has no hooks."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return type(module) is kind and not hooks
 
 
-def weights_of(projection: nn.Module, dtype: torch.dtype) -> Weights | None:
-    """None where the projection has to be called. dtype: its input's."""
-    if is_plain(projection, nn.Linear):
-        return Weights(projection.weight, projection.bias, None)
-    if is_plain(projection, LoRALinear) and is_plain(projection.base_layer, nn.Linear) and not projection.drops:
-        return Weights(projection.base_layer.weight, projection.base_layer.bias, projection.low_rank(dtype))
+def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights | None:
+    """The weights for a fused node; None if the projection must be called as a module. dtype: of its input."""
+    if is_unmodified(projection, nn.Linear):
+        return LinearWeights(projection.weight, projection.bias, None)
+    if (
+        is_unmodified(projection, LoRALinear)
+        and is_unmodified(projection.base_layer, nn.Linear)
+        and not projection.dropout_active
+    ):
+        return LinearWeights(projection.base_layer.weight, projection.base_layer.bias, projection.low_rank(dtype))
     return None
 
 
-def linear(projection: nn.Module, x: Tensor) -> Tensor:
-    """x [..., K] -> projection(x) [..., N]; as one node where there is LoRA, which torch's linear knows nothing of."""
-    weights = weights_of(projection, x.dtype)
+def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:
+    """x [..., K] -> projection(x) [..., N]; base and LoRA as one autograd node where possible."""
+    weights = fusible_weights(projection, x.dtype)
     if weights is None or weights.low_rank is None:
         return projection(x)
     return low_rank_linear(x, weights.weight, weights.bias, weights.low_rank)
@@ -53,11 +58,14 @@ def linear(projection: nn.Module, x: Tensor) -> Tensor:
 def norm_then_linear(
     norm: RMSNorm | None, projection: nn.Module, x: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [B, T, H] -> (projection(norm(x + residual)) [B, T, N], x + residual); without a norm, of the sum."""
+    """x, residual [B, T, H] -> (projection(norm(x + residual)) [B, T, N], x + residual).
+
+    If norm is None, the projection reads x + residual.
+    """
     if norm is None:
         hidden = x if residual is None else x + residual
-        return linear(projection, hidden), hidden
-    weights = weights_of(projection, x.dtype)
+        return apply_linear(projection, hidden), hidden
+    weights = fusible_weights(projection, x.dtype)
     if weights is not None and type(norm) is RMSNorm:
         weight, bias, low_rank = weights
         return norm_linear(x, residual, norm.weight, weight, bias, norm.eps, norm.offset, low_rank)
@@ -66,11 +74,12 @@ def norm_then_linear(
 
 
 def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:
-    """gate_up [B, T, 2 I] -> projection(activation(gate) * up) [B, T, H]; fused: as one node where that is possible.
+    """gate_up [B, T, 2 I] -> projection(activation(gate) * up) [B, T, H].
 
-    gate_up must be nobody else's: backward writes its gradient over it.
+    fused: use one autograd node where possible. No other code may use gate_up: backward overwrites it with its
+    gradient.
     """
-    weights = weights_of(projection, gate_up.dtype) if fused else None
+    weights = fusible_weights(projection, gate_up.dtype) if fused else None
     if weights is None:
         return projection(gated_activation(gate_up, activation, inplace=True))
     weight, bias, low_rank = weights

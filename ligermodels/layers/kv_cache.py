@@ -1,11 +1,11 @@
-"""Preallocated keys and values of a batch whose rows may differ in length."""
+"""A preallocated key-value cache for a batch whose rows may differ in length. Must not know models."""
 
 import torch
 from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one layer, [B, S, Hkv, D] each, row b's position p at [b, p]; allocated on the first write."""
+    """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
@@ -13,8 +13,10 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def update(self, k: Tensor, v: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k, v [B, T, Hkv, D] at position_ids [B, T]; returns all keys and values, of which those after a row's
-        position are not its own yet and must be masked."""
+        """Writes k, v [B, T, Hkv, D] at position_ids [B, T] and returns all keys and values of the cache.
+
+        The entries after a row's last position are not valid and must be masked by the caller.
+        """
         if self.keys is None or self.values is None:
             shape = (k.shape[0], self.max_length, *k.shape[2:])
             self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
@@ -25,7 +27,7 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache a layer, and how many positions of each row are filled, `lengths` int64 [B]."""
+    """One LayerCache for each layer, and the number of filled positions of each row: `lengths`, int64 [B]."""
 
     def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device) -> None:
         self.layers = [LayerCache(max_length) for _ in range(num_layers)]

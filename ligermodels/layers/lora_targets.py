@@ -1,11 +1,11 @@
-"""Which parts of a model get LoRA, by their names on the Hub, and how they get it: the model is walked as it was built.
+"""Inserts LoRA into a built model: finds the modules by their names on the Hub and replaces them.
 
-Must not know any architecture, nor how adapters are stored.
+Must not know any architecture, or how adapters are stored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -13,21 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.linear import Columns
-from ligermodels.layers.lora import LoRAExperts, LoRALinear, updates
-from ligermodels.layers.moe import Experts, MoE
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.lora import LoRALinear, lora_modules
+from ligermodels.layers.moe import Experts, LoRAExperts, MoE
 from ligermodels.weights.adapter_config import matches_suffix
 from ligermodels.weights.adapters import LoRASettings, Packed
 from ligermodels.weights.mapping import Rule, pieces_of, plan_pieces
-
-if TYPE_CHECKING:
-    from ligermodels.layers.decoder import CausalLM
 
 BLOCKS = "model.layers"
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 
 
 def add_lora(
-    model: "CausalLM",
+    model: CausalLM,
     *,
     rank: int = 16,
     alpha: float = 32.0,
@@ -35,58 +33,62 @@ def add_lora(
     targets: str | Sequence[str] = ALL_LINEAR,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Puts LoRA into a model, in place, and freezes everything else.
+    """Adds LoRA to a model, in place, and freezes all other parameters.
 
-    targets: projections by what the Hub calls them, such as ("q_proj", "v_proj"), where several share a name with more
-    of the path, as in "shared_expert.up_proj"; "all-linear" for those of attention and of all dense and shared
-    feed-forward layers; "experts" for both projections of all routed experts, which cannot have dropout. Routers,
-    embeddings and the head cannot have LoRA.
-    dtype: of the updates, which may be wider than the model; None for the model's own.
-    The model may be on the meta device: `CausalLM.initialize` or `initialize_lora` then gives the updates their first
-    values, after `to_empty`. It is sharded afterwards. Raises InputError.
+    targets: names of projections on the Hub, such as ("q_proj", "v_proj"). Use a longer path where several projections
+    share a name, as in "shared_expert.up_proj". "all-linear" stands for the projections of attention and of all dense
+    and shared feed-forward layers; "experts" for both projections of all routed experts, which do not support dropout.
+    Routers, embeddings and the head cannot have LoRA.
+    dtype: of the LoRA parameters, which may be wider than the model's; None for the model's.
+    The model may be on the meta device: after `to_empty`, `CausalLM.initialize` or `initialize_lora` sets the initial
+    values. Shard the model after this call, not before. Raises InputError.
     """
     if not (isinstance(rank, int) and rank > 0 and alpha > 0 and 0 <= dropout < 1):
         raise InputError(
-            f"add_lora: rank {rank}, alpha {alpha}, dropout {dropout}: rank must be a whole number above 0, alpha be "
-            "above 0, dropout lie between 0 and 1"
+            f"add_lora: rank {rank}, alpha {alpha}, dropout {dropout}: rank must be a whole number above 0, alpha must "
+            "be above 0, dropout must be at least 0 and below 1"
         )
     settings = {
-        linear: LoRASettings(columns, rank, alpha, dropout, dtype) for linear, columns in chosen(model, targets).items()
+        linear: LoRASettings(columns, rank, alpha, dropout, dtype)
+        for linear, columns in select_columns(model, targets).items()
     }
     if dropout and settings.keys() & expert_projections(model).keys():
-        raise InputError(f"add_lora: dropout is {dropout}; must be 0 where the experts are among the targets")
-    insert(model, settings)
+        raise InputError(f"add_lora: dropout is {dropout}; must be 0 if the targets include experts")
+    insert_lora(model, settings)
 
 
-def insert(model: "CausalLM", settings: Mapping[str, LoRASettings]) -> None:
-    """Puts LoRA on the linears named, freezing everything else. Raises InputError where that comes too late."""
+def insert_lora(model: CausalLM, settings: Mapping[str, LoRASettings]) -> None:
+    """Adds LoRA to the named projections and freezes all other parameters.
+
+    Raises InputError if the model is sharded or has LoRA already.
+    """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise InputError("the model is sharded; give it LoRA before that")
-    if any(updates(model)):
+        raise InputError("the model is sharded; add LoRA before sharding it")
+    if any(lora_modules(model)):
         raise InputError("the model has LoRA already; export it merged and load that, or start from the base")
     model.requires_grad_(False)
     stacked = expert_projections(model)
-    for linear, of_linear in settings.items():
-        if linear not in stacked:
-            base = cast(nn.Linear, model.get_submodule(linear))
-            model.set_submodule(linear, LoRALinear(base, **asdict(of_linear)))
-        elif linear.endswith(".down_proj"):  # both projections have one, or neither
-            name = linear.rpartition(".")[0]
+    for projection, lora in settings.items():
+        if projection not in stacked:
+            base = cast(nn.Linear, model.get_submodule(projection))
+            model.set_submodule(projection, LoRALinear(base, **asdict(lora)))
+        elif projection.endswith(".down_proj"):  # both projections of the experts have LoRA, or neither
+            name = projection.rpartition(".")[0]
             experts = cast(Experts, model.get_submodule(name))
-            model.set_submodule(name, LoRAExperts(experts, of_linear.rank, of_linear.alpha, dtype=of_linear.dtype))
+            model.set_submodule(name, LoRAExperts(experts, lora.rank, lora.alpha, dtype=lora.dtype))
 
 
-def projections(model: "CausalLM", rules: Iterable[Rule] | None = None) -> dict[str, Packed]:
-    """What can have LoRA, linears and stacked experts, with the Hub's projections that each consists of.
+def lora_projections(model: CausalLM, rules: Iterable[Rule] | None = None) -> dict[str, Packed]:
+    """All modules that can have LoRA (linears and stacked experts), each with the Hub's projections packed in it.
 
-    rules: those of the model's layouts whose names are wanted, by default the Hub's own.
+    rules: the checkpoint layout whose names to use; None for the Hub's own.
     """
     rules = tuple(model.weight_rules() if rules is None else rules)
     return linear_projections(model, rules) | expert_projections(model)
 
 
-def linear_projections(model: "CausalLM", rules: tuple[Rule, ...]) -> dict[str, Packed]:
-    """The linears of the blocks whose names end in `_proj`; routers' do not."""
+def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Packed]:
+    """The linears of the blocks whose names end in `_proj`; the names of routers do not."""
     found = {}
     for name, module in model.get_submodule(BLOCKS).named_modules(prefix=BLOCKS):
         if name.endswith("_proj") and isinstance(module, nn.Linear | LoRALinear):
@@ -97,16 +99,17 @@ def linear_projections(model: "CausalLM", rules: tuple[Rule, ...]) -> dict[str, 
     return found
 
 
-def expert_projections(model: "CausalLM") -> dict[str, Packed]:
-    """The stacked projections of all routed experts, under the names by which PEFT stores their updates.
+def expert_projections(model: CausalLM) -> dict[str, Packed]:
+    """The stacked projections of all routed experts, with the names under which PEFT stores their updates.
 
-    Those of down_proj lie beside the experts, those of gate_up_proj a level below: PEFT wraps the one, then the other.
+    PEFT wraps down_proj and then gate_up_proj of the same module. Therefore the update of down_proj is stored at the
+    experts, and that of gate_up_proj one level below, in `base_layer`.
     """
     found = {}
     for name, module in model.get_submodule(BLOCKS).named_modules(prefix=BLOCKS):
         if isinstance(module, MoE):
             experts = module.experts.base_layer if isinstance(module.experts, LoRAExperts) else module.experts
-            hub = stacked_name(model, f"{name}.experts")
+            hub = hub_experts_name(model, f"{name}.experts")
             for projection, below in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
                 groups, outputs, inputs = getattr(experts, projection).shape
                 columns = {hub + below: (0, outputs)}
@@ -114,8 +117,8 @@ def expert_projections(model: "CausalLM") -> dict[str, Packed]:
     return found
 
 
-def stacked_name(model: "CausalLM", experts: str) -> str:
-    """What the layout of the model that stacks the experts calls them."""
+def hub_experts_name(model: CausalLM, experts: str) -> str:
+    """The experts' name in the checkpoint layout that stacks them; `experts` itself if no layout does."""
     for rules in (model.weight_rules(), *model.other_weight_rules()):
         parameter = f"{experts}.down_proj"
         pieces = list(pieces_of(parameter, (2, 1, 1), rules))
@@ -124,16 +127,16 @@ def stacked_name(model: "CausalLM", experts: str) -> str:
     return experts
 
 
-def chosen(model: "CausalLM", targets: str | Sequence[str]) -> dict[str, Columns]:
-    """The linears that `targets` name, and the columns of their outputs which those have. Raises InputError."""
+def select_columns(model: CausalLM, targets: str | Sequence[str]) -> dict[str, Columns]:
+    """For each module that `targets` select, the selected columns of its output. Raises InputError."""
     stacked, available = expert_projections(model), linear_projections(model, tuple(model.weight_rules()))
     names = {name for packed in available.values() for name in packed.columns}
     wanted = [targets] if isinstance(targets, str) else list(targets)
     if EXPERTS in wanted and not stacked:
-        raise InputError(f"targets: {EXPERTS!r}: the model has no routed experts")
+        raise InputError(f"targets: {EXPERTS!r}: the model has no routed experts; remove it")
     named = [target for target in wanted if target not in (ALL_LINEAR, EXPERTS)]
     for target in named:
-        refuse_unfit(target, names, model)
+        check_target(target, names, model)
     if ALL_LINEAR not in wanted:
         names = {name for name in names if matches_suffix(name, named)}
     if EXPERTS in wanted:
@@ -146,20 +149,20 @@ def chosen(model: "CausalLM", targets: str | Sequence[str]) -> dict[str, Columns
     return {linear: spans for linear, spans in columns.items() if spans}
 
 
-def refuse_unfit(target: str, names: set[str], model: "CausalLM") -> None:
-    """A target must name projections, and nothing in the blocks beside them."""
-    fitting = sorted(name for name in names if matches_suffix(name, [target]))
-    if not fitting:
-        there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in sorted(names)))
+def check_target(target: str, names: set[str], model: CausalLM) -> None:
+    """Raises InputError unless a target names projections, and no other modules of the blocks."""
+    matching = sorted(name for name in names if matches_suffix(name, [target]))
+    if not matching:
+        available = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in sorted(names)))
         raise InputError(
-            f"targets: {target!r} is no projection that can have LoRA; there are: {there}; "
-            "embeddings, lm_head and routers cannot have it, routed experts by the name 'experts'"
+            f"targets: {target!r} is not a projection that can have LoRA; choose from: {available}. "
+            "Embeddings, lm_head and routers cannot have LoRA; routed experts are selected by the name 'experts'"
         )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name.startswith(BLOCKS)}
     others = {piece.tensor.rpartition(".")[0] for piece in plan_pieces(shapes, model.weight_rules())} - names
     unfit = sorted(name for name in others if matches_suffix(name, [target]))
     if unfit:
         raise InputError(
-            f"targets: {target!r} names {unfit[0]} too, which cannot have LoRA; "
-            f"say more of the path, as in {'.'.join(fitting[0].split('.')[-2:])!r}"
+            f"targets: {target!r} also names {unfit[0]}, which cannot have LoRA; "
+            f"use a longer path, as in {'.'.join(matching[0].split('.')[-2:])!r}"
         )

@@ -1,16 +1,20 @@
-"""The mixture of experts: a router, gated experts on packed projections, and what keeps the router balanced."""
+"""Mixture of experts: router, routed experts with packed projections (with or without LoRA), load-balancing loss.
+
+Must not know any family.
+"""
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.kernels.experts import experts, route
+from ligermodels.layers.lora import GroupedUpdate, reset_lora
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
 
 
 class Experts(nn.Module):
-    """num_experts gated layers: gate_up_proj [E, 2 I, H] with each gate's rows first, down_proj [E, H, I]."""
+    """E stacked gated feed-forward layers: gate_up_proj [E, 2 I, H], each gate's rows first; down_proj [E, H, I]."""
 
     def __init__(self, config: Config, *, intermediate_size: int, num_experts: int) -> None:
         super().__init__()
@@ -21,7 +25,7 @@ class Experts(nn.Module):
             nn.init.normal_(weight, 0.0, config.initializer_range)
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
-        """x [tokens, H], expert_index and expert_weight [tokens, k] -> the weighted sum of k experts [tokens, H]."""
+        """x [tokens, H], expert_index and expert_weight [tokens, k] -> weighted sum of the k experts [tokens, H]."""
         return experts(x, expert_index, expert_weight, self.gate_up_proj, self.down_proj, self.activation)
 
     def extra_repr(self) -> str:
@@ -29,10 +33,34 @@ class Experts(nn.Module):
         return f"{num_experts} of {hidden_size} × {intermediate_size}"
 
 
-class MoE(nn.Module):
-    """The experts_per_token likeliest experts of each token, and one that every token shares where its size is given.
+class LoRAExperts(nn.Module):
+    """Experts with LoRA on both projections; the caller freezes base_layer.
 
-    The shared expert's output is scaled by a gate of its own. normalize: whether a token's weights sum to one.
+    dtype: of the LoRA parameters; None for the base's.
+    """
+
+    def __init__(self, base_layer: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.gate_up_proj = GroupedUpdate(base_layer.gate_up_proj, rank, alpha, dtype)
+        self.down_proj = GroupedUpdate(base_layer.down_proj, rank, alpha, dtype)
+        reset_lora(self.gate_up_proj)
+        reset_lora(self.down_proj)
+        self.train(base_layer.training)
+
+    def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+        """As Experts: x [tokens, H], expert_index and expert_weight [tokens, k] -> [tokens, H]."""
+        base = self.base_layer
+        return experts(
+            x, expert_index, expert_weight, base.gate_up_proj, base.down_proj, base.activation,
+            self.gate_up_proj.low_rank(x.dtype), self.down_proj.low_rank(x.dtype),
+        )  # fmt: skip
+
+
+class MoE(nn.Module):
+    """Top-k routed experts and, if shared_intermediate_size is given, a shared expert with a sigmoid gate.
+
+    normalize: whether the routing weights of a token's k experts are rescaled to sum to 1.
     """
 
     def __init__(
@@ -56,13 +84,13 @@ class MoE(nn.Module):
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x, residual [B, T, H] -> (output [B, T, H], the residual stream x + residual, router logits [B T, E])."""
-        normed, residual = norm(x, residual)  # not fused with a linear: there are several readers
+        """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual, router logits [B T, E])."""
+        normed, residual = norm(x, residual)  # not fused with a linear: router and experts both read it
         tokens = normed.flatten(0, -2)
         router_logits = self.gate(tokens)
         expert_weight, expert_index = route(router_logits, self.experts_per_token, self.normalize)
         out = self.experts(tokens, expert_index, expert_weight)
-        out = torch.ops.aten._unsafe_view(out, normed.shape)  # FSDP2 warns of every view that leaves a block
+        out = torch.ops.aten._unsafe_view(out, normed.shape)  # FSDP2 warns about views that leave a block
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             shared, _, _ = self.shared_expert(None, normed, None)
             out = out + torch.sigmoid(self.shared_expert_gate(normed)) * shared
@@ -70,10 +98,11 @@ class MoE(nn.Module):
 
 
 def load_balancing_loss(router_logits: list[Tensor] | tuple[Tensor, ...], k: int) -> Tensor:
-    """E Σ_e f_e P_e, k where the experts are used evenly: a scalar, fp32.
+    """E Σ_e f_e P_e, a scalar in fp32; it is k if all experts are used equally.
 
-    router_logits: [tokens, E] of each layer, taken together. f_e: expert e's top-k choices a token, P_e: its mean
-    probability. Fedus et al. 2021, https://arxiv.org/abs/2101.03961, with the Hub's sum over the k choices.
+    router_logits: [tokens, E] of each layer; the sums run over the tokens of all layers together. f_e: how often expert
+    e is in the top k, per token. P_e: its mean probability. Source: Fedus et al. 2021,
+    https://arxiv.org/abs/2101.03961, summed over the k choices as in transformers.
     """
     probability = torch.softmax(torch.cat(router_logits), -1, dtype=torch.float32)  # [layers tokens, E]
     num_experts = probability.shape[-1]

@@ -1,4 +1,4 @@
-"""Norm layers over the fused ops."""
+"""RMSNorm with the residual addition fused in. Must not know any family."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x, residual [..., H] -> the norm of their sum, and the sum (of x alone, and x, without a residual)."""
+        """x, residual [..., H] -> (norm(x + residual), x + residual); without a residual, (norm(x), x)."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps, self.offset), x
         return add_rms_norm(x, residual, self.weight, self.eps, self.offset)
@@ -27,5 +27,5 @@ class RMSNorm(nn.Module):
 
 
 def hidden_norm(config: Config) -> RMSNorm:
-    """A norm of the residual stream."""
+    """An RMSNorm over the residual stream."""
     return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)

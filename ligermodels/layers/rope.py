@@ -1,10 +1,10 @@
-"""Rotary position embedding: from positions to cos and sin, for every scaling of the frequencies.
+"""Rotary position embedding (RoPE): cos and sin for given positions, with every supported frequency scaling.
 
-R is head_dim or the part of it that is rotated, inv_freq[j] = theta^(-2j/R), angle = position * inv_freq, all in fp32
-whatever the model's dtype: rounding the frequencies to bf16 is an error that grows with the position. Must not know
-which model asks.
+R is the rotated part of head_dim, inv_freq[j] = theta^(-2j/R), angle = position * inv_freq. All of it is in fp32,
+whatever the model's dtype: with frequencies rounded to bf16 the error grows with the position. Must not know any
+family.
 Sources: RoPE https://arxiv.org/abs/2104.09864, YaRN https://arxiv.org/abs/2309.00071, LongRoPE
-https://arxiv.org/abs/2402.13753, Llama 3.1's scaling as its reference has it.
+https://arxiv.org/abs/2402.13753, Llama 3.1's scaling from its reference implementation.
 """
 
 import math
@@ -17,7 +17,7 @@ from ligermodels.errors import ConfigError
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of the angles at given positions; the frequencies are fixed when the model is built."""
+    """cos and sin at given positions, with frequencies that are fixed when the model is built."""
 
     inv_freq: Tensor
 
@@ -27,19 +27,21 @@ class RotaryEmbedding(nn.Module):
         self.rotary_dim = int(head_dim * rope.partial_rotary_factor)
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = attention_factor(rope, max_position_embeddings)
-        self.register_buffer("inv_freq", self.fresh_frequencies(), persistent=False)
+        self.register_buffer("inv_freq", self.initial_frequencies(), persistent=False)
 
-    def fresh_frequencies(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
+        """inv_freq as built: [R / 2], or [2, R / 2] for LongRoPE."""
         return SCALINGS[self.rope.rope_type](self.rope, self.rotary_dim, self.max_position_embeddings)
 
     def _apply(self, fn, recurse=True):
-        """Follows the model to its device but stays fresh: .to(bfloat16) would round it, to_empty() lose it."""
+        """Recomputes inv_freq on the model's device: .to(bfloat16) would round it, to_empty() would lose it."""
         super()._apply(fn, recurse)
         device = self.inv_freq.device
-        self.inv_freq = self.fresh_frequencies().to(device)
+        self.inv_freq = self.initial_frequencies().to(device)
         return self
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
+        """The frequencies [R / 2] for a call with these positions."""
         return self.inv_freq
 
     @torch.no_grad()
@@ -50,17 +52,17 @@ class RotaryEmbedding(nn.Module):
 
 
 class DynamicRotaryEmbedding(RotaryEmbedding):
-    """NTK-aware scaling of theta by the longest position of the call, once that passes max_position_embeddings."""
+    """Dynamic NTK scaling: theta grows with the largest position of the call beyond max_position_embeddings."""
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
-        factor, trained = self.rope.stretch, self.max_position_embeddings
+        factor, trained = self.rope.factor_or_one, self.max_position_embeddings
         length = (position_ids.max() + 1).clamp_min(trained).float()
         stretch = (factor * length / trained - (factor - 1)) ** (self.rotary_dim / (self.rotary_dim - 2))
         return (self.rope.rope_theta * stretch) ** -exponents(self.rotary_dim, length.device)
 
 
 class LongRotaryEmbedding(RotaryEmbedding):
-    """LongRoPE: the long factors for a call that goes beyond the trained length, for all of its positions."""
+    """LongRoPE: if any position of a call is beyond the trained length, the long factors apply to all of them."""
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
         short, long = self.inv_freq
@@ -69,12 +71,12 @@ class LongRotaryEmbedding(RotaryEmbedding):
 
 
 def rotary_embedding(rope: Rope, head_dim: int, max_position_embeddings: int) -> RotaryEmbedding:
-    """Raises ConfigError where the numbers of a scaling give no frequencies."""
+    """The module for a rotary embedding. Raises ConfigError if its scaling gives frequencies that are not finite."""
     kinds = {"dynamic": DynamicRotaryEmbedding, "longrope": LongRotaryEmbedding}
     try:
         rotary = kinds.get(rope.rope_type, RotaryEmbedding)(rope, head_dim, max_position_embeddings)
         finite = math.isfinite(rotary.attention_factor) and bool(rotary.inv_freq.isfinite().all())
-    except (ArithmeticError, ValueError):  # such as the logarithm of a rope_theta of 1, by which YaRN divides
+    except (ArithmeticError, ValueError):  # for example, YaRN divides by log(rope_theta), which may be 0
         finite = False
     if not finite:
         raise ConfigError(f"config.json: rope_scaling of type {rope.rope_type!r} gives frequencies that are not finite")
@@ -82,30 +84,33 @@ def rotary_embedding(rope: Rope, head_dim: int, max_position_embeddings: int) ->
 
 
 def exponents(rotary_dim: int, device: str | torch.device = "cpu") -> Tensor:
+    """2j / R for j = 0 … R/2 - 1, fp32."""
     return torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
 
 
-def default(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
+def default_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
+    """theta^(-2j/R), without scaling."""
     return 1.0 / rope.rope_theta ** exponents(rotary_dim)
 
 
-def linear(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
-    return default(rope, rotary_dim, max_position_embeddings) / rope.stretch
+def linear_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
+    """Position interpolation: all wavelengths are stretched by the factor."""
+    return default_frequencies(rope, rotary_dim, max_position_embeddings) / rope.factor_or_one
 
 
-def llama3(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
-    inv_freq = default(rope, rotary_dim, max_position_embeddings)
+def llama3_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
+    """Stretches long wavelengths by the factor, keeps short ones, interpolates between them."""
+    inv_freq = default_frequencies(rope, rotary_dim, max_position_embeddings)
     trained = rope.original_max_position_embeddings or max_position_embeddings
     wavelength = 2 * math.pi / inv_freq
     keep = (trained / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0, 1)
-    return (1 - keep) * inv_freq / rope.stretch + keep * inv_freq
+    return (1 - keep) * inv_freq / rope.factor_or_one + keep * inv_freq
 
 
-def yarn(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
-    """Frequencies that turn less than beta_slow times in training are stretched, those above beta_fast kept."""
-    inv_freq = default(rope, rotary_dim, max_position_embeddings)
+def yarn_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
+    """YaRN: stretches frequencies below beta_slow rotations over the trained length, keeps those above beta_fast."""
+    inv_freq = default_frequencies(rope, rotary_dim, max_position_embeddings)
     trained = rope.original_max_position_embeddings or max_position_embeddings
 
     def dimension_of(rotations: float) -> float:
@@ -117,17 +122,17 @@ def yarn(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
     low, high = max(low, 0), min(high, rotary_dim - 1)
     ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
     ramp = ramp.clamp(0, 1)
-    return inv_freq / rope.stretch * ramp + inv_freq * (1 - ramp)
+    return inv_freq / rope.factor_or_one * ramp + inv_freq * (1 - ramp)
 
 
-def longrope(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
-    """Each pair has factors of its own, short and long ones: [2, R / 2]."""
+def longrope_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
+    """LongRoPE: short and long frequencies [2, R / 2], with a factor for each rotated pair."""
     factors = torch.tensor([rope.short_factor, rope.long_factor], dtype=torch.float32, device="cpu")
-    return default(rope, rotary_dim, max_position_embeddings) / factors
+    return default_frequencies(rope, rotary_dim, max_position_embeddings) / factors
 
 
 def attention_factor(rope: Rope, max_position_embeddings: int) -> float:
-    """The temperature of YaRN and LongRoPE, multiplied into cos and sin."""
+    """The attention temperature of YaRN and LongRoPE, a factor of cos and sin; 1 for other scalings."""
     if rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -146,10 +151,10 @@ def attention_factor(rope: Rope, max_position_embeddings: int) -> float:
 
 
 SCALINGS = {
-    "default": default,
-    "linear": linear,
-    "dynamic": default,
-    "llama3": llama3,
-    "yarn": yarn,
-    "longrope": longrope,
+    "default": default_frequencies,
+    "linear": linear_frequencies,
+    "dynamic": default_frequencies,
+    "llama3": llama3_frequencies,
+    "yarn": yarn_frequencies,
+    "longrope": longrope_frequencies,
 }

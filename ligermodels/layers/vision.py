@@ -1,48 +1,28 @@
-"""The image side of a multimodal checkpoint, kept so that the whole checkpoint can be written back.
+"""The vision tower of a multimodal checkpoint, kept so that an export can write the whole checkpoint back.
 
-Parameters only, under the names and in the shapes of SigLIP (https://arxiv.org/abs/2303.15343): the models here read
-text. They are frozen, because nothing computes with them.
+The modules hold parameters only, with the names and shapes of SigLIP (https://arxiv.org/abs/2303.15343). They have no
+forward, because the models here take text only, and their parameters are frozen. Must not know files or any family.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from ligermodels.configs.fields import checked
-from ligermodels.errors import ConfigError
 from ligermodels.layers.norm import RMSNorm
-
-DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 16,
-    "vision_use_head": True,
-}
-
-
-def read_vision_config(raw: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes in a multimodal config.json's vision_config. Raises ConfigError."""
-    vision = raw.get("vision_config")
-    if not isinstance(vision, Mapping):
-        raise ConfigError(f"config.json: vision_config is {vision!r}; must be an object")
-    sizes = {name: checked(name, vision.get(name, default), type(default)) for name, default in DEFAULTS.items()}
-    if sizes["vision_use_head"]:
-        raise ConfigError("config.json: vision_config: vision_use_head must be false; a head is not supported")
-    return sizes
 
 
 class SiglipAttention(nn.Module):
+    """The four projections of self-attention."""
+
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(hidden, hidden) for _ in range(4))
 
 
 class SiglipMLP(nn.Module):
+    """The two linears of the feed-forward layer."""
+
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(hidden, intermediate)
@@ -50,6 +30,8 @@ class SiglipMLP(nn.Module):
 
 
 class SiglipLayer(nn.Module):
+    """One encoder layer."""
+
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
         self.layer_norm1, self.layer_norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
@@ -58,7 +40,7 @@ class SiglipLayer(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """`vision_model`: patch and position embeddings, encoder, final norm."""
+    """`vision_model`: patch and position embeddings, encoder, final norm. sizes: from `read_vision_config`."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__()
@@ -80,7 +62,7 @@ class SiglipTower(nn.Module):
 
 
 class SiglipProjector(nn.Module):
-    """From the tower's width to the text model's."""
+    """The projection from the width of the vision tower to that of the text model."""
 
     def __init__(self, sizes: Mapping[str, int], hidden_size: int) -> None:
         super().__init__()

@@ -14,35 +14,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ligermodels.errors import InputError, nearest
+from ligermodels.errors import InputError, suggest_closest
 from ligermodels.hub import list_architectures
 
 DEFAULT_SIZE = "tiny"
 
 
-class Rule(NamedTuple):
+class Constraint(NamedTuple):
     """What a value must be, beyond its type: a predicate, and the same in words."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
-POSITIVE = Rule(lambda x: x >= 1, "a whole number above zero")
-COUNT = Rule(lambda x: x >= 0, "a whole number, 0 or more")
-LENGTH = Rule(lambda x: x >= 2, "a whole number above 1")
-SEED = Rule(lambda x: 0 <= x < 2**62, "a whole number, 0 or more and below 2^62")  # torch's seeds have 64 bits
-ABOVE_ZERO = Rule(lambda x: 0 < x < math.inf, "a number above 0")
-NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, "a number, 0 or more")
-NORM = Rule(lambda x: x > 0, "a number above 0, or inf for none")
-FRACTION = Rule(lambda x: 0 < x < 1, "a number between 0 and 1")
-PROBABILITY = Rule(lambda x: 0 <= x < 1, "a number from 0 to below 1")
+POSITIVE = Constraint(lambda x: x >= 1, "a whole number above zero")
+COUNT = Constraint(lambda x: x >= 0, "a whole number, 0 or more")
+LENGTH = Constraint(lambda x: x >= 2, "a whole number above 1")
+SEED = Constraint(lambda x: 0 <= x < 2**62, "a whole number, 0 or more and below 2^62")  # torch's seeds have 64 bits
+ABOVE_ZERO = Constraint(lambda x: 0 < x < math.inf, "a number above 0")
+NOT_NEGATIVE = Constraint(lambda x: 0 <= x < math.inf, "a number, 0 or more")
+NORM = Constraint(lambda x: x > 0, "a number above 0, or inf for none")
+FRACTION = Constraint(lambda x: 0 < x < 1, "a number between 0 and 1")
+BELOW_ONE = Constraint(lambda x: 0 <= x < 1, "a number from 0 to below 1")
 
 
 def setting(
     group: str,
     default: Any,
     help: str,
-    rule: Rule | None = None,
+    rule: Constraint | None = None,
     *,
     metavar: str | None = None,
     shown: str | None = None,
@@ -105,7 +105,7 @@ class TrainConfig:
 
     lora_rank: int | None = setting("LoRA", None, "rank of the LoRA updates", POSITIVE, shown="train all weights")
     lora_alpha: float = setting("LoRA", 32.0, "the updates are scaled by alpha / rank", ABOVE_ZERO)
-    lora_dropout: float = setting("LoRA", 0.0, "dropout on the input of the updates", PROBABILITY)
+    lora_dropout: float = setting("LoRA", 0.0, "dropout on the input of the updates", BELOW_ONE)
     lora_targets: tuple[str, ...] = setting("LoRA", ("all-linear",), "projections, as q_proj v_proj or q_proj,v_proj; "
         "experts for routed experts", metavar="NAME")
     lora_export: Literal["merged", "adapter"] = setting("LoRA", "merged", "a whole model, or an adapter in PEFT's "
@@ -210,10 +210,10 @@ def parsed_item(field: dataclasses.Field, text: str) -> Any:
 
 
 def not_a_choice(value: Any, choices: Sequence[str]) -> str:
-    return f"is {value!r}; must be one of {', '.join(choices)}{nearest(str(value), choices)}"
+    return f"is {value!r}; must be one of {', '.join(choices)}{suggest_closest(str(value), choices)}"
 
 
-def words_of(kind: type, rule: Rule | None) -> str:
+def words_of(kind: type, rule: Constraint | None) -> str:
     return rule.words if rule else {bool: "on or off", str: "text", Path: "a path"}[kind]
 
 

@@ -29,13 +29,13 @@ from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data import Data, count_supervised, open_data
 from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, save_tokenizer
-from ligermodels.training.optimizers import build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.training.optimizers.schedules import default_peak, learning_rate
+from ligermodels.training.optimizers.schedules import default_learning_rate, learning_rate
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.flops import peak_flops
-from ligermodels.training.reporting.loggers import open_loggers, require
+from ligermodels.training.reporting.loggers import check_logger_packages, open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
@@ -47,13 +47,17 @@ from ligermodels.training.runs.resuming import refuse_other_data, refuse_resumin
 from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.training.runs.stopping import signals
 from ligermodels.training.scaling import float8, fsdp
-from ligermodels.training.scaling.activation_checkpointing import Needs, keeps_gathered, recompute
+from ligermodels.training.scaling.activation_checkpointing import (
+    MemoryEstimator,
+    apply_activation_checkpointing,
+    must_reshard_after_forward,
+)
 from ligermodels.training.scaling.compilation import compile_blocks
-from ligermodels.training.scaling.host_reads import read_later
-from ligermodels.training.scaling.out_of_memory import explained
+from ligermodels.training.scaling.host_reads import read_async
+from ligermodels.training.scaling.out_of_memory import out_of_memory_advice
 from ligermodels.weights.loading import load_weights
 
-DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class Run(NamedTuple):
     model: CausalLM
     data: Data
     build: Callable[[CausalLM], AdamW]  # the optimizer
-    needs: Needs
-    keep_gathered: bool
+    estimate: MemoryEstimator
+    reshard_after_forward: bool
     plan: Plan
 
 
@@ -93,14 +97,14 @@ def plan(config: TrainConfig) -> Plan:
 def prepare(config: TrainConfig, world: World) -> Run:
     """The run of these settings, before it allocates any memory."""
     refuse_contradictions(config)
-    require(config.log_to)
+    check_logger_packages(config.log_to)
     refuse_resuming(config)
 
     # The model, without its weights yet. Frozen weights are stored in the compute dtype.
     is_family = config.model in list_architectures()
     pretrained = None if is_family else resolve(str(config.model), revision=config.revision)
     config = with_param_dtype(config, world)
-    compute_dtype, param_dtype = DTYPES[config.dtype], DTYPES[str(config.param_dtype)]
+    compute_dtype, param_dtype = TORCH_DTYPES[config.dtype], TORCH_DTYPES[str(config.param_dtype)]
     size = config.size if is_family else None
     dtype = compute_dtype if config.lora_rank else param_dtype
     model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta")
@@ -112,18 +116,18 @@ def prepare(config: TrainConfig, world: World) -> Run:
 
     # The data, and the memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
     data = open_data(config, pretrained, model.config.vocab_size, world)
-    states = None if config.optimizer_state_dtype is None else DTYPES[config.optimizer_state_dtype]
-    build = partial(build_optimizer, name=config.optimizer, states=states, weight_decay=config.weight_decay)
-    needs = memory_needs(model, build(model), config, world, compute_dtype)
-    recomputed = recompute(model, config.activation_checkpointing, world, needs)
-    keep_gathered = keeps_gathered(world, needs, recomputed)
-    needs = partial(needs, keep_gathered=keep_gathered)
+    states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
+    build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
+    estimate = memory_needs(model, build(model), config, world, compute_dtype)
+    checkpointed_blocks = apply_activation_checkpointing(model, config.activation_checkpointing, world, estimate)
+    reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
+    estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
     made = make_plan(
         model, config, world, description=data.description, rows=len(data.training),
-        passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation), recomputed=recomputed,
-        memory=needs(recomputed=recomputed),
+        passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation), checkpointed_blocks=checkpointed_blocks,
+        memory=estimate(checkpointed_blocks=checkpointed_blocks),
     )  # fmt: skip
-    return Run(config, pretrained, model, data, build, needs, keep_gathered, made)
+    return Run(config, pretrained, model, data, build, estimate, reshard_after_forward, made)
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -134,13 +138,15 @@ def train(config: TrainConfig) -> TrainResult:
     Raises InputError for what cannot be run, before memory is allocated where that is known by then.
     """
     world = distributed.start()
-    config, pretrained, model, data, build, needs, keep_gathered, run = prepare(config, world)
-    compute_dtype = DTYPES[config.dtype]
+    config, pretrained, model, data, build, estimate, reshard_after_forward, run = prepare(config, world)
+    compute_dtype = TORCH_DTYPES[config.dtype]
 
     with ExitStack() as held:
         output = config.resume or new_folder(config.output, default_folder(config.title))
         held.enter_context(locked(output))
-        held.enter_context(explained(config, needs, run.micro_batch_size, run.recomputed, run.blocks))
+        held.enter_context(
+            out_of_memory_advice(config, estimate, run.micro_batch_size, run.checkpointed_blocks, run.blocks)
+        )
         stop = held.enter_context(signals())
         described = settings(config) | {"data_fingerprint": data.training.fingerprint}
         checkpoints = held.enter_context(Checkpoints(output / CHECKPOINTS, config.keep_checkpoints, described))
@@ -151,7 +157,9 @@ def train(config: TrainConfig) -> TrainResult:
             float8.convert(model, world.device)
         if config.compile:
             compile_blocks(model)
-        fsdp.shard(model, world, compute_dtype, replicas=config.dp_replicate, keep_gathered=keep_gathered)
+        fsdp.shard(
+            model, world, compute_dtype, dp_replicate=config.dp_replicate, reshard_after_forward=reshard_after_forward
+        )
         model.to_empty(device=world.device)
         if pretrained is None:
             model.initialize(config.seed)
@@ -166,7 +174,7 @@ def train(config: TrainConfig) -> TrainResult:
 
         optimizer = build(model)
         width, lora = model.config.hidden_size, config.lora_rank is not None
-        peak = config.learning_rate or default_peak(width, pretrained=pretrained is not None, lora=lora)
+        peak = config.learning_rate or default_learning_rate(width, pretrained=pretrained is not None, lora=lora)
         say = print if world.is_first else lambda line: None
         progress = (checkpoints.restore(model, optimizer, say) if config.resume else None) or Progress()
         before = progress.seconds
@@ -202,7 +210,7 @@ def train(config: TrainConfig) -> TrainResult:
             count = distributed.total(torch.stack([count_supervised(batch) for batch in batches]).sum())
             loss = torch.zeros((), device=world.device)
             for number, batch in enumerate(batches, 1):
-                fsdp.reduce_gradients(model, now=number == len(batches))
+                fsdp.set_gradient_all_reduce(model, enabled=number == len(batches))
                 share = model(**batch._asdict(), num_items_in_batch=count.clamp_min(1)).loss
                 share.backward()
                 loss += share.detach()
@@ -210,10 +218,10 @@ def train(config: TrainConfig) -> TrainResult:
             # A step that is not finite updates nothing. The host reads the numbers while the update runs.
             notes = [torch.full_like(loss, float(note)) for note in (stop.requested, checkpoints.failed)]
             totals, norm = distributed.total(torch.stack([loss, *notes])), fsdp.gradient_norm(model)
-            read = read_later(torch.cat([totals, norm[None]]))
+            read = read_async(torch.cat([totals, norm[None]]))
             rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, peak)
             set_learning_rate(optimizer, rate)
-            clipped_step(optimizer, totals[0], norm, config.max_grad_norm)
+            clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
             optimizer.zero_grad()
             loss_value, told_to_stop, failed, norm_value = read()
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
@@ -259,7 +267,7 @@ def train(config: TrainConfig) -> TrainResult:
             for line in advice(config, world, exported, model.source, chats=chats):
                 metrics.say(line)
         if world.is_first:
-            draw_curves(output / METRICS_FILE, output / "curves.png", str(output))
+            draw_curves(output / METRICS_FILE, output / "curves.png", str(output), metrics.say)
         distributed.wait_for_all()
     return TrainResult(model, read_metrics(output / METRICS_FILE), output, exported)
 

@@ -1,4 +1,4 @@
-"""Packages that only some runs need, each imported when it is needed first."""
+"""Import of optional packages, when a run first needs one. Must not know what they are used for."""
 
 import importlib
 from types import ModuleType
@@ -6,14 +6,19 @@ from types import ModuleType
 from ligermodels.errors import InputError, first_line
 
 
-def needs(module: str, user: str) -> ModuleType:
-    """The module. Raises InputError, naming the `user`, a file or a flag, where its package cannot be imported."""
+def import_package(module: str, needed_by: str) -> ModuleType:
+    """Returns the imported module.
+
+    needed_by: the file or the flag that needs it. Raises InputError, which names it, if the import fails.
+    """
     package = module.partition(".")[0]
     try:
         imported = importlib.import_module(module)
-        if imported.__file__ is None:  # a folder of that name beside the script, which Python takes for a package
+        if imported.__file__ is None:  # a folder of that name beside the script, imported as a namespace package
             raise ImportError(f"no module named {package!r}, but the folder {imported.__path__[0]}")
     except ImportError as error:
-        said = first_line(error)
-        raise InputError(f"{user}: needs {package}, of which Python says: {said}; pip install {package}") from error
+        reason = first_line(error)
+        raise InputError(
+            f"{needed_by}: needs {package}, but cannot import it: {reason}; pip install {package}"
+        ) from error
     return imported

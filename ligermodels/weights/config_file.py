@@ -44,12 +44,12 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
     return read_json(safe_file(Path(folder), GENERATION_CONFIG_FILE))
 
 
-def both_spellings(raw: dict[str, Any], also_named: Mapping[str, str] | None = None) -> dict[str, Any]:
+def both_spellings(raw: dict[str, Any], alternative_names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """`raw` and its sub-configurations, plus the old fields that transformers 4 needs where they are absent or null.
 
-    The keys stay sorted if they were. also_named: further fields that transformers 5 renamed, old name -> new name.
+    The keys stay sorted if they were. alternative_names: further fields that transformers 5 renamed, old name -> new.
     """
-    old = {before: raw[now] for before, now in (also_named or {}).items() if now in raw}
+    old = {before: raw[now] for before, now in (alternative_names or {}).items() if now in raw}
     if raw.get("rope_parameters"):
         old |= old_rope(raw)
     if "dtype" in raw:

@@ -228,7 +228,7 @@ def write_config(folder: Path, model: HubModule, dtype: torch.dtype, source: str
     raw = dict(model.config.raw)
     if "architectures" not in raw:
         raw = {"architectures": [model.hub_class]} | raw
-    wanted = with_dtype(both_spellings(raw, model.config.also_named), dtype)
+    wanted = with_dtype(both_spellings(raw, model.config.alternative_names), dtype)
     if source is not None and read_config(source) == wanted:
         shutil.copyfile(Path(source) / CONFIG_FILE, folder / CONFIG_FILE)
     else:

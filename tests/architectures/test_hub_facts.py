@@ -1,4 +1,4 @@
-"""Real models of the Hub, built on the meta device: their exact sizes, tensor names and shapes."""
+"""Real Hub models, built on the meta device: their parameter counts, tensor names and shapes are exact."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ CONFIGS = {name: raw for name, raw in CONFIGS.items() if raw["model_type"] in AR
 
 
 def facts(folder: str) -> list:
-    """A parameter for each model of a folder: its name and what the file says."""
+    """A test parameter for each model in a data folder: its name and the content of its file."""
     files = sorted((DATA / folder).iterdir())
     return [pytest.param(f.stem, json.loads(f.read_text()), id=f.stem) for f in files if f.stem in CONFIGS]
 
@@ -44,36 +44,36 @@ def expanded(template: str) -> list[str]:
     return ["{}".join([*parts[::2], rest]).format(*numbers) for numbers in itertools.product(*ranges)]
 
 
-def test_every_fact_has_its_config():
+def test_every_data_file_has_its_config():
     names = {file.stem for file in (DATA / "configs").iterdir()}
     assert set(COUNTS) == names
     assert {file.stem for folder in ("tensor_names", "tensor_shapes") for file in (DATA / folder).iterdir()} <= names
 
 
-def test_no_known_index_is_left_out():
+def test_every_data_file_is_tested():
     assert {file.stem for folder in ("tensor_names", "tensor_shapes") for file in (DATA / folder).iterdir()} <= {
         *CONFIGS
     }
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_parameter_count(name):
+def test_the_parameter_count_is_exact(name):
     model = build(name)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
 
 
 @pytest.mark.parametrize(("name", "index"), facts("tensor_names"))
-def test_tensor_names_and_bytes(name, index):
+def test_tensor_names_and_total_bytes_are_those_of_the_index(name, index):
     stored = {tensor for template in index["names"] for tensor in expanded(template)}
     stale = {tensor for tensor in stored if STALE_BUFFERS.fullmatch(tensor)}
     tensors = hub_tensors(name)
     assert set(tensors) == stored - stale
-    head_dim = 128  # of Llama 2, the only one with stale buffers: [head_dim / 2] in fp32
+    head_dim = 128  # of Llama 2, the only model with stale rotary buffers: [head_dim / 2] in fp32
     stored_bytes = sum(2 * torch.Size(shape).numel() for shape in tensors.values()) + len(stale) * head_dim // 2 * 4
     assert stored_bytes == index.get("total_size", stored_bytes)
 
 
 @pytest.mark.parametrize(("name", "shapes"), facts("tensor_shapes"))
-def test_tensor_names_and_shapes(name, shapes):
+def test_tensor_names_and_shapes_are_exact(name, shapes):
     assert hub_tensors(name) == {tensor: shape for t, shape in shapes.items() for tensor in expanded(t)}

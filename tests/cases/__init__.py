@@ -1,4 +1,4 @@
-"""The parity cases: for every switch of every family that changes the maths, the config.json of a tiny model."""
+"""The parity cases: config.json of a tiny model for every family and for each of its switches that change the maths."""
 
 from tests.cases import gemma, llama, moe, others
 from tests.cases.base import Raw

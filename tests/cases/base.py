@@ -1,7 +1,7 @@
-"""What the tiny models share.
+"""The base config of the tiny test models.
 
-Sizes are chosen to catch confusions: fewer key-value heads than heads, head_dim other than hidden / heads, sequences
-longer than windows and than the trained length, an odd vocabulary.
+The sizes are chosen to reveal mix-ups: fewer key-value heads than query heads, head_dim other than hidden / heads,
+sequences longer than the windows and than the trained length, an odd vocabulary.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def family(base: Raw, switches: Mapping[str, Raw]) -> dict[str, Raw]:
-    """The base config under its model_type, and under `<model_type>-<switch>` what each switch makes of it."""
+    """The cases of a family: `<model_type>` is the base config, `<model_type>-<switch>` has the changes of a switch."""
     name = base["model_type"]
     return {name: base} | {f"{name}-{switch}": base | changes for switch, changes in switches.items()}

@@ -1,4 +1,4 @@
-"""Gemma: norms that add one to their weight, scaled embeddings, soft bounds, a RoPE for each kind of layer."""
+"""The Gemma families: RMSNorm with weight + 1, scaled embeddings, softcaps, two kinds of RoPE."""
 
 from tests.cases.base import FULL, SLIDING, TINY, Raw, family
 

@@ -1,4 +1,4 @@
-"""Llama and its closest relatives: pre-norm blocks, RoPE over whole heads, dense feed-forward layers."""
+"""Llama and similar families: pre-norm blocks, RoPE over whole heads, dense feed-forward layers."""
 
 from tests.cases.base import FULL, SLIDING, TINY, YARN, Raw, family
 

@@ -1,4 +1,6 @@
-"""Mixtures of experts. The router's loss is weighted as heavily as the model's own, so that neither hides the other."""
+"""Mixtures of experts. The load-balancing loss has about the weight of the cross-entropy, so that neither hides errors
+in the other.
+"""
 
 from tests.cases.base import FULL, SLIDING, TINY, Raw, family
 

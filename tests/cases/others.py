@@ -1,4 +1,4 @@
-"""Dense families further from Llama: packed projections, part of a head rotated, LongRoPE, norms after the branches."""
+"""Dense families that differ more from Llama: packed projections, partial RoPE, LongRoPE, post-norm blocks."""
 
 from tests.cases.base import FULL, SLIDING, TINY, YARN, Raw, family
 
@@ -28,7 +28,7 @@ LONG_FACTORS: Raw = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.2, 
 
 
 def longrope(trained: int, name: str = "longrope", longest: int = 64, **further) -> Raw:
-    """LongRoPE that switches to its long factors beyond `trained` tokens."""
+    """Config fields of LongRoPE that uses its long factors beyond `trained` tokens."""
     return {
         "rope_scaling": {"type": name} | LONG_FACTORS | further,
         "original_max_position_embeddings": trained,

@@ -14,7 +14,7 @@ from ligermodels.training import TrainConfig
 from ligermodels.training.config import FIELDS, choices_of, type_of
 from ligermodels.training.optimizers import OPTIMIZERS
 from ligermodels.training.optimizers.schedules import SCHEDULES
-from ligermodels.training.reporting.loggers import LOGGERS, require
+from ligermodels.training.reporting.loggers import LOGGERS, check_logger_packages
 from ligermodels.training.runs.contradictions import refuse_contradictions
 from ligermodels.training.runs.settings import config_from_file, differences, read_settings, settings, write_settings
 
@@ -34,9 +34,9 @@ OF_THE_COMMAND = ("config", "dry_run")
 
 
 def parse_arguments(argv):
-    config = command.config_of(cli.build_parser().parse_command(["train", *argv]))
+    config = command.config_from_flags(cli.build_parser().parse_command(["train", *argv]))
     refuse_contradictions(config)
-    require(config.log_to)
+    check_logger_packages(config.log_to)
     return config
 
 
@@ -150,11 +150,11 @@ def test_a_package_that_is_missing_is_named_with_how_to_install_it(monkeypatch, 
     for name in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
         message = refusal("--model", "qwen2", "--log-to", name)
-        assert re.fullmatch(rf"--log-to {name}: needs {name}, of which Python says: .*; pip install {name}", message)
+        assert re.fullmatch(rf"--log-to {name}: needs {name}, but cannot import it: .*; pip install {name}", message)
     (tmp_path / "nobody_has_this").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=r"needs nobody_has_this, .* the folder .*; pip install nobody_has_this"):
-        require(["nobody_has_this"])
+        check_logger_packages(["nobody_has_this"])
 
 
 def test_a_fraction_of_files_is_taken_beside_data_with_validation_of_its_own():
@@ -282,7 +282,7 @@ def test_every_command_of_the_help_has_flags_that_go_together():
     for flags in found:
         args = cli.build_parser().parse_command(["train", *shlex.split(flags)])
         if "resume" not in args:
-            refuse_contradictions(command.config_of(args))
+            refuse_contradictions(command.config_from_flags(args))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sampling and stopping; that greedy decoding with the cache is right is a parity test."""
+"""Sampling and stop tokens. The parity tests check greedy decoding with the cache against the reference."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation.decoding import model_stop_tokens
-from ligermodels.generation.sampling import sample
+from ligermodels.generation.sampling import sample_tokens
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
 
@@ -14,23 +14,24 @@ LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0]], device=DEVICE)
 
 
 def frequencies(draws=4000, **options):
+    """How often each token is sampled."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     options = {"temperature": 1.0, "top_k": None, "top_p": None} | options
-    tokens = sample(LOGITS.expand(draws, 4), generator=generator, **options)
+    tokens = sample_tokens(LOGITS.expand(draws, 4), generator=generator, **options)
     return torch.bincount(tokens.cpu(), minlength=4) / draws
 
 
-def test_temperature_zero_takes_the_likeliest():
-    assert sample(LOGITS, 0.0, None, None, None).tolist() == [1]
+def test_temperature_zero_selects_the_most_likely_token():
+    assert sample_tokens(LOGITS, 0.0, None, None, None).tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax_at_the_temperature(temperature):
+def test_samples_follow_the_softmax_at_the_given_temperature(temperature):
     expected = torch.softmax(LOGITS[0].cpu() / temperature, 0)
     torch.testing.assert_close(frequencies(temperature=temperature), expected, atol=0.03, rtol=0)
 
 
-def test_top_k_keeps_the_k_likeliest_in_proportion():
+def test_top_k_keeps_the_proportions_of_the_k_most_likely_tokens():
     kept = torch.softmax(torch.tensor([-torch.inf, 3.0, -torch.inf, 2.0]), 0)
     torch.testing.assert_close(frequencies(top_k=2), kept, atol=0.03, rtol=0)
 
@@ -38,8 +39,8 @@ def test_top_k_keeps_the_k_likeliest_in_proportion():
 @pytest.mark.parametrize(
     ("top_p", "kept"), [(0.6, [1]), (0.7, [1, 3]), (0.95, [1, 2, 3]), (1.0, [0, 1, 2, 3]), (1e-9, [1])]
 )
-def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
-    """Probabilities here are 0.644, 0.237, 0.087, 0.032 in the order of tokens 1, 3, 2, 0."""
+def test_top_p_keeps_the_smallest_set_that_reaches_the_probability(top_p, kept):
+    """The probabilities are 0.644, 0.237, 0.087, 0.032 in the order of tokens 1, 3, 2, 0."""
     assert frequencies(top_p=top_p).nonzero().flatten().tolist() == kept
 
 
@@ -47,22 +48,22 @@ def model():
     return ligermodels.create(LLAMA, device=DEVICE).eval()
 
 
-def test_a_seed_fixes_the_draws():
+def test_equal_seeds_give_equal_tokens():
     runs = [ligermodels.generate(model(), [[5, 6]], max_new_tokens=8, temperature=1.0, seed=s) for s in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_a_row_ends_at_its_stop_token_and_the_others_go_on():
+def test_a_row_ends_at_its_stop_token_while_other_rows_continue():
     free = ligermodels.generate(model(), [[5, 6], [9]], max_new_tokens=8, stop_tokens=())
     assert [len(row) for row in free] == [8, 8]
     stop = free[0][3]
     stopped = ligermodels.generate(model(), [[5, 6], [9]], max_new_tokens=8, stop_tokens=[stop])
-    for row, whole in zip(stopped, free, strict=True):
-        end = whole.index(stop) + 1 if stop in whole else 8
-        assert row == whole[:end]
+    for row, unstopped in zip(stopped, free, strict=True):
+        end = unstopped.index(stop) + 1 if stop in unstopped else 8
+        assert row == unstopped[:end]
 
 
-def test_stop_tokens_are_generation_configs_or_else_configs():
+def test_stop_tokens_come_from_generation_config_or_else_from_config():
     network = model()
     assert model_stop_tokens(network) == {2}
     network.generation_config = {"eos_token_id": [7, 8]}
@@ -75,6 +76,6 @@ def test_an_empty_prompt_is_refused():
 
 
 @pytest.mark.parametrize("token", [-1, LLAMA["vocab_size"]])
-def test_a_token_that_the_model_does_not_have_is_refused(token):
+def test_a_token_id_outside_the_vocabulary_is_refused(token):
     with pytest.raises(InputError, match=f"token id {token} is outside the vocabulary of {LLAMA['vocab_size']}"):
         ligermodels.generate(model(), [[5], [6, token]], max_new_tokens=1)

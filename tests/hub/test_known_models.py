@@ -5,7 +5,7 @@ import pytest
 
 from ligermodels.hub.known_models import KNOWN_MODELS, nearest_model, normalized_name
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,8 @@ def test_every_id_is_valid_on_the_hub_and_no_two_are_equal_after_normalisation()
     assert len({normalized_name(name) for name in KNOWN_MODELS}) == len(KNOWN_MODELS)
 
 
-def test_the_models_named_in_the_readme_are_known():
-    named = set(re.findall(r"\]\(https://huggingface\.co/([\w.-]+/[\w.-]+)\)", README.read_text(encoding="utf-8")))
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+def test_the_models_named_on_a_page_are_known(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"\]\(https://huggingface\.co/([\w.-]+/[\w.-]+)\)", text))
     assert len(named) > 15 and named <= set(KNOWN_MODELS)

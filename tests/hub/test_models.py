@@ -16,7 +16,7 @@ from tests.weights.tiny import LAYERS, RAW, Tiny, randomized
 class FakeConfig:
     raw: dict
     tie_word_embeddings: bool
-    also_named: ClassVar = {}
+    alternative_names: ClassVar = {}
     num_hidden_layers: ClassVar = LAYERS
 
     @classmethod
@@ -133,7 +133,7 @@ def test_an_unknown_model_type_gets_a_suggestion_and_the_supported_ones(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(RAW | {"model_type": "tinny", "auto_map": {"AutoModel": "x.Y"}}))
     with pytest.raises(HubError) as caught:
         hub.load(tmp_path)
-    assert "model_type 'tinny' is not supported; did you mean 'tiny'?; there is: other, tiny" in str(caught.value)
+    assert "model_type 'tinny' is not supported; did you mean 'tiny'?; choose from: other, tiny" in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -152,8 +152,8 @@ def test_auto_map_of_a_known_model_type_is_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("source", "size", "names"),
     [
-        ("tiny", "tinny", "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; there is: tied, tiny"),
-        ("tiny", None, "tiny: size None is not a preset; there is: tied, tiny"),
+        ("tiny", "tinny", "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; choose from: tied, tiny"),
+        ("tiny", None, "tiny: size None is not a preset; choose from: tied, tiny"),
         ("tinny", None, "tinny: is neither an architecture nor a config.json; did you mean 'tiny'?"),
         ("tinny", "tiny", "tinny: size 'tiny' needs the name of an architecture; did you mean 'tiny'?"),
     ],

@@ -1,8 +1,8 @@
-"""Every op once, for the tests that hold for all of them. A new op adds a function here and a line to OPS.
+"""The table of all ops, for the tests that hold for every op. A new op adds a function here and a line to OPS.
 
-A case is an op at one size, with its tensors. They are drawn by (batch, length, *size): odd sizes for the interpreter,
-those of models for compiled kernels, and one beyond 2^31 elements. Ops that are only parts of others (grouped products,
-the sorting of rows, scaling) are called by the cases of those: `test_opcheck` fails for one that is not.
+A case is an op at one size, with its tensors, drawn from (batch, length, *size): odd sizes for the interpreter, sizes
+of real models for compiled kernels, and one size beyond 2^31 elements. Ops that are only parts of others (grouped GEMM,
+permutation of rows, rescaling) are covered by the cases of those; `test_opcheck` fails if one is not.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ RANK = 3  # of low-rank updates
 
 @dataclass(frozen=True)
 class Case:
-    """ours and reference take leaves, which may have gradients and are cast to the dtype under test, then constants."""
+    """ours and reference take the leaves, which are cast to the dtype under test and differentiated, then constants."""
 
     ours: Function
     reference: Function
@@ -60,16 +60,16 @@ class Case:
     def freeze(self, *frozen: int) -> "Case":
         return replace(self, leaves=[x.detach() if i in frozen else x for i, x in enumerate(self.leaves)])
 
-    def alone(self, trained: int) -> "Case":
+    def train_only(self, trained: int) -> "Case":
         return self.freeze(*(i for i in range(len(self.leaves)) if i != trained))
 
     def freeze_inputs(self) -> "Case":
-        """Only weights are trained."""
+        """Freezes the activations, so that only weights are trained."""
         rows = self.leaves[0].shape[:2]
         return self.freeze(*(i for i, x in enumerate(self.leaves) if x.shape[:2] == rows))
 
     def step(self, function: Function, upstream: list[Tensor]) -> list[Tensor]:
-        """Outputs, then the gradients of the leaves that have one."""
+        """The outputs, then the gradients of the leaves that require one."""
         outputs = as_list(function(*self.leaves, *self.constants))
         leaves = [x for x in self.leaves if x.requires_grad]
         gradients = torch.autograd.grad(outputs, leaves, upstream) if outputs[0].requires_grad else []
@@ -85,17 +85,18 @@ class Case:
 class Op:
     draw: Callable[..., Case]  # from (batch, length, *size)
     small: tuple[int, ...]
-    real: tuple[tuple[int, ...], ...] = ()  # empty where the kernels are those of another entry, or not ours
-    huge: tuple[int, ...] | None = None  # length, then the size; None where the kernels are those of another entry
-    # FLOPs of backward over those of forward, with all leaves trained and with each alone. Empty: no matrix product, or
-    # some of them in place, which FLOP counters skip.
+    real: tuple[tuple[int, ...], ...] = ()  # sizes of models; empty if another entry or another library has the kernels
+    huge: tuple[int, ...] | None = None  # length, then the size; None if another entry has the kernels
+    # FLOPs of backward divided by those of forward: with all leaves trained, then with each leaf alone. Empty if there
+    # is no matrix product, or one is in place, which FLOP counters miss.
     products: tuple[float, ...] = ()
 
     def case(self, batch: int = 2, length: int = 4, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> Case:
         return self.draw(batch, length, *self.small).to(dtype, device)
 
 
-def over(condition: Callable[[Op], bool] = lambda op: True):
+def parametrize_ops(condition: Callable[[Op], bool] = lambda op: True):
+    """Runs a test for each op of the table that meets the condition."""
     chosen = {name: op for name, op in OPS.items() if condition(op)}
     return pytest.mark.parametrize("op", chosen.values(), ids=chosen)
 
@@ -134,30 +135,30 @@ def norm_linear_case(batch, length, hidden, width) -> Case:
     return Case(ours, reference, [*stream, normal(hidden), normal(width, hidden, scale=0.1), normal(width)], [])
 
 
-def update_of(inputs, width) -> list[Tensor]:
-    """A and B for the first half of a projection's columns and the last of them, as for queries and values."""
+def draw_update(inputs, width) -> list[Tensor]:
+    """A and B for the first half of a projection's columns and for its last column, as for queries and values."""
     return [normal(2 * RANK, inputs, scale=0.2), normal(width // 2 + 1, RANK, scale=0.2)]
 
 
-def updated(function: Function, width: int, **settings) -> Function:
-    """Takes A and B last."""
+def with_low_rank_update(function: Function, width: int, **settings) -> Function:
+    """`function` with a low-rank update, whose A and B are the last two arguments."""
     columns = (0, width // 2), (width - 1, width)
     return lambda *inputs: function(*inputs[:-2], low_rank=LowRank(*inputs[-2:], columns, 0.5), **settings)
 
 
 def low_rank_linear_case(batch, length, inputs, width) -> Case:
-    ours, reference = (updated(f, width) for f in (low_rank_linear, low_rank_linear_reference))
+    ours, reference = (with_low_rank_update(f, width) for f in (low_rank_linear, low_rank_linear_reference))
     weights = normal(width, inputs, scale=0.1), normal(width)
-    return Case(ours, reference, [normal(batch, length, inputs), *weights, *update_of(inputs, width)], [])
+    return Case(ours, reference, [normal(batch, length, inputs), *weights, *draw_update(inputs, width)], [])
 
 
-def updated_norm_linear_case(batch, length, hidden, width) -> Case:
+def low_rank_norm_linear_case(batch, length, hidden, width) -> Case:
     def without_residual(function):
-        return lambda x, *weights: updated(function, width, eps=EPS)(x, None, *weights)
+        return lambda x, *weights: with_low_rank_update(function, width, eps=EPS)(x, None, *weights)
 
     ours, reference = map(without_residual, (norm_linear, norm_linear_reference))
     x, _, *weights = norm_linear_case(batch, length, hidden, width).leaves
-    return Case(ours, reference, [x, *weights, *update_of(hidden, width)], [])
+    return Case(ours, reference, [x, *weights, *draw_update(hidden, width)], [])
 
 
 def angles(rows: int, rotated: int) -> list[Tensor]:
@@ -204,18 +205,18 @@ def gated_linear_case(batch, length, inner, width) -> Case:
     return Case(ours, reference, [normal(batch, length, 2 * inner), *weights], [])
 
 
-def updated_gated_linear_case(batch, length, inner, width) -> Case:
+def low_rank_gated_linear_case(batch, length, inner, width) -> Case:
     def without_bias(function):
-        return lambda gate_up, weight, *update: updated(function, width, activation="silu")(
+        return lambda gate_up, weight, *update: with_low_rank_update(function, width, activation="silu")(
             gate_up, weight, None, *update
         )
 
     ours, reference = map(without_bias, (gated_linear, gated_linear_reference))
     gate_up, weight, _ = gated_linear_case(batch, length, inner, width).leaves
-    return Case(ours, reference, [gate_up, weight, *update_of(inner, width)], [])
+    return Case(ours, reference, [gate_up, weight, *draw_update(inner, width)], [])
 
 
-def experts_case(batch, length, hidden, inner, num_experts, k, updated=False) -> Case:
+def experts_case(batch, length, hidden, inner, num_experts, k, low_rank=False) -> Case:
     def route(function, x, weight, gate_up, down, *rest):
         *factors, index = rest
         updates = [GroupedLowRank(*pair, 0.5) for pair in zip(factors[::2], factors[1::2], strict=True)]
@@ -225,7 +226,7 @@ def experts_case(batch, length, hidden, inner, num_experts, k, updated=False) ->
     index = torch.rand(batch, length, num_experts, device=DEVICE).topk(k).indices
     gate_up, down = normal(num_experts, 2 * inner, hidden, scale=0.2), normal(num_experts, hidden, inner, scale=0.2)
     leaves = [normal(batch, length, hidden), normal(batch, length, k), gate_up, down]
-    if updated:
+    if low_rank:
         sides = (RANK, hidden), (2 * inner, RANK), (RANK, inner), (hidden, RANK)
         leaves += [normal(num_experts, *side, scale=0.2) for side in sides]
     return Case(partial(route, experts), partial(route, experts_reference), leaves, [index])
@@ -283,19 +284,19 @@ def adamw_case(batch, length, width) -> Case:
     return Case(ours, reference, tensors, [torch.tensor(3.0, device=DEVICE)])
 
 
-def step_all(name: str, case: Case) -> None:
-    """Runs all kernels of a case: norms have others where their inputs are frozen."""
+def run_all_kernels(name: str, case: Case) -> None:
+    """Runs all kernels of a case: norms have other variants if their inputs are frozen."""
     for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
         trained.step(trained.ours, trained.upstream())
 
 
-def norm_by_chunks() -> None:
-    """Runs the one kernel that only takes rows of certain widths, which are too long for all contracts."""
+def run_chunked_norm() -> None:
+    """Runs the kernel for rows of certain widths, which are too long to be in the table."""
     for columns in CHUNKED_WIDTHS:
         norm_case(1, 32, columns).to(torch.bfloat16).upstream()
 
 
-TOGETHER = {"softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.1}
+ALL_OPTIONS = {"softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.1}
 
 OPS = {
     "rms_norm": Op(
@@ -304,7 +305,7 @@ OPS = {
     "add_rms_norm": Op(
         draw=add_norm_case, small=(33,), real=tuple((h,) for h in HIDDEN), huge=(2**17 + 1, 2**14)
     ),
-    # To 1024 columns: where x has more than 2^31 elements, cuBLAS 13.0 loses rows of dyᵀ x for a dy of 16 columns.
+    # At most 1024 columns: where x has more than 2^31 elements, cuBLAS 13.0 loses rows of dyᵀ x for a dy of 16 columns.
     "layer_norm": Op(
         draw=layer_norm_case, small=(33,), real=tuple((h,) for h in HIDDEN), huge=(2**17 + 1, 2**14)
     ),
@@ -313,10 +314,10 @@ OPS = {
         draw=norm_linear_case, small=(33, 7), real=tuple((h, 64) for h in HIDDEN), huge=(2**17 + 1, 2**14, 1024),
         products=(2, 1, 1, 1, 1, 0),
     ),
-    "norm_linear with an update": Op(draw=updated_norm_linear_case, small=(33, 9)),
+    "norm_linear with a low-rank update": Op(draw=low_rank_norm_linear_case, small=(33, 9)),
     "low_rank_linear": Op(draw=low_rank_linear_case, small=(33, 9)),
     "rope": Op(draw=rope_case, small=(5, 3, 20), real=HEADS, huge=(2**17 + 1, 96, 16, 128)),
-    "rope interleaved in part": Op(
+    "rope, partial and interleaved": Op(
         draw=partial(rope_case, interleaved=True), small=(5, 1, 12), real=((32, 2, 128),), huge=(2**17 + 1, 96, 16, 128)
     ),
     "qk_norm_rope": Op(draw=qk_norm_rope_case, small=(5, 3, 20), real=HEADS, huge=(2**17 + 1, 96, 16, 128)),
@@ -328,36 +329,36 @@ OPS = {
         draw=gated_case, small=(33,), real=((1024,), (2880,), (8192,), (14336,), (28672,)), huge=(2**16 + 1, 2**14)
     ),
     "geglu": Op(draw=partial(gated_case, activation="gelu"), small=(33,), real=((8192,), (14336,))),
-    "geglu by tanh, in place": Op(
+    "geglu with tanh, in place": Op(
         draw=partial(gated_in_place_case, activation="gelu_tanh"), small=(33,), real=((8192,), (14336,))
     ),
     "gated_linear": Op(
         draw=gated_linear_case, small=(33, 7), real=((14336, 64),), huge=(2**16 + 1, 2**14, 16), products=(2, 1, 1, 0)
     ),
-    "gated_linear with an update": Op(draw=updated_gated_linear_case, small=(33, 9)),
+    "gated_linear with a low-rank update": Op(draw=low_rank_gated_linear_case, small=(33, 9)),
     "experts": Op(
         draw=experts_case, small=(20, 11, 5, 3), real=((2048, 768, 128, 8), (4096, 14336, 8, 2)),
         huge=(2**18 + 1, 4096, 16, 4, 2), products=(2, 1, 1 / 3, 1, 1 / 3),
     ),
-    "experts with updates": Op(draw=partial(experts_case, updated=True), small=(20, 11, 3, 1)),
+    "experts with low-rank updates": Op(draw=partial(experts_case, low_rank=True), small=(20, 11, 3, 1)),
     "cross_entropy": Op(
         draw=partial(cross_entropy_case, reduction="none"), small=(257,), real=tuple((v,) for v in VOCABULARIES),
         huge=(2**13 + 1, 2**18),
     ),
-    "cross_entropy, options together": Op(
-        draw=partial(cross_entropy_case, **TOGETHER), small=(257,), real=tuple((v,) for v in VOCABULARIES)
+    "cross_entropy, all options": Op(
+        draw=partial(cross_entropy_case, **ALL_OPTIONS), small=(257,), real=tuple((v,) for v in VOCABULARIES)
     ),
     "cross_entropy in place": Op(
         draw=cross_entropy_in_place_case, small=(257,), real=tuple((v,) for v in VOCABULARIES)
     ),
-    "cross_entropy in place, options together": Op(  # and rows that do not start at vectors
-        draw=partial(cross_entropy_in_place_case, **TOGETHER), small=(257,), real=((50257,),)
+    "cross_entropy in place, all options": Op(  # also with rows that are not aligned to vectors
+        draw=partial(cross_entropy_in_place_case, **ALL_OPTIONS), small=(257,), real=((50257,),)
     ),
     "linear_cross_entropy": Op(
         draw=linear_cross_entropy_case, small=(17, 33), real=((64, 128256), (64, 262144)), products=(2, 1, 1)
     ),
-    "linear_cross_entropy, options together": Op(
-        draw=partial(linear_cross_entropy_case, **TOGETHER), small=(17, 33), real=((64, 128256), (64, 262144)),
+    "linear_cross_entropy, all options": Op(
+        draw=partial(linear_cross_entropy_case, **ALL_OPTIONS), small=(17, 33), real=((64, 128256), (64, 262144)),
         products=(2, 1, 1),
     ),
     "linear_cross_entropy of few rows": Op(draw=linear_cross_entropy_case, small=(17, 48), products=(2, 1, 1)),
@@ -373,8 +374,8 @@ OPS = {
         draw=partial(low_memory_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)),
         products=(4, 2, 2),
     ),
-    # Not ours: of what the door leads to, what runs anywhere. test_attention.py has softcaps, documents and caches.
+    # Not our kernels: the backend that runs anywhere. test_attention.py covers softcaps, document masking and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
-    "attention in a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
+    "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14)),
 }  # fmt: skip

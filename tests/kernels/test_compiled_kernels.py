@@ -1,4 +1,4 @@
-"""What every compiled kernel promises: its variants, registers, shared memory and addresses."""
+"""Checks of every compiled kernel: number of variants, registers, shared memory and memory accesses."""
 
 import os
 import shutil
@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from ligermodels.kernels import grouped_gemm
-from tests.kernels.kernels_of import compiled_kernels
-from tests.kernels.ops import OPS, over, step_all
+from tests.kernels.compiled_kernels import compiled_kernels
+from tests.kernels.ops import OPS, parametrize_ops, run_all_kernels
 
 ROOT = Path(__file__).parents[2]
 KB = 1024
 SANITIZER = shutil.which("compute-sanitizer")
-LENGTHS = 64, 512  # few rows and many: some ops have other kernels
-STACK = 16  # bytes a thread, at most: of one kernel of capability 90 with Triton 3.7, the backward of add_rms_norm at
-# 16384 columns, and of two of 86. With Triton 3.6 none of 90 has any, and on a GPU no kernel may spill.
+LENGTHS = 64, 512  # some ops have other kernels for few rows
+# Bytes of stack a thread, at most. With Triton 3.7 one kernel for capability 90 (the backward of add_rms_norm at 16384
+# columns) and two for 86 have a stack; with Triton 3.6 no kernel for 90 has one. On a GPU no kernel may spill.
+MAX_STACK = 16
 
 
 def run_module(name, *args, prefix=(), **environment):
-    """Output of a module of the tests, in a process of its own that compiles its kernels."""
+    """The output of a test module, run in a process of its own that compiles its kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
     command = [*prefix, sys.executable, "-m", name, *map(str, args)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -31,11 +32,11 @@ def run_module(name, *args, prefix=(), **environment):
 
 
 @pytest.mark.parametrize(("capability", "limit"), [(86, 99 * KB), (90, 227 * KB)])
-def test_no_kernel_spills_or_exceeds_the_shared_memory_of(capability, limit):
-    """Of chips that need not be here; those of capability 80 have more shared memory than 86, and equal kernels."""
-    lines = run_module("tests.kernels.compile_elsewhere", capability, limit, CUDA_VISIBLE_DEVICES="").splitlines()
+def test_no_kernel_spills_or_exceeds_the_shared_memory_of_a_capability(capability, limit):
+    """The GPU need not be present. Capability 80 has more shared memory than 86, and the same kernels."""
+    lines = run_module("tests.kernels.compile_for_capability", capability, limit, CUDA_VISIBLE_DEVICES="").splitlines()
     assert len(lines) > len(OPS)
-    bad = [line for line in lines if int(line.split()[0]) > limit or int(line.split()[2]) > STACK]
+    bad = [line for line in lines if int(line.split()[0]) > limit or int(line.split()[2]) > MAX_STACK]
     assert not bad, "shared memory, registers, stack, kernel:\n" + "\n".join(bad)
 
 
@@ -45,20 +46,20 @@ def step(op, batch, length, size):
 
 
 @pytest.mark.gpu
-@over(lambda op: op.real)
+@parametrize_ops(lambda op: op.real)
 def test_no_kernel_is_compiled_for_another_batch_or_length(op):
-    check_variants(op)
+    check_that_no_variant_is_added(op)
 
 
 @pytest.mark.gpu
-def test_no_grouped_product_by_triton_is_compiled_for_another_batch_or_length(monkeypatch):
+def test_no_grouped_gemm_by_triton_is_compiled_for_another_batch_or_length(monkeypatch):
     monkeypatch.setattr(grouped_gemm, "GROUPED_MM_CAPABILITIES", ())
-    check_variants(OPS["experts"])
+    check_that_no_variant_is_added(OPS["experts"])
 
 
-def check_variants(op):
+def check_that_no_variant_is_added(op):
     step(op, 2, 48, op.real[0])
-    step(op, 2, 480, op.real[0])  # few rows and more: norms and linear_cross_entropy have other kernels for them
+    step(op, 2, 480, op.real[0])  # norms and linear_cross_entropy have other kernels for few rows
     known = {id(kernel) for _, kernel in compiled_kernels()}
     assert known
     for batch, length in [(1, 1), (2, 1), (1, 2), (3, 16), (1, 17), (3, 1000), (1, 4096)]:
@@ -73,7 +74,7 @@ def test_no_kernel_spills_at_the_sizes_of_models():
     for name, op in OPS.items():
         for size in op.real:
             for length in LENGTHS:
-                step_all(name, op.draw(1, length, *size).to(torch.bfloat16))
+                run_all_kernels(name, op.draw(1, length, *size).to(torch.bfloat16))
     compiled = compiled_kernels()
     assert len(compiled) > len(OPS)
     spilled = [f"{name} {kernel.n_spills}" for name, kernel in compiled if kernel.n_spills]
@@ -83,6 +84,6 @@ def test_no_kernel_spills_at_the_sizes_of_models():
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer")
-def test_no_kernel_leaves_its_memory():
+def test_no_kernel_accesses_memory_out_of_bounds():
     prefix = SANITIZER, "--tool", "memcheck", "--error-exitcode", "1"
-    run_module("tests.kernels.one_pass", prefix=prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    run_module("tests.kernels.run_all_ops", prefix=prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1")

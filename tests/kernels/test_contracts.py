@@ -1,4 +1,4 @@
-"""What every op promises: each test runs over the table of ops.py."""
+"""The contracts of every op: each test runs over the table of ops.py."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -13,18 +13,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import BEYOND_INT32, DEVICE
+from tests.kernels.compiled_kernels import import_all
 from tests.kernels.error_budget import DTYPES, check, relative_error
-from tests.kernels.kernels_of import import_all
-from tests.kernels.ops import OPS, as_list, attention_case, over
+from tests.kernels.ops import OPS, as_list, attention_case, parametrize_ops
 
 HALF = DTYPES[-1]
-# Of batch and length, and of no other dimension; no two have as many rows.
+# (batch, length): no other dimension has one of these sizes, and no two have the same number of rows.
 SIZES = [(2, 4), (8, 2), (4, 14)][: 3 if DEVICE == "cuda" else 2]
 import_all()
 REGISTERED = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligermodels::"))
 pytestmark = [
     pytest.mark.usefixtures("kernels"),
-    # The interpreter warns of what NumPy computes in masked lanes.
+    # NumPy warns about what the interpreter computes in masked lanes.
     pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
 ]
 
@@ -33,7 +33,7 @@ def has_gradients(op):
     return op is not OPS["adamw"]
 
 
-def is_ours(op):
+def has_our_kernels(op):
     return op.draw is not attention_case
 
 
@@ -42,7 +42,7 @@ def equal(results, expected):
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every call of a registered op, with its arguments."""
+    """Records every call of a registered op, with its arguments."""
 
     def __init__(self):
         super().__init__()
@@ -55,8 +55,8 @@ class Recorder(TorchDispatchMode):
         return function(*args)
 
 
-class Unread(TorchDispatchMode):
-    """{memory: (op, result)} of the results that no later op has read, but for those of a number a row."""
+class UnreadResults(TorchDispatchMode):
+    """Collects {memory: (op, result)} of the results that no later op has read, except results of one number a row."""
 
     def __init__(self, rows):
         super().__init__()
@@ -64,7 +64,7 @@ class Unread(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
-        if function._schema.is_mutable:  # of its first argument
+        if function._schema.is_mutable:  # writes to its first argument
             self.read(args[1:])
         elif not function.is_view:
             self.read(args)
@@ -89,11 +89,11 @@ def record(case):
 
 @cache
 def calls_of_all_ops():
-    """{op: {its arguments, tensors apart: the arguments}} of each op, with everything trained and with one leaf."""
+    """{op: {arguments with tensors as dtypes: (function, arguments)}}, with all leaves trained and with one."""
     calls = {name: {} for name in REGISTERED}
     for op in OPS.values():
         case = op.case()
-        for trained in (case, case.alone(0), case.alone(1)):
+        for trained in (case, case.train_only(0), case.train_only(1)):
             for function, args in record(trained).calls:
                 calls[function._schema.name][str(tree_map_only(Tensor, lambda x: x.dtype, args))] = function, args
     return calls
@@ -102,13 +102,13 @@ def calls_of_all_ops():
 @pytest.mark.parametrize("name", REGISTERED)
 def test_opcheck(name):
     calls = calls_of_all_ops()[name].values()
-    assert calls, f"no op of the table calls {name}"
+    assert calls, f"no entry of the table calls {name}"
     for function, args in calls:
         torch.library.opcheck(function, args)
 
 
-@over()
-def test_one_graph_of_all_batches_and_lengths_gives_equal_gradients(op):
+@parametrize_ops()
+def test_one_compiled_graph_serves_all_batches_and_lengths_with_equal_gradients(op):
     torch._dynamo.reset()
     ours = op.case().ours
     counter = CompileCounterWithBackend("inductor" if DEVICE == "cuda" else "aot_eager")
@@ -135,13 +135,13 @@ def recompute_nothing(context, function, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE
 
 
-@over(has_gradients)
+@parametrize_ops(has_gradients)
 @pytest.mark.parametrize("policy", [None, recompute_ours, recompute_others, recompute_nothing])
-def test_checkpointing_changes_no_output_and_no_gradient(op, policy):
+def test_activation_checkpointing_changes_no_output_and_no_gradient(op, policy):
     case = op.case()
 
     def region(*inputs):
-        return tuple(y.sin() for y in as_list(case.ours(*inputs)))  # whose backward reads what is recomputed
+        return tuple(y.sin() for y in as_list(case.ours(*inputs)))  # sin saves its input, so backward recomputes it
 
     options = {} if policy is None else {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
     recomputed = partial(checkpoint, region, use_reentrant=False, **options)
@@ -149,15 +149,15 @@ def test_checkpointing_changes_no_output_and_no_gradient(op, policy):
     torch.testing.assert_close(case.step(recomputed, upstream), case.step(region, upstream))
 
 
-@over(is_ours)
+@parametrize_ops(has_our_kernels)
 def test_two_runs_are_bit_identical(op, poisoned):
     case = op.case(3, 670 if DEVICE == "cuda" else 5, HALF)
     upstream = case.upstream()
     assert equal(case.step(case.ours, upstream), case.step(case.ours, upstream))
 
 
-@over(lambda op: is_ours(op) and has_gradients(op))
-def test_torch_func_transforms_the_reference(op):
+@parametrize_ops(lambda op: has_our_kernels(op) and has_gradients(op))
+def test_torch_func_differentiates_the_reference(op):
     case = op.case()
     upstream = case.upstream()
     outputs, pullback = torch.func.vjp(lambda *leaves: as_list(case.ours(*leaves, *case.constants)), *case.leaves)
@@ -165,9 +165,9 @@ def test_torch_func_transforms_the_reference(op):
     torch.testing.assert_close([*outputs, *gradients], case.step(case.reference, upstream))
 
 
-@over(lambda op: is_ours(op) and has_gradients(op))
-def test_a_second_derivative_is_refused_and_not_taken_in_part(op):
-    """Where kernels and products are behind each other, the products alone would have one."""
+@parametrize_ops(lambda op: has_our_kernels(op) and has_gradients(op))
+def test_double_backward_raises(op):
+    """Without the error, autograd would differentiate the matrix products and silently leave out the kernels."""
     case = op.case()
     outputs = as_list(case.ours(*case.leaves, *case.constants))
     leaves = [x for x in case.leaves if x.requires_grad]
@@ -179,38 +179,39 @@ def misaligned(x):
     return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
 
 
-def rows_apart(x):
-    """The first two dimensions exchanged, unit stride along the last one, odd ones elsewhere; misaligned."""
+def transposed_with_padded_rows(x):
+    """Batch and length transposed in memory, unit stride along the last dimension only, and misaligned."""
     x = x.transpose(0, 1) if x.ndim > 2 else x
     x = x.new_empty(*x.shape[:-1], x.shape[-1] + 3)[..., 1:-2].copy_(x) if x.ndim else x
     return x.transpose(0, 1) if x.ndim > 2 else x
 
 
-def columns_apart(x):
+def strided_columns(x):
     return x.new_empty(*x.shape, 2)[..., 1].copy_(x)
 
 
-@over(is_ours)
-@pytest.mark.parametrize("place", [misaligned, rows_apart, columns_apart])
-def test_any_layout_is_within_the_error_budget_under_random_upstream_gradients(op, place, poisoned):
+@parametrize_ops(has_our_kernels)
+@pytest.mark.parametrize("change_layout", [misaligned, transposed_with_padded_rows, strided_columns])
+def test_any_layout_is_within_the_error_budget_under_random_upstream_gradients(op, change_layout, poisoned):
     case = op.draw(2, 12 if DEVICE == "cuda" else 7, *op.small)
-    placed = [x if x.is_floating_point() else place(x) for x in case.constants]  # angles are contiguous
+    constants = [x if x.is_floating_point() else change_layout(x) for x in case.constants]  # angles stay contiguous
 
     def rounded(function, constants):
-        """Losses too in the precision of the leaves."""
+        """Outputs in the dtype of the leaves, losses too."""
         return lambda *leaves: tuple(x.to(leaves[0].dtype) for x in as_list(function(*leaves, *constants)))
 
     leaves = [x.double() for x in case.leaves]
-    check(rounded(case.ours, placed), rounded(case.reference, case.constants), leaves, HALF, place=place)
+    ours, reference = rounded(case.ours, constants), rounded(case.reference, case.constants)
+    check(ours, reference, leaves, HALF, change_layout=change_layout)
 
 
-WINDOWED = OPS["attention in a window"]  # of one key: queries have no gradient
-ROUNDED_TWICE = OPS["cross_entropy in place, options together"]  # before and after it meets its upstream gradient
+WINDOWED = OPS["attention with a window"]  # the window has one key, so the gradient of the queries is zero
+ROUNDED_TWICE = OPS["cross_entropy in place, all options"]  # before and after multiplying by the upstream gradient
 
 
-@over(lambda op: has_gradients(op) and op not in (WINDOWED, ROUNDED_TWICE))
-def test_autocast_is_within_the_error_budget_of_plain_pytorch_under_it(op, poisoned):
-    """Half precision from the linear before, all else in fp32; outputs have the dtypes of plain PyTorch's."""
+@parametrize_ops(lambda op: has_gradients(op) and op not in (WINDOWED, ROUNDED_TWICE))
+def test_autocast_is_within_the_error_budget_of_plain_pytorch_under_autocast(op, poisoned):
+    """The first input is in half precision, as from a linear; all else is fp32. Output dtypes equal plain PyTorch's."""
     case = op.draw(2, 5, *op.small)
 
     def under_autocast(function):
@@ -225,15 +226,15 @@ def test_autocast_is_within_the_error_budget_of_plain_pytorch_under_it(op, poiso
     check(under_autocast(case.ours), under_autocast(case.reference), leaves, torch.float32)
 
 
-@over()
-def test_zero_rows(op, poisoned):
+@parametrize_ops()
+def test_zero_rows_give_what_the_reference_gives(op, poisoned):
     case = op.case(batch=0)
     upstream = case.upstream()
     assert equal(case.step(case.ours, upstream), case.step(case.reference, upstream))
 
 
-@over(lambda op: is_ours(op) and has_gradients(op) and len(op.case().leaves) > 1)
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(op, poisoned):
+@parametrize_ops(lambda op: has_our_kernels(op) and has_gradients(op) and len(op.case().leaves) > 1)
+def test_freezing_a_leaf_removes_its_gradient_and_changes_no_other(op, poisoned):
     case = op.case(1, 3)
     upstream = case.upstream()
     full = case.step(case.ours, upstream)
@@ -242,7 +243,7 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(op, poisoned):
         others = [i for i in range(len(gradients)) if i != index]
         expected = [*outputs, *(gradients[i] for i in others)]
         torch.testing.assert_close(case.freeze(index).step(case.ours, upstream), expected)
-        torch.testing.assert_close(case.alone(index).step(case.ours, upstream), [*outputs, gradient])
+        torch.testing.assert_close(case.train_only(index).step(case.ours, upstream), [*outputs, gradient])
 
 
 def flops(function, *args):
@@ -251,19 +252,19 @@ def flops(function, *args):
     return counter.get_total_flops()
 
 
-@over(lambda op: op.products)
-def test_no_product_is_computed_twice_or_for_frozen_leaves_only(op):
+@parametrize_ops(lambda op: op.products)
+def test_no_matrix_product_is_computed_twice_or_only_for_frozen_leaves(op):
     case = op.case()
     upstream, forward = case.upstream(), flops(case.upstream)
     everything, *alone = op.products
     assert flops(case.step, case.ours, upstream) == (1 + everything) * forward
     for index, products in enumerate(alone):
-        step = case.alone(index).step
+        step = case.train_only(index).step
         assert flops(step, case.ours, upstream) == round((1 + products) * forward), f"leaf {index} alone"
 
 
-def unread_in_backward(case, upstream):
-    unread = Unread(rows=upstream[0].shape[:2].numel())
+def unread_results_of_backward(case, upstream):
+    unread = UnreadResults(rows=upstream[0].shape[:2].numel())
 
     def forward(*inputs):
         outputs = case.ours(*inputs)
@@ -276,18 +277,18 @@ def unread_in_backward(case, upstream):
     return [(op, tuple(x.shape)) for op, x in unread.results.values()]
 
 
-@over(lambda op: is_ours(op) and has_gradients(op))
-def test_backward_computes_nothing_that_nobody_reads(op):
+@parametrize_ops(lambda op: has_our_kernels(op) and has_gradients(op))
+def test_backward_computes_nothing_that_is_not_read(op):
     case = op.case(1, 2)
     upstream = case.upstream()
-    assert not unread_in_backward(case.freeze_inputs(), upstream), "weights alone"
+    assert not unread_results_of_backward(case.freeze_inputs(), upstream), "weights alone"
     for index in range(len(case.leaves)):
-        assert not unread_in_backward(case.alone(index), upstream), f"leaf {index} alone"
+        assert not unread_results_of_backward(case.train_only(index), upstream), f"leaf {index} alone"
 
 
 @pytest.mark.gpu
-@over()
-def test_nothing_waits_for_the_device(op):
+@parametrize_ops()
+def test_nothing_synchronizes_with_the_device(op):
     case = op.case(dtype=torch.bfloat16)
     upstream = case.upstream()
     case.step(case.ours, upstream)  # compiles
@@ -299,8 +300,8 @@ def test_nothing_waits_for_the_device(op):
 
 
 @pytest.mark.gpu
-@over()
-def test_a_captured_graph_replays_on_new_inputs(op):
+@parametrize_ops()
+def test_a_captured_cuda_graph_replays_on_new_inputs(op):
     case, new = op.case(dtype=torch.bfloat16), op.case(dtype=torch.bfloat16)
     upstream = case.upstream()
     side = torch.cuda.Stream()
@@ -320,9 +321,12 @@ def test_a_captured_graph_replays_on_new_inputs(op):
 
 @BEYOND_INT32
 @pytest.mark.gpu
-@over(lambda op: op.huge)
-def test_offsets_beyond_two_to_the_31(op):
-    """The last rows are those of the same rows alone; the others, without an upstream gradient, get none."""
+@parametrize_ops(lambda op: op.huge)
+def test_offsets_beyond_two_to_the_31_are_right(op):
+    """The last rows give the same results as those rows computed alone; the others get zero gradients.
+
+    The upstream gradients of the other rows are zero.
+    """
     length, rows = op.huge[0], 3
 
     def last(x):
@@ -330,13 +334,13 @@ def test_offsets_beyond_two_to_the_31(op):
 
     case = op.draw(1, *op.huge).to(torch.bfloat16)
     leaves = [last(x).detach().clone().requires_grad_() for x in case.leaves]
-    alone = replace(case, leaves=leaves, constants=[last(x).clone() for x in case.constants])
-    upstream_alone = alone.upstream()
+    last_rows = replace(case, leaves=leaves, constants=[last(x).clone() for x in case.constants])
+    upstream_last = last_rows.upstream()
     upstream = [torch.zeros_like(x) for x in case.upstream()]
-    for whole, part in zip(upstream, upstream_alone, strict=True):
+    for whole, part in zip(upstream, upstream_last, strict=True):
         last(whole).copy_(part)
     results = case.step(case.ours, upstream)
-    for index, (got, expected) in enumerate(zip(results, alone.step(alone.ours, upstream_alone), strict=True)):
+    for index, (got, expected) in enumerate(zip(results, last_rows.step(last_rows.ours, upstream_last), strict=True)):
         assert relative_error(last(got), expected.double()) < 2**-7, f"tensor {index} of {len(results)}"
     for gradient in results[len(upstream) :]:
         if length in gradient.shape:
@@ -345,7 +349,7 @@ def test_offsets_beyond_two_to_the_31(op):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@over()
+@parametrize_ops()
 def test_kernels_run_on_the_device_of_the_tensors(op):
     drawn = op.draw(2, 4, *op.small)
     here, there = drawn.to(torch.bfloat16, "cuda:0"), drawn.to(torch.bfloat16, "cuda:1")

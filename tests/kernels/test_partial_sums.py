@@ -20,7 +20,7 @@ def test_each_weight_gets_the_sum_of_its_columns_rounded_once(programs, widths, 
         assert ((got - expected).abs() <= torch.finfo(dtype).eps / 2 * expected.abs() + 2**-23 * size).all()
 
 
-def test_one_weight_takes_all_columns():
+def test_a_single_weight_gets_all_columns():
     partials = torch.randn(3, 40, device=DEVICE)
     gradient = torch.empty(40, device=DEVICE)
     sum_partials(partials, gradient)

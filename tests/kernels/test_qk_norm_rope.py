@@ -9,12 +9,12 @@ from tests.kernels.error_budget import DTYPES, check
 from tests.kernels.test_rope import angles, draw
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned", "few_programs")
-KINDS = pytest.mark.parametrize("whole_row", [False, True], ids=["each head", "whole row"])
+WHOLE_ROW_OR_NOT = pytest.mark.parametrize("whole_row", [False, True], ids=["each head", "whole row"])
 
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """So few persistent programs that each strides over several tokens."""
+    """One multiprocessor: each persistent program loops over several tokens."""
     monkeypatch.setattr("ligermodels.kernels.qk_norm_rope.multiprocessors", lambda device: 1)
 
 
@@ -26,13 +26,13 @@ def draw_inputs(batch, length, heads, head_size, whole_row, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@KINDS
+@WHOLE_ROW_OR_NOT
 @pytest.mark.parametrize(
     ("heads", "head_size", "shared", "offset"),
     [((5, 1), 10, True, 0.0), ((3, 3), 80, False, 1.0), ((6, 2), 96, True, 1.0), ((1, 1), 32, False, 0.0)],
 )
 def test_qk_norm_rope_is_within_the_error_budget(heads, head_size, shared, offset, whole_row, dtype):
-    batch, length = 2, 5 if whole_row and DEVICE == "cpu" else 10  # more than there are programs
+    batch, length = 2, 5 if whole_row and DEVICE == "cpu" else 10  # several tokens for each program
     cos, sin = angles(length if shared else batch * length, head_size)
     arguments = cos, sin, *heads, 1e-6, offset
     inputs = draw_inputs(batch, length, heads, head_size, whole_row)
@@ -40,8 +40,8 @@ def test_qk_norm_rope_is_within_the_error_budget(heads, head_size, shared, offse
 
 
 @pytest.mark.parametrize("function", [qk_norm_rope, qk_norm_rope_reference])
-@KINDS
-def test_it_is_the_norm_and_then_rope(function, whole_row):
+@WHOLE_ROW_OR_NOT
+def test_it_equals_the_norm_followed_by_rope(function, whole_row):
     cos, sin = angles(3, 8)
     qkv, q_weight, k_weight = draw_inputs(2, 3, (4, 2), 8, whole_row, torch.float32)
     q, k, v = qkv.split((32, 16, 16), -1)
@@ -54,21 +54,21 @@ def test_it_is_the_norm_and_then_rope(function, whole_row):
     torch.testing.assert_close(function(qkv, q_weight, k_weight, cos, sin, 4, 2, 0.1, 1.0), expected)
 
 
-def test_the_projection_is_left_as_it_was_and_values_are_a_view_of_it():
+def test_the_projection_is_unchanged_and_values_are_a_view_of_it():
     inputs = draw_inputs(2, 3, (4, 2), 8, False, torch.float32)
-    kept = inputs[0].clone()
+    original = inputs[0].clone()
     q, k, v = qk_norm_rope(*inputs, *angles(3, 8), 4, 2, 1e-6)
-    assert torch.equal(inputs[0], kept)
+    assert torch.equal(inputs[0], original)
     assert v.data_ptr() == inputs[0][..., 48:].data_ptr()
     assert k.data_ptr() == q[:, :, 3:].data_ptr() + 8 * q.element_size()
 
 
-@KINDS
-def test_upstream_gradients_of_any_strides(whole_row):
+@WHOLE_ROW_OR_NOT
+def test_upstream_gradients_of_any_strides_give_the_gradients_of_the_reference(whole_row):
     batch, length, heads, head_size = 2, 9, (6, 2), 20
     arguments = *angles(batch * length, head_size), *heads, 1e-6
     inputs = [x.requires_grad_() for x in draw_inputs(batch, length, heads, head_size, whole_row, torch.float32)]
-    # Attention's own layout [B, H, T, D], one gradient expanded along every dimension, one cut out of something wider.
+    # Attention's own layout [B, H, T, D], one gradient expanded along every dimension, one a slice of a wider tensor.
     dq = draw(batch, heads[0], length, head_size, dtype=torch.float32).transpose(1, 2)
     dk = draw(1, dtype=torch.float32).expand(batch, length, heads[1], head_size)
     dv = draw(batch, length, heads[1], 2 * head_size, dtype=torch.float32)[..., :head_size]
@@ -80,12 +80,12 @@ def test_upstream_gradients_of_any_strides(whole_row):
 
 
 @pytest.mark.parametrize("on_kernels", [True, False])
-def test_shapes_that_do_not_fit_are_refused(on_kernels, monkeypatch):
+def test_shapes_that_do_not_match_raise(on_kernels, monkeypatch):
     monkeypatch.setattr("ligermodels.kernels.launch.interpreting", on_kernels)
     inputs = draw_inputs(1, 2, (4, 2), 8, False, torch.float32)
-    with pytest.raises(ValueError, match="and 4 pairs"):
+    with pytest.raises(ValueError, match="with 4 pairs"):
         qk_norm_rope(*inputs, *angles(2, 6), 4, 2, 1e-6)
-    with pytest.raises(ValueError, match="no multiple of 9 heads"):
+    with pytest.raises(ValueError, match="64, is not a multiple of 9 heads"):
         qk_norm_rope(*inputs, *angles(2, 8), 5, 2, 1e-6)
-    with pytest.raises(ValueError, match="needed 8 each, or 32 and 16"):
+    with pytest.raises(ValueError, match="must have 8 each, or 32 and 16"):
         qk_norm_rope(inputs[0], torch.ones(32, device=DEVICE), inputs[2], *angles(2, 8), 4, 2, 1e-6)

@@ -36,7 +36,7 @@ def test_rope_is_within_the_error_budget(heads, head_size, shared, dtype):
 
 
 @pytest.mark.parametrize("function", [rotated_copy, lambda qkv, cos, sin, heads: rope_reference(qkv, cos, sin, *heads)])
-def test_rope_multiplies_complex_numbers(function):
+def test_rope_equals_a_complex_multiplication(function):
     batch, length, heads, head_size = 2, 4, (3, 1), 12
     cos, sin = angles(batch * length, head_size)
     qkv = draw(batch, length, 5 * head_size, dtype=torch.float32)
@@ -66,7 +66,7 @@ def test_partial_and_interleaved_rotation_are_within_the_error_budget(head_size,
 
 
 @pytest.mark.parametrize("function", [rope_, rope_reference])
-def test_interleaved_rope_multiplies_neighbours_and_lets_the_rest_pass(function):
+def test_interleaved_rope_multiplies_adjacent_pairs_and_copies_the_other_dimensions(function):
     (cos, sin), qkv = angles(4, 6), draw(1, 4, 4 * 11, dtype=torch.float32)
     pairs = torch.view_as_complex(qkv.view(1, 4, 4, 11)[..., :6].double().unflatten(-1, (3, 2)).contiguous())
     expected = torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())[:, None]).flatten(-2).float()
@@ -76,7 +76,7 @@ def test_interleaved_rope_multiplies_neighbours_and_lets_the_rest_pass(function)
     assert torch.equal(v, qkv.view(1, 4, 4, 11)[:, :, 3:])
 
 
-def test_rope_rotates_the_memory_of_the_projection():
+def test_rope_writes_into_the_memory_of_the_projection():
     qkv, (cos, sin) = draw(2, 3, 7 * 8, dtype=torch.float32), angles(3, 8)
     qkv.requires_grad_()
     projection = qkv * 1
@@ -99,7 +99,7 @@ def test_rope_without_gradients_rotates_in_place_too():
             torch.testing.assert_close((q, k), expected[:2])
 
 
-def test_autograd_objects_if_the_projection_was_saved_for_backward():
+def test_autograd_raises_if_the_projection_was_saved_for_backward():
     x = draw(1, 2, 3 * 4, dtype=torch.float32).requires_grad_()
     projection = x * 1
     loss = projection.square().sum()
@@ -108,11 +108,11 @@ def test_autograd_objects_if_the_projection_was_saved_for_backward():
         (loss + q.sum()).backward()
 
 
-def test_upstream_gradients_of_any_strides_are_packed_without_loss():
+def test_upstream_gradients_of_any_strides_are_packed_exactly():
     batch, length, heads, head_size = 2, 3, (6, 2), 20
     cos, sin = angles(batch * length, head_size)
     qkv = draw(batch, length, 10 * head_size, dtype=torch.float32).requires_grad_()
-    # Attention's own layout [B, H, T, D], one gradient expanded along every dimension, one cut out of something wider.
+    # Attention's own layout [B, H, T, D], one gradient expanded along every dimension, one a slice of a wider tensor.
     dq = draw(batch, heads[0], length, head_size, dtype=torch.float32).transpose(1, 2)
     dk = draw(1, dtype=torch.float32).expand(batch, length, heads[1], head_size)
     dv = draw(batch, length, heads[1], 2 * head_size, dtype=torch.float32)[..., :head_size]
@@ -123,25 +123,25 @@ def test_upstream_gradients_of_any_strides_are_packed_without_loss():
     torch.testing.assert_close(got, expected)
 
 
-def test_infinite_gradients_stay_where_they_are():
+def test_infinite_gradients_of_values_are_copied_and_spread_nowhere():
     dq = dk = torch.zeros(1, 1, 1, 8, device=DEVICE)
     dv = torch.full((1, 1, 1, 8), float("inf"), device=DEVICE)
     assert torch.equal(rope_backward(dq, dk, dv, *angles(1, 8), False)[0, 0, 16:], dv.flatten())
 
 
 @pytest.mark.parametrize("on_kernels", [True, False])
-def test_shapes_that_do_not_fit_are_refused(on_kernels, monkeypatch):
+def test_shapes_and_strides_that_do_not_match_raise(on_kernels, monkeypatch):
     monkeypatch.setattr("ligermodels.kernels.launch.interpreting", on_kernels)
     cos, sin = angles(2, 8)
-    with pytest.raises(ValueError, match="no multiple of 3 heads"):
+    with pytest.raises(ValueError, match="25, is not a multiple of 3 heads"):
         rope_(torch.zeros(1, 2, 3 * 8 + 1, device=DEVICE), cos, sin, 1, 1)
-    with pytest.raises(ValueError, match="1 to 3 pairs"):
+    with pytest.raises(ValueError, match="with 1 to 3 pairs"):
         rope_(torch.zeros(1, 2, 3 * 7, device=DEVICE), cos, sin, 1, 1)
-    with pytest.raises(ValueError, match="1 to 8 pairs"):
+    with pytest.raises(ValueError, match="with 1 to 8 pairs"):
         rope_(torch.zeros(1, 2, 3 * 16, device=DEVICE), cos[:, :0], sin[:, :0], 1, 1)
     with pytest.raises(ValueError, match=r"or \[9, pairs\]"):
         rope_(torch.zeros(3, 3, 3 * 8, device=DEVICE), cos, sin, 1, 1)
-    with pytest.raises(ValueError, match="needed contiguous ones"):
+    with pytest.raises(ValueError, match="both must be contiguous"):
         rope_(torch.zeros(1, 2, 3 * 8, device=DEVICE), cos, torch.stack((sin, sin), -1)[..., 0], 1, 1)
-    with pytest.raises(ValueError, match="cannot be rotated in place"):
+    with pytest.raises(ValueError, match="to rotate it in place the last must be 1"):
         rope_(torch.zeros(1, 2, 3 * 8, 2, device=DEVICE)[..., 0], cos, sin, 1, 1)

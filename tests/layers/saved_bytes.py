@@ -1,4 +1,4 @@
-"""Counts what autograd keeps for backward."""
+"""Counts the bytes that autograd saves for backward."""
 
 import torch
 
@@ -9,21 +9,23 @@ BATCH, LENGTH = 2, 16
 
 
 def saved_bytes(raw, layers, dtype, change=lambda model: None, batch=BATCH, length=LENGTH):
-    """Bytes of all distinct storages that autograd holds after a forward of a model that `change` was done to,
-    parameters apart."""
+    """Bytes of all distinct storages that autograd saves in one forward, without parameters.
+
+    change: a function that modifies the model first.
+    """
     model = ligermodels.create(raw | {"num_hidden_layers": layers}, dtype=dtype, device=DEVICE)
     change(model)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
+    saved = {}
 
-    def keep(x):
+    def save(x):
         storage = x.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (storage.nbytes(), x)  # x stays alive, so that no address is used twice
+            saved[storage.data_ptr()] = (storage.nbytes(), x)  # keeps x alive, so that no address is reused
         return x
 
     ids = torch.randint(3, 99, (batch, length), device=DEVICE)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         loss = model(ids, ids).loss
     assert loss.requires_grad
-    return sum(size for size, _ in kept.values())
+    return sum(size for size, _ in saved.values())

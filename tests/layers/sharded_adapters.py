@@ -1,4 +1,4 @@
-"""LoRA in a model that two ranks share; without an import of what sets tests up, so that a new process starts fast."""
+"""LoRA in a model sharded over two ranks. Does not import tests.conftest, so that a new process starts fast."""
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -6,12 +6,12 @@ from torch.distributed.tensor import DTensor
 
 import ligermodels
 from ligermodels.errors import CheckpointError
-from ligermodels.layers.lora import initialize_lora, updates
+from ligermodels.layers.lora import initialize_lora, lora_modules
 from ligermodels.weights.loading import load_weights
 
 
 def sharded(base, lora=True):
-    """As a trainer starts: built on the meta device, given LoRA, sharded, then filled."""
+    """A model as in training: built on the meta device, LoRA added, sharded, then loaded."""
     model = ligermodels.create(base, device="meta")
     if lora:
         ligermodels.add_lora(model, rank=4, alpha=6.0)
@@ -33,7 +33,7 @@ def on_two_ranks(rank, base, folder):
     model = sharded(base)
     ligermodels.export_adapter(model, folder / "new")
     ligermodels.load_adapter(model, folder / "adapter")
-    assert all(isinstance(layer.lora_B, DTensor) for layer in updates(model))
+    assert all(isinstance(layer.lora_B, DTensor) for layer in lora_modules(model))
     ligermodels.export_adapter(model, folder / "adapter-2")
     ligermodels.export(model, folder / "merged-2", dtype=torch.bfloat16, max_shard_size="20KB")
     for wrong, settings in {
@@ -42,7 +42,7 @@ def on_two_ranks(rank, base, folder):
         folder / "too-large": {"dtype": torch.float16},
     }.items():
         if settings:
-            torch.nn.init.constant_(model.model.norm.weight, 1e6)  # the last parameter but for the head, which is tied
+            torch.nn.init.constant_(model.model.norm.weight, 1e6)  # the last parameter: the head is tied
         try:
             ligermodels.export(model, wrong, **settings)
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What Hugging Face's Trainer makes of a model with bf16=True: fp32 parameters under `torch.autocast`."""
+"""Models under `torch.autocast` with fp32 parameters, as Hugging Face's Trainer runs them with bf16=True."""
 
 import copy
 
@@ -16,7 +16,7 @@ from tests.layers.adapters import adapt
 HALF = DTYPES[-1]
 
 
-CHANGES = {"gemma2": None, "qwen2_moe": None, "llama-tied": adapt, "llama": CausalLM.recompute_in_backward}
+CHANGES = {"gemma2": None, "qwen2_moe": None, "llama-tied": adapt, "llama": CausalLM.checkpoint_activations}
 
 
 def build(name):
@@ -24,7 +24,7 @@ def build(name):
 
 
 def step(model, enabled=True):
-    """The loss and the gradients of what is trained."""
+    """The loss, and the gradients of the trained parameters."""
     device = next(model.parameters()).device
     ids = torch.randint(3, 99, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.autocast(device.type, HALF, enabled=enabled):
@@ -32,9 +32,9 @@ def step(model, enabled=True):
     return loss, torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
 
 
-def error(gradients, oracle):
-    """Of all of them, each weighing the same."""
-    errors = [relative_error(got.cpu(), expected) for got, expected in zip(gradients, oracle, strict=True)]
+def error(gradients, exact):
+    """The root mean square of the relative errors of all gradients."""
+    errors = [relative_error(got.cpu(), expected) for got, expected in zip(gradients, exact, strict=True)]
     return torch.tensor(errors).square().mean().sqrt().item()
 
 
@@ -43,18 +43,18 @@ def test_a_step_is_within_the_error_budget_of_plain_pytorch(name, monkeypatch):
     model = build(name)
     if CHANGES[name] is not None:
         CHANGES[name](model)
-    plain_loss, plain = step(model)  # on the CPU, where models are plain PyTorch
-    oracle_loss, oracle = step(copy.deepcopy(model).double(), enabled=False)
+    plain_loss, plain = step(model)  # on the CPU, where no kernels run
+    exact_loss, exact = step(copy.deepcopy(model).double(), enabled=False)
     monkeypatch.setattr(launch, "interpreting", DEVICE == "cpu")
     loss, gradients = step(model.to(DEVICE))
     assert {loss.dtype, *(x.dtype for x in gradients)} == {torch.float32}
-    assert error(gradients, oracle) <= FACTOR * error(plain, oracle)
-    allowed = max(FACTOR * relative_error(plain_loss, oracle_loss), torch.finfo(HALF).eps / 4)
-    assert relative_error(loss.cpu(), oracle_loss) <= allowed
+    assert error(gradients, exact) <= FACTOR * error(plain, exact)
+    allowed = max(FACTOR * relative_error(plain_loss, exact_loss), torch.finfo(HALF).eps / 4)
+    assert relative_error(loss.cpu(), exact_loss) <= allowed
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_step_compiles_as_one_graph_with_equal_gradients():
+def test_a_training_step_compiles_to_one_graph_with_equal_gradients():
     model = build("llama").to(DEVICE)
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
     compiled = torch.compile(model, fullgraph=True, backend=backend)

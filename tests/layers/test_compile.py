@@ -1,3 +1,5 @@
+"""torch.compile of a whole training step."""
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from tests.conftest import DEVICE
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma3_text", "olmo2", "granite", "qwen2_moe"])
-def test_a_whole_training_step_compiles_as_one_graph_with_equal_gradients(name):
+def test_a_training_step_compiles_to_one_graph_with_equal_gradients(name):
     model = ligermodels.create(CASES[name], device=DEVICE)
     ids = torch.randint(3, 99, (1, 8), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 

@@ -1,3 +1,5 @@
+"""The mixture of experts against the reference implementation."""
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +32,7 @@ def randomize(module):
 
 
 def gradients(outputs, leaves):
-    """Under a fixed random upstream gradient for each output."""
+    """Gradients for a fixed random upstream gradient of each output."""
     generator = torch.Generator().manual_seed(1)
     upstream = [torch.randn(y.shape, generator=generator).to(DEVICE) for y in outputs]
     return torch.autograd.grad(outputs, leaves, upstream)
@@ -67,7 +69,7 @@ def qwen2_moe(moe):
 @pytest.mark.parametrize(
     ("block", "normalize", "shared"), [(mixtral, True, False), (qwen2_moe, False, True), (qwen2_moe, True, True)]
 )
-def test_output_and_gradients_are_those_of_the_reference_implementation(block, normalize, shared, path, request):
+def test_output_and_gradients_equal_those_of_the_reference_implementation(block, normalize, shared, path, request):
     if path == "kernels":
         request.getfixturevalue("kernels")
     moe, norm = build(normalize, shared)
@@ -86,7 +88,7 @@ def test_output_and_gradients_are_those_of_the_reference_implementation(block, n
 
 
 @pytest.mark.usefixtures("kernels")
-def test_recomputing_the_layer_changes_no_gradient():
+def test_activation_checkpointing_gives_bit_identical_gradients():
     moe, norm = build(normalize=True, shared=True)
     x, residual = (torch.randn(1, 5, HIDDEN, device=DEVICE, requires_grad=True) for _ in range(2))
     leaves = [x, residual, *norm.parameters(), *moe.parameters()]
@@ -96,7 +98,7 @@ def test_recomputing_the_layer_changes_no_gradient():
 
 
 @pytest.mark.usefixtures("kernels")
-def test_fullgraph_compile_gives_equal_gradients():
+def test_the_layer_compiles_to_one_graph_with_equal_gradients():
     moe, norm = build(normalize=True, shared=True)
     x = torch.randn(1, 5, HIDDEN, device=DEVICE, requires_grad=True)
     leaves = [x, *norm.parameters(), *moe.parameters()]
@@ -111,7 +113,7 @@ def test_fullgraph_compile_gives_equal_gradients():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_load_balancing_loss_is_that_of_the_reference_implementation():
+def test_the_load_balancing_loss_equals_that_of_the_reference_implementation():
     router_logits = tuple(3 * torch.randn(11, NUM_EXPERTS, requires_grad=True) for _ in range(3))
     expected = load_balancing_loss_func(router_logits, NUM_EXPERTS, PER_TOKEN)
     loss = load_balancing_loss(router_logits, PER_TOKEN)
@@ -120,16 +122,18 @@ def test_load_balancing_loss_is_that_of_the_reference_implementation():
     torch.testing.assert_close(got, wanted)
 
 
-def test_load_balancing_loss_of_even_use_is_the_number_of_choices():
+def test_the_load_balancing_loss_of_evenly_used_experts_is_k():
     even = 20 * torch.eye(NUM_EXPERTS) + 20 * torch.eye(NUM_EXPERTS).roll(1, 1)
     loss = load_balancing_loss((even.bfloat16(),), PER_TOKEN)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, torch.tensor(2.0))
 
 
-def test_the_routers_losses_of_micro_batches_weigh_what_one_batchs_does():
-    """Two equal rows, in one batch or one by one: with the balancing loss of a batch counted once per micro-batch in
-    full, the second would be larger."""
+def test_the_load_balancing_loss_does_not_depend_on_the_number_of_micro_batches():
+    """Two equal rows, in one batch or as two micro-batches.
+
+    If each micro-batch counted the load-balancing loss in full, the second loss would be larger.
+    """
     config = CASES["mixtral-aux-loss"]
     model = ligermodels.create(config, device=DEVICE)
     row = tokens(config, batch=1).to(DEVICE)
@@ -138,10 +142,5 @@ def test_the_routers_losses_of_micro_batches_weigh_what_one_batchs_does():
     together = model(row.repeat(2, 1), labels.repeat(2, 1)).loss
     apart = 2 * model(row, labels, num_items_in_batch=supervised).loss
     torch.testing.assert_close(apart, together, rtol=1e-6, atol=0)
-    assert (
-        together
-        > 1.01
-        * ligermodels.create(config | {"output_router_logits": False}, device=DEVICE)(
-            row.repeat(2, 1), labels.repeat(2, 1)
-        ).loss
-    )
+    without = ligermodels.create(config | {"output_router_logits": False}, device=DEVICE)
+    assert together > 1.01 * without(row.repeat(2, 1), labels.repeat(2, 1)).loss

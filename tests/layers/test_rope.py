@@ -1,4 +1,4 @@
-"""The frequencies are no parameters: no file has them, so whatever moves or casts a model must leave them as built."""
+"""RoPE frequencies are not in checkpoints, so that moving or casting a model must not change them."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ from tests.cases import CASES
 
 
 def built(name):
-    """The model as its constructor makes it, never moved."""
+    """The model as its constructor builds it, never moved."""
     architecture = ARCHITECTURES[CASES[name]["model_type"]]
     return architecture(architecture.Config.from_dict(CASES[name]))
 
 
-# The first case of each way to scale the frequencies.
+# The first case of each combination of frequency scalings.
 ROPES = {
     tuple(sorted(rope.rope_type for rope in hub.select_architecture(raw, name)[1].ropes.values())): name
     for name, raw in reversed(CASES.items())
@@ -22,7 +22,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("name", ROPES.values())
-def test_frequencies_are_as_built_after_a_cast_and_to_empty(name, poisoned):
+def test_frequencies_do_not_change_with_a_cast_or_to_empty(name, poisoned):
     moved = hub.create(CASES[name], dtype=torch.bfloat16, device="meta").to_empty(device="cpu")
     expected = dict(built(name).named_buffers())
     assert all(x.dtype == torch.float32 and x.isfinite().all() for x in expected.values())

@@ -1,6 +1,7 @@
-"""What a block keeps for backward: the inputs of its two norms and their rstd, post-RoPE qkv, attention's output and
-its log-sum-exp, gate_up. Nothing else, and no matrix product is recomputed. QK-norm, experts and LoRA keep a little
-more."""
+"""The tensors that a block saves for backward: the inputs of its two norms and their rstd, post-RoPE qkv, the output of
+attention and its log-sum-exp, gate_up. Nothing else is saved, and no matrix product is recomputed. QK-norm, experts and
+LoRA save a little more.
+"""
 
 import pytest
 import torch
@@ -20,33 +21,34 @@ RAW = LLAMA | {
 
 
 def per_token_and_layer(raw, change=lambda model: None):
+    """Saved bytes per token and layer, and the size of an element."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     two, one = (saved_bytes(raw, layers, dtype, change) for layers in (2, 1))
     return (two - one) / (BATCH * LENGTH), dtype.itemsize
 
 
-ATTENTION = H + (HQ + 2 * HKV) * D + HQ * D  # what the norm before it read; q, k and v; the output
+ATTENTION = H + (HQ + 2 * HKV) * D + HQ * D  # the input of the norm; q, k and v; the output
 RSTD, LOG_SUM_EXP = 4, 4  # fp32
-RANDOM_STATE = 2 * 8 / (BATCH * LENGTH)  # attention's, two integers a call
+RANDOM_STATE = 2 * 8 / (BATCH * LENGTH)  # of attention: two integers per call
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_block_keeps_what_the_design_lists():
-    kept, size = per_token_and_layer(RAW)
+def test_a_block_saves_only_the_listed_tensors():
+    saved, size = per_token_and_layer(RAW)
     activations = (ATTENTION + H + 2 * INNER) * size
-    assert activations + 2 * RSTD <= kept <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
+    assert activations + 2 * RSTD <= saved <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
 
 
 @pytest.mark.usefixtures("kernels")
-def test_lora_keeps_the_products_of_its_narrow_half():
-    kept, size = per_token_and_layer(RAW, adapt)
+def test_lora_also_saves_the_low_rank_activations():
+    saved, size = per_token_and_layer(RAW, adapt)
     narrow = (3 + 1 + 2 + 1) * RANK  # of q, k and v; o; gate and up; down
     activations = (ATTENTION + H + 2 * INNER + narrow) * size
-    assert activations + 2 * RSTD <= kept <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
+    assert activations + 2 * RSTD <= saved <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
 
 
 def products(layers):
-    """FLOPs of the matrix products of a step that trains LoRA on a frozen base."""
+    """FLOPs of the matrix products of a LoRA training step with a frozen base."""
     model = adapt(ligermodels.create(RAW | {"num_hidden_layers": layers}, device=DEVICE))
     ids = torch.randint(3, 99, (BATCH, LENGTH), device=DEVICE)
     with FlopCounterMode(display=False) as counter:
@@ -56,8 +58,8 @@ def products(layers):
 
 
 @pytest.mark.usefixtures("kernels")
-def test_lora_multiplies_by_each_weight_once_forward_and_once_backward():
-    """No product of a frozen weight's gradient, and none is computed again; FLOP counters skip products in place."""
+def test_lora_multiplies_by_each_weight_once_in_forward_and_once_in_backward():
+    """No frozen weight's gradient is computed and no product is recomputed. FLOP counters skip in-place products."""
     shapes = {
         "qkv": (H, (HQ + 2 * HKV) * D, 3),
         "o": (HQ * D, H, 1),
@@ -67,26 +69,26 @@ def test_lora_multiplies_by_each_weight_once_forward_and_once_backward():
     weights = sum(2 * inputs * outputs for inputs, outputs, _ in shapes.values())
     narrow = sum(2 * inputs * pieces * RANK for inputs, _, pieces in shapes.values())
     wide = sum(2 * outputs * RANK for _, outputs, _ in shapes.values())
-    # Of the products with A low = x Aᵀ and dA, of those with B low Bᵀ; dx += dlow A, dlow and dB are in place.
+    # With A: low = x Aᵀ and dA. With B: low Bᵀ. The others, dx += dlow A, dlow and dB, are in place.
     expected = BATCH * LENGTH * (2 * weights + 2 * narrow + wide)
     assert products(2) - products(1) == expected
 
 
 @pytest.mark.usefixtures("kernels")
-def test_qk_norm_keeps_queries_and_keys_twice():
-    kept, size = per_token_and_layer(RAW | {"model_type": "qwen3", "head_dim": D})
+def test_qk_norm_saves_queries_and_keys_twice():
+    saved, size = per_token_and_layer(RAW | {"model_type": "qwen3", "head_dim": D})
     activations = (ATTENTION + (HQ + HKV) * D + H + 2 * INNER) * size
-    assert activations + 2 * RSTD <= kept <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
+    assert activations + 2 * RSTD <= saved <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
 
 
 @pytest.mark.usefixtures("kernels")
-def test_experts_keep_their_input_and_the_gate_up_of_each_slot():
+def test_experts_save_their_input_and_the_gate_up_of_each_slot():
     experts, slots = 6, 2
-    kept, size = per_token_and_layer(
+    saved, size = per_token_and_layer(
         RAW | {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": slots}
     )
     activations = (ATTENTION + 2 * H + slots * 2 * INNER) * size + 2 * RSTD
-    routing = 4 * experts + 4  # probabilities, fp32, and the sum of the chosen
-    routing += slots * (3 * 8 + 2 * 4)  # of each slot three indices and its weight, as routed and as sorted
-    routing += 4 * experts / (BATCH * LENGTH)  # where each expert's rows end
-    assert activations <= kept <= activations + routing + HQ * LOG_SUM_EXP + RANDOM_STATE
+    routing = 4 * experts + 4  # probabilities, fp32, and the sum of the top k
+    routing += slots * (3 * 8 + 2 * 4)  # three indices and the weight of each slot, as routed and as sorted
+    routing += 4 * experts / (BATCH * LENGTH)  # the end of each expert's rows
+    assert activations <= saved <= activations + routing + HQ * LOG_SUM_EXP + RANDOM_STATE

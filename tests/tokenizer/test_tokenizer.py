@@ -366,9 +366,7 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path, nested):
         return ligermodels.load_tokenizer(folder)
 
     eos = load(500).eos_token_id
-    assert (
-        load(eos + 1).eos_token_id == eos < load(eos + 1).vocab_size - 1
-    )  # unnamed added tokens may be beyond it
+    assert load(eos + 1).eos_token_id == eos < load(eos + 1).vocab_size - 1  # unnamed added tokens may be beyond it
     with pytest.raises(CheckpointError) as refused:
         load(eos)
     assert str(refused.value).startswith(f"{folder / 'tokenizer.json'}: token '<|im_end|>' has the id {eos}, but ")

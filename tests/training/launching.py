@@ -1,7 +1,7 @@
 """train.py as its users run it, in processes that tests start, watch, signal and kill.
 
-They are forked from one that has imported all of it, so that a run costs its own work and not seconds of imports:
-`python -m tests.training.launching` is that process. It is asked by lines of JSON and knows nothing of what is tested.
+They are forked from a server process that has already imported everything, which saves seconds per run. The server is
+`python -m tests.training.launching`; it receives commands as lines of JSON.
 """
 
 import functools
@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # by whatever makes a model on the meta device
+import torch._dynamo  # imported by every model on the meta device
 import torch.distributed as dist
 
 import ligermodels.cli  # noqa: F401  all that a run imports, once for all runs
@@ -27,18 +27,18 @@ from ligermodels.training.data import embedded
 loop = importlib.import_module("ligermodels.training.loop")
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "train.py"
-LONGEST = 240  # seconds of a run, which is killed then
+TIMEOUT = 240  # seconds, after which a run is killed
 
 
 class Run:
-    """A run of one process or more, the first of which is read from."""
+    """A run of one or more processes. The output is that of the first."""
 
     def __init__(self, launcher, processes, output, errors):
         self.launcher, self.processes, self.output, self.errors = launcher, processes, output, errors
         self.stdout = ""
 
     def read_until(self, beginning):
-        """Returns the line that begins so, as soon as it is printed."""
+        """Returns the first line that starts with `beginning`, as soon as it is printed."""
         for line in self.output:
             self.stdout += line
             if line.startswith(beginning):
@@ -50,7 +50,7 @@ class Run:
         return self
 
     def wait(self):
-        """Returns itself when all of its processes have ended; `status` is the first one's."""
+        """Waits until all processes have ended, and returns itself. `status`: exit status of the first process."""
         with self.output:
             self.stdout += self.output.read()
         self.statuses = [self.launcher.ask(wait=process) for process in self.processes]
@@ -91,8 +91,11 @@ class Launcher:
         return json.loads(self.process.stdout.readline())
 
     def start(self, *arguments, ranks=1, file_size=None, picture=False):
-        """file_size: bytes from which on a file cannot grow. picture: whether the curves are drawn, which takes longer
-        than training here. torch.compile traces, but compiles nothing."""
+        """Starts a run and returns it.
+
+        file_size: limit of the size of a file, in bytes. picture: whether curves.png is drawn, which takes longer than
+        the training. torch.compile traces, but does not compile.
+        """
         self.count += 1
         output, errors = (self.folder / ".runs" / f"{self.count}.{name}" for name in ("out", "err"))
         output.parent.mkdir(exist_ok=True)
@@ -101,12 +104,12 @@ class Launcher:
             "arguments": [str(argument) for argument in arguments], "folder": str(self.folder), "output": str(output),
             "errors": str(errors), "file_size": file_size, "picture": picture,
         }  # fmt: skip
-        places = [{}] if ranks == 1 else self.places(ranks)
-        processes = [self.ask(**command, environment=place) for place in places]
+        environments = [{}] if ranks == 1 else self.rank_environments(ranks)
+        processes = [self.ask(**command, environment=environment) for environment in environments]
         return Run(self, processes, output.open(), errors)
 
-    def places(self, ranks):
-        """What torchrun would tell each rank. The store by which they find each other is ours."""
+    def rank_environments(self, ranks):
+        """Returns the variables that torchrun would set for each rank. The rendezvous store is in this process."""
         self.store = dist.TCPStore(
             "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
@@ -119,8 +122,8 @@ class Launcher:
     def run(self, *arguments, **options):
         return self.start(*arguments, **options).wait()
 
-    def well(self, *arguments, **options):
-        """A run that must end well."""
+    def succeed(self, *arguments, **options):
+        """Makes a run that must succeed."""
         done = self.run(*arguments, **options)
         assert not any(done.statuses), (done.statuses, done.stdout, done.stderr)
         return done
@@ -139,9 +142,9 @@ def weights(folder):
 
 
 def child(command):
-    """Becomes the run; never returns."""
+    """Turns the forked process into the run; never returns."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.alarm(LONGEST)
+    signal.alarm(TIMEOUT)
     os.environ.update(command["environment"])
     os.chdir(command["folder"])
     first = os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""The same run there and here, in fp32: equal data, seed, AdamW, clipping and schedule give equal losses."""
+"""The same fp32 run with transformers: equal data, weights, AdamW, gradient clipping and schedule give equal losses."""
 
 import math
 import warnings
@@ -10,7 +10,7 @@ from torch import nn
 import ligermodels
 from ligermodels.training.data.embedded_stories import conversations, vocabulary_texts
 from ligermodels.training.data.new_tokenizer import train_tokenizer
-from tests.training.loops import CLIP, in_steps, of_conversations, one_by_one, packed, padded, run, train
+from tests.training.loops import MAX_GRAD_NORM, chat_documents, one_by_one, packed, padded, run, split_into_steps, train
 
 STEPS, DOCUMENTS, WARMUP, PEAK, WEIGHT_DECAY = 50, 8, 10, 1e-2, 0.1
 CONFIG = {
@@ -23,7 +23,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def steps():
     tokenizer = train_tokenizer(vocabulary_texts(), CONFIG["vocab_size"])
-    return in_steps(of_conversations(tokenizer, conversations(seed=0, count=STEPS * DOCUMENTS)), DOCUMENTS)
+    return split_into_steps(chat_documents(tokenizer, conversations(seed=0, count=STEPS * DOCUMENTS)), DOCUMENTS)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(folder, steps):
-    """Losses and gradient norms of transformers, with what torch has of optimizer, clipping and schedules."""
+    """Losses and gradient norms of transformers, with torch's optimizer, gradient clipping and schedules."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -50,7 +50,7 @@ def theirs(folder, steps):
     norms = []
 
     def update(step, loss):
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)))
         optimizer.step()
         optimizer.zero_grad()
         with warnings.catch_warnings(action="ignore"):
@@ -61,9 +61,9 @@ def theirs(folder, steps):
 
 @pytest.mark.parametrize("batches_of", [padded, packed, one_by_one])
 def test_fifty_steps_have_the_losses_of_transformers(batches_of, folder, steps, theirs):
-    """A row a document, all documents packed in one row, or in eight micro-batches."""
+    """With one document per row, all documents packed into one row, or eight micro-batches."""
     losses, norms = theirs
     assert losses[0] == pytest.approx(math.log(CONFIG["vocab_size"]), rel=0.02) and losses[-1] < losses[0] / 3
-    assert 5 < sum(norm > CLIP for norm in norms) < 45  # clipping is at work, and not always
+    assert 5 < sum(norm > MAX_GRAD_NORM for norm in norms) < 45  # some steps are clipped and some are not
     ours = train(ligermodels.load(folder), steps, batches_of, peak=PEAK, warmup=WARMUP, weight_decay=WEIGHT_DECAY)
     torch.testing.assert_close(ours, losses, rtol=1e-4, atol=0)

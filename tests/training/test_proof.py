@@ -1,7 +1,7 @@
-"""That training teaches: a model that has read stories, and answers no question, learns to answer by fine-tuning.
+"""Fine-tuning works: a model trained on stories answers no question, and learns to answer from chats.
 
-Small in all: a grammar of a few words, sums up to 6, one or two questions at a time, and a model of two layers. The
-questions are about stories that nobody was told before.
+Everything is small: a grammar of a few words, sums up to 6, one or two questions per chat, and a model of two layers.
+The questions are about stories that are not in the training data.
 """
 
 import itertools
@@ -14,10 +14,10 @@ from ligermodels.kernels import launch
 from ligermodels.training.data import embedded_stories
 from ligermodels.training.data.embedded_stories import conversation_question, conversations, stories
 from ligermodels.training.data.new_tokenizer import train_tokenizer
-from ligermodels.training.reporting.skill import right_answers
-from tests.training.loops import in_steps, of_conversations, of_texts, padded, train
+from ligermodels.training.reporting.questions import count_correct_answers
+from tests.training.loops import chat_documents, padded, split_into_steps, text_documents, train
 
-DOCUMENTS, WARMUP = 8, 20  # a step, steps
+DOCUMENTS, WARMUP = 8, 20  # per step; steps
 BASE_STEPS, CHAT_STEPS = 300, 250
 QUESTIONS = 60
 
@@ -30,12 +30,12 @@ def small():
         patch.setattr(embedded_stories, "ADDENDS", range(1, 4))
         patch.setattr(embedded_stories, "MINUENDS", range(2, 7))
         patch.setattr(embedded_stories, "TURN_COUNTS", (1, 2))
-        patch.setattr(launch, "interpreting", False)  # the base is trained before any test's own fixtures
+        patch.setattr(launch, "interpreting", False)  # `base` trains before the fixtures of a test
         yield
 
 
 @pytest.fixture(scope="module")
-def told():
+def story_texts():
     return [text for text, _ in stories(seed=0, count=BASE_STEPS * DOCUMENTS)]
 
 
@@ -45,9 +45,9 @@ def chats():
 
 
 @pytest.fixture(scope="module")
-def tokenizer(told, chats):
-    said = (text for messages in chats for message in messages for text in message.values())
-    return train_tokenizer([*told, *said], vocab_size=512)
+def tokenizer(story_texts, chats):
+    chat_texts = (text for messages in chats for message in messages for text in message.values())
+    return train_tokenizer([*story_texts, *chat_texts], vocab_size=512)
 
 
 @pytest.fixture(scope="module")
@@ -57,29 +57,29 @@ def questions(chats):
 
 
 @pytest.fixture(scope="module")
-def base(told, tokenizer):
+def base(story_texts, tokenizer):
     config = {
         "model_type": "qwen2", "vocab_size": tokenizer.vocab_size, "hidden_size": 64, "intermediate_size": 192,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     }  # fmt: skip
     model = ligermodels.create(config, seed=0)
-    steps = in_steps(of_texts(tokenizer, told), DOCUMENTS)
+    steps = split_into_steps(text_documents(tokenizer, story_texts), DOCUMENTS)
     train(model, steps, padded, peak=1e-2, warmup=WARMUP, weight_decay=0.1)
     return model.requires_grad_(False)
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_fine_tuning_on_chats_lifts_right_answers_from_none_to_four_in_five(lora, base, tokenizer, chats, questions):
+def test_fine_tuning_on_chats_raises_accuracy_from_near_zero_to_80_percent(lora, base, tokenizer, chats, questions):
     model = ligermodels.create(base.config.raw)
     model.load_state_dict(base.state_dict())
-    assert right_answers(model, tokenizer, questions) <= 3
+    assert count_correct_answers(model, tokenizer, questions) <= 3
     if lora:
         ligermodels.add_lora(model, rank=8)
-    documents = of_conversations(tokenizer, chats)
-    again = itertools.islice(itertools.cycle(documents), CHAT_STEPS * DOCUMENTS)
-    steps = in_steps(list(again), DOCUMENTS)
+    documents = chat_documents(tokenizer, chats)
+    repeated = itertools.islice(itertools.cycle(documents), CHAT_STEPS * DOCUMENTS)
+    steps = split_into_steps(list(repeated), DOCUMENTS)
     train(model, steps, padded, peak=5e-3, warmup=WARMUP, weight_decay=0.0 if lora else 0.1)
-    assert right_answers(model, tokenizer, questions) >= 48
+    assert count_correct_answers(model, tokenizer, questions) >= 48
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     assert bool(frozen) == lora
     if lora:

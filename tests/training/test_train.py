@@ -34,7 +34,7 @@ LEFT = {"train.toml", "metrics.jsonl", "curves.png", "lock", "model"}
 @pytest.fixture(scope="module")
 def base(launcher):
     """A run of a tiny Llama, and its folder."""
-    return launcher.well(*LLAMA, "--output", "base", "--eval-every", "3", picture=True), launcher.folder / "base"
+    return launcher.succeed(*LLAMA, "--output", "base", "--eval-every", "3", picture=True), launcher.folder / "base"
 
 
 def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base, launcher):
@@ -62,10 +62,10 @@ def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base
 
 def test_its_settings_make_the_same_weights_and_its_model_is_trained_on(base, launcher):
     _, folder = base
-    again = launcher.well("--config", "base/train.toml")
+    again = launcher.succeed("--config", "base/train.toml")
     assert weights(launcher.folder / "runs/llama") == weights(folder)
     assert losses(launcher.folder / "runs/llama") == losses(folder)
-    on = launcher.well("--model", "runs/llama/model", "--data", "own.txt", *SMALL)
+    on = launcher.succeed("--model", "runs/llama/model", "--data", "own.txt", *SMALL)
     assert "Saved runs/llama-2/model" in on.stdout and "Saved runs/llama/model" in again.stdout
     written = [launcher.folder / "runs" / name / "model/tokenizer.json" for name in ("llama", "llama-2")]
     assert written[0].read_bytes() == written[1].read_bytes()
@@ -81,9 +81,9 @@ def peak_rate(folder):
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(launcher):
     before = contents(launcher.folder)
-    done = launcher.well("--model", "llama:8b", "--data", "random", "--dtype", "bfloat16", "--dry-run")
+    done = launcher.succeed("--model", "llama:8b", "--data", "random", "--dtype", "bfloat16", "--dry-run")
     assert "8,030,261,248" in done.stdout and "peak" in done.stdout
-    assert "tiny" in launcher.well("--model", "list").stdout
+    assert "tiny" in launcher.succeed("--model", "list").stdout
     assert contents(launcher.folder) == before
 
 
@@ -127,7 +127,7 @@ def test_a_run_comes_to_the_same(name, base, launcher):
     _, folder = base
     flags, ranks, seen = SAME[name]
     output = launcher.folder / name
-    launcher.well(*LLAMA, *flags, "--output", output, ranks=ranks)
+    launcher.succeed(*LLAMA, *flags, "--output", output, ranks=ranks)
     torch.testing.assert_close(losses(output), losses(folder), rtol=2e-6, atol=0)
     assert_same_model(output / "model", folder / "model")
     assert seen(output)
@@ -155,7 +155,7 @@ def test_another_optimizer_or_dtype_learns_too(name, base, launcher):
     _, folder = base
     flags, near = OTHER[name]
     output = launcher.folder / name
-    launcher.well(*LLAMA, *flags, "--output", output)
+    launcher.succeed(*LLAMA, *flags, "--output", output)
     expected, got = losses(folder), losses(output)
     torch.testing.assert_close(got, expected, rtol=near, atol=0)
     assert got[-1] < got[0] and got != expected
@@ -184,14 +184,14 @@ CHANGING = [
 def unchanged(base, launcher):
     """The losses of three steps, of a new model and of LoRA."""
     for name, flags in (("new", NEW), ("fine", FINE)):
-        launcher.well(*flags, "--no-export", "--output", name)
+        launcher.succeed(*flags, "--no-export", "--output", name)
     return {"new": losses(launcher.folder / "new"), "fine": losses(launcher.folder / "fine")}
 
 
 @pytest.mark.parametrize(("run", "flag"), CHANGING, ids=lambda given: given[0].strip("-"))
 def test_a_flag_that_changes_the_result_is_heeded(run, flag, unchanged, launcher):
     name = f"with{flag[0]}"
-    launcher.well(*run, *flag, "--no-export", "--output", name)
+    launcher.succeed(*run, *flag, "--no-export", "--output", name)
     got, expected = losses(launcher.folder / name), unchanged["fine" if run is FINE else "new"]
     assert got != expected and got == pytest.approx(expected, rel=0.1)
 
@@ -214,7 +214,7 @@ def test_the_parameter_dtype_follows_the_compute_dtype_lora_and_the_ranks(dtype,
     try:
         config = loop.with_param_dtype(config, World(torch.device("cpu"), size=ranks))
         assert torch.get_float32_matmul_precision() == expected[0]
-        assert (loop.DTYPES[config.dtype], config.param_dtype) == (getattr(torch, expected[1]), expected[2])
+        assert (loop.TORCH_DTYPES[config.dtype], config.param_dtype) == (getattr(torch, expected[1]), expected[2])
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -223,8 +223,8 @@ def test_lora_is_kept_in_fp32_over_a_base_in_bfloat16(base, launcher):
     """Its updates are smaller than what bfloat16 tells apart."""
     lora = ["--model", "base/model", "--data", "own.txt", *SMALL, *LORA, "--lora-export", "adapter"]
     single, half = (launcher.folder / name for name in ("lora-float32", "lora-bfloat16"))
-    launcher.well(*lora, "--output", single)
-    launcher.well(*lora, "--dtype", "bfloat16", "--output", half)
+    launcher.succeed(*lora, "--output", single)
+    launcher.succeed(*lora, "--dtype", "bfloat16", "--output", half)
     stored = load_file(half / "adapter/adapter_model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
     assert sum(tensor.abs().sum().item() for name, tensor in stored.items() if "lora_B" in name) > 0
@@ -232,7 +232,7 @@ def test_lora_is_kept_in_fp32_over_a_base_in_bfloat16(base, launcher):
 
 
 def test_the_learning_rate_follows_the_schedule(launcher):
-    launcher.well(*LLAMA, "--schedule", "wsd", "--learning-rate", "1e-3", "--output", "wsd", "--no-export")
+    launcher.succeed(*LLAMA, "--schedule", "wsd", "--learning-rate", "1e-3", "--output", "wsd", "--no-export")
     rates = [record["learning_rate"] for record in records(launcher.folder / "wsd") if "loss" in record]
     assert rates == [learning_rate("wsd", step, 4, 2, 1e-3) for step in range(4)]
     assert not (launcher.folder / "wsd/model").exists()
@@ -253,10 +253,10 @@ def test_an_adapter_and_the_merged_model_are_the_same(model, targets, base, expe
     lora = ["--model", model, "--data", "own.txt", *SMALL, *LORA, "--lora-targets", *targets]
     name = model.replace("/", "-")
     adapter, merged = (launcher.folder / f"{name}-{kind}" for kind in ("adapter", "merged"))
-    done = launcher.well(*lora, "--output", adapter, "--lora-export", "adapter")
+    done = launcher.succeed(*lora, "--output", adapter, "--lora-export", "adapter")
     assert f"Saved {adapter / 'adapter'}, in PEFT's format. To generate with it, and to train the" in done.stdout
     assert f"  ligermodels generate {model} --adapter {shlex.quote(str(adapter / 'adapter'))} --prompt" in done.stdout
-    launcher.well(*lora, "--output", merged, ranks=2)
+    launcher.succeed(*lora, "--output", merged, ranks=2)
     torch.testing.assert_close(losses(merged), losses(adapter), rtol=2e-6, atol=0)
     before, after = (record["validation_loss"] for record in records(adapter) if "validation_loss" in record)
     assert after < before - 0.003
@@ -275,7 +275,7 @@ def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(launcher, capsys):
     bare, output = launcher.folder / "bare", launcher.folder / "brought"
     ligermodels.export(ligermodels.create("llama", size="tiny", seed=1, dtype=torch.float32), bare)
     lora = ["--model", "bare", "--data", "chats", *SMALL, *LORA, "--lora-export", "adapter", "--output", "brought"]
-    done = launcher.well(*lora)
+    done = launcher.succeed(*lora)
     adapter, merged = output / "adapter", launcher.folder / "merged"
     assert done.last_lines[1] == '  ligermodels generate bare --adapter brought/adapter --chat --prompt "Hello!"'
 
@@ -296,13 +296,13 @@ def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(launcher, capsys):
     assert one == other != ""
 
 
-def test_chats_texts_and_folders_are_mixed_and_right_answers_counted(launcher):
+def test_chats_texts_and_folders_are_mixed_and_correct_answers_counted(launcher):
     mixture = ["--data", "chats=0.6", "more=0.3", "own.txt=0.1"]
-    done = launcher.well("--model", "qwen2", *mixture, *SMALL, "--output", "chats", "--no-export")
+    done = launcher.succeed("--model", "qwen2", *mixture, *SMALL, "--output", "chats", "--no-export")
     assert "qwen2: 1,050,752 parameters; the embedded chats=0.6 + more=0.3 + own.txt=0.1: " in done.stdout
-    (skill,) = [record for record in records(launcher.folder / "chats") if "right_answers" in record]
-    assert skill == {"step": 4, "right_answers": 0, "questions": 8}
-    assert "step 4: 0 of 8 questions answered right" in done.stdout
+    (accuracy,) = [record for record in records(launcher.folder / "chats") if "questions" in record]
+    assert accuracy == {"step": 4, "correct": 0, "questions": 8}
+    assert "step 4: 0 of 8 questions answered correctly" in done.stdout
 
 
 def test_prompts_and_completions_train_a_model_that_has_no_chat_template(base, launcher):
@@ -312,7 +312,7 @@ def test_prompts_and_completions_train_a_model_that_has_no_chat_template(base, l
     (model / "tokenizer_config.json").write_text(json.dumps(described))
     pairs = [{"prompt": "Once upon a", "completion": f" time there were {n} marbles."} for n in range(200)]
     (launcher.folder / "pairs.json.gz").write_bytes(gzip.compress(json.dumps(pairs).encode()))
-    done = launcher.well("--model", "plain", "--data", "pairs.json.gz", *SMALL, "--output", "paired")
+    done = launcher.succeed("--model", "plain", "--data", "pairs.json.gz", *SMALL, "--output", "paired")
     assert done.last_lines[1] == '  ligermodels generate paired/model --prompt "Once upon a time"'
     assert losses(launcher.folder / "paired")[-1] < losses(launcher.folder / "paired")[0]
 
@@ -325,7 +325,7 @@ def test_ranks_and_steps_without_a_supervised_token_leave_everything_finite(base
     run = ["--model", "base/model", "--data", "long.jsonl", *SMALL, "--batch-size", "2", "--packing", "off"]
     alone, shared = (launcher.folder / name for name in ("masked", "masked-two"))
     for output, ranks in ((alone, 1), (shared, 2)):
-        launcher.well(*run, "--micro-batch-size", "1", "--no-export", "--output", output, ranks=ranks)
+        launcher.succeed(*run, "--micro-batch-size", "1", "--no-export", "--output", output, ranks=ranks)
     assert losses(alone) == pytest.approx(losses(shared), rel=2e-6)
     learned = [loss > 0 for loss in losses(shared)]
     norms = [record["grad_norm"] for record in records(shared) if "loss" in record]
@@ -340,7 +340,7 @@ def test_a_model_of_the_hub_is_trained_by_its_name_and_revision(base, launcher):
     (cached / "refs").mkdir()
     (cached / "refs/v1").write_text(commit)
     adapter = [*LORA, "--lora-export", "adapter"]
-    done = launcher.well("--model", "someone/tiny", "--revision", "v1", "--data", "own.txt", *SMALL, *adapter)
+    done = launcher.succeed("--model", "someone/tiny", "--revision", "v1", "--data", "own.txt", *SMALL, *adapter)
     assert "  ligermodels generate someone/tiny --revision v1 --adapter runs/tiny/adapter --prompt" in done.stdout
     config = json.loads((launcher.folder / "runs/tiny/adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "someone/tiny"
@@ -350,7 +350,7 @@ def test_a_model_of_the_hub_is_trained_by_its_name_and_revision(base, launcher):
 
 
 def test_a_run_is_logged_where_that_is_asked_for(launcher):
-    launcher.well(*LLAMA, "--log-to", "tensorboard", "--no-export", "--output", "logged")
+    launcher.succeed(*LLAMA, "--log-to", "tensorboard", "--no-export", "--output", "logged")
     folder = launcher.folder / "logged"
     assert {path.name for path in folder.iterdir()} == LEFT - {"model", "curves.png"} | {"tensorboard"}
     events = EventAccumulator(str(folder / "tensorboard")).Reload()

@@ -24,7 +24,7 @@ LLAMA = ["--model", "llama", *RUN]
 @pytest.fixture(scope="module")
 def straight(launcher):
     """A run that is not interrupted."""
-    launcher.well(*LLAMA, "--output", "straight")
+    launcher.succeed(*LLAMA, "--output", "straight")
     return launcher.folder / "straight"
 
 
@@ -34,7 +34,7 @@ LORA = ["--model", "straight/model", *RUN, "--lora-rank", "4", "--lora-dropout",
 @pytest.fixture(scope="module")
 def undisturbed(straight, launcher):
     """A LoRA run over its model, which is not interrupted either."""
-    launcher.well(*LORA, "--output", "undisturbed")
+    launcher.succeed(*LORA, "--output", "undisturbed")
     return launcher.folder / "undisturbed"
 
 
@@ -74,7 +74,7 @@ def test_a_run_told_to_stop_saves_says_how_to_go_on_and_ends_as_one_that_was_not
     again.read_until(f"step {reached + 2}/")
     again.kill(signal.SIGINT).wait()
     assert again.status == 0 and "SIGINT: stopping after this step; press Ctrl-C again to exit at once" in again.stderr
-    launcher.well("--resume", copy.name)
+    launcher.succeed("--resume", copy.name)
     assert weights(copy) == weights(straight)
     assert losses(copy) == losses(straight) and steps_of(copy) == list(range(1, 17))
 
@@ -87,9 +87,9 @@ def test_another_number_of_ranks_goes_on_with_the_same_rows(stopped, straight, l
     pair.read_until(f"step {reached + 2}/")
     pair.kill(signal.SIGTERM, rank=1).wait()
     assert pair.statuses == [0, 0] and f"Stopped after step {steps_of(copy)[-1]}." in pair.stdout
-    done = launcher.well("--resume", copy.name)
+    done = launcher.succeed("--resume", copy.name)
     for run, ranks in ((pair, 2), (done, 1)):
-        assert f"weights, optimizer and data order are exact on {ranks} x cpu" in run.stdout
+        assert f"weights, optimizer state and data order are exact on {ranks} x cpu" in run.stdout
     torch.testing.assert_close(losses(copy), losses(straight), rtol=2e-6, atol=0)
     for a, b in zip(*(ligermodels.load(folder / "model").parameters() for folder in (copy, straight)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -98,11 +98,11 @@ def test_another_number_of_ranks_goes_on_with_the_same_rows(stopped, straight, l
 def test_weights_keep_their_dtype_on_another_number_of_ranks(launcher):
     """What a run without --param-dtype stores them in depends on how many ranks began it."""
     half = [*LLAMA, "--dtype", "bfloat16", "--steps", "3", "--checkpoint-every", "2", "--output", "half"]
-    launcher.well(*half, ranks=2)
+    launcher.succeed(*half, ranks=2)
     folder = launcher.folder / "half"
     before = losses(folder)
     shutil.rmtree(folder / "model")
-    launcher.well("--resume", "half")
+    launcher.succeed("--resume", "half")
     torch.testing.assert_close(losses(folder), before, rtol=2e-3, atol=0)
 
 
@@ -126,10 +126,10 @@ def test_changes_are_shown_and_refused_unless_they_are_allowed(stopped, launcher
     other_data = launcher.run("--resume", copy.name)
     own.write_text(text)
     assert other_data.status == 2 and "changed: the data have changed" in other_data.stderr
-    done = launcher.well(*change, "--allow-changes", "--no-export")
+    done = launcher.succeed(*change, "--allow-changes", "--no-export")
     assert "resumes after step" in done.stdout
     assert "learning_rate = 0.001\n" in (copy / "train.toml").read_text()
-    launcher.well("--resume", copy.name, "--checkpoint-every", "15")  # from where it was stopped, once more
+    launcher.succeed("--resume", copy.name, "--checkpoint-every", "15")  # from where it was stopped, once more
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["step-000015", "step-000016"]
     done = launcher.run("--resume", copy.name)
     assert done.status == 2 and "it has taken 16 steps already; give more --steps with --allow-changes" in done.stderr
@@ -140,7 +140,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(undistur
     killed.read_until("step 8/")
     killed.kill(signal.SIGKILL).wait()
     assert killed.status == -signal.SIGKILL
-    done = launcher.well("--resume", "killed", "--keep-checkpoints", "3")
+    done = launcher.succeed("--resume", "killed", "--keep-checkpoints", "3")
     assert int(re.search(r"resumes after step (\d+)", done.stdout)[1]) in (3, 6, 9)
     one = launcher.folder / "killed"
     assert weights(one) == weights(undisturbed)
@@ -160,7 +160,7 @@ def test_all_ranks_stop_where_one_meets_what_is_not_finite_save_and_go_on_withou
     (launcher.folder / "eight.jsonl").write_text("\n".join(map(json.dumps, lines)))
     run = ["--model", "holed", "--data", "eight.jsonl", "--validation-data", "own.txt", "--packing", "off"]
     run += ["--steps", "4", "--batch-size", "2", "--seed", "1", "--no-export"]
-    skipping = launcher.well(*run, "--on-nan", "skip", "--output", "holed-skipped")
+    skipping = launcher.succeed(*run, "--on-nan", "skip", "--output", "holed-skipped")
     assert "1 update skipped" in skipping.stdout
     skipped = [
         record.get("skipped", False) for record in records(launcher.folder / "holed-skipped") if "loss" in record
@@ -175,7 +175,7 @@ def test_all_ranks_stop_where_one_meets_what_is_not_finite_save_and_go_on_withou
     assert stopped.stderr.endswith(f"{TRAIN} --resume holed-stopped --on-nan skip\n")
     last = records(launcher.folder / "holed-stopped")[-1]
     assert last["step"] == step and "eight.jsonl:3" in last["not_finite"] and len(last["not_finite"]) == 2
-    done = launcher.well("--resume", "holed-stopped", "--on-nan", "skip", ranks=2)
+    done = launcher.succeed("--resume", "holed-stopped", "--on-nan", "skip", ranks=2)
     assert f"holed-stopped: resumes after step {step - 1}\n" in done.stdout
     alone, shared = (losses(launcher.folder / f"holed-{name}") for name in ("skipped", "stopped"))
     assert alone.pop(step - 1) is shared.pop(step - 1) is None
@@ -213,7 +213,7 @@ def unexported(launcher, name, ranks):
 def test_an_export_that_fails_leaves_the_last_step_saved_from_which_resume_only_exports(undisturbed, launcher):
     folder = unexported(launcher, "unexported", ranks=1)
     taken = losses(folder)
-    done = launcher.well("--resume", folder.name)
+    done = launcher.succeed("--resume", folder.name)
     assert f"{folder.name}: resumes after step 16\nSaved {folder.name}/model." in done.stdout
     assert losses(folder) == taken == losses(undisturbed) and weights(folder) == weights(undisturbed)
 

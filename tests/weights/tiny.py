@@ -25,7 +25,7 @@ RAW = {
 class TinyConfig:
     raw: dict = field(default_factory=lambda: dict(RAW))
     tie_word_embeddings: bool = False
-    also_named: ClassVar = {"experts": "local_experts"}
+    alternative_names: ClassVar = {"experts": "local_experts"}
 
 
 class TinyAttention(nn.Module):

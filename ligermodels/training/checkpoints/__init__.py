@@ -1,4 +1,4 @@
-"""A run's state, saved while it trains and restored to the bit."""
+"""Checkpoints of a training run: saved in the background, restored for a bit-exact resume."""
 
 from ligermodels.training.checkpoints.saving import Checkpoints, Progress
 

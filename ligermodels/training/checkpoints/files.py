@@ -1,8 +1,9 @@
-"""The files of a checkpoint: one of tensors a rank, training.json, and manifest.json with the hash of each.
+"""The files of a checkpoint: one safetensors file per rank, training.json, and manifest.json with the hash of each.
 
-Written and read through torch.distributed.checkpoint in its Hugging Face format, which is safetensors with the place of
-each part in the header: any number of ranks reads what any other wrote, and nothing is ever pickled. A folder has its
-final name only when all of it is on the disk. Knows files and tensors by name; no model.
+They are written and read through torch.distributed.checkpoint in its Hugging Face format: safetensors files whose
+headers record the offset of each shard. A checkpoint can therefore be read on any number of ranks, and nothing is
+pickled. A checkpoint is written atomically: its folder gets its final name after all files are synced to the disk.
+Knows files and tensors by name. Must not know models.
 """
 
 import hashlib
@@ -36,30 +37,30 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def committed_steps(folder: Path) -> list[Path]:
-    """The whole checkpoints in `folder`, oldest first."""
+    """Returns the folders of the complete checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name)]
-    return sorted(found, key=step_of)
+    return sorted(found, key=checkpoint_step)
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def remove(checkpoint: Path) -> None:
-    """A checkpoint, renamed before, so that none is ever there in part."""
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Renames a checkpoint to a temporary name, then removes it: a partly removed one never has a final name."""
     temporary = checkpoint.with_name(checkpoint.name + TEMPORARY)
     checkpoint.rename(temporary)
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """What runs that were killed have left behind."""
+    """Removes the temporary folders that killed runs have left."""
     for path in folder.glob(f"step-*{TEMPORARY}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-class CopiesPlanner(DefaultSavePlanner):
-    """Plans by the tensors of the model, and takes their values from copies on the host."""
+class HostCopyPlanner(DefaultSavePlanner):
+    """Plans a save from the model's tensors, and reads their values from copies in host memory."""
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -69,11 +70,12 @@ class CopiesPlanner(DefaultSavePlanner):
         return self.copies[index.fqn]
 
 
-class Writer(HuggingFaceStorageWriter):
-    """Writes a checkpoint beside its final name; the last step of rank 0, which sees what all ranks wrote, commits it.
+class CheckpointWriter(HuggingFaceStorageWriter):
+    """Writes a checkpoint to a temporary folder. When all ranks have written, rank 0 renames it to its final name.
 
-    What the library would do with the tensors instead is to copy them twice in memory, which holds up the thread that
-    trains for about a second a GiB; here they go to the file from where they are.
+    The base class would copy the tensors twice in memory, which blocks the training thread for about one second per
+    GiB. This class writes them to the file without a copy.
+    keep: how many checkpoints stay; `finish` removes the older ones.
     """
 
     def __init__(self, folder: Path, record: Mapping[str, Any], keep: int) -> None:
@@ -83,10 +85,11 @@ class Writer(HuggingFaceStorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        newer = [path for path in committed_steps(self.folder.parent) if step_of(path) >= step_of(self.folder)]
+        step = checkpoint_step(self.folder)
+        newer = [path for path in committed_steps(self.folder.parent) if checkpoint_step(path) >= step]
         if is_coordinator and newer:
             raise CheckpointError(
-                f"{newer[-1]}: is of another run; go on from it by --resume, or choose another --output"
+                f"{newer[-1]}: belongs to another run; continue that run with --resume, or choose another --output"
             )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -97,7 +100,7 @@ class Writer(HuggingFaceStorageWriter):
         offsets = {name: {SAVED_OFFSETS_KEY: list(chunk.offsets)} for name, chunk in chunks.items()}
         write_safetensors(file, entries, ([x] for x in tensors), {CUSTOM_METADATA_KEY: json.dumps(offsets)})
         sync(file)
-        written = WriteResult(MetadataIndex(file.name), file.stat().st_size, described(file))
+        written = WriteResult(MetadataIndex(file.name), file.stat().st_size, manifest_entry(file))
         future: Future[list[WriteResult]] = Future()
         future.set_result([written])
         return future
@@ -107,64 +110,75 @@ class Writer(HuggingFaceStorageWriter):
         absent = [name for name in files if not (self.temporary / name).exists()]
         if absent:
             raise CheckpointError(
-                f"{self.folder}: rank 0 does not see {', '.join(absent)}; choose a folder that all hosts share"
+                f"{self.folder}: rank 0 cannot see {', '.join(absent)}; choose a folder that all hosts share"
             )
         write_json(self.temporary / RECORD, self.record)
-        write_json(self.temporary / MANIFEST, {"files": files | {RECORD: described(self.temporary / RECORD)}})
+        write_json(self.temporary / MANIFEST, {"files": files | {RECORD: manifest_entry(self.temporary / RECORD)}})
         commit(self.temporary, self.folder)
         for old in committed_steps(self.folder.parent)[: -self.keep]:
-            remove(old)
+            remove_checkpoint(old)
 
 
-def described(file: Path) -> dict[str, Any]:
-    """A file as the manifest has it."""
+def manifest_entry(file: Path) -> dict[str, Any]:
+    """Returns the size and the SHA-256 of a file, as the manifest stores them."""
     with open_for_reading(file) as stream:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint with their sizes and hashes; all are there, and no other. Raises CheckpointError."""
+    """Returns the size and the hash of every file of a checkpoint.
+
+    Raises CheckpointError if the manifest is unreadable, a file is missing, or the folder has a file that the manifest
+    does not list.
+    """
     file = checkpoint / MANIFEST
     try:
         files = read_json(safe_file(checkpoint, MANIFEST)).get("files")
     except CheckpointError as error:
         fault = str(error).removesuffix(f"; {DOWNLOAD_AGAIN}")
-        raise CheckpointError(f"{fault}; {instead_of(checkpoint)}") from error
+        raise CheckpointError(f"{fault}; {fallback_hint(checkpoint)}") from error
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-        raise CheckpointError(f"{file}: files is not an object of objects; {instead_of(checkpoint)}")
-    there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
-    for name in sorted(there ^ files.keys()):
-        fault = "is not in its manifest" if name in there else "is missing"
-        raise CheckpointError(f"{checkpoint / name}: {fault}; {instead_of(checkpoint)}")
+        raise CheckpointError(f"{file}: files is not an object of objects; {fallback_hint(checkpoint)}")
+    present = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+    for name in sorted(present ^ files.keys()):
+        fault = "is not in the manifest" if name in present else "is missing"
+        raise CheckpointError(f"{checkpoint / name}: {fault}; {fallback_hint(checkpoint)}")
     return files
 
 
-def verify(checkpoint: Path, share: int, shares: int) -> None:
-    """Compares every so many-th file with its hash, and the names of all. Raises CheckpointError naming the file."""
+def verify_files(checkpoint: Path, rank: int, ranks: int) -> None:
+    """Checks the names of all files against the manifest, and the hashes of this rank's part of the files.
+
+    Raises CheckpointError, which names the file.
+    """
     manifest = read_manifest(checkpoint)
-    for name in sorted(manifest)[share::shares]:
-        file = verified(checkpoint, name, manifest)
+    for name in sorted(manifest)[rank::ranks]:
+        file = verified_file(checkpoint, name, manifest)
         if file.suffix == SUFFIX:
             read_header(file)
 
 
-def verified(checkpoint: Path, name: str, manifest: Mapping[str, Any]) -> Path:
+def verified_file(checkpoint: Path, name: str, manifest: Mapping[str, Any]) -> Path:
+    """Returns the path of a file. Raises CheckpointError if its size or its hash differs from the manifest."""
     file = safe_file(checkpoint, name)
-    if described(file) != manifest.get(name):
-        raise CheckpointError(f"{file}: damaged: not the bytes that were written; {instead_of(checkpoint)}")
+    if manifest_entry(file) != manifest.get(name):
+        raise CheckpointError(f"{file}: damaged: its bytes are not those written; {fallback_hint(checkpoint)}")
     return file
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """What is known of a checkpoint besides its tensors. Raises CheckpointError."""
-    file = verified(checkpoint, RECORD, read_manifest(checkpoint))
+    """Returns training.json: progress, settings, format version. Raises CheckpointError."""
+    file = verified_file(checkpoint, RECORD, read_manifest(checkpoint))
     record = read_json(file)
     if record.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: format is {record.get('format')!r}, this version reads {FORMAT}; use that one")
+        raise CheckpointError(
+            f"{file}: format is {record.get('format')!r}, but this version reads {FORMAT}; use that which wrote it"
+        )
     return record
 
 
-def instead_of(checkpoint: Path) -> str:
-    """The remedy for a checkpoint that cannot be used."""
-    older = [path for path in committed_steps(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
-    return f"remove {checkpoint} to go on from {older[-1].name if older else 'the beginning'}"
+def fallback_hint(checkpoint: Path) -> str:
+    """Says how to continue without a checkpoint that cannot be used."""
+    step = checkpoint_step(checkpoint)
+    older = [path for path in committed_steps(checkpoint.parent) if checkpoint_step(path) < step]
+    return f"remove {checkpoint} to resume from {older[-1].name if older else 'the beginning'}"

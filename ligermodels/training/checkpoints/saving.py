@@ -1,12 +1,13 @@
-"""Checkpoints of a run: saved while training goes on, committed whole or not at all, restored exactly.
+"""Checkpoints of a run: saved in the background, written atomically, restored for a bit-exact resume.
 
-    checkpoints/step-000500/rank-00000.safetensors …    what is trained, the optimizer's state, random numbers
-                            training.json               progress, settings, what frozen weights are known by
+    checkpoints/step-000500/rank-00000.safetensors …    trained weights, optimizer state, random number generators
+                            training.json               progress, settings, fingerprints of the frozen weights
                             manifest.json               size and SHA-256 of each file
 
-Ranks that share a folder each write their part. On the same number of ranks a run goes on to the bit; on another,
-weights, optimizer and data order are exact. Knows what is to be kept and when; state.py knows how to get it, files.py
-how it lies on disk.
+Each rank writes its own shards into a folder that all ranks share. Resume is bit-exact on the same number of ranks. On
+another number of ranks the weights, the optimizer state and the data order are exact, and random numbers start anew.
+This file decides what is saved and when. state.py collects the tensors; files.py defines the files. Must not know how
+a step is computed.
 """
 
 import dataclasses
@@ -34,15 +35,19 @@ from ligermodels.weights.files import shortened
 from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import write_error
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # what less on the disk helps against
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors that removing older checkpoints can solve
 
-# One process is all there is to a run without torchrun; the library warns of it each time.
+# A run without torchrun is a single process; the library would warn about it at every save.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", module=r"torch\.distributed\.checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is. step: updates made; rows: those taken from the data, its cursor; seconds: of training."""
+    """The progress of a run.
+
+    step: completed steps. rows: rows taken from the data, which is the data position. tokens: positions trained on,
+    padding included. seconds: training time.
+    """
 
     step: int = 0
     rows: int = 0
@@ -51,11 +56,12 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints in a folder. A context manager, within the process group's life; every rank makes it.
+    """The checkpoints in a folder. A context manager; every rank creates one while the process group exists.
 
-    keep: how many of the newest stay, at least 1. settings: of the run, as JSON values; kept in each checkpoint.
-    The first save takes as much host memory, pinned for a GPU, as a rank holds of weights and optimizer state; the next
-    ones use it again, and are faster.
+    keep: how many of the newest checkpoints stay, at least 1. settings: the run's settings as JSON values; each
+    checkpoint stores them.
+    The first save allocates host memory for this rank's weights and optimizer state (pinned if they are on a GPU).
+    Later saves reuse this memory and are faster.
     """
 
     def __init__(self, folder: Path, keep: int, settings: Mapping[str, Any]) -> None:
@@ -67,7 +73,7 @@ class Checkpoints:
         self.copies = state.HostCopies()
         self.thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self.running: futures.Future[None] | None = None
-        self.frozen: dict[str, list[Any]] | None = None  # they do not change: known once, known for the run
+        self.frozen: dict[str, list[Any]] | None = None  # computed once: frozen weights do not change during a run
         self.committed: Path | None = None
         if is_first():
             files.remove_unfinished(folder)
@@ -76,28 +82,29 @@ class Checkpoints:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        self.thread.shutdown()  # also when the run fails: what has been copied is worth having
+        self.thread.shutdown()  # also when the run fails: a save in progress is completed
         if error is None:
             self.wait()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the last save failed. Once another does too, `wait` raises on all."""
+        """Whether the last save is known to have failed on this rank. `wait` then raises on all ranks."""
         return self.running is not None and self.running.done() and self.running.exception() is not None
 
     def wait(self) -> None:
-        """Returns when the last save is committed. Every rank calls.
+        """Waits until the last save is committed. Every rank calls it.
 
-        Raises CheckpointError on all of them where it could not be written; the checkpoints before it are untouched.
+        Raises CheckpointError on all ranks if the save failed. The checkpoints before it are unchanged.
         """
         running, self.running = self.running, None
         if running is not None:
             running.result()
 
     def save(self, model: nn.Module, optimizer: AdamW, progress: Progress) -> None:
-        """Takes a copy of the run's state, to be written and committed in the background. Every rank calls.
+        """Copies the run's state to host memory, and starts to write it in the background. Every rank calls it.
 
-        Waits for the save before it, and raises what that raised. A step that is committed already is left as it is.
+        Waits for the previous save, and raises its error if it failed. If this step is already committed, nothing is
+        done.
         """
         self.wait()
         folder = files.step_folder(self.folder, progress.step)
@@ -107,7 +114,7 @@ class Checkpoints:
         if self.frozen is None:
             self.frozen = state.frozen_weights(model)
         weights, optimizer_state = state.trained_weights(model), state.optimizer_state(model, optimizer)
-        tensors = weights | optimizer_state | state.random_numbers(self.device)
+        tensors = weights | optimizer_state | state.random_states(self.device)
         record = {
             "format": files.FORMAT,
             "progress": dataclasses.asdict(progress),
@@ -117,35 +124,40 @@ class Checkpoints:
             "optimizer": type(optimizer).__name__,
             "frozen": self.frozen,
         }
-        copies = self.copies.of(tensors)
-        self.running = self.thread.submit(self.write, files.Writer(folder, record, self.keep), tensors, copies)
+        copies = self.copies.copy(tensors)
+        writer = files.CheckpointWriter(folder, record, self.keep)
+        self.running = self.thread.submit(self.write, writer, tensors, copies)
 
-    def write(self, writer: files.Writer, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> None:
-        """In the thread."""
+    def write(self, writer: files.CheckpointWriter, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+        """Writes and commits a checkpoint. Runs in the background thread."""
         try:
             try:
                 self.write_once(writer, tensors, copies)
             except OSError as error:
-                if not self.makes_room(error):
+                if not self.make_room(error):
                     raise
                 self.write_once(writer, tensors, copies)
         except OSError as error:
-            raise self.not_saved(writer.folder, error) from error
+            raise self.save_error(writer.folder, error) from error
         self.committed = writer.folder
 
-    def write_once(self, writer: files.Writer, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> None:
-        """Leaves nothing where it fails. The library sees to it that all ranks fail where one does, of the same."""
+    def write_once(
+        self, writer: files.CheckpointWriter, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]
+    ) -> None:
+        """Leaves no files if it fails. If one rank fails, the library raises the same error on all ranks."""
         try:
-            dcp.save(tensors, storage_writer=writer, planner=files.CopiesPlanner(copies), **self.ranks)
+            dcp.save(tensors, storage_writer=writer, planner=files.HostCopyPlanner(copies), **self.ranks)
         except CheckpointException as failure:
             if is_first():
                 shutil.rmtree(writer.temporary, ignore_errors=True)
-            raise cause(failure) from failure
+            raise first_failure(failure) from failure
 
-    def makes_room(self, error: OSError) -> bool:
-        """Where the disk is full, removes those that the one being saved takes the place of, but never the newest.
-        Whether there were any."""
-        if error.errno not in FULL:
+    def make_room(self, error: OSError) -> bool:
+        """If the disk is full, removes the checkpoints that the new one will replace, but never the newest one.
+
+        Returns whether it removed any.
+        """
+        if error.errno not in DISK_FULL:
             return False
         replaced = same_on_all(files.committed_steps, self.folder, group=self.group)[: -max(1, self.keep - 1)]
         same_on_all(self.remove, replaced, group=self.group)
@@ -154,100 +166,112 @@ class Checkpoints:
     def remove(self, checkpoints: Iterable[Path]) -> None:
         if is_first():
             for checkpoint in checkpoints:
-                files.remove(checkpoint)
+                files.remove_checkpoint(checkpoint)
 
-    def not_saved(self, folder: Path, error: OSError) -> CheckpointError:
-        """With what is left."""
-        left = self.latest()
-        resumed = f"then --resume goes on from {left.name}" if left else "and begin again: there is no other checkpoint"
-        return write_error(folder, error, resumed)
+    def save_error(self, folder: Path, error: OSError) -> CheckpointError:
+        """The error for a save that failed. It names the checkpoint from which the run can be resumed."""
+        latest = self.latest()
+        if latest:
+            return write_error(folder, error, f"then --resume continues from {latest.name}")
+        return write_error(folder, error, "and start again: there is no other checkpoint")
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, if there is one."""
+        """Returns the folder of the newest checkpoint; None if there is none."""
         return next(reversed(files.committed_steps(self.folder)), None)
 
     def saved_settings(self) -> dict[str, Any] | None:
-        """The settings that the newest checkpoint was trained with. Raises CheckpointError where it is damaged."""
+        """Returns the settings stored in the newest checkpoint; None if there is none.
+
+        Raises CheckpointError if the checkpoint is damaged.
+        """
         latest = self.latest()
         return None if latest is None else files.read_record(latest)["settings"]
 
     def restore(self, model: nn.Module, optimizer: AdamW, say: Callable[[str], Any]) -> Progress | None:
-        """The run's state of the newest checkpoint, and how far it was; None if there is none. Every rank calls.
+        """Loads the newest checkpoint into model and optimizer. Every rank calls it.
 
-        model: in memory, its frozen weights loaded. say: is told, in a line, what is not exact on other ranks.
-        Raises CheckpointError on all ranks, before anything is changed, where a file is not the one that was written,
-        the frozen weights are not those of the run, the optimizer is another, or names, shapes or dtypes differ.
+        model: in memory, with its frozen weights loaded. say: receives one line if the number of ranks or the device
+        type differs, so that the resume is not bit-exact. Returns the progress, or None if there is no checkpoint.
+        Raises CheckpointError on all ranks, before anything is changed, if a file is damaged, the frozen weights or the
+        optimizer differ from those of the run, or names, shapes or dtypes of tensors differ.
         """
         checkpoint = same_on_all(self.latest, group=self.group)
         if checkpoint is None:
             return None
         reshard(model)
-        same_on_all(files.verify, checkpoint, rank(), world_size(), group=self.group)
+        same_on_all(files.verify_files, checkpoint, rank(), world_size(), group=self.group)
         record = files.read_record(checkpoint)
         self.frozen = state.frozen_weights(model)
-        refuse_other_run(checkpoint, record, type(optimizer).__name__, self.frozen)
+        check_same_run(checkpoint, record, type(optimizer).__name__, self.frozen)
         tensors = state.trained_weights(model) | state.optimizer_state(model, optimizer)
         reader = HuggingFaceStorageReader(str(checkpoint))
-        same_on_all(refuse_misfits, checkpoint, reader.read_metadata().state_dict_metadata, tensors, group=self.group)
+        stored = reader.read_metadata().state_dict_metadata
+        same_on_all(check_tensors_match, checkpoint, stored, tensors, group=self.group)
         exact = record["ranks"] == world_size() and record["device"] == self.device.type
-        random = state.random_numbers(self.device) if exact else {}
+        random = state.random_states(self.device) if exact else {}
         try:
             dcp.load(tensors | random, storage_reader=reader, **self.ranks)
         except CheckpointException as failure:
-            raise unreadable(checkpoint, cause(failure)) from failure
+            raise read_error(checkpoint, first_failure(failure)) from failure
         if exact:
-            state.set_random_numbers(random, self.device)
+            state.set_random_states(random, self.device)
         else:
             say(
-                f"{checkpoint.name} is of {record['ranks']} x {record['device']}: weights, optimizer and data order "
-                f"are exact on {world_size()} x {self.device.type}, random numbers (dropout) begin anew"
+                f"{checkpoint.name} was saved on {record['ranks']} x {record['device']}: weights, optimizer state and "
+                f"data order are exact on {world_size()} x {self.device.type}, random numbers (dropout) start anew"
             )
         self.committed = checkpoint
         return Progress(**record["progress"])
 
 
-def cause(failure: CheckpointException) -> BaseException:
-    """Why the first of the ranks that failed did."""
+def first_failure(failure: CheckpointException) -> BaseException:
+    """Returns the error of the first rank that failed."""
     error, _ = next(iter(failure.failures.values()))
     return error
 
 
-def unreadable(checkpoint: Path, error: BaseException) -> BaseException:
+def read_error(checkpoint: Path, error: BaseException) -> BaseException:
+    """Turns an OSError into a CheckpointError that says how to continue; returns other errors unchanged."""
     if not isinstance(error, OSError):
         return error
-    return CheckpointError(f"{checkpoint}: cannot be read: {error.strerror or error}; {files.instead_of(checkpoint)}")
+    return CheckpointError(
+        f"{checkpoint}: cannot be read: {error.strerror or error}; {files.fallback_hint(checkpoint)}"
+    )
 
 
-def refuse_other_run(checkpoint: Path, record: Mapping[str, Any], optimizer: str, frozen: Mapping[str, Any]) -> None:
+def check_same_run(checkpoint: Path, record: Mapping[str, Any], optimizer: str, frozen: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if the checkpoint has another optimizer or other frozen weights than this run."""
     if optimizer != record["optimizer"]:
         raise CheckpointError(
             f"{checkpoint}: its optimizer is {record['optimizer']}, not {optimizer}; give the same --optimizer"
         )
-    then = record["frozen"]
-    different = sorted(name for name in then.keys() | frozen.keys() if then.get(name) != frozen.get(name))
+    saved = record["frozen"]
+    different = sorted(name for name in saved.keys() | frozen.keys() if saved.get(name) != frozen.get(name))
     if different:
         raise CheckpointError(
-            f"{checkpoint}: was trained over other frozen weights: {shortened(different)}; give the same --model, "
+            f"{checkpoint}: was trained with other frozen weights: {shortened(different)}; give the same --model, "
             "--revision, --dtype and --lora options"
         )
 
 
-def refuse_misfits(checkpoint: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Tensor]) -> None:
-    """wanted: the tensors of this run's model and optimizer."""
-    there = {name: kept for name, kept in stored.items() if not name.startswith("rank-")}
-    both = {name: (there[name], wanted[name]) for name in wanted if name in there}
+def check_tensors_match(
+    checkpoint: Path, stored: Mapping[str, TensorStorageMetadata], expected: Mapping[str, Tensor]
+) -> None:
+    """Raises CheckpointError if names, shapes or dtypes differ. expected: the tensors of this run."""
+    saved = {name: entry for name, entry in stored.items() if not name.startswith("rank-")}
+    both = {name: (saved[name], expected[name]) for name in expected if name in saved}
     faults = {
-        "missing": [name for name in wanted if name not in there],
-        "unexpected": [name for name in there if name not in wanted],
+        "missing": [name for name in expected if name not in saved],
+        "unexpected": [name for name in saved if name not in expected],
         "misshapen": [
-            f"{name} is {list(kept.size)} instead of {list(x.shape)}"
-            for name, (kept, x) in both.items()
-            if kept.size != x.shape
+            f"{name} is {list(entry.size)} instead of {list(x.shape)}"
+            for name, (entry, x) in both.items()
+            if entry.size != x.shape
         ],
         "in another dtype": [
-            f"{name} is {kept.properties.dtype} instead of {x.dtype}"
-            for name, (kept, x) in both.items()
-            if kept.properties.dtype != x.dtype
+            f"{name} is {entry.properties.dtype} instead of {x.dtype}"
+            for name, (entry, x) in both.items()
+            if entry.properties.dtype != x.dtype
         ],
     }
     found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]

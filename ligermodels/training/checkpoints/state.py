@@ -1,10 +1,10 @@
-"""What a run needs to go on exactly where it was, as tensors by name, and what tells its frozen weights apart.
+"""The state of a run as named tensors, as a checkpoint stores them, and fingerprints of its frozen weights.
 
-weights.<parameter>               a trained parameter; tied ones once, under their first name
-optimizer.<parameter>.<state>     a tensor of the optimizer's state
-rank-<n>.random.<device>          the random numbers of rank n
+weights.<parameter>               a trained parameter; tied parameters once, under their first name
+optimizer.<parameter>.<state>     a tensor of the optimizer state
+rank-<n>.random.<device>          the state of the random number generator of rank n
 
-Knows models, optimizers and ranks; no file.
+Knows models, optimizers and ranks. Must not know files.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ligermodels.distributed import rank
 from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.weights.loading import local_shard
+from ligermodels.weights.loading import shard_and_offset
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers, by their bytes
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by their size in bytes
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -26,7 +26,7 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
-    """Of every trained parameter: zeros, as its first update would find them, where there was none."""
+    """Returns the state of every trained parameter; its initial state if it was never updated."""
     optimizer.create_states()
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {names[parameter]: state.items() for parameter, state in optimizer.state.items()}
@@ -34,16 +34,16 @@ def optimizer_state(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
 
 
 class HostCopies:
-    """Tensors' values in host memory, pinned for those on a GPU, which is taken once and used again."""
+    """Copies of tensors in host memory, pinned for tensors on a GPU. The memory is allocated once and reused."""
 
     def __init__(self) -> None:
         self.memory: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
 
-    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of each, complete when it returns. Overwrites what it returned before."""
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns copies of this rank's shards, after the copies are complete. Overwrites the previous copies."""
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            local, _ = local_shard(tensor)
+            local, _ = shard_and_offset(tensor)
             key = name, local.shape, local.dtype
             if key not in self.memory:
                 self.memory[key] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
@@ -53,30 +53,34 @@ class HostCopies:
         return copies
 
 
-def random_numbers(device: torch.device) -> dict[str, Tensor]:
-    """The state of this rank's generators."""
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Returns the state of this rank's random number generators."""
     states = {f"rank-{rank()}.random.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"rank-{rank()}.random.cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def set_random_numbers(states: Mapping[str, Tensor], device: torch.device) -> None:
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[f"rank-{rank()}.random.cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[f"rank-{rank()}.random.cuda"], device)
 
 
 def frozen_weights(model: nn.Module) -> dict[str, list[Any]]:
-    """What each frozen parameter is known by: dtype, shape, and sums of its bits. Every rank calls."""
+    """Returns the fingerprint of each frozen parameter. Every rank calls it."""
     return {name: fingerprint(p) for name, p in model.named_parameters() if not p.requires_grad}
 
 
 @torch.no_grad()
 def fingerprint(parameter: Tensor) -> list[Any]:
-    """Equal for equal values, however they are sharded: for each dimension Σ bits (1 + index), modulo 2⁶⁴."""
-    local, offset = local_shard(parameter)
-    bits = local.view(BITS[local.element_size()])
+    """Returns [dtype, shape, one checksum per dimension].
+
+    The checksum of a dimension is Σ bits (1 + index) modulo 2⁶⁴: equal values have equal checksums, however they are
+    sharded.
+    """
+    local, offset = shard_and_offset(parameter)
+    bits = local.view(INTEGERS[local.element_size()])
     sums = torch.zeros(max(1, bits.dim()), dtype=torch.int64, device=local.device)
     for dim, start in enumerate(offset):
         others = [other for other in range(bits.dim()) if other != dim]

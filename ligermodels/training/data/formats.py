@@ -23,7 +23,7 @@ from ligermodels.training.data.records import (
     parse_record,
 )
 from ligermodels.training.data.streams import describe_invalid_utf8, open_stream, open_text_stream, refuse_placeholder
-from ligermodels.training.packages import needs
+from ligermodels.training.packages import import_package
 
 MAX_RECORD_BYTES = 2**28  # of a JSON line; for an array element, characters
 CHUNK_CHARACTERS = 2**16
@@ -168,8 +168,8 @@ def read_parquet(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> 
 
 
 def parquet_batches(file: Path, progress: ReadingProgress) -> Iterator[list[dict[str, Any]]]:
-    pyarrow = needs("pyarrow", str(file))
-    parquet = needs("pyarrow.parquet", str(file))
+    pyarrow = import_package("pyarrow", str(file))
+    parquet = import_package("pyarrow.parquet", str(file))
     try:
         with file.open("rb") as stream:
             refuse_placeholder(file, stream)
@@ -212,7 +212,7 @@ def load_hub_dataset(name: str) -> Any:
     if not path or len(options) > 2:
         raise InputError(f"--data {name}: must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
     split = options.pop() if options else "train"
-    datasets = needs("datasets", name)
+    datasets = import_package("datasets", name)
     try:
         return datasets.load_dataset(path, *options, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -14,7 +14,7 @@ from typing import BinaryIO, TextIO
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.packages import needs
+from ligermodels.training.packages import import_package
 from ligermodels.weights.files import refuse_text
 
 HEAD_BYTES = 64
@@ -26,7 +26,7 @@ def gunzip(raw: BinaryIO, file: Path) -> BufferedReader:
 
 def unzstd(raw: BinaryIO, file: Path) -> BufferedReader:
     """Uses pyarrow's decompressor: it reads all frames of a file and detects a truncated last frame."""
-    return BufferedReader(needs("pyarrow", str(file)).CompressedInputStream(raw, "zstd"))
+    return BufferedReader(import_package("pyarrow", str(file)).CompressedInputStream(raw, "zstd"))
 
 
 DECOMPRESSORS: dict[str, Callable[[BinaryIO, Path], BufferedReader]] = {".gz": gunzip, ".zst": unzstd}

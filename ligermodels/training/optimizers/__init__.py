@@ -1,5 +1,5 @@
-"""The optimizers of a run, the step that clips or is refused, and the learning rate of each step."""
+"""Optimizers, gradient clipping, the step that is skipped on non-finite gradients, and learning rate schedules."""
 
-from ligermodels.training.optimizers.building import OPTIMIZERS, build_optimizer, clipped_step, set_learning_rate
+from ligermodels.training.optimizers.building import OPTIMIZERS, build_optimizer, clip_and_step, set_learning_rate
 
-__all__ = ["OPTIMIZERS", "build_optimizer", "clipped_step", "set_learning_rate"]
+__all__ = ["OPTIMIZERS", "build_optimizer", "clip_and_step", "set_learning_rate"]

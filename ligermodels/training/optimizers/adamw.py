@@ -1,8 +1,7 @@
-"""AdamW whose states may have another dtype than the weights, and whose step may be refused on the device.
+"""AdamW with a separate dtype for its state, and with a step that the device skips if gradients are not finite.
 
-The update is our kernel on a GPU and torch's on a CPU. Sharded parameters are updated shard by shard. The optimizers
-beside it derive from it: they say what a parameter's state is and how a list of parameters is updated. Must not know
-what a model is.
+The update runs our Triton kernel on a GPU and torch's own kernel on a CPU. Each rank updates its own shards. AdamW8bit
+and Muon derive from this class: they override `new_state` and `update`. Must not know models.
 """
 
 import functools
@@ -20,12 +19,12 @@ from ligermodels.kernels.dispatch import runs_kernels
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True), with states in a dtype of their own.
+    """torch.optim.AdamW(fused=True), with a separate dtype for its state.
 
-    states: the dtype of both moments; None for each parameter's own, where either optimizer continues the other's
-    state_dict. All parameters of a group are on one device.
-    grad_scale, found_inf: what divides the gradients, and 1.0 where nothing may be written, device scalars in fp32 as
-    torch's GradScaler sets them; `clipped_step` does.
+    state_dtype: dtype of both moments; None for the dtype of each parameter. With None, this class and
+    torch.optim.AdamW can load each other's state_dict. All parameters of a group must be on one device.
+    grad_scale, found_inf: fp32 device scalars, as torch's GradScaler sets them; `clip_and_step` sets both. The step
+    divides gradients by grad_scale, and writes nothing if found_inf is 1.0.
     """
 
     grad_scale: Tensor | None = None
@@ -38,10 +37,10 @@ class AdamW(torch.optim.AdamW):
         betas: tuple[float, float],
         weight_decay: float,
         eps: float = 1e-8,
-        states: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-        self.states = states
+        self.state_dtype = state_dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -55,14 +54,16 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def create_states(self) -> None:
-        """Gives every parameter the state that its first step would begin from, to be filled in place."""
+        """Creates the initial state of every parameter that has none yet, so that it can be filled in place."""
         for group in self.param_groups:
             for p in group["params"]:
                 self.state_of(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises InputError where the states are another optimizer's. torch's own would round them to the weights'
-        dtype."""
+        """Loads the state in its own dtype; torch's method would round it to the parameters' dtype.
+
+        Raises InputError if the state is another optimizer's.
+        """
         super().load_state_dict({**state_dict, "state": {}})
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -75,8 +76,8 @@ class AdamW(torch.optim.AdamW):
         state = self.state_of(p)
         if state.keys() != saved.keys():
             raise InputError(
-                f"the optimizer's saved states are {', '.join(saved)}, where {type(self).__name__} has "
-                f"{', '.join(state)}: continue with the optimizer that saved them"
+                f"the saved optimizer state has {', '.join(saved)}, but {type(self).__name__} has "
+                f"{', '.join(state)}: continue with the optimizer that saved it"
             )
         for name, value in saved.items():
             state[name].copy_(value)
@@ -88,21 +89,21 @@ class AdamW(torch.optim.AdamW):
         return state
 
     def new_state(self, p: nn.Parameter) -> dict[str, Tensor]:
-        zeros = {name: torch.zeros_like(p, dtype=self.states) for name in ("exp_avg", "exp_avg_sq")}
+        zeros = {name: torch.zeros_like(p, dtype=self.state_dtype) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=p.device)} | zeros
 
     def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
-        """One step of parameters of one group, which have gradients."""
+        """One step for parameters of one group, all of which have gradients."""
         if not params:
             return
         states = [self.state_of(p) for p in params]
         steps = [state["step"] for state in states]
-        weights, grads = [local(p) for p in params], [local(p.grad) for p in params if p.grad is not None]
-        exp_avgs, exp_avg_sqs = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        weights, grads = [local_shard(p) for p in params], [local_shard(p.grad) for p in params if p.grad is not None]
+        exp_avgs, exp_avg_sqs = ([local_shard(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
         lr, (beta1, beta2), eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-        alike = len({x.dtype for x in (*weights, *grads, *exp_avgs, *exp_avg_sqs)}) == 1
-        if runs_kernels(weights[0]) or not alike:
-            self.count(steps)
+        same_dtype = len({x.dtype for x in (*weights, *grads, *exp_avgs, *exp_avg_sqs)}) == 1
+        if runs_kernels(weights[0]) or not same_dtype:
+            self.count_step(steps)
             scalars = lr, beta1, beta2, eps, weight_decay
             for p, g, m, v, step in zip(weights, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
                 adamw_(p, g, m, v, *scalars, step, self.grad_scale, self.found_inf)
@@ -113,28 +114,31 @@ class AdamW(torch.optim.AdamW):
                 lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
             )  # fmt: skip
 
-    def count(self, steps: list[Tensor]) -> None:
-        """Counts this step, unless it is refused."""
+    def count_step(self, steps: list[Tensor]) -> None:
+        """Increments the step counts, unless the step is skipped."""
         one = torch.ones_like(steps[0]) if self.found_inf is None else 1.0 - self.found_inf
-        torch._foreach_add_(steps, [one] * len(steps))  # one tensor for all would be read by the host
+        torch._foreach_add_(steps, [one] * len(steps))  # with a single tensor, the host would wait to read its value
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's part of `x`; all of it where it is not sharded."""
+def local_shard(x: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor; a plain tensor is returned as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def keep(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
-    """Writes `new` over `old`, in its dtype; where found_inf is 1, not a bit of it."""
+def write_if_finite(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+    """Writes `new` over `old` in the dtype of `old`; if found_inf is 1, `old` stays bit-identical."""
     new = new.to(old.dtype)
     old.copy_(new if found_inf is None else torch.where(found_inf.bool(), old, new))
 
 
-def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The function as one kernel for all sizes; as it is on a CPU, where that is not worth a compiler."""
-    return function if device.type == "cpu" else compiled(function)
+def compiled_on_gpu(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Returns the function fused into one kernel for all sizes; on a CPU, returns it unchanged.
+
+    On a CPU the compile time is not worth it.
+    """
+    return function if device.type == "cpu" else compile_once(function)
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=True)

@@ -1,56 +1,63 @@
-"""The optimizers by name, their parameter groups, and the step that clips and may be refused. Knows no data."""
+"""Optimizers by name, their parameter groups, gradient clipping and the step. Must not know the data."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError, hint
+from ligermodels.errors import InputError, suggest
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.adamw8bit import AdamW8bit
-from ligermodels.training.optimizers.muon import Muon, matrices_of
+from ligermodels.training.optimizers.muon import Muon, matrix_views
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 BETAS = (0.9, 0.95)
 
 
 def build_optimizer(
-    model: nn.Module, name: str = "adamw", *, states: torch.dtype | None = None, weight_decay: float = 0.1
+    model: nn.Module, name: str = "adamw", *, state_dtype: torch.dtype | None = None, weight_decay: float = 0.1
 ) -> AdamW:
-    """The optimizer of what a model trains, sharded or not; `set_learning_rate` sets the learning rate of each step.
+    """Builds the optimizer of a model's trainable parameters, sharded or not. The learning rate is 0 until
+    `set_learning_rate` sets it.
 
-    states: dtype of what it remembers, whatever the weights' is; None for theirs. Raises InputError where there is no
-    such optimizer, adamw8bit is given a dtype or torchao is missing.
+    name: one of OPTIMIZERS. state_dtype: dtype of the optimizer state; None for that of each parameter. weight_decay:
+    not applied to norms, biases and embeddings. Raises InputError if the name is unknown, adamw8bit is given a
+    state_dtype, or torchao is missing.
     """
-    matrices, others = decay_groups(model)
+    decayed, not_decayed = decay_groups(model)
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": 0.0, "betas": BETAS, "weight_decay": weight_decay}
     match name:
         case "adamw":
-            return AdamW(groups, states=states, **options)
-        case "adamw8bit" if states is None:
+            return AdamW(groups, state_dtype=state_dtype, **options)
+        case "adamw8bit" if state_dtype is None:
             return AdamW8bit(groups, **options)
         case "adamw8bit":
-            raise InputError(f"optimizer adamw8bit keeps its states in 8 bits, not in {states}; leave states out")
+            raise InputError(
+                f"optimizer adamw8bit keeps its state in 8 bits, not in {state_dtype}; omit the state dtype"
+            )
         case "muon":
-            return Muon(groups, matrices_of(model), states=states, **options)
-    raise InputError(f"optimizer {name!r}: unknown{hint(name, OPTIMIZERS)}")
+            return Muon(groups, matrix_views(model), state_dtype=state_dtype, **options)
+    raise InputError(f"optimizer {name!r}: unknown{suggest(name, OPTIMIZERS)}")
 
 
 def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices, the rest), without what is frozen. Embeddings belong to the rest, also one tied to the head."""
+    """Splits the trainable parameters into (those with weight decay, those without).
+
+    Norms, biases and embeddings have no weight decay, nor has an embedding that is tied to the head.
+    """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.ndim >= 2 and id(parameter) not in embeddings and not name.endswith("bias")
-            (matrices if decays else others).append(parameter)
-    return matrices, others
+            (decayed if decays else not_decayed).append(parameter)
+    return decayed, not_decayed
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -58,14 +65,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate
 
 
-def clipped_step(optimizer: AdamW, loss: Tensor, norm: Tensor, largest: float) -> None:
-    """One update by the gradients scaled to a joint norm of at most `largest`; where loss or norm is not finite, no bit
-    of weights and states changes.
+def clip_and_step(optimizer: AdamW, loss: Tensor, norm: Tensor, max_grad_norm: float) -> None:
+    """Clips the gradients to a global norm of max_grad_norm and does one step.
 
-    loss, norm: device scalars, equal on all ranks; nothing waits for them. The optimizers scale gradients as they read
-    them, by the protocol of torch's GradScaler, instead of a pass over them beforehand.
+    loss, norm: device scalars, equal on all ranks; norm is the global gradient norm. The host does not wait for them.
+    If either is not finite, weights and optimizer state stay bit-identical.
+    Clipping needs no pass of its own: the optimizer scales gradients while it reads them, by the protocol of torch's
+    GradScaler.
     """
-    optimizer.grad_scale = (norm / largest).clamp_min(1.0)  # divides the gradients
+    optimizer.grad_scale = (norm / max_grad_norm).clamp_min(1.0)  # divides the gradients
     optimizer.found_inf = 1.0 - (loss.isfinite() & norm.isfinite()).float()
     optimizer.step()
     optimizer.grad_scale = optimizer.found_inf = None

@@ -1,16 +1,19 @@
-"""Muon: momentum whose matrices are orthogonalised, for the matrices inside blocks; AdamW for everything else.
+"""Muon: momentum with orthogonalised updates for the matrices inside blocks; AdamW for all other parameters.
 
     B += (1 - μ)(G - B)        O = NS((1 - μ) G + μ B)        W -= lr (wd W + 0.2 √max(m, n) O)
-NS is the Newton-Schulz iteration, in bf16, that makes a matrix [m, n] all but orthogonal. The factor gives O the size
-of AdamW's usual update, so that AdamW's learning rate and weight decay hold. For a single whole matrix this is
-torch.optim.Muon with adjust_lr_fn="match_rms_adamw", which takes nothing else. Here each matrix is orthogonalised by
-itself however it is stored: queries, keys and values, gate and up, every expert, both factors of a low-rank update.
-Embeddings, head, norms, biases and routers are AdamW's.
+NS is the Newton-Schulz iteration in bf16, which approximately orthogonalises a matrix [m, n]. The factor gives O the
+RMS of a typical AdamW update, so that AdamW's learning rate and weight decay can be used. For a single unsharded matrix
+this equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw". torch's class does not handle packed or sharded
+parameters. This one orthogonalises each matrix separately, however it is stored: query, key and value, gate and up,
+every expert, and both factors of a low-rank update.
+Embeddings, head, norms, biases and routers are updated by AdamW.
 
-A sharded matrix is needed whole. Ranks take turns: each gets one whole matrix, orthogonalises it, and gives every rank
-its rows back. Nothing is computed twice, and the result is that of one process to the bit.
+Orthogonalisation needs the whole matrix, but FSDP2 shards it by rows. An all-to-all collects one whole matrix on each
+rank; the rank orthogonalises it, and a second all-to-all returns the rows to their ranks. Nothing is computed twice,
+and the result is bit-identical to that of a single process.
 Maths: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the factor: Liu et al. 2025 (Moonlight),
 https://arxiv.org/abs/2502.16982.
+Knows the layers that hold matrices. Must not know architectures.
 """
 
 import itertools
@@ -28,196 +31,219 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import Experts
-from ligermodels.training.optimizers.adamw import AdamW, fused, keep, local
+from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_shard, write_if_finite
 
 MOMENTUM = 0.95
 ITERATIONS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-LEAST_NORM = 1e-7
-RMS_OF_ADAMW = 0.2
-# What a parameter is made of, as views of it: [m, n], or [experts, m, n] of one shape.
-Views = Callable[[Tensor], Sequence[Tensor]]
+MIN_NORM = 1e-7
+ADAMW_UPDATE_RMS = 0.2
+# Splits a parameter into views, one per matrix: [m, n], or [experts, m, n] for matrices of one shape.
+SplitIntoViews = Callable[[Tensor], Sequence[Tensor]]
 
 
 class Muon(AdamW):
     """Muon for the parameters in `matrices`, whose state is momentum_buffer; AdamW for all others.
 
-    matrices: how to see the matrices in each. Raises InputError where one is sharded along another dimension than its
-    first.
+    matrices: for each parameter, the function that splits it into its matrices. Raises InputError if a parameter is
+    sharded along another dimension than the first.
     """
 
-    def __init__(self, params: Any, matrices: Mapping[nn.Parameter, Views], **options: Any) -> None:
+    def __init__(self, params: Any, matrices: Mapping[nn.Parameter, SplitIntoViews], **options: Any) -> None:
         super().__init__(params, **options)
         self.matrices = matrices
         for p in matrices:
             if isinstance(p, DTensor) and not all(isinstance(x, Replicate) or x == Shard(0) for x in p.placements):
-                raise InputError(f"Muon needs matrices sharded by rows; one {list(p.shape)} is {p.placements}")
+                raise InputError(f"Muon needs matrices sharded by rows; one of shape {list(p.shape)} is {p.placements}")
 
     def new_state(self, p: nn.Parameter) -> dict[str, Tensor]:
         if p not in self.matrices:
             return super().new_state(p)
-        return {"momentum_buffer": torch.zeros_like(p, dtype=self.states)}
+        return {"momentum_buffer": torch.zeros_like(p, dtype=self.state_dtype)}
 
     def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         super().update([p for p in params if p not in self.matrices], group)
-        for turn, ranks in turns(p for p in params if p in self.matrices):
-            updates = [self.advance(p) for p in turn]
-            views = [self.matrices[p] for p in turn]
-            directions = [direction(updates[0], views[0])] if ranks is None else in_turn(turn, updates, views, ranks)
-            for p, step in zip(turn, directions, strict=True):
-                lr = torch.full((), group["lr"], device=p.device)  # a number would be a constant of what is compiled
-                descend = fused(descended, p.device)
-                descend(local(p).view(-1), step.view(-1), lr, group["weight_decay"], self.found_inf)
+        for batch, ranks in batches_to_orthogonalize(p for p in params if p in self.matrices):
+            updates = [self.update_momentum(p) for p in batch]
+            splits = [self.matrices[p] for p in batch]
+            if ranks is None:
+                directions = [orthogonal_update(updates[0], splits[0])]
+            else:
+                directions = orthogonal_updates_of_shards(batch, updates, splits, ranks)
+            for p, direction in zip(batch, directions, strict=True):
+                lr = torch.full((), group["lr"], device=p.device)  # a Python float would be compiled in as a constant
+                descend = compiled_on_gpu(descent_step, p.device)
+                descend(local_shard(p).view(-1), direction.view(-1), lr, group["weight_decay"], self.found_inf)
 
-    def advance(self, p: nn.Parameter) -> Tensor:
-        """Moves the momentum, and returns this rank's part of what is to be orthogonalised, bf16."""
+    def update_momentum(self, p: nn.Parameter) -> Tensor:
+        """Updates the momentum. Returns this rank's shard of the matrix to orthogonalise, bf16."""
         assert p.grad is not None
-        gradient, buffer = local(p.grad), local(self.state_of(p)["momentum_buffer"])
-        update = fused(advanced, p.device)(gradient.reshape(-1), buffer.view(-1), self.grad_scale, self.found_inf)
-        return update.view(gradient.shape)
+        gradient, buffer = local_shard(p.grad), local_shard(self.state_of(p)["momentum_buffer"])
+        nesterov = compiled_on_gpu(nesterov_momentum, p.device)
+        return nesterov(gradient.reshape(-1), buffer.view(-1), self.grad_scale, self.found_inf).view(gradient.shape)
 
 
-def advanced(gradient: Tensor, buffer: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
-    """Moves the momentum in place; returns it looking ahead, as Nesterov does, in bf16."""
+def nesterov_momentum(gradient: Tensor, buffer: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+    """Updates the momentum buffer in place. Returns the Nesterov momentum, bf16."""
     gradient = gradient.float()
     if grad_scale is not None:
         gradient = gradient / grad_scale
     momentum = buffer.float().lerp(gradient, 1 - MOMENTUM)
-    keep(buffer, momentum, found_inf)
+    write_if_finite(buffer, momentum, found_inf)
     return gradient.lerp(momentum, MOMENTUM).bfloat16()
 
 
-def descended(weight: Tensor, step: Tensor, lr: Tensor, weight_decay: float, found_inf: Tensor | None) -> None:
-    keep(weight, weight.float() * (1 - lr * weight_decay) - lr * step, found_inf)
+def descent_step(weight: Tensor, direction: Tensor, lr: Tensor, weight_decay: float, found_inf: Tensor | None) -> None:
+    """Applies weight decay and the update to the weight, in place."""
+    write_if_finite(weight, weight.float() * (1 - lr * weight_decay) - lr * direction, found_inf)
 
 
-def direction(update: Tensor, views: Views) -> Tensor:
-    """bf16 -> fp32, of a parameter's shape: each of its matrices orthogonal, and of the size of AdamW's update."""
+def orthogonal_update(update: Tensor, split: SplitIntoViews) -> Tensor:
+    """Orthogonalises each matrix of a parameter, and scales it to the RMS of AdamW's update: bf16 -> fp32."""
     result = torch.empty_like(update, dtype=torch.float32)
     if update.numel():
-        for matrix, place in zip(views(update), views(result), strict=True):
-            place.copy_(newton_schulz(matrix)).mul_(RMS_OF_ADAMW * math.sqrt(max(matrix.shape[-2:])))
+        for matrix, place in zip(split(update), split(result), strict=True):
+            place.copy_(newton_schulz(matrix)).mul_(ADAMW_UPDATE_RMS * math.sqrt(max(matrix.shape[-2:])))
     return result
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """[m, n] or [experts, m, n] bf16 -> the same, its singular values near 1: x <- a x + (b G + c G²) x, G = x xᵀ."""
+    """Newton-Schulz iteration x <- a x + (b G + c G²) x, G = x xᵀ, which moves all singular values close to 1.
+
+    matrix: [m, n] or [experts, m, n] bf16; the result has the same shape and dtype.
+    """
     a, b, c = COEFFICIENTS
     plus_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if tall else matrix  # the smaller G
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(LEAST_NORM)
+    x = matrix.mT if tall else matrix  # transposed so that G is the smaller of the two Gram matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(MIN_NORM)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = plus_product(x, plus_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def matrices_of(model: nn.Module) -> dict[nn.Parameter, Views]:
-    """The parameters inside a model's blocks that are matrices, but the routers', and how to see the matrices."""
+def matrix_views(model: nn.Module) -> dict[nn.Parameter, SplitIntoViews]:
+    """Returns the parameters that Muon updates, each with the function that splits it into its matrices.
+
+    These are all matrices inside the blocks, except the routers.
+    """
     return dict(itertools.chain.from_iterable(map(matrices_in, model.modules())))
 
 
-def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, Views]]:
-    """Those that a module holds itself, or its linears do."""
+def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, SplitIntoViews]]:
+    """Yields the matrix parameters of a module itself and of its projections."""
     if isinstance(module, Attention):
         query, key = module.num_heads, module.num_key_value_heads
-        yield packed(weight_of(module.qkv_proj), query, key, key)
-        yield packed(weight_of(module.o_proj), 1)
+        yield split_by_ratio(weight_of(module.qkv_proj), query, key, key)
+        yield split_by_ratio(weight_of(module.o_proj), 1)
     elif isinstance(module, GatedMLP):
-        yield packed(weight_of(module.gate_up_proj), 1, 1)
-        yield packed(weight_of(module.down_proj), 1)
+        yield split_by_ratio(weight_of(module.gate_up_proj), 1, 1)
+        yield split_by_ratio(weight_of(module.down_proj), 1)
     elif isinstance(module, Experts):
-        yield packed(module.gate_up_proj, 1, 1)
-        yield packed(module.down_proj, 1)
+        yield split_by_ratio(module.gate_up_proj, 1, 1)
+        yield split_by_ratio(module.down_proj, 1)
     elif isinstance(module, LoRALinear):
-        yield packed(module.lora_A, *(1 for _ in module.columns))
-        yield module.lora_B, split([stop - start for start, stop in module.columns])
+        yield split_by_ratio(module.lora_A, *(1 for _ in module.columns))
+        yield module.lora_B, split_by_rows([stop - start for start, stop in module.columns])
     elif isinstance(module, GroupedUpdate):
         groups, rank = module.groups, module.rank
         yield module.lora_A, lambda x: [x.unflatten(0, (groups, rank))]
         yield module.lora_B, lambda x: [x.unflatten(1, (rank, groups)).permute(2, 0, 1)]
 
 
-def weight_of(linear: nn.Module) -> Any:
-    return linear.base_layer.weight if isinstance(linear, LoRALinear) else linear.weight
+def weight_of(projection: nn.Module) -> Any:
+    """Returns the weight of a linear; under LoRA, the weight of its base layer."""
+    return projection.base_layer.weight if isinstance(projection, LoRALinear) else projection.weight
 
 
-def packed(parameter: nn.Parameter, *shares: int) -> tuple[nn.Parameter, Views]:
-    """shares: what each matrix has of the rows, in proportion."""
-    unit = parameter.shape[-2] // sum(shares)
-    return parameter, split([share * unit for share in shares])
+def split_by_ratio(parameter: nn.Parameter, *ratio: int) -> tuple[nn.Parameter, SplitIntoViews]:
+    """Returns the parameter and the function that splits its rows in the given ratio."""
+    unit = parameter.shape[-2] // sum(ratio)
+    return parameter, split_by_rows([part * unit for part in ratio])
 
 
-def split(rows: Sequence[int]) -> Views:
+def split_by_rows(rows: Sequence[int]) -> SplitIntoViews:
+    """Returns the function that splits a parameter into matrices with these numbers of rows."""
     return lambda x: x.split(tuple(rows), -2)
 
 
-def turns(params: Iterable[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
-    """What to orthogonalise at a time: a parameter that a rank can do alone, or one for each rank of a group."""
+def batches_to_orthogonalize(
+    params: Iterable[nn.Parameter],
+) -> Iterator[tuple[list[nn.Parameter], dist.ProcessGroup | None]]:
+    """Yields the parameters to orthogonalise together, and the ranks that share them.
+
+    A batch is one unsharded parameter and None, or at most one sharded parameter for each rank of a group.
+    """
     sharded: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
     for p in params:
-        ranks = ranks_that_share(p)
+        ranks = shard_group(p)
         if ranks is None:
             yield [p], None
         else:
             sharded.setdefault(ranks, []).append(p)
     for ranks, shared in sharded.items():
-        alike = sorted(shared, key=lambda p: tuple(p.shape))  # so that no rank has more to do than another
-        for start in range(0, len(alike), ranks.size()):
-            yield alike[start : start + ranks.size()], ranks
+        by_shape = sorted(shared, key=lambda p: tuple(p.shape))  # equal shapes together, to balance work across ranks
+        for start in range(0, len(by_shape), ranks.size()):
+            yield by_shape[start : start + ranks.size()], ranks
 
 
-def ranks_that_share(p: Tensor) -> dist.ProcessGroup | None:
-    """Those with the other rows of a matrix; None where this rank has whole matrices, as of experts it always has."""
+def shard_group(p: Tensor) -> dist.ProcessGroup | None:
+    """Returns the ranks that share the rows of a parameter; None if this rank has whole matrices.
+
+    Stacked experts are sharded along the expert dimension, so that each rank has whole matrices.
+    """
     if not isinstance(p, DTensor) or p.ndim > 2 or Shard(0) not in p.placements:
         return None
     ranks = p.device_mesh.get_group(p.placements.index(Shard(0)))
     return ranks if ranks.size() > 1 else None
 
 
-def in_turn(
-    params: list[nn.Parameter], updates: list[Tensor], views: list[Views], ranks: dist.ProcessGroup
+def orthogonal_updates_of_shards(
+    params: list[nn.Parameter], updates: list[Tensor], splits: list[SplitIntoViews], ranks: dist.ProcessGroup
 ) -> list[Tensor]:
-    """The directions of one parameter for each rank, of which this rank has its rows: each rank finds one of them."""
+    """Orthogonalises one parameter per rank. Takes and returns this rank's rows of each parameter."""
     shapes = [p.shape for p in params]
-    mine = to_owners(updates, shapes, ranks)
-    found = None if mine is None else direction(mine, views[ranks.rank()])
-    return from_owners(found, updates, shapes, ranks)
+    whole = gather_owned(updates, shapes, ranks)
+    owned = None if whole is None else orthogonal_update(whole, splits[ranks.rank()])
+    return scatter_owned(owned, updates, shapes, ranks)
 
 
-def to_owners(parts: list[Tensor], shapes: list[torch.Size], ranks: dist.ProcessGroup) -> Tensor | None:
-    """This rank's rows of each matrix -> all rows of the one it owns: matrix i is rank i's; None for ranks beyond."""
-    given, taken = exchanged(shapes, ranks)
-    whole = parts[0].new_empty(sum(taken))
-    dist.all_to_all_single(whole, torch.cat([part.flatten() for part in parts]), taken, given, group=ranks)
+def gather_owned(parts: list[Tensor], shapes: list[torch.Size], ranks: dist.ProcessGroup) -> Tensor | None:
+    """Sends this rank's rows of each parameter to its owner, and returns all rows of the parameter this rank owns.
+
+    Rank i owns parameter i. Returns None if this rank owns none.
+    """
+    sent, received = exchange_sizes(shapes, ranks)
+    whole = parts[0].new_empty(sum(received))
+    dist.all_to_all_single(whole, torch.cat([part.flatten() for part in parts]), received, sent, group=ranks)
     return whole.view(shapes[ranks.rank()]) if ranks.rank() < len(shapes) else None
 
 
-def from_owners(
-    whole: Tensor | None, parts: list[Tensor], shapes: list[torch.Size], ranks: dist.ProcessGroup
+def scatter_owned(
+    owned: Tensor | None, parts: list[Tensor], shapes: list[torch.Size], ranks: dist.ProcessGroup
 ) -> list[Tensor]:
-    """The way back, in fp32. parts: shaped as the rows that this rank has."""
-    given, taken = exchanged(shapes, ranks)
-    rows = parts[0].new_empty(sum(given), dtype=torch.float32)
-    sent = rows.new_empty(0) if whole is None else whole.flatten()
-    dist.all_to_all_single(rows, sent, given, taken, group=ranks)
-    pieces = rows.split(given)
+    """The inverse of `gather_owned`, in fp32. parts: tensors in the shapes of this rank's rows."""
+    sent, received = exchange_sizes(shapes, ranks)
+    rows = parts[0].new_empty(sum(sent), dtype=torch.float32)
+    source = rows.new_empty(0) if owned is None else owned.flatten()
+    dist.all_to_all_single(rows, source, sent, received, group=ranks)
+    pieces = rows.split(sent)
     return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=False)]
 
 
-def exchanged(shapes: list[torch.Size], ranks: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """Elements that this rank has for each rank's matrix, and that each rank has of this rank's."""
-    here, size = ranks.rank(), ranks.size()
-    absent = size - len(shapes)
-    given = [rows_of_rank(shape[0], here, size) * shape[1] for shape in shapes] + [0] * absent
-    if here >= len(shapes):
-        return given, [0] * size
-    rows, columns = shapes[here]
-    return given, [rows_of_rank(rows, rank, size) * columns for rank in range(size)]
+def exchange_sizes(shapes: list[torch.Size], ranks: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """Returns the number of elements that `gather_owned` sends to each rank, and receives from each rank."""
+    this_rank, size = ranks.rank(), ranks.size()
+    without_parameter = size - len(shapes)
+    sent = [rows_of_rank(shape[0], this_rank, size) * shape[1] for shape in shapes] + [0] * without_parameter
+    if this_rank >= len(shapes):
+        return sent, [0] * size
+    rows, columns = shapes[this_rank]
+    return sent, [rows_of_rank(rows, rank, size) * columns for rank in range(size)]
 
 
 def rows_of_rank(rows: int, rank: int, ranks: int) -> int:
-    """FSDP2 shards as torch.chunk does: equal parts, the last ones smaller or empty."""
+    """Returns how many rows FSDP2 gives a rank: as torch.chunk, equal parts, the last ones smaller or empty."""
     part = -(-rows // ranks)
     return max(0, min(part, rows - rank * part))

@@ -1,1 +1,1 @@
-"""What one sees of a run: numbers, curves, traces, validation and skill."""
+"""Monitoring and logging of a run: metrics, loggers, curves, traces, validation loss and accuracy on questions."""

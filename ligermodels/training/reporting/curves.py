@@ -1,21 +1,21 @@
-"""A picture of a run, drawn from its metrics.jsonl: losses, learning rate, gradient norm and speed.
+"""curves.png: plots of loss, learning rate, gradient norm and throughput, drawn from a run's metrics.jsonl.
 
-What varies from step to step is drawn as it was, and over it a running median, which one bad step does not bend.
-matplotlib is imported when something is drawn.
+Long series are drawn as they are with a running median on top, which is robust against single bad steps. matplotlib is
+optional (the extra `plot`) and imported only to draw. Must not know how the run was trained.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, PURPLE, TEAL = "#2f6fde", "#e8590c", "#2b8a3e", "#7048e8", "#0b7285"
-WINDOWS = 60  # as many medians fit into a run
-LINEAR_UP_TO = 4  # times the lowest loss; beyond, the axis is logarithmic
-CROWDED = 150  # points, from which on a running median is drawn over them
-STYLE: Any = {
+WINDOWS = 60  # number of disjoint median windows in a run
+MAX_LINEAR_RATIO = 4  # of the highest to the lowest loss; above it the axis is logarithmic
+SMOOTHED_FROM = 150  # points; from this number on a running median is drawn
+PLOT_STYLE: Any = {
     "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": GREY, "axes.titlecolor": INK, "axes.titlesize": 10,
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "xtick.color": GREY,
     "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0, "grid.color": GRID, "grid.linewidth": 0.8,
@@ -24,42 +24,48 @@ STYLE: Any = {
 Series = tuple[list[int], list[float]]
 
 
-def draw_curves(metrics_file: Path, picture: Path, title: str) -> None:
-    """Writes a PNG. Without a step there is nothing to draw, and nothing is written; a line cut off by a full disk is
-    none."""
+def draw_curves(metrics_file: Path, picture: Path, title: str, say: Callable[[str], Any]) -> None:
+    """Writes a PNG. Writes nothing if no step was recorded or matplotlib is missing.
+
+    say: receives one line if matplotlib is missing. A last line of the file that a full disk cut off is ignored.
+    """
     lines = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     losses = series(records, "loss")
     if not losses[0]:
         return
-    import matplotlib
-    from matplotlib.figure import Figure
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        say(f"{picture.name} not drawn: pip install matplotlib")
+        return
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(PLOT_STYLE):
         figure = Figure(figsize=(10, 7), layout="constrained")
         panels = figure.subplot_mosaic([["loss"] * 3, ["rate", "norm", "speed"]], height_ratios=[2.2, 1])
         draw_losses(panels["loss"], records, losses)
         draw_small(panels["rate"], series(records, "learning_rate"), "learning rate", PURPLE, smoothed=False)
         draw_small(panels["norm"], series(records, "grad_norm"), "gradient norm", GREEN)
-        draw_small(panels["speed"], series(records, "tokens_per_second"), "tokens a second", TEAL)
+        draw_small(panels["speed"], series(records, "tokens_per_second"), "tokens per second", TEAL)
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(picture, dpi=140, bbox_inches="tight", pad_inches=0.2)
 
 
 def series(records: Sequence[dict[str, Any]], name: str) -> Series:
-    """(steps, values) of the records that have a number of this name."""
+    """Returns (steps, values) of the records that have a number of this name."""
     pairs = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def running_median(values: Series) -> Series:
-    """Over windows centred on the steps, which shrink towards both ends of the run; of long runs not at every step."""
+    """Returns medians over centred windows, which shrink towards both ends. Long runs have fewer medians than steps."""
     steps, numbers = values
     last = len(numbers) - 1
-    reach = max(1, len(numbers) // WINDOWS // 2)
-    centres = sorted({*range(0, last, max(1, reach // 8)), last})
-    windows = [min(reach, centre, last - centre) for centre in centres]
-    medians = [median(numbers[i - near : i + near + 1]) for i, near in zip(centres, windows, strict=True)]
+    largest = max(1, len(numbers) // WINDOWS // 2)
+    centres = sorted({*range(0, last, max(1, largest // 8)), last})
+    radii = [min(largest, centre, last - centre) for centre in centres]
+    medians = [median(numbers[i - radius : i + radius + 1]) for i, radius in zip(centres, radii, strict=True)]
     return [steps[i] for i in centres], medians
 
 
@@ -77,12 +83,12 @@ def draw_losses(axes: Any, records: Sequence[dict[str, Any]], losses: Series) ->
     if floors:
         axes.axhline(floors[-1], color=GREY, linestyle=(0, (4, 3)), linewidth=1.2, label=f"floor {floors[-1]:.3f}")
     lowest, highest = min(losses[1] + validation[1] + floors), max(losses[1] + validation[1])
-    if lowest > 0 and highest / lowest > LINEAR_UP_TO:
+    if lowest > 0 and highest / lowest > MAX_LINEAR_RATIO:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set(title="loss, nats a predicted token", xlabel="step")
+    axes.set(title="loss, nats per supervised token", xlabel="step")
     axes.margins(x=0.01)
     axes.legend(loc="upper right")
 
@@ -95,9 +101,9 @@ def draw_small(axes: Any, values: Series, title: str, colour: str, *, smoothed: 
 
 
 def draw_line(axes: Any, values: Series, colour: str, label: str, *, smoothed: bool = True) -> None:
-    if not smoothed or len(values[1]) < CROWDED:
-        alone = "o" if len(values[1]) == 1 else None  # a line of one point would not be seen
-        axes.plot(*values, color=colour, linewidth=1.8, label=label, marker=alone)
+    if not smoothed or len(values[1]) < SMOOTHED_FROM:
+        marker = "o" if len(values[1]) == 1 else None  # a line with a single point is invisible
+        axes.plot(*values, color=colour, linewidth=1.8, label=label, marker=marker)
     else:
         axes.plot(*values, color=colour, linewidth=0.6, alpha=0.3)
         axes.plot(*running_median(values), color=colour, linewidth=1.8, label=label)

@@ -1,4 +1,4 @@
-"""How good a model is: its loss on validation data, right answers to their questions, a sample. Must not know files."""
+"""Validation of a model: loss on the validation data, accuracy on questions, and a sample. Must not know files."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ from ligermodels.generation.decoding import generate
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data import Data, ValidationRows, count_supervised
 from ligermodels.training.reporting.metrics import Metrics
-from ligermodels.training.reporting.skill import prompt_ids, right_answers
+from ligermodels.training.reporting.questions import count_correct_answers, prompt_ids
 from ligermodels.training.runs.stopping import Stop
-from ligermodels.training.scaling.host_reads import read_later
+from ligermodels.training.scaling.host_reads import read_async
 
 SAMPLE_TOKENS = 40
 
@@ -20,46 +20,57 @@ SAMPLE_TOKENS = 40
 def evaluate(
     model: CausalLM, data: Data, micro_batch_size: int, world: World, metrics: Metrics, stop: Stop, step: int
 ) -> None:
-    """Reports the loss of all validation rows, right answers and a sample; nothing where the run is told to stop, which
-    must not wait for them."""
+    """Computes and reports the validation loss, the accuracy on questions and a sample. Every rank calls it.
+
+    data: its validation rows, tokenizer and questions. micro_batch_size: rows per forward pass of a rank. stop: if a
+    signal requests a stop, validation ends early and reports nothing. step: the step to report.
+    """
     model.eval()
     loss = validation_loss(model, data.validation, micro_batch_size, world, stop)
     if loss is not None:
         metrics.validation(step, loss, data.floor)
-        with torch.compiler.set_stance("force_eager"):  # every length would be compiled for
-            show_skill(model, data, step, metrics)
+        with torch.compiler.set_stance("force_eager"):  # otherwise every prompt length would be compiled
+            report_generation(model, data, step, metrics)
     model.train()
 
 
 def validation_loss(
     model: CausalLM, validation: ValidationRows, micro_batch_size: int, world: World, stop: Stop
 ) -> float | None:
-    """Nats per predicted token, over all ranks; None where one of them is told to stop, which all hear at one batch."""
+    """Returns the loss in nats per supervised token over all ranks; None if a rank was signalled to stop.
+
+    All ranks stop before the same batch.
+    """
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    told = told_to_stop(stop, world)
+    stop_requested = start_stop_check(stop, world)
     for batch in validation.batches(micro_batch_size, world):
-        if told():
+        if stop_requested():
             return None
-        told = told_to_stop(stop, world)  # heard before the next batch: a GPU computes this one meanwhile
+        stop_requested = start_stop_check(stop, world)  # read before the next batch, while a GPU computes this one
         summed = model(**batch._asdict(), num_items_in_batch=1).loss
         totals += torch.stack([summed, count_supervised(batch)])
     loss, count = total(totals).tolist()
     return loss / count
 
 
-def told_to_stop(stop: Stop, world: World) -> Callable[[], bool]:
-    """Asks all ranks whether one is told to stop; what it returns waits for their answer."""
+def start_stop_check(stop: Stop, world: World) -> Callable[[], bool]:
+    """Starts an all-reduce of the stop requests.
+
+    The returned function waits for it, and returns whether any rank was signalled to stop.
+    """
     if world.size == 1:
         return lambda: stop.requested
-    read = read_later(total(torch.full((1,), float(stop.requested), device=world.device)))
+    read = read_async(total(torch.full((1,), float(stop.requested), device=world.device)))
     return lambda: read()[0] > 0
 
 
-def show_skill(model: CausalLM, data: Data, step: int, metrics: Metrics) -> None:
+def report_generation(model: CausalLM, data: Data, step: int, metrics: Metrics) -> None:
+    """Reports the accuracy on questions and a greedy sample, as far as the data have a tokenizer and questions."""
     if data.tokenizer is None:
         return
     if data.questions:
-        metrics.skill(step, right_answers(model, data.tokenizer, data.questions), len(data.questions))
-    begun = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.sample_prompt()
-    new = generate(model, [begun], max_new_tokens=SAMPLE_TOKENS)[0]
-    metrics.sample(step, f"{data.tokenizer.decode(begun)} | {data.tokenizer.decode(new)}")
+        correct = count_correct_answers(model, data.tokenizer, data.questions)
+        metrics.accuracy(step, correct, len(data.questions))
+    prompt = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.sample_prompt()
+    new = generate(model, [prompt], max_new_tokens=SAMPLE_TOKENS)[0]
+    metrics.sample(step, f"{data.tokenizer.decode(prompt)} | {data.tokenizer.decode(new)}")

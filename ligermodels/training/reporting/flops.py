@@ -1,11 +1,13 @@
-"""Model FLOPs of a token, and the peak of a GPU: the share of it that a run reaches.
+"""Model FLOPs per token and the peak FLOP/s of a GPU, for model FLOPs utilisation (MFU).
 
-A token costs 2 FLOPs for each element of a matrix that it is multiplied by, in forward, 2 more in backward for the
-gradient of its input and 2 for that of the matrix, where this is trained. Attention costs 4 D a head and key in
-forward, and twice that in backward; a query sees the keys before it, within the window. A row counts as one document.
-Embedding, norms and activations do not count, nor does what is computed again: this is what the model asks for, not
-what a GPU does. As in Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311, where however every query is
-taken to see all keys of its row, which makes attention twice as dear.
+Per token, each element of a weight matrix costs 2 FLOPs in forward, 2 in backward for the gradient of the input, and
+2 for the gradient of the matrix if it is trained. Attention costs 4 D FLOPs per head and key in forward, and twice that
+in backward; a query attends to itself and the keys before it, within the window. A row counts as one document.
+Embedding, norms and activation functions do not count, nor does recomputation by activation checkpointing: these are
+FLOPs of the model, not of the hardware.
+Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311. There every query attends to all keys of
+its row, which doubles the attention FLOPs.
+Must not know how a run is trained.
 """
 
 from fnmatch import fnmatchcase
@@ -16,8 +18,8 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
 
-# Dense TFLOP/s in (bfloat16 with sums in fp32, tf32) by the name that the driver gives, from the makers'
-# data sheets and architecture white papers; where those give the figure with sparsity alone, half of it.
+# Dense TFLOP/s (bfloat16 with fp32 accumulation, tf32) by the driver's device name, from the vendors' data sheets and
+# architecture white papers. Where those state only the figure with sparsity, half of it.
 TERAFLOPS = {
     "NVIDIA GB200": (2500.0, 1250.0),
     "NVIDIA B200": (2250.0, 1125.0),
@@ -47,12 +49,12 @@ TERAFLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s of one device in "bfloat16" or "tf32"; None where unknown, in "float32" and on CPUs."""
-    return peak_of(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    """Returns the peak FLOP/s of one device in "bfloat16" or "tf32"; None if unknown, for "float32" and for CPUs."""
+    return peak_flops_of_gpu(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
-def peak_of(name: str, dtype: str) -> float | None:
-    """By the device's name; of a slice of a GPU, whose name says so, nothing is known."""
+def peak_flops_of_gpu(name: str, dtype: str) -> float | None:
+    """Returns the peak FLOP/s for a device name; None if it is unknown, such as that of a MIG slice."""
     for pattern, (half, tf32) in TERAFLOPS.items():
         if fnmatchcase(name, pattern):
             teraflops = {"bfloat16": half, "tf32": tf32}.get(dtype)
@@ -61,17 +63,18 @@ def peak_of(name: str, dtype: str) -> float | None:
 
 
 def flops_per_token(model: CausalLM, sequence_length: int) -> int:
-    """Of a training step on rows of sequence_length tokens. What is frozen by now costs no gradient of its own.
+    """Returns the model FLOPs per token of a training step on rows of sequence_length tokens.
 
-    The model may be on the meta device, and may be sharded.
+    Parameters that are frozen at the time of the call cost no weight gradient. The model may be on the meta device, and
+    may be sharded.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    pairs = sum(mean_keys(sequence_length, attention.window) for attention in layers)
+    pairs = sum(mean_attended_keys(sequence_length, attention.window) for attention in layers)
     return matrix_flops(model) + round(12 * model.config.query_size * pairs)
 
 
 def matrix_flops(model: CausalLM) -> int:
-    """A token goes through k of E experts."""
+    """Returns the FLOPs per token of the matrix products. Of a mixture of experts, k of E experts count."""
     routed = {
         id(weight): (moe.experts_per_token, moe.gate.out_features)
         for moe in model.modules()
@@ -81,12 +84,12 @@ def matrix_flops(model: CausalLM) -> int:
     flops = 0
     for weight in (*model.model.layers.parameters(), model.lm_head.weight):
         if weight.ndim >= 2:
-            active, of = routed.get(id(weight), (1, 1))
-            flops += (6 if weight.requires_grad else 4) * weight.numel() * active // of
+            active, experts = routed.get(id(weight), (1, 1))
+            flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
     return flops
 
 
-def mean_keys(length: int, window: int | None) -> float:
-    """How many keys a query of a row sees on average, itself included."""
-    seen = min(window or length, length)
-    return (seen * (seen + 1) / 2 + (length - seen) * seen) / length
+def mean_attended_keys(length: int, window: int | None) -> float:
+    """Returns the average number of keys that a query of a row attends to, its own included."""
+    most = min(window or length, length)
+    return (most * (most + 1) / 2 + (length - most) * most) / length

@@ -1,6 +1,7 @@
-"""Where a run's metrics go beside metrics.jsonl: TensorBoard, and Weights & Biases. Only where asked for.
+"""Optional loggers in addition to metrics.jsonl: TensorBoard and Weights & Biases (`--log-to`).
 
-A record is a line of metrics.jsonl: {"step": n, name: value, …}. Both packages are imported when a run asks for them.
+A record is a line of metrics.jsonl: {"step": n, name: value, …}. A logger's package is imported only if the logger is
+enabled. Must not know what the metrics mean.
 """
 
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.packages import needs
+from ligermodels.training.packages import import_package
 
 
 class Logger(Protocol):
@@ -18,21 +19,24 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
-def require(names: Iterable[str]) -> None:
-    """Raises InputError where a package is missing."""
+def check_logger_packages(names: Iterable[str]) -> None:
+    """Raises InputError if the package of a logger is missing."""
     for name in names:
-        needs(name, f"--log-to {name}")
+        import_package(name, f"--log-to {name}")
 
 
 def open_loggers(names: Sequence[str], folder: Path, settings: Mapping[str, Any], done: int = 0) -> list[Logger]:
-    """Those asked for, on the one rank that writes. done: steps a resumed run has taken already. Raises InputError
-    where one cannot be had; nothing is written then."""
-    require(names)
+    """Opens the loggers of these names. Only the rank that writes calls it.
+
+    folder: the folder of the run. done: steps already completed by a resumed run. Raises InputError if a logger is not
+    available; nothing is written then.
+    """
+    check_logger_packages(names)
     return [logger(folder, settings, done) for name, logger in LOGGERS.items() if name in names]
 
 
 class TensorBoard:
-    """Event files in `folder`/tensorboard; of a resumed run, what was written after its checkpoint is hidden."""
+    """Event files in `folder`/tensorboard. On resume, events after the checkpoint are hidden."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -54,27 +58,27 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project `ligermodels`, or that of WANDB_PROJECT, named like the folder, where its files are kept.
+    """A Weights & Biases run with the name of the folder, in the project `ligermodels` or WANDB_PROJECT.
 
-    A resumed run goes on in the same one.
+    Its files are in `folder`. A resumed run continues the same Weights & Biases run.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], done: int) -> None:
         import wandb
 
-        name_file = folder / "wandb" / "run-id"
-        known = name_file.read_text(encoding="utf-8") if done and name_file.exists() else None
+        id_file = folder / "wandb" / "run-id"
+        run_id = id_file.read_text(encoding="utf-8") if done and id_file.exists() else None
         project = os.environ.get("WANDB_PROJECT", "ligermodels")
         try:
             self.run = wandb.init(
-                project=project, name=folder.name, dir=folder, id=known, resume="allow", config=dict(settings)
+                project=project, name=folder.name, dir=folder, id=run_id, resume="allow", config=dict(settings)
             )
         except wandb.errors.Error as error:
             raise InputError(
                 f"--log-to wandb: {first_line(error)} Run `wandb login`, or set WANDB_MODE=offline"
             ) from error
-        name_file.parent.mkdir(parents=True, exist_ok=True)
-        name_file.write_text(self.run.id, encoding="utf-8")
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(self.run.id, encoding="utf-8")
         self.run.define_metric("*", step_metric="step")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -85,6 +89,6 @@ class WeightsAndBiases:
 
 
 LOGGERS: dict[str, Callable[[Path, Mapping[str, Any], int], Logger]] = {
-    "wandb": WeightsAndBiases,  # first, because it may refuse
+    "wandb": WeightsAndBiases,  # first, because it can raise
     "tensorboard": TensorBoard,
 }

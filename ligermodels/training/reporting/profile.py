@@ -1,4 +1,4 @@
-"""A trace of three steps, for Perfetto or chrome://tracing, and what it says in short."""
+"""A profiler trace of three steps, for Perfetto or chrome://tracing, and a summary of it. Must not know the model."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,18 +12,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from ligermodels.units import counted
 
-STEPS = 3
-KERNELS = 10
-LONGEST_NAME = 72  # characters of a kernel's name
+PROFILED_STEPS = 3
+REPORTED_KERNELS = 10
+MAX_KERNEL_NAME = 72  # characters
 
 
 class StepProfiler:
-    """Traces the steps first, first + 1 and first + 2 of a run; none where `first` is None. A context manager.
+    """Traces the steps first, first + 1 and first + 2 of a run; none if `first` is None. A context manager.
 
-    What comes between two of them, a validation for example, is traced as well; what follows the last is not.
-
-    file: of the trace, as in trace.json.gz. say: is told where it lies, how busy the GPU was, and which kernels took
-    the most of its time (on a CPU, which ops).
+    Work between these steps, such as a validation, is traced too; work after the last of them is not.
+    file: path of the trace, such as trace.json.gz. say: receives the summary line by line: where the trace is, how busy
+    the GPU was, and which kernels (on a CPU, which ops) took most of its time.
     """
 
     def __init__(self, first: int | None, file: Path, device: torch.device, say: Callable[[str], None]) -> None:
@@ -40,12 +39,12 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A run may be stopped within the three."""
+        """Writes the trace if the run stops before the third step."""
         if self.profile:
             self.finish(self.profile)
 
     def begin(self, step: int) -> None:
-        """Call at the beginning of every step; they count from 1."""
+        """Call at the start of every step. step: counts from 1."""
         if step == self.first:
             gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
             self.profile = profile(activities=[ProfilerActivity.CPU, *gpu])
@@ -53,8 +52,8 @@ class StepProfiler:
         self.steps += self.profile is not None
 
     def end(self, *, last: bool) -> None:
-        """Call at the end of every step. last: whether it is the run's."""
-        if self.profile and (last or self.steps == STEPS):
+        """Call at the end of every step. last: whether it is the last step of the run."""
+        if self.profile and (last or self.steps == PROFILED_STEPS):
             self.finish(self.profile)
 
     def finish(self, traced: profile) -> None:
@@ -64,14 +63,14 @@ class StepProfiler:
         traced.stop()
         traced.export_chrome_trace(str(self.file))
         self.say(f"{self.file}: {counted(self.steps, 'step')} from step {self.first} on; open it at ui.perfetto.dev")
-        for line in report(traced.events(), self.device, self.steps):
+        for line in profile_report(traced.events(), self.device, self.steps):
             self.say(line)
 
 
-def report(events: Iterable[Any], device: torch.device, steps: int) -> Iterator[str]:
-    """The kernels, on a CPU ops, that took the most time: KERNELS of them, and the means of a step.
+def profile_report(events: Iterable[Any], device: torch.device, steps: int) -> Iterator[str]:
+    """Yields a table of the kernels (on a CPU, ops) that took the most time: time per step, fraction, calls per step.
 
-    events: torch.profiler's FunctionEvents; times in µs.
+    events: torch.profiler's FunctionEvents, with times in µs. On a GPU the first line is its busy fraction.
     """
     calls: Counter[str] = Counter()
     times: Counter[str] = Counter()
@@ -81,21 +80,21 @@ def report(events: Iterable[Any], device: torch.device, steps: int) -> Iterator[
         calls[event.name] += 1
         times[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
     if on_gpu:
-        busy = busy_share([(event.time_range.start, event.time_range.end) for event in timed])
+        busy = busy_fraction([(event.time_range.start, event.time_range.end) for event in timed])
         yield f"the GPU was busy for {busy:.1%} of that time"
-    yield f"{'ms a step':>10}{'share':>8}{'calls':>8}"
-    for name, time in times.most_common(KERNELS):
-        share = time / times.total()
-        yield f"{time / 1e3 / steps:10.3f}{share:8.1%}{calls[name] / steps:8.0f}  {name[:LONGEST_NAME]}"
+    yield f"{'ms/step':>10}{'time':>8}{'calls':>8}"
+    for name, time in times.most_common(REPORTED_KERNELS):
+        fraction = time / times.total()
+        yield f"{time / 1e3 / steps:10.3f}{fraction:8.1%}{calls[name] / steps:8.0f}  {name[:MAX_KERNEL_NAME]}"
 
 
 def is_kernel(event: Any) -> bool:
-    """Or a copy; annotations lie over several of them."""
+    """Whether an event is a kernel or a copy on the GPU. Annotations are not: they span several kernels."""
     return event.device_type == DeviceType.CUDA and not event.is_user_annotation
 
 
-def busy_share(spans: Iterable[tuple[float, float]]) -> float:
-    """The part of the time from the first start to the last end in which at least one span runs."""
+def busy_fraction(spans: Iterable[tuple[float, float]]) -> float:
+    """Returns the fraction of the time from the first start to the last end in which at least one span runs."""
     spans = sorted(spans)
     busy, reached = 0.0, spans[0][0]
     for start, end in spans:

@@ -30,8 +30,8 @@ from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.folder import CHECKPOINTS
-from ligermodels.training.scaling.activation_checkpointing import Needs
-from ligermodels.training.scaling.fsdp import shards_of
+from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator
+from ligermodels.training.scaling.fsdp import dp_shard_size
 from ligermodels.units import counted, memory_size
 
 MANY_EPOCHS = 10
@@ -42,7 +42,7 @@ class Plan:
     """The numbers of a run that is about to start.
 
     rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
-    once. recomputed: blocks with activation checkpointing, of `blocks`. memory: of one rank. flops: per token.
+    once. checkpointed_blocks: blocks with activation checkpointing, of `blocks`. memory: of one rank. flops: per token.
     positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
@@ -56,7 +56,7 @@ class Plan:
     validation_rows: int
     flops: int
     memory: TrainingMemory
-    recomputed: int
+    checkpointed_blocks: int
     blocks: int
     positions: int
     checkpoint: int
@@ -118,8 +118,10 @@ class Plan:
         tokens = self.config.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
-        recomputed = f", {self.recomputed} of {self.blocks} blocks recomputed" if self.recomputed else ""
-        yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{recomputed}"
+        checkpointed = (
+            f", {self.checkpointed_blocks} of {self.blocks} blocks checkpointed" if self.checkpointed_blocks else ""
+        )
+        yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{checkpointed}"
         for part, size in self.memory.parts.items():
             if size:
                 yield f"  {part}", f"{memory_size(size):>10}"
@@ -191,7 +193,7 @@ def make_plan(
     rows: int,
     passes: Sequence[float],
     validation_rows: int,
-    recomputed: int,
+    checkpointed_blocks: int,
     memory: TrainingMemory,
 ) -> Plan:
     """The plan of a run.
@@ -199,10 +201,11 @@ def make_plan(
     model: with its LoRA, not sharded yet; it may be on the meta device.
     """
     trained = trained_parameters(model)
-    checkpoint = sum(parameter.nbytes for parameter in trained) + memory.states * shards_of(world, config.dp_replicate)
+    states = memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
+    checkpoint = sum(parameter.nbytes for parameter in trained) + states
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
-        flops_per_token(model, config.sequence_length), memory, recomputed, len(model.model.layers),
+        flops_per_token(model, config.sequence_length), memory, checkpointed_blocks, len(model.model.layers),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 
@@ -237,7 +240,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
 
 
-def memory_needs(model: CausalLM, optimizer: AdamW, config: TrainConfig, world: World, dtype: torch.dtype) -> Needs:
+def memory_needs(
+    model: CausalLM, optimizer: AdamW, config: TrainConfig, world: World, dtype: torch.dtype
+) -> MemoryEstimator:
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
@@ -246,5 +251,5 @@ def memory_needs(model: CausalLM, optimizer: AdamW, config: TrainConfig, world: 
     _, micro_batch_size = split_global_batch(config.batch_size, config.micro_batch_size, world)
     return functools.partial(
         training_memory, model, batch_size=micro_batch_size, sequence_length=config.sequence_length, dtype=dtype,
-        shards=shards_of(world, config.dp_replicate), states=state_bytes(optimizer),
+        shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import InputError
-from ligermodels.training.checkpoints.files import committed_steps, step_of
+from ligermodels.training.checkpoints.files import checkpoint_step, committed_steps
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL
 from ligermodels.training.runs.settings import SETTINGS_FILE, differences, read_settings
@@ -44,7 +44,7 @@ def refuse_resuming(config: TrainConfig) -> None:
 
 def last_step(output: Path) -> int:
     """The step of the newest checkpoint; 0 without one."""
-    return max(map(step_of, committed_steps(output / CHECKPOINTS)), default=0)
+    return max(map(checkpoint_step, committed_steps(output / CHECKPOINTS)), default=0)
 
 
 def refuse_other_data(config: TrainConfig, saved: Mapping[str, Any] | None, fingerprint: str) -> None:

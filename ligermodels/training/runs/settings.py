@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ligermodels.errors import InputError, first_line, nearest
+from ligermodels.errors import InputError, first_line, suggest_closest
 from ligermodels.training.config import FIELDS, TrainConfig, parsed_item, type_of
 
 SETTINGS_FILE = "train.toml"
@@ -52,7 +52,9 @@ def read_values(file: Path) -> dict[str, Any]:
     known = FIELDS.keys() - {"resume"}
     for key in content:
         if key not in known:
-            raise InputError(f"{file}: {key}: no such flag{nearest(key, known)}; `ligermodels train --help` lists them")
+            raise InputError(
+                f"{file}: {key}: no such flag{suggest_closest(key, known)}; `ligermodels train --help` lists them"
+            )
     return {key: parsed_value(key, value, f"{file}: {key}") for key, value in content.items()}
 
 

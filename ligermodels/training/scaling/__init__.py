@@ -1,1 +1,1 @@
-"""From one CPU to many GPUs: ranks and shards, compilation, float8, and what memory allows."""
+"""From one CPU to many GPUs: FSDP2, activation checkpointing, torch.compile, float8 and memory limits."""

@@ -1,11 +1,11 @@
-"""What memory allows: how many blocks keep their activations for backward, and whether they keep gathered weights.
+"""Decisions that depend on GPU memory: activation checkpointing, and whether FSDP2 reshards weights after forward.
 
 Must not know the data.
 """
 
 import bisect
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -13,55 +13,58 @@ from ligermodels.distributed import World, smallest
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory import TrainingMemory
 
-USABLE = 0.95  # of what is free: the estimate is within 3 %, and the allocator leaves gaps
-USABLE_SHARDED = 0.81  # where FSDP2's streams each reserve memory: 14 to 19 % more than was allocated, on two GPUs
-LIBRARIES = 2**30  # bytes that NCCL and cuBLAS take for themselves, once they are used
+USABLE_MEMORY = 0.95  # of the free memory: the estimate is within 3 %, and the allocator leaves gaps
+# With FSDP2 each of its streams reserves memory: 14 to 19 % more than was allocated, measured on two GPUs.
+USABLE_MEMORY_SHARDED = 0.81
+LIBRARY_BYTES = 2**30  # allocated by NCCL and cuBLAS at their first use
+
+# `ligermodels.memory.training_memory` with the settings of a run. Keyword arguments replace a setting.
+MemoryEstimator = Callable[..., TrainingMemory]
 
 
-class Needs(Protocol):
-    """`ligermodels.memory.training_memory` of a run, by whose keywords it is asked about others."""
+def apply_activation_checkpointing(model: CausalLM, mode: str, world: World, estimate: MemoryEstimator) -> int:
+    """Applies activation checkpointing to the first blocks of a model, and returns their number.
 
-    def __call__(
-        self, *, batch_size: int = ..., sequence_length: int = ..., recomputed: int = 0, keep_gathered: bool = False
-    ) -> TrainingMemory: ...
-
-
-def recompute(model: CausalLM, how: str, world: World, needs: Needs) -> int:
-    """Has the first blocks of a model computed again in backward; returns how many, which is the same on every rank.
-
-    how: "none", "full", or "auto", by which as few are as leave room for the step on the fullest GPU; on a CPU none.
+    mode: "none"; "full" for all blocks; "auto" for as few blocks as needed for the step to fit into the memory of the
+    fullest GPU, and none on a CPU. The number is the same on every rank.
     """
     blocks = model.config.num_hidden_layers
-    match how:
+    match mode:
         case "none":
             count = 0
         case "full":
             count = blocks
         case _:
-            count = fewest(blocks, needs, usable_memory(world))
-    model.recompute_in_backward(count)
+            count = fewest_checkpointed_blocks(blocks, estimate, usable_memory(world))
+    model.checkpoint_activations(count)
     return count
 
 
-def keeps_gathered(world: World, needs: Needs, recomputed: int) -> bool:
-    """Whether there is room for blocks to keep their gathered weights until backward; the same on every rank.
+def must_reshard_after_forward(world: World, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:
+    """Whether FSDP2 must reshard a block's weights after forward, because not all blocks fit unsharded into memory.
 
-    On a CPU they do not: room is not known there, and to gather once more is to copy.
+    The result is the same on every rank. On a CPU it is True: the free memory is unknown, and a second all-gather is
+    only a copy.
     """
-    room = usable_memory(world)
-    return math.isfinite(room) and needs(recomputed=recomputed, keep_gathered=True).peak <= room
+    usable = usable_memory(world)
+    if math.isinf(usable):
+        return True
+    return estimate(checkpointed_blocks=checkpointed_blocks, keep_unsharded=True).peak > usable
 
 
-def fewest(blocks: int, needs: Needs, usable: float) -> int:
-    """The fewest blocks with which a step fits; all of them where it never does."""
-    return bisect.bisect_left(range(blocks), True, key=lambda count: needs(recomputed=count).peak <= usable)
+def fewest_checkpointed_blocks(blocks: int, estimate: MemoryEstimator, usable: float) -> int:
+    """Returns the smallest number of checkpointed blocks with which a step fits; `blocks` if it never fits."""
+    return bisect.bisect_left(range(blocks), True, key=lambda count: estimate(checkpointed_blocks=count).peak <= usable)
 
 
 def usable_memory(world: World) -> float:
-    """Bytes that a step may take on every rank, from before the model has any; infinite on a CPU, which can swap."""
+    """Returns the bytes that a step can use on every rank, measured before the model is allocated.
+
+    Infinite on a CPU, which can swap.
+    """
     if world.device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(world.device)
     cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
     least = smallest(torch.tensor(float(free + cached), dtype=torch.float64, device=world.device))
-    return (USABLE if world.size == 1 else USABLE_SHARDED) * least.item() - LIBRARIES
+    return (USABLE_MEMORY if world.size == 1 else USABLE_MEMORY_SHARDED) * least.item() - LIBRARY_BYTES

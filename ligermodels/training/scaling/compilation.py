@@ -1,27 +1,28 @@
 """torch.compile, block by block. Must not know what a block is made of.
 
-Its kernels are ours already: on an H200 at the shape of Llama-3-8B, 8 × 2048 tokens, compiled blocks trained 12,993
-tokens/s in 94.4 GiB and plain ones 13,009 in the same (benchmarks/results/2026-11-21-fsdp2-two-gpus.json). It may pay
-where much of a block is not ours, such as float8 or a projection of the user's.
+The blocks already run fused kernels, so torch.compile gains little: on an H200 with the shape of Llama-3-8B and
+8 × 2048 tokens, compiled blocks trained 12,993 tokens/s and eager blocks 13,009, both in 94.4 GiB
+(benchmarks/results/2026-11-21-fsdp2-two-gpus.json). It can help where a block runs other code, such as float8 or a
+projection of the user's.
 """
 
 import torch
 
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.training.scaling.fsdp import blocks
+from ligermodels.training.scaling.fsdp import model_blocks
 
-# Of one block's code there are as many variants as the product of: the first block and the others, windowed and full
-# ones, computed again or not, training and validation, lengths seen once and lengths that change. torch gives up at 8.
-MOST_VARIANTS = 64
+# The code of one block is compiled for every combination of: first block or later block, sliding window or full
+# attention, activation checkpointing or not, training or validation, static or dynamic lengths. torch's limit is 8.
+RECOMPILE_LIMIT = 64
 
 
 def compile_blocks(model: CausalLM) -> None:
-    """Has every block compiled when it first runs, in place; parameters keep their names.
+    """Applies torch.compile to every block, in place. It is compiled at its first call; parameter names stay.
 
-    What surrounds a block stays outside: recomputation in backward and the hooks by which FSDP2 gathers weights. Blocks
-    that are alike share what is compiled, and a length that changes from batch to batch becomes a symbol the second
-    time. Call it after LoRA and before sharding.
+    Activation checkpointing and the FSDP2 hooks stay outside the compiled code. Blocks of the same structure share
+    compiled code. A length that changes from batch to batch becomes dynamic when it changes first. Call this function
+    after LoRA is added and before sharding.
     """
-    torch._dynamo.config.recompile_limit = MOST_VARIANTS
-    for block in blocks(model):
-        block.block = torch.compile(block.block, fullgraph=True)  # type: ignore[method-assign]
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    for block in model_blocks(model):
+        block.forward_block = torch.compile(block.forward_block, fullgraph=True)  # type: ignore[method-assign]

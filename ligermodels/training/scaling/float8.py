@@ -1,9 +1,9 @@
-"""Linears of the blocks that multiply in float8, by torchao. Weights, and what is saved of them, stay as they are.
+"""float8 matrix products for the linears of the blocks, through torchao. Weights and saved files are unchanged.
 
-Input, weight and output's gradient are each scaled by their largest element and rounded just before the product, which
-is torchao's recipe "tensorwise"; results have the dtype of the computation. Embedding, head, routers and routed experts
-are left alone, and so is a linear with a side that the products cannot have. Knows of a model that the linears meant
-are those of its blocks whose names end in `_proj`.
+Input, weight and output gradient are each scaled by their largest absolute value and rounded to float8 just before the
+product (torchao's recipe "tensorwise"). Results have the compute dtype. Embedding, head, routers and routed experts are
+not converted, nor is a linear whose sizes float8 products do not support. All this module knows of a model is that the
+linears to convert are in its blocks and have names that end in `_proj`.
 """
 
 import torch
@@ -11,41 +11,42 @@ from torch import nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers.lora_targets import BLOCKS
-from ligermodels.training.packages import needs
+from ligermodels.training.packages import import_package
 
-LEAST_CAPABILITY = (8, 9)
-MULTIPLE = 16  # both sides of a weight are such
+MIN_CAPABILITY = (8, 9)
+SIZE_MULTIPLE = 16  # float8 products need both sizes of a weight to be multiples of it
 
 
 def convert(model: nn.Module, device: torch.device) -> int:
-    """Replaces linears in place, and returns how many: after LoRA is in, before sharding. The model may be on the meta
-    device.
+    """Replaces linears in place, and returns their number. Call it after LoRA is added and before sharding.
 
-    device: where it will train. Raises InputError where that cannot multiply in float8, torchao is missing or there is
-    nothing to convert.
+    model: may be on the meta device. device: the device it will train on. Raises InputError if the device does not
+    support float8 products, torchao is missing, or no linear can be converted.
     """
-    refuse_unable(device)  # first: where torchao's own kernels do not load, importing it writes lines of warnings
-    torchao = needs("torchao.float8", "--float8")
-    fit = [name for name, module in model.get_submodule(BLOCKS).named_modules() if fits(module, name)]
-    if not fit:
-        raise InputError(f"float8: no linear of the blocks has sides that are multiples of {MULTIPLE}; leave it out")
+    check_float8_support(device)  # first, because importing torchao prints warnings if its kernels do not load
+    torchao = import_package("torchao.float8", "--float8")
+    blocks = model.get_submodule(BLOCKS)
+    names = {name for name, module in blocks.named_modules() if is_convertible(module, name)}
+    if not names:
+        raise InputError(f"float8: no linear of the blocks has sizes that are multiples of {SIZE_MULTIPLE}; omit it")
     torchao.convert_to_float8_training(
-        model.get_submodule(BLOCKS),
-        module_filter_fn=lambda _, name: name in fit,
+        blocks,
+        module_filter_fn=lambda _, name: name in names,
         config=torchao.Float8LinearConfig.from_recipe_name("tensorwise"),
     )
-    return len(fit)
+    return len(names)
 
 
-def fits(module: nn.Module, name: str) -> bool:
-    """Under LoRA, what is converted is the base: the factors are narrow."""
+def is_convertible(module: nn.Module, name: str) -> bool:
+    """Whether a module is a linear to convert. With LoRA this is the base layer; the factors are too small."""
     if not isinstance(module, nn.Linear) or not name.removesuffix(".base_layer").endswith("_proj"):
         return False
-    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+    return module.in_features % SIZE_MULTIPLE == 0 and module.out_features % SIZE_MULTIPLE == 0
 
 
-def refuse_unable(device: torch.device) -> None:
+def check_float8_support(device: torch.device) -> None:
+    """Raises InputError if the device does not support float8 products."""
     found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if found is None or found < LEAST_CAPABILITY:
+    if found is None or found < MIN_CAPABILITY:
         has = f"a {device.type}" if found is None else f"compute capability {found[0]}.{found[1]}"
         raise InputError(f"float8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, not {has}")

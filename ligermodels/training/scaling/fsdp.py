@@ -1,9 +1,9 @@
-"""One process or many: process group, FSDP2 sharding, sums over ranks, gradient norm.
+"""FSDP2 sharding of a decoder, with mixed precision and hybrid sharding (HSDP), and the gradient norm.
 
-Every function also works on a single process without torchrun, where there is nothing to shard or sum. Weights are
-stored in one dtype and computed with in another or the same: gathered in the latter, their gradients summed over ranks
-in the wider of both. The loss is divided by the global token count before backward, so gradients are summed, never
-averaged. Knows of a model its blocks, its embedding and its head.
+One function shards every decoder. Every function also works in a single process without torchrun.
+Parameters have a parameter dtype and a compute dtype: they are all-gathered in the compute dtype, and their gradients
+are reduced in the wider of the two. The loss is divided by the global token count before backward, so gradients are
+summed over ranks, not averaged. Knows the blocks, the embedding and the head of a model. Must not know architectures.
 """
 
 import functools
@@ -22,86 +22,98 @@ from ligermodels.layers.block import Block
 from ligermodels.layers.decoder import CausalLM
 
 
-def shard(model: CausalLM, world: World, dtype: torch.dtype, *, replicas: int = 1, keep_gathered: bool = False) -> None:
-    """Splits every parameter over the ranks, in place: a unit a block, the embedding and the head.
+def shard(
+    model: CausalLM, world: World, dtype: torch.dtype, *, dp_replicate: int = 1, reshard_after_forward: bool = True
+) -> None:
+    """Applies `fully_shard` to every block, the embedding, the head and the model, in place.
 
-    model: on the meta device, or with equal values on every rank. Its parameters keep the dtype they have; `dtype` is
-    that of the computation. Where the two differ, a single process computes by the same path, as one of one.
-    replicas: copies of the model; world.size / replicas ranks share one, neighbours first.
-    keep_gathered: whether there is room for blocks to keep gathered weights from forward to backward, which saves
-    gathering them twice, and for memory of NCCL's own, if gradients are summed in `dtype`.
-    Raises InputError where one parameter is used in two units or the replicas do not divide the ranks.
+    model: on the meta device, or with equal values on every rank. dtype: the compute dtype; parameters keep their own
+    dtype. If the two differ, a single process uses FSDP2 too, for its mixed precision.
+    dp_replicate: model replicas (HSDP). Each is sharded over world.size / dp_replicate neighbouring ranks.
+    reshard_after_forward: whether blocks free their unsharded weights after forward and all-gather them again in
+    backward. False saves the second all-gather. It also lets NCCL allocate its own communication memory, if gradients
+    are reduced in `dtype`.
+    Raises InputError if a parameter is shared between two units, or dp_replicate does not divide the number of ranks.
     """
     if world.size == 1 and all(p.dtype == dtype for p in model.parameters() if p.requires_grad):
         return
-    refuse_ties_between_units(model)
-    policy = precision(model, dtype)
-    unit = functools.partial(fully_shard, mesh=mesh_of(world, replicas), mp_policy=policy)
-    # Where NCCL reads and writes without buffers between. What it once took, gradients among it, it never gives back.
-    in_memory_of_nccl = keep_gathered and policy.reduce_dtype == dtype and shards_of(world, replicas) > 1
-    *others, last = layers = blocks(model)
+    check_no_ties_between_units(model)
+    policy = mixed_precision(model, dtype)
+    unit = functools.partial(fully_shard, mesh=make_mesh(world, dp_replicate), mp_policy=policy)
+    # NCCL communicates from memory that it allocates itself without a copy to its buffers, but never frees that memory.
+    same_dtype = policy.reduce_dtype == dtype
+    use_nccl_memory = not reshard_after_forward and same_dtype and dp_shard_size(world, dp_replicate) > 1
+    *others, last = blocks = model_blocks(model)
     for block in others:
-        unit(block, reshard_after_forward=not keep_gathered)
-    unit(last, reshard_after_forward=False)  # backward begins with it
+        unit(block, reshard_after_forward=reshard_after_forward)
+    unit(last, reshard_after_forward=False)  # backward needs it first
     embedding, head = model.model.embed_tokens, model.lm_head
     if embedding.weight is not head.weight:
         unit(embedding).set_unshard_in_backward(False)
         unit(head, reshard_after_forward=False)
         register_fsdp_forward_method(head, "loss")
     root = unit(model, reshard_after_forward=False)
-    root.set_modules_to_forward_prefetch([*units(embedding), cast(FSDPModule, layers[0])])
-    for each in units(model):
+    root.set_modules_to_forward_prefetch([*fsdp_modules(embedding), cast(FSDPModule, blocks[0])])
+    for each in fsdp_modules(model):
         each.set_gradient_divide_factor(1.0)
-        each.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        each.set_allocate_memory_from_process_group_for_comm(in_memory_of_nccl)
+        each.set_force_sum_reduction_for_comms(True)  # gloo does not support a premultiplied sum
+        each.set_allocate_memory_from_process_group_for_comm(use_nccl_memory)
 
 
-def precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Weights are gathered and computed with in `dtype`. Their gradients come in it, and are kept in the dtype of the
-    weights that are trained: they are summed over ranks in the wider of the two.
+def mixed_precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Returns the policy: all-gather and compute in `dtype`; reduce gradients in the wider of `dtype` and the dtype of
+    the trained parameters.
 
-    So fp32 weights get sums in fp32, and those in bf16 sums in bf16, for half the traffic. Of two ranks these have the
-    bits of an fp32 sum, rounded. Of N ranks NCCL's ring rounds N - 1 times: where gradients are independent, for an
-    error about √(N / 2) times that of rounding once, which of 8 is 0.37 % of a sum instead of 0.17 %.
+    Gradients of fp32 parameters are reduced in fp32, those of bf16 parameters in bf16, at half the traffic. On two
+    ranks a bf16 reduction gives the bits of an fp32 reduction rounded to bf16. On N ranks NCCL's ring rounds N - 1
+    times. If gradients are independent, its error is about √(N / 2) times that of one rounding: on 8 ranks 0.37 % of a
+    sum instead of 0.17 %.
     """
-    stored = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
-    reduced = torch.promote_types(stored, dtype)
+    param_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+    reduced = torch.promote_types(param_dtype, dtype)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
-def mesh_of(world: World, replicas: int) -> DeviceMesh:
-    """[ranks], or [replicas, ranks of one copy]."""
-    shards = shards_of(world, replicas)
+def make_mesh(world: World, dp_replicate: int) -> DeviceMesh:
+    """Returns the device mesh [ranks], or [dp_replicate, dp_shard] for HSDP."""
+    dp_shard = dp_shard_size(world, dp_replicate)
     if not dist.is_initialized():
         dist.init_process_group(backend_of(world.device), store=dist.HashStore(), rank=0, world_size=1)
-    if replicas == 1:
+    if dp_replicate == 1:
         return init_device_mesh(world.device.type, (world.size,))
-    return init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=("replicas", "shards"))
+    names = ("dp_replicate", "dp_shard")
+    return init_device_mesh(world.device.type, (dp_replicate, dp_shard), mesh_dim_names=names)
 
 
-def shards_of(world: World, replicas: int) -> int:
-    """How many ranks share a copy of the model."""
-    if world.size % replicas:
+def dp_shard_size(world: World, dp_replicate: int) -> int:
+    """Returns the number of ranks over which a replica of the model is sharded.
+
+    Raises InputError if dp_replicate does not divide the number of ranks.
+    """
+    if world.size % dp_replicate:
         raise InputError(
-            f"--dp-replicate {replicas} does not divide the number of ranks, {world.size}: lower it, or start "
-            f"{replicas} or a multiple of them, as by torchrun --nproc-per-node {replicas}"
+            f"--dp-replicate {dp_replicate} does not divide the number of ranks, {world.size}: lower it, or start "
+            f"a multiple of {dp_replicate} ranks, such as torchrun --nproc-per-node {dp_replicate}"
         )
-    return world.size // replicas
+    return world.size // dp_replicate
 
 
-def blocks(model: CausalLM) -> list[Block]:
+def model_blocks(model: CausalLM) -> list[Block]:
     return [cast(Block, block) for block in model.model.layers]
 
 
-def units(module: nn.Module) -> list[FSDPModule]:
-    """Those in a module, itself among them."""
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """Returns the FSDP2 units in a module, including the module itself if it is one."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def refuse_ties_between_units(model: CausalLM) -> None:
-    """torch 2.11 shards such a parameter twice and silently trains two copies."""
+def check_no_ties_between_units(model: CausalLM) -> None:
+    """Raises InputError if two units share a parameter.
+
+    torch 2.11 would shard such a parameter twice and silently train two copies of it.
+    """
     owner: dict[int, tuple[int | None, str]] = {}
-    inside = {id(module): number for number, block in enumerate(blocks(model)) for module in block.modules()}
+    inside = {id(module): number for number, block in enumerate(model_blocks(model)) for module in block.modules()}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             unit, full_name = inside.get(id(module)), f"{module_name}.{name}"
@@ -112,19 +124,20 @@ def refuse_ties_between_units(model: CausalLM) -> None:
                 )
 
 
-def reduce_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward sums gradients over the copies of a model; with accumulation only the last one must.
+def set_gradient_all_reduce(model: nn.Module, enabled: bool) -> None:
+    """Sets whether the next backward all-reduces gradients over the model replicas (HSDP).
 
-    Within a copy every backward sums them, into each rank's share: all of them would need the memory of a whole model.
+    With gradient accumulation only the last micro-batch needs it. Within a replica every backward reduce-scatters the
+    gradients, because unsharded gradients would take the memory of a whole model.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(now)
+        model.set_requires_all_reduce(enabled)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """The joint norm of all gradients, over all ranks: a device scalar, fp32.
+    """Returns the global gradient norm over all parameters and ranks: a device scalar, fp32.
 
-    As of torch's get_total_norm, which however rounds the norm of bf16 gradients to bf16.
+    torch's get_total_norm would round the norm of bf16 gradients to bf16.
     """
     norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None], 2.0, torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))

@@ -1,4 +1,4 @@
-"""Device values read on the host without stalling the device."""
+"""Asynchronous reads of device values on the host, which do not stall the device. Must not know what is read."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 
-def read_later(x: Tensor) -> Callable[[], list[float]]:
-    """Starts to copy a device vector to the host; what it returns waits for that copy, not for work queued since."""
+def read_async(x: Tensor) -> Callable[[], list[float]]:
+    """Starts the copy of a device vector to the host, and returns a function that returns its values.
+
+    The function waits for the copy, but not for work that was queued after it.
+    """
     if not x.is_cuda:
         return x.tolist
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -1,65 +1,83 @@
-"""What to say when a GPU's memory was not enough: what the step needed, and which flags lower it."""
+"""The error message for an out-of-memory error on a GPU: the memory that a step needs, and flags that reduce it."""
 
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.scaling.activation_checkpointing import Needs
+from ligermodels.training.config import TrainConfig
+from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator
 from ligermodels.units import memory_size
 
 
 @contextmanager
-def explained(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: int, blocks: int) -> Iterator[None]:
-    """Raises InputError where a GPU's memory is not enough, be it that of one rank alone."""
+def out_of_memory_advice(
+    config: TrainConfig, estimate: MemoryEstimator, micro_batch_size: int, checkpointed_blocks: int, blocks: int
+) -> Iterator[None]:
+    """Turns an out-of-memory error of the GPU into an InputError, also if it happens on one rank only.
+
+    Its arguments are those of `out_of_memory_message`.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        sizes = {"micro_batch_size": micro_batch_size, "recomputed": recomputed, "blocks": blocks}
-        raise InputError(explain_out_of_memory(error, args, needs, **sizes)) from error
+        sizes = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": checkpointed_blocks, "blocks": blocks}
+        raise InputError(out_of_memory_message(error, config, estimate, **sizes)) from error
 
 
-def explain_out_of_memory(
-    error: BaseException, args: Namespace, needs: Needs, *, micro_batch_size: int, recomputed: int, blocks: int
+def out_of_memory_message(
+    error: BaseException,
+    config: TrainConfig,
+    estimate: MemoryEstimator,
+    *,
+    micro_batch_size: int,
+    checkpointed_blocks: int,
+    blocks: int,
 ) -> str:
-    """One line.
+    """Returns one line.
 
-    micro_batch_size: rows a rank computes at a time. recomputed: how many of the model's `blocks` are computed again.
+    estimate: see MemoryEstimator. micro_batch_size: rows per forward pass of a rank. checkpointed_blocks: how many of
+    the model's `blocks` have activation checkpointing.
     """
-    needed = needs(recomputed=recomputed)
+    needed = estimate(checkpointed_blocks=checkpointed_blocks)
     parts = ", ".join(f"{name} {memory_size(size)}" for name, size in needed.parts.items() if size)
+    flags = memory_saving_flags(config, estimate, micro_batch_size, checkpointed_blocks, blocks)
     return (
-        f"out of GPU memory with --micro-batch-size {micro_batch_size} --sequence-length {args.sequence_length}, "
-        f"{recomputed} of {blocks} blocks recomputed: a step needs about {memory_size(needed.peak)} ({parts}), "
-        f"the GPU has {memory_size(total_memory())}; less need: "
-        f"{'; '.join(remedies(args, needs, micro_batch_size, recomputed, blocks))}. {first_line(error)}"
+        f"out of GPU memory with --micro-batch-size {micro_batch_size} --sequence-length {config.sequence_length}, "
+        f"activation checkpointing on {checkpointed_blocks} of {blocks} blocks: a step needs about "
+        f"{memory_size(needed.peak)} ({parts}), the GPU has {memory_size(total_memory())}; to use less: "
+        f"{'; '.join(flags)}. {first_line(error)}"
     )
 
 
-def remedies(args: Namespace, needs: Needs, micro_batch_size: int, recomputed: int, blocks: int) -> Iterator[str]:
-    """Flags that are not set so yet, the cheapest first, with what would be needed where only activations change."""
-    if recomputed < blocks:
-        lowest = memory_size(needs(recomputed=blocks).peak)
-        yield f"--activation-checkpointing full ({lowest}), or auto for no more than it takes"
+def memory_saving_flags(
+    config: TrainConfig, estimate: MemoryEstimator, micro_batch_size: int, checkpointed_blocks: int, blocks: int
+) -> Iterator[str]:
+    """Yields flags that reduce memory and are not set yet, those that cost the least speed or quality first.
+
+    Flags that change only the activations come with the estimate of the peak that they lead to.
+    """
+    if checkpointed_blocks < blocks:
+        lowest = memory_size(estimate(checkpointed_blocks=blocks).peak)
+        yield f"--activation-checkpointing full ({lowest}), or auto for as few blocks as needed"
     if micro_batch_size > 1:
         half = micro_batch_size // 2
-        then = memory_size(needs(batch_size=half, recomputed=recomputed).peak)
-        yield f"--micro-batch-size {half} ({then}), accumulation makes up for it"
-    if args.dtype != "bfloat16":
+        peak = memory_size(estimate(batch_size=half, checkpointed_blocks=checkpointed_blocks).peak)
+        yield f"--micro-batch-size {half} ({peak}), with gradient accumulation"
+    if config.dtype != "bfloat16":
         yield "--dtype bfloat16"
-    elif args.param_dtype == "float32" and args.lora_rank is None:
+    elif config.param_dtype == "float32" and config.lora_rank is None:
         yield "--param-dtype bfloat16"
-    if args.optimizer == "adamw":
+    if config.optimizer == "adamw":
         yield "--optimizer adamw8bit or --optimizer-state-dtype bfloat16"
-    if args.lora_rank is None:
+    if config.lora_rank is None:
         yield "--lora-rank 16"
-    shorter = needs(sequence_length=args.sequence_length // 2, recomputed=recomputed).peak
-    yield f"--sequence-length {args.sequence_length // 2} ({memory_size(shorter)})"
-    if args.dp_replicate > 1:
+    shorter = estimate(sequence_length=config.sequence_length // 2, checkpointed_blocks=checkpointed_blocks).peak
+    yield f"--sequence-length {config.sequence_length // 2} ({memory_size(shorter)})"
+    if config.dp_replicate > 1:
         yield "--dp-replicate 1"
-    yield "more GPUs, among which torchrun shares weights, gradients and states"
+    yield "more GPUs, over which FSDP2 shards parameters, gradients and optimizer state"
 
 
 def total_memory() -> int:

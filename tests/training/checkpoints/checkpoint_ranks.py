@@ -1,6 +1,7 @@
-"""What ranks save together and restore together. Usage, under torchrun: checkpoint_ranks.py FOLDER.
+"""Checks of checkpoints that two ranks save and restore together. Usage, under torchrun: checkpoint_ranks.py FOLDER.
 
-FOLDER/one is a checkpoint of one process, FOLDER/one.pt its state; it leaves folders of its own with theirs.
+FOLDER/one is a checkpoint of a single process, FOLDER/one.pt its state. The script adds checkpoints of two ranks to
+FOLDER, each with its state.
 """
 
 import errno
@@ -34,12 +35,12 @@ from tests.training.checkpoints.checkpointing import (
 from tests.training.scaling.test_fsdp import config
 
 
-def goes_on_to_the_bit(folder, mesh, **options):
-    """Leaves the state that was saved beside the checkpoint."""
+def check_bit_exact_resume(folder, mesh, **options):
+    """Writes the saved state to a .pt file next to the checkpoint."""
     run = new_sharded_run(mesh, **options)
     train(*run, range(2))
     with torch.no_grad():
-        run[0](torch.tensor([1]))  # leaves the root's weights whole, and rounded
+        run[0](torch.tensor([1]))  # leaves the root's weights unsharded, in bf16
     save(folder, *run, step=2)
     saved = state_of(*run)
     if distributed.get_rank() == 0:
@@ -52,29 +53,29 @@ def goes_on_to_the_bit(folder, mesh, **options):
     assert_same(state_of(*resumed), state_of(*run))
 
 
-def one_becomes_two(folder, mesh):
-    said = []
+def check_resume_of_one_process_on_two_ranks(folder, mesh):
+    lines = []
     run = new_sharded_run(mesh, seed=2)
     random = torch.get_rng_state()
-    assert restore(folder / "one", *run, said.append).rows == 20
-    assert said == [
-        "step-000002 is of 1 x cpu: weights, optimizer and data order are exact on 2 x cpu, random numbers (dropout) "
-        "begin anew"
+    assert restore(folder / "one", *run, lines.append).rows == 20
+    assert lines == [
+        "step-000002 was saved on 1 x cpu: weights, optimizer state and data order are exact on 2 x cpu, random "
+        "numbers (dropout) start anew"
     ]
     assert_same(state_of(*run), torch.load(folder / "one.pt") | {"random": random})
 
 
-def a_model_from_meta_is_filled(folder):
-    """Nothing but the checkpoint gives it values."""
+def check_restore_into_a_model_from_the_meta_device(folder):
+    """The checkpoint sets every value: the parameters are NaN before."""
     world = World(torch.device("cpu"), distributed.get_rank(), distributed.get_world_size())
 
-    def model():
+    def sharded_model():
         made = ligermodels.create(config("qwen2", tied=True), dtype=torch.float32, device="meta")
         shard(made, world, torch.float32)
         made.to_empty(device="cpu")
         return made
 
-    run, resumed = model(), model()
+    run, resumed = sharded_model(), sharded_model()
     run.initialize(1)
     with torch.no_grad():
         for parameter in resumed.parameters():
@@ -84,7 +85,7 @@ def a_model_from_meta_is_filled(folder):
     assert_same(state_of(resumed, new_optimizer(resumed)), state_of(run, new_optimizer(run)))
 
 
-def one_rank_fails_and_all_say_so(folder, mesh):
+def check_that_all_ranks_raise_if_one_fails(folder, mesh):
     def no_space(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -102,21 +103,21 @@ def one_rank_fails_and_all_say_so(folder, mesh):
         raise AssertionError("nothing was raised")
     finally:
         files.sync = sync
-    distributed.barrier()  # rank 0 has removed what was written
+    distributed.barrier()  # until rank 0 has removed the temporary folder
     assert [path.name for path in (folder / "full").iterdir()] == ["step-000001"]
 
 
-def ranks_make_room_together(folder, mesh):
-    """The disk of the second is full while there are two checkpoints."""
+def check_that_ranks_make_room_together(folder, mesh):
+    """The second rank's disk is full while there are two checkpoints."""
     run, sync = new_sharded_run(mesh), files.sync
-    there = folder / "full"
+    full = folder / "full"
 
     def room_for_one(path):
-        if len(files.committed_steps(there)) > 1:
+        if len(files.committed_steps(full)) > 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(path)
 
-    with Checkpoints(there, 2, {}) as checkpoints:
+    with Checkpoints(full, 2, {}) as checkpoints:
         checkpoints.save(*run, Progress(step=2))
         checkpoints.wait()
         if distributed.get_rank() == 1:
@@ -124,10 +125,10 @@ def ranks_make_room_together(folder, mesh):
         checkpoints.save(*run, Progress(step=3))
     files.sync = sync
     distributed.barrier()
-    assert sorted(path.name for path in there.iterdir()) == ["step-000002", "step-000003"]
+    assert sorted(path.name for path in full.iterdir()) == ["step-000002", "step-000003"]
 
 
-def damage_is_refused_by_all(folder, mesh):
+def check_that_all_ranks_reject_a_damaged_file(folder, mesh):
     run = new_sharded_run(mesh)
     save(folder / "damaged", *run, step=1)
     file = folder / "damaged/step-000001/rank-00001.safetensors"
@@ -144,12 +145,12 @@ def damage_is_refused_by_all(folder, mesh):
         raise AssertionError("nothing was raised")
 
 
-def frozen_weights_are_known_however_they_are_split(mesh):
+def check_that_fingerprints_do_not_depend_on_sharding(mesh):
     sharded = training_state.frozen_weights(new_sharded_run(mesh, trained="blocks.1")[0])
     assert sharded == training_state.frozen_weights(new_run(trained="blocks.1")[0]) and len(sharded) == 5
 
 
-def a_signal_to_one_rank_is_known_to_all():
+def check_that_a_signal_to_one_rank_reaches_all():
     with signals() as stop:
         if distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -158,7 +159,7 @@ def a_signal_to_one_rank_is_known_to_all():
     assert asked == 1.0
 
 
-def the_first_rank_locks_for_all(folder):
+def check_that_the_first_rank_locks_for_all(folder):
     with locked(folder / "run"):
         try:
             with locked(folder / "run"):
@@ -171,21 +172,22 @@ def the_first_rank_locks_for_all(folder):
 
 def main(folder):
     distributed.init_process_group("gloo")
-    mesh, copies = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
-    the_first_rank_locks_for_all(folder)
-    a_signal_to_one_rank_is_known_to_all()
-    one_becomes_two(folder, mesh)
-    a_model_from_meta_is_filled(folder)
-    one_rank_fails_and_all_say_so(folder, mesh)
-    ranks_make_room_together(folder, mesh)
-    damage_is_refused_by_all(folder, mesh)
-    frozen_weights_are_known_however_they_are_split(mesh)
-    frozen_weights_are_known_however_they_are_split(copies)
-    goes_on_to_the_bit(folder / "two", mesh)
-    goes_on_to_the_bit(folder / "hybrid", copies)
-    goes_on_to_the_bit(folder / "frozen", mesh, trained="blocks.1")
-    goes_on_to_the_bit(folder / "muon", mesh, optimizer="muon")
-    goes_on_to_the_bit(folder / "8 bit", mesh, optimizer="adamw8bit", width=256)
+    mesh = init_device_mesh("cpu", (2,))
+    hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    check_that_the_first_rank_locks_for_all(folder)
+    check_that_a_signal_to_one_rank_reaches_all()
+    check_resume_of_one_process_on_two_ranks(folder, mesh)
+    check_restore_into_a_model_from_the_meta_device(folder)
+    check_that_all_ranks_raise_if_one_fails(folder, mesh)
+    check_that_ranks_make_room_together(folder, mesh)
+    check_that_all_ranks_reject_a_damaged_file(folder, mesh)
+    check_that_fingerprints_do_not_depend_on_sharding(mesh)
+    check_that_fingerprints_do_not_depend_on_sharding(hybrid)
+    check_bit_exact_resume(folder / "two", mesh)
+    check_bit_exact_resume(folder / "hybrid", hybrid)
+    check_bit_exact_resume(folder / "frozen", mesh, trained="blocks.1")
+    check_bit_exact_resume(folder / "muon", mesh, optimizer="muon")
+    check_bit_exact_resume(folder / "8 bit", mesh, optimizer="adamw8bit", width=256)
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""A small model, its optimizers and its steps, for the tests of checkpoints."""
+"""A small model with its optimizer and training steps, for the tests of checkpoints."""
 
 from types import SimpleNamespace
 
@@ -11,11 +11,11 @@ from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.optimizers import build_optimizer, set_learning_rate
 from ligermodels.weights.sharding import full_tensor
 
-VOCABULARY, WIDTH = 37, 16  # rows that two ranks do not share evenly
+VOCABULARY, WIDTH = 37, 16  # an odd number of rows: two ranks cannot split it evenly
 
 
 class Block(nn.Module):
-    """One of our layers, and dropout."""
+    """A GatedMLP with dropout and a residual connection."""
 
     def __init__(self, width):
         super().__init__()
@@ -27,7 +27,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An embedding tied to the head, two blocks with dropout, a scale, and a parameter that gets no gradient."""
+    """An embedding tied to the head, two blocks, a scale, and a parameter without a gradient.
+
+    trained: only the parameters with this string in their names are trained.
+    """
 
     def __init__(self, width=WIDTH, trained=""):
         super().__init__()
@@ -35,7 +38,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.empty(1))  # of which a second rank has nothing
+        self.scale = nn.Parameter(torch.empty(1))  # one element: the second rank has no part of it
         self.unused = nn.Parameter(torch.empty(3))
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(trained in name)
@@ -53,22 +56,22 @@ class Net(nn.Module):
             parameter.copy_(parameter.shape[-1] ** -0.5 * torch.randn(parameter.shape, generator=generator))
 
 
-def new_optimizer(model, name="adamw", states=None):
-    optimizer = build_optimizer(model, name, states=states)
+def new_optimizer(model, name="adamw", state_dtype=None):
+    optimizer = build_optimizer(model, name, state_dtype=state_dtype)
     set_learning_rate(optimizer, 1e-3)
     return optimizer
 
 
-def new_run(optimizer="adamw", dtype=torch.float32, states=None, seed=1, **options):
+def new_run(optimizer="adamw", dtype=torch.float32, state_dtype=None, seed=1, **options):
     model = Net(**options)
     model.initialize(seed)
     torch.manual_seed(seed)
     model.to(dtype)
-    return model, new_optimizer(model, optimizer, states)
+    return model, new_optimizer(model, optimizer, state_dtype)
 
 
 def new_sharded_run(mesh, optimizer="adamw", seed=1, **options):
-    """Computed with in bf16, kept in fp32; each rank has its own random numbers."""
+    """Parameters in fp32, computation in bf16; each rank has its own random numbers."""
     model = Net(**options)
     model.initialize(seed)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -79,7 +82,7 @@ def new_sharded_run(mesh, optimizer="adamw", seed=1, **options):
 
 
 def train(model, optimizer, steps):
-    """steps: their numbers. The data are the step's own, dropout draws from the generator."""
+    """steps: step numbers. The data depend on the step number; dropout uses the global generator."""
     for step in steps:
         ids = torch.randint(VOCABULARY, (5,), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -88,10 +91,10 @@ def train(model, optimizer, steps):
 
 
 def state_of(model, optimizer):
-    """All that a run consists of, whole."""
+    """Returns the whole state of a run, unsharded."""
     state = {name: full_tensor(parameter).clone() for name, parameter in model.named_parameters()}
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer.create_states()  # of the parameter that has no gradient
+    optimizer.create_states()  # also for the parameter without a gradient
     for parameter, values in optimizer.state.items():
         state |= {f"{names[parameter]}.{key}": full_tensor(value).clone() for key, value in values.items()}
     return state | {"random": torch.get_rng_state()}
@@ -110,15 +113,15 @@ def save(folder, model, optimizer, step, settings=None, keep=2):
 
 def restore(folder, model, optimizer, say=None):
     with Checkpoints(folder, 2, {}) as checkpoints:
-        return checkpoints.restore(model, optimizer, say or refuse)
+        return checkpoints.restore(model, optimizer, say or fail_on)
 
 
-def refuse(line):
+def fail_on(line):
     raise AssertionError(line)
 
 
 def flip(file, place):
-    """One bit of a byte."""
+    """Flips one bit of the byte at `place`."""
     data = bytearray(file.read_bytes())
     data[place] ^= 4
     file.write_bytes(data)

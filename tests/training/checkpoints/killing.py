@@ -1,9 +1,9 @@
-"""Trains in processes that are killed at random moments, and checks after each what is on the disk.
+"""Trains in processes that are killed at random moments, and checks the files on the disk after each kill.
 
-Half of them are killed from outside, at any time; half while they save, at the call of fsync that was drawn for them.
+Half of the processes are killed from outside at a random time; half during a save, at a randomly chosen call of fsync.
 
-Usage: killing.py FOLDER KILLS SEED. Prints as JSON what happened. Children are forked by this process, which has
-imported everything and has no other thread, so that a life costs milliseconds.
+Usage: killing.py FOLDER KILLS SEED. Prints the outcome as JSON. This process has imported everything and has no other
+thread, so that it can fork a child in milliseconds.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from tests.training.checkpoints.checkpointing import new_run, state_of, train
 STEPS = 12
 
 
-def life(folder, report):
-    """One run: from the last checkpoint to the end, with a checkpoint each step."""
+def train_to_the_end(folder, report):
+    """Trains from the last checkpoint to the last step, and saves a checkpoint at every step."""
     with locked(folder), Checkpoints(folder / "checkpoints", 2, {}) as checkpoints:
         model, optimizer = new_run()
         progress = checkpoints.restore(model, optimizer, print) or Progress()
@@ -49,16 +49,17 @@ def digest(model, optimizer):
     return hashed.hexdigest()
 
 
-def die_at(call):
+def kill_self_at(call):
+    """Kills this process at the given call of fsync, counted from 1."""
     calls, fsync = itertools.count(1), os.fsync
     os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == call else fsync(descriptor)
 
 
 class Child:
-    """A forked life and what it has reported."""
+    """A forked run and the lines that it has reported."""
 
     def __init__(self, folder, fatal=None):
-        """fatal: the call of fsync, counted from 1, at which it dies."""
+        """fatal: the call of fsync, counted from 1, at which it kills itself."""
         self.pipe, write = os.pipe()
         self.text = ""
         self.process = os.fork()
@@ -66,8 +67,8 @@ class Child:
             status = 1
             try:
                 if fatal:
-                    die_at(fatal)
-                life(folder, lambda line: os.write(write, f"{line}\n".encode()))
+                    kill_self_at(fatal)
+                train_to_the_end(folder, lambda line: os.write(write, f"{line}\n".encode()))
                 status = 0
             except BaseException:
                 sys.excepthook(*sys.exc_info())
@@ -76,7 +77,7 @@ class Child:
         os.close(write)
 
     def listen(self, seconds, until=None):
-        """Whether it lives on after so long, or until it reports a line that starts so."""
+        """Reads reports for `seconds`, or until a line starts with `until`. Returns False if the process has ended."""
         end = time.monotonic() + seconds
         while select.select([self.pipe], [], [], max(0.0, end - time.monotonic()))[0]:
             data = os.read(self.pipe, 65536).decode()
@@ -92,7 +93,7 @@ class Child:
         self.listen(60)
 
     def end(self):
-        """Whether it was killed, and its status."""
+        """Returns whether the process was killed, and its exit status."""
         os.close(self.pipe)
         status = os.waitpid(self.process, 0)[1]
         return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
@@ -104,7 +105,7 @@ class Child:
 def main(folder, kills, seed):
     chance = random.Random(seed)
     undisturbed: list[str] = []
-    life(folder / "undisturbed", undisturbed.append)  # here, so that children find all of torch's lazy parts imported
+    train_to_the_end(folder / "undisturbed", undisturbed.append)  # imports all lazy parts of torch before the forks
     begun, child = time.monotonic(), Child(folder / "timed")
     child.listen(60, "committed")
     usual = time.monotonic() - begun
@@ -124,18 +125,20 @@ def main(folder, kills, seed):
             assert killed or status == 0, child.text
             outcome["kills"] += killed
             outcome["during a save"] += bool(killed and saving)
-            # Whatever was said to be committed is there, whole, and was what the next life began with.
-            there = files.committed_steps(run / "checkpoints")
+            # Every step reported as committed is on the disk, undamaged, and the next process resumed from it.
+            found = files.committed_steps(run / "checkpoints")
             assert not child.reported("restored") or int(child.reported("restored")[0]) >= last
             last = max([last, *map(int, child.reported("committed"))])
-            assert [step for step in map(files.step_of, there) if step >= last] or not last
-            for checkpoint in there:
-                files.verify(checkpoint, 0, 1)
-            outcome["steps"].add(files.step_of(there[-1]) if there else 0)
+            assert [step for step in map(files.checkpoint_step, found) if step >= last] or not last
+            for checkpoint in found:
+                files.verify_files(checkpoint, 0, 1)
+            outcome["steps"].add(files.checkpoint_step(found[-1]) if found else 0)
         outcome["same"] &= [f"digest {digest}" for digest in child.reported("digest")] == undisturbed[-1:]
         names = sorted(path.name for path in (run / "checkpoints").iterdir())
         assert names[-2:] == [f"step-{step:06d}" for step in (STEPS - 1, STEPS)], names
-        assert len(names) == 2 or child.reported("restored") == [str(STEPS)], names  # killed before the old one went
+        assert len(names) == 2 or child.reported("restored") == [str(STEPS)], (
+            names
+        )  # killed before it removed the oldest one
     print(json.dumps(outcome | {"steps": len(outcome["steps"])}))
 
 

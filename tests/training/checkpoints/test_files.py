@@ -1,4 +1,4 @@
-"""A checkpoint's files: what is in them, when they have their name, and that damage is found and named."""
+"""The files of a checkpoint: their contents, the atomic write, and errors that name a damaged file."""
 
 import json
 import os
@@ -12,10 +12,11 @@ from ligermodels.weights import writing
 from ligermodels.weights.files import read_header
 from tests.training.checkpoints.checkpointing import assert_same, flip, new_run, restore, save, state_of, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # saving.py does; pytest forgets
+# saving.py ignores it too, but pytest resets the filters.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_nothing_is_pickled_and_no_byte_is_outside_a_tensor(tmp_path):
+def test_nothing_is_pickled_and_every_byte_belongs_to_a_tensor(tmp_path):
     run = new_run("muon")
     train(*run, range(1))
     save(tmp_path, *run, step=1)
@@ -23,12 +24,14 @@ def test_nothing_is_pickled_and_no_byte_is_outside_a_tensor(tmp_path):
     assert names == {"rank-00000.safetensors", "training.json", "manifest.json"}
     for name in ("training.json", "manifest.json"):
         json.loads((tmp_path / "step-000001" / name).read_text())
-    stored = read_header(tmp_path / "step-000001/rank-00000.safetensors")  # refuses gaps, and bytes after the last
+    stored = read_header(
+        tmp_path / "step-000001/rank-00000.safetensors"
+    )  # raises for gaps and for bytes after the last tensor
     assert "weights.embed.weight" in stored and "weights.head.weight" not in stored  # tied: once
     assert "optimizer.blocks.0.mlp.down_proj.weight.momentum_buffer" in stored and "rank-0.random.cpu" in stored
 
 
-def test_a_file_is_hashed_as_the_manifest_says(tmp_path):
+def test_the_manifest_has_the_size_and_the_hash_of_every_file(tmp_path):
     run = new_run()
     save(tmp_path, *run, step=1)
     manifest = json.loads((tmp_path / "step-000001/manifest.json").read_text())["files"]
@@ -36,7 +39,7 @@ def test_a_file_is_hashed_as_the_manifest_says(tmp_path):
     assert all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in manifest.values())
 
 
-def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_all_files_are_synced_before_the_folder_gets_its_final_name(tmp_path, monkeypatch):
     synced, rename = [], writing.Path.rename
     monkeypatch.setattr(
         writing.os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -45,18 +48,18 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
         writing.Path, "rename", lambda path, to: (synced.append(f"{path.name} -> {to.name}"), rename(path, to))
     )
     save(tmp_path, *new_run(), step=1)
-    named = synced.index("step-000001.tmp -> step-000001")
+    renamed = synced.index("step-000001.tmp -> step-000001")
     temporary = f"{tmp_path}/step-000001.tmp"
-    assert set(synced[:named]) == {
+    assert set(synced[:renamed]) == {
         temporary, *(f"{temporary}/{name}" for name in ("rank-00000.safetensors", "training.json", "manifest.json"))
     }  # fmt: skip
-    assert synced[named + 1 :] == [str(tmp_path)]
-    assert synced.count(f"{temporary}/rank-00000.safetensors") == 2  # by the host that wrote it, and by rank 0
+    assert synced[renamed + 1 :] == [str(tmp_path)]
+    assert synced.count(f"{temporary}/rank-00000.safetensors") == 2  # by the rank that wrote it, and by rank 0
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "training.json", "manifest.json"])
 @pytest.mark.parametrize("place", [0, 40, 0.5, -3])
-def test_a_flipped_bit_is_found_and_its_file_named(name, place, tmp_path):
+def test_a_flipped_bit_is_detected_and_the_error_names_the_file(name, place, tmp_path):
     run = new_run()
     train(*run, range(1))
     for step in (1, 2):
@@ -71,39 +74,39 @@ def test_a_flipped_bit_is_found_and_its_file_named(name, place, tmp_path):
     assert (
         named.search(str(error.value)) if name == "manifest.json" else str(error.value).startswith(f"{file}: damaged")
     )
-    assert str(error.value).endswith(f"remove {tmp_path}/step-000002 to go on from step-000001")
+    assert str(error.value).endswith(f"remove {tmp_path}/step-000002 to resume from step-000001")
     assert_same(state_of(*other), before)
 
 
-def test_another_checkpoint_is_never_taken_silently_but_named_as_the_remedy(tmp_path):
+def test_a_damaged_checkpoint_is_not_skipped_silently_and_the_error_names_the_one_before(tmp_path):
     run = new_run()
     for step in (1, 2):
         save(tmp_path, *run, step=step)
     flip(tmp_path / "step-000002/rank-00000.safetensors", -1)
-    with pytest.raises(CheckpointError, match=r"remove \S+/step-000002 to go on from step-000001$"):
+    with pytest.raises(CheckpointError, match=r"remove \S+/step-000002 to resume from step-000001$"):
         restore(tmp_path, *run)
 
 
-def test_files_that_are_missing_or_strange_are_named(tmp_path):
+def test_the_error_names_missing_and_unexpected_files(tmp_path):
     run = new_run()
     save(tmp_path, *run, step=1)
-    strange = tmp_path / "step-000001/more.safetensors"
-    strange.touch()
-    with pytest.raises(CheckpointError, match=r"more\.safetensors: is not in its manifest"):
+    unexpected = tmp_path / "step-000001/more.safetensors"
+    unexpected.touch()
+    with pytest.raises(CheckpointError, match=r"more\.safetensors: is not in the manifest"):
         restore(tmp_path, *run)
-    strange.unlink()
+    unexpected.unlink()
     (tmp_path / "step-000001/rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: is missing"):
         restore(tmp_path, *run)
     (tmp_path / "step-000001/manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"manifest\.json: is missing; remove \S+ to go on from the beginning$"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is missing; remove \S+ to resume from the beginning$"):
         restore(tmp_path, *run)
 
 
-def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
+def test_a_format_of_another_version_is_rejected(tmp_path, monkeypatch):
     run = new_run()
     with monkeypatch.context() as later:
         later.setattr(files, "FORMAT", 2)
         save(tmp_path, *run, step=1)
-    with pytest.raises(CheckpointError, match=r"training\.json: format is 2, this version reads 1"):
+    with pytest.raises(CheckpointError, match=r"training\.json: format is 2, but this version reads 1"):
         restore(tmp_path, *run)

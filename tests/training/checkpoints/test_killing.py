@@ -1,4 +1,4 @@
-"""kill -9 at random moments loses nothing that was committed, and changes nothing of what training comes to."""
+"""kill -9 at random moments loses no committed checkpoint, and does not change the final weights."""
 
 import json
 import os
@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def folder(tmp_path):
-    """In memory where there is such a place: what is killed has not lost power, and need not wait for a disk."""
+    """A folder in memory if possible: a killed process has not lost power, so the test need not wait for a disk."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
         yield folder
 
 
-def test_runs_killed_fifty_times_end_as_one_that_was_not(folder):
+def test_runs_that_are_killed_fifty_times_end_with_the_same_weights(folder):
     command = [sys.executable, "-m", "tests.training.checkpoints.killing", folder, "50", "0"]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),

@@ -1,4 +1,4 @@
-"""What is saved is what training goes on from, to the bit; what another run saved is refused by name."""
+"""Resume is bit-exact; a checkpoint that does not fit the run is rejected with an error that names the difference."""
 
 import errno
 import gc
@@ -29,21 +29,22 @@ from tests.training.checkpoints.checkpointing import (
 )
 from tests.training.scaling.test_fsdp import torchrun
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # saving.py does; pytest forgets
+# saving.py ignores it too, but pytest resets the filters.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 RUNS = {
     "adamw": {},
     "bf16": {"dtype": torch.bfloat16},
-    "bf16 states": {"states": torch.bfloat16},
-    "fp32 states": {"dtype": torch.bfloat16, "states": torch.float32},
+    "bf16 state": {"state_dtype": torch.bfloat16},
+    "fp32 state": {"dtype": torch.bfloat16, "state_dtype": torch.float32},
     "muon": {"optimizer": "muon"},
     "8 bit": {"optimizer": "adamw8bit", "width": 256},
 }
 
 
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
-def test_a_resumed_run_goes_on_to_the_bit(options, tmp_path):
+def test_resume_is_bit_exact(options, tmp_path):
     run = new_run(**options)
     train(*run, range(3))
     save(tmp_path, *run, step=3)
@@ -56,33 +57,33 @@ def test_a_resumed_run_goes_on_to_the_bit(options, tmp_path):
     assert_same(state_of(*resumed), expected)
 
 
-def test_a_run_that_has_not_begun_is_resumed_too(tmp_path):
+def test_a_checkpoint_before_the_first_step_is_restored(tmp_path):
     run, resumed = new_run(), new_run(seed=2)
     save(tmp_path, *run, step=0)
     assert restore(tmp_path, *resumed) == Progress(seconds=0.5)
     assert_same(state_of(*resumed), state_of(*run))
 
 
-def test_where_nothing_was_saved_nothing_is_restored(tmp_path):
+def test_without_a_checkpoint_nothing_is_restored(tmp_path):
     run = new_run()
     before = state_of(*run)
     assert restore(tmp_path / "absent", *run) is None
     assert_same(state_of(*run), before)
 
 
-# While training goes on
+# Saving in the background
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """Writing waits for this event."""
-    event, write = threading.Event(), files.Writer.write_data
-    monkeypatch.setattr(files.Writer, "write_data", lambda *arguments: (event.wait(60), write(*arguments))[1])
+def write_event(monkeypatch):
+    """An event that writing waits for."""
+    event, write = threading.Event(), files.CheckpointWriter.write_data
+    monkeypatch.setattr(files.CheckpointWriter, "write_data", lambda *arguments: (event.wait(60), write(*arguments))[1])
     yield event
     event.set()
 
 
-def test_save_returns_before_anything_is_written_and_what_follows_does_not_change_it(tmp_path, held):
+def test_save_returns_before_anything_is_written_and_later_steps_do_not_change_it(tmp_path, write_event):
     run = new_run()
     train(*run, range(1))
     saved = state_of(*run)
@@ -90,7 +91,7 @@ def test_save_returns_before_anything_is_written_and_what_follows_does_not_chang
         checkpoints.save(*run, Progress(step=1))
         train(*run, range(1, 3))
         assert checkpoints.latest() is None and not checkpoints.failed
-        held.set()
+        write_event.set()
         checkpoints.wait()
         assert checkpoints.latest() == tmp_path / "step-000001"
     resumed = new_run(seed=2)
@@ -98,19 +99,19 @@ def test_save_returns_before_anything_is_written_and_what_follows_does_not_chang
     assert_same(state_of(*resumed), saved)
 
 
-def test_a_second_save_waits_for_the_first_and_takes_no_more_memory(tmp_path, held):
+def test_a_second_save_waits_for_the_first_and_reuses_its_memory(tmp_path, write_event):
     run = new_run()
     train(*run, range(1))
     with Checkpoints(tmp_path, 5, {}) as checkpoints:
         checkpoints.save(*run, Progress(step=1))
         memory = {key: copy.data_ptr() for key, copy in checkpoints.copies.memory.items()}
-        threading.Timer(0.05, held.set).start()
+        threading.Timer(0.05, write_event.set).start()
         checkpoints.save(*run, Progress(step=2))
         assert checkpoints.latest() == tmp_path / "step-000001"
         assert {key: copy.data_ptr() for key, copy in checkpoints.copies.memory.items()} == memory
 
 
-def test_a_save_under_way_is_committed_when_the_run_fails(tmp_path):
+def test_a_save_in_progress_is_committed_when_the_run_fails(tmp_path):
     run = new_run()
     with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, 2, {}) as checkpoints:
         checkpoints.save(*run, Progress(step=1))
@@ -118,10 +119,10 @@ def test_a_save_under_way_is_committed_when_the_run_fails(tmp_path):
     assert files.committed_steps(tmp_path) == [tmp_path / "step-000001"]
 
 
-# What stays
+# How many checkpoints stay
 
 
-def test_the_newest_stay_and_what_dead_runs_left_goes(tmp_path):
+def test_the_newest_checkpoints_stay_and_unfinished_ones_are_removed(tmp_path):
     (tmp_path / "step-000009.tmp").mkdir()
     (tmp_path / "step-000009.tmp/rank-00000.safetensors").touch()
     run = new_run()
@@ -132,17 +133,19 @@ def test_the_newest_stay_and_what_dead_runs_left_goes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
 
 
-def test_older_ones_go_only_once_the_new_one_is_there(tmp_path, monkeypatch):
-    there = []
-    monkeypatch.setattr(files, "remove", lambda old: there.append((old.name, files.committed_steps(tmp_path)[-1].name)))
+def test_older_checkpoints_are_removed_after_the_new_one_is_committed(tmp_path, monkeypatch):
+    removed = []
+    monkeypatch.setattr(
+        files, "remove_checkpoint", lambda old: removed.append((old.name, files.committed_steps(tmp_path)[-1].name))
+    )
     run = new_run()
     with Checkpoints(tmp_path, 1, {}) as checkpoints:
         for step in (1, 2):
             checkpoints.save(*run, Progress(step=step))
-    assert there == [("step-000001", "step-000002")]
+    assert removed == [("step-000001", "step-000002")]
 
 
-def test_a_step_that_is_committed_is_left_alone_and_that_of_another_run_refused(tmp_path):
+def test_a_committed_step_is_not_written_again_and_one_of_another_run_is_rejected(tmp_path):
     run = new_run()
     save(tmp_path, *run, step=3)
     before = (tmp_path / "step-000003").stat().st_ino
@@ -151,7 +154,7 @@ def test_a_step_that_is_committed_is_left_alone_and_that_of_another_run_refused(
         checkpoints.save(*run, progress)
     assert (tmp_path / "step-000003").stat().st_ino == before
     for step in (2, 3):
-        with pytest.raises(CheckpointError, match=r"step-000003: is of another run"):
+        with pytest.raises(CheckpointError, match=r"step-000003: belongs to another run"):
             save(tmp_path, *run, step=step)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
@@ -164,7 +167,7 @@ def no_space(*_):
 
 
 @pytest.mark.parametrize("where", ["write_safetensors", "write_json", "commit"])
-def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_so(where, tmp_path, monkeypatch):
+def test_on_a_full_disk_the_previous_checkpoint_stays_and_the_error_names_it(where, tmp_path, monkeypatch):
     run = new_run()
     train(*run, range(1))
     save(tmp_path, *run, step=1)
@@ -180,7 +183,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_so(where, tmp_path
                 checkpoints.wait()
             assert not checkpoints.failed
     assert str(error.value) == (
-        f"{tmp_path}/step-000002: not written: No space left on device; make room there, then --resume goes on from "
+        f"{tmp_path}/step-000002: not written: No space left on device; make room there, then --resume continues from "
         "step-000001"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
@@ -190,8 +193,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_so(where, tmp_path
 
 
 @pytest.mark.parametrize("keep, before, after", [(1, [1], [1]), (2, [1, 2], [2, 3]), (3, [1, 2], [1, 2])])
-def test_on_a_full_disk_those_go_first_that_the_new_one_takes_the_place_of(keep, before, after, tmp_path, monkeypatch):
-    """Of room for `before` alone: another one is never worth the newest, nor one that was to be kept beside it."""
+def test_on_a_full_disk_checkpoints_to_be_replaced_are_removed_first(keep, before, after, tmp_path, monkeypatch):
+    """The disk has room for `before` alone. The newest checkpoint and those within `keep` are never removed."""
     run = new_run()
     with Checkpoints(tmp_path, keep, {}) as checkpoints:
         for step in before:
@@ -210,19 +213,19 @@ def test_on_a_full_disk_those_go_first_that_the_new_one_takes_the_place_of(keep,
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06d}" for step in after]
 
 
-def test_a_file_that_the_system_cuts_short_is_noticed(tmp_path):
+def test_a_truncated_file_is_an_error(tmp_path):
     run = new_run()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"File too large; make room there, and begin again: there is"):
+        with pytest.raises(CheckpointError, match=r"File too large; make room there, and start again: there is"):
             save(tmp_path, *run, step=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_after_a_failed_one_raises_what_that_raised(tmp_path, monkeypatch):
+def test_a_save_after_a_failed_save_raises_the_error_of_that_save(tmp_path, monkeypatch):
     run = new_run()
     monkeypatch.setattr(files, "write_safetensors", no_space)
     with Checkpoints(tmp_path, 2, {}) as checkpoints:
@@ -240,11 +243,14 @@ def test_a_save_after_a_failed_one_raises_what_that_raised(tmp_path, monkeypatch
         ({"width": 32}, r"misshapen: weights\.embed\.weight is \[37, 16\] instead of \[37, 32\]"),
         ({"dtype": torch.bfloat16}, r"weights\.embed\.weight is torch\.float32 instead of torch\.bfloat16"),
         ({"optimizer": "muon"}, r"its optimizer is AdamW, not Muon; give the same --optimizer"),
-        ({"states": torch.bfloat16}, r"14 in another dtype: optimizer\.blocks\S+exp_avg is torch\.float32 instead of"),
+        (
+            {"state_dtype": torch.bfloat16},
+            r"14 in another dtype: optimizer\.blocks\S+exp_avg is torch\.float32 instead of",
+        ),
         ({"trained": "blocks"}, r"other frozen weights: embed\.weight, scale, unused"),
     ],
 )
-def test_another_model_or_optimizer_is_refused(other, message, tmp_path):
+def test_another_model_or_optimizer_is_rejected(other, message, tmp_path):
     run = new_run()
     train(*run, range(1))
     save(tmp_path, *run, step=1)
@@ -252,7 +258,7 @@ def test_another_model_or_optimizer_is_refused(other, message, tmp_path):
         restore(tmp_path, *new_run(**other))
 
 
-def test_tensors_without_a_place_and_places_without_a_tensor_are_refused(tmp_path):
+def test_missing_and_unexpected_tensors_are_rejected(tmp_path):
     more = new_run()
     more[0].more = nn.Parameter(torch.zeros(2))
     save(tmp_path / "more", *more, step=1)
@@ -263,7 +269,7 @@ def test_tensors_without_a_place_and_places_without_a_tensor_are_refused(tmp_pat
         restore(tmp_path / "less", *more)
 
 
-def test_settings_come_back(tmp_path):
+def test_settings_are_stored_and_a_damaged_file_is_an_error(tmp_path):
     settings = {"learning_rate": 1e-3, "data": ["a.jsonl"], "model": "llama"}
     save(tmp_path, *new_run(), step=1, settings=settings)
     assert Checkpoints(tmp_path, 2, {}).saved_settings() == settings
@@ -276,7 +282,7 @@ def test_settings_come_back(tmp_path):
 # Frozen weights
 
 
-def test_frozen_weights_are_not_saved_but_must_be_the_same(tmp_path):
+def test_frozen_weights_are_not_saved_but_must_be_equal(tmp_path):
     run = new_run(trained="blocks.1")
     train(*run, range(2))
     save(tmp_path, *run, step=2)
@@ -294,18 +300,18 @@ def test_frozen_weights_are_not_saved_but_must_be_the_same(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [(), (7,), (5, 6), (2, 3, 4)])
-def test_a_fingerprint_tells_values_and_places_apart(shape, dtype):
+def test_a_fingerprint_depends_on_values_and_positions(shape, dtype):
     value = torch.randn(shape).to(dtype)
     known = training_state.fingerprint(value)
     assert training_state.fingerprint(value.clone()) == known
-    bits = value.clone().view(training_state.BITS[value.element_size()])
+    bits = value.clone().view(training_state.INTEGERS[value.element_size()])
     bits[(0,) * len(shape)] ^= 1
     assert training_state.fingerprint(bits.view(dtype)) != known
     for dim in range(len(shape)):
         assert training_state.fingerprint(value.roll(1, dim)) != known
 
 
-def test_the_model_of_the_tests_has_a_tie_and_a_parameter_without_a_gradient():
+def test_the_test_model_has_tied_weights_and_a_parameter_without_a_gradient():
     model, optimizer = new_run()
     train(model, optimizer, range(1))
     assert model.head.weight is model.embed.weight and model.unused.grad is None
@@ -315,8 +321,8 @@ def test_the_model_of_the_tests_has_a_tie_and_a_parameter_without_a_gradient():
 # Ranks
 
 
-def test_ranks_save_together_and_any_number_of_them_goes_on(tmp_path, monkeypatch):
-    """What two ranks check among themselves is in checkpoint_ranks.py."""
+def test_ranks_save_together_and_any_number_of_ranks_can_resume(tmp_path, monkeypatch):
+    """The checks that run on two ranks are in checkpoint_ranks.py."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # no rank has a GPU
     one = new_run()
     train(*one, range(2))
@@ -326,35 +332,35 @@ def test_ranks_save_together_and_any_number_of_them_goes_on(tmp_path, monkeypatc
     assert done.returncode == 0, done.stderr[-6000:]
 
     for folder, options in (("two", {}), ("hybrid", {}), ("muon", RUNS["muon"]), ("8 bit", RUNS["8 bit"])):
-        said, run = [], new_run(**options, seed=2)
+        lines, run = [], new_run(**options, seed=2)
         random = torch.get_rng_state()
-        assert restore(tmp_path / folder, *run, said.append) == Progress(step=2, rows=20, tokens=14, seconds=0.5)
-        assert len(said) == 1 and "random numbers (dropout) begin anew" in said[0]
+        assert restore(tmp_path / folder, *run, lines.append) == Progress(step=2, rows=20, tokens=14, seconds=0.5)
+        assert len(lines) == 1 and "random numbers (dropout) start anew" in lines[0]
         assert_same(state_of(*run), torch.load(tmp_path / f"{folder}.pt") | {"random": random})
-    sizes = {name: shares(tmp_path / name / "step-000002") for name in ("two", "hybrid")}
-    assert sum(sizes["hybrid"]) == sum(sizes["two"])  # copies of the model are not saved twice
-    assert max(sizes["hybrid"]) < 0.7 * sum(sizes["hybrid"])  # and both write
+    sizes = {name: elements_per_rank(tmp_path / name / "step-000002") for name in ("two", "hybrid")}
+    assert sum(sizes["hybrid"]) == sum(sizes["two"])  # replicas of the model are not saved twice
+    assert max(sizes["hybrid"]) < 0.7 * sum(sizes["hybrid"])  # and both ranks write
 
 
 @pytest.fixture
 def mesh_of_one():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
-    gc.collect()  # what is sharded holds the group, in cycles
+    gc.collect()  # sharded models hold the group in reference cycles
     distributed.destroy_process_group()
 
 
-def test_a_single_process_goes_on_whether_its_model_is_sharded_or_not(tmp_path, mesh_of_one):
+def test_a_single_process_resumes_with_a_sharded_or_an_unsharded_model(tmp_path, mesh_of_one):
     run = new_sharded_run(mesh_of_one)
     train(*run, range(2))
     save(tmp_path, *run, step=2)
     for resumed in (new_run(seed=2), new_sharded_run(mesh_of_one, seed=2)):
-        restore(tmp_path, *resumed)  # to the bit: it would say if not
+        restore(tmp_path, *resumed)  # bit-exact: otherwise it would report a line, which fails here
         assert_same(state_of(*resumed), state_of(*run))
 
 
-def shares(checkpoint):
-    """The elements in each rank's file, without its random numbers."""
+def elements_per_rank(checkpoint):
+    """The number of elements in each rank's file, without random number states."""
     return [
         sum(math.prod(x.shape) for name, x in read_header(file).items() if not name.startswith("rank-"))
         for file in sorted(checkpoint.glob("*.safetensors"))

@@ -209,7 +209,7 @@ def test_the_error_for_a_missing_package_names_it(tmp_path, monkeypatch):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"a\.parquet: needs pyarrow, of which Python says: .*; pip install pyarrow"):
+    with pytest.raises(InputError, match=r"a\.parquet: needs pyarrow, but cannot import it: .*; pip install pyarrow"):
         read(tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"a\.txt\.zst: needs pyarrow, .*; pip install pyarrow"):
         read(write(tmp_path / "a.txt.zst", b"(\xb5/\xfd"))

@@ -1,4 +1,4 @@
-"""AdamW beside torch's: the same training, the same state, with states of another dtype, on shards."""
+"""AdamW compared with torch's: equal updates, equal state, a separate state dtype, and sharded parameters."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.adamw import adamw_reference
-from ligermodels.training.optimizers import clipped_step
+from ligermodels.training.optimizers import clip_and_step
 from ligermodels.training.optimizers.adamw import AdamW
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
@@ -27,19 +27,19 @@ def gradients_of_step(step):
     return [torch.randn(shape, generator=generator).to(DEVICE) for shape in SHAPES]
 
 
-def train(optimizer, steps, alike=None):
-    """alike: parameters to whose dtype gradients are rounded, where not to the optimizer's own."""
+def train(optimizer, steps, dtypes_of=None):
+    """dtypes_of: parameters whose dtypes gradients are rounded to; None for the optimizer's own parameters."""
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (step + 1)
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        for p, like, gradient in zip(params, alike or params, gradients_of_step(step), strict=True):
+        for p, like, gradient in zip(params, dtypes_of or params, gradients_of_step(step), strict=True):
             p.grad = gradient.to(like.dtype).to(p.dtype)
         optimizer.step()
 
 
 def everything(optimizer):
-    """Parameters, first moments, second moments, step counts, each kind as one flat tensor in float64."""
+    """Returns parameters, first moments, second moments and step counts, each as one flat float64 tensor."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state[p] for p in params]
     kinds = [params, *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))]
@@ -54,15 +54,15 @@ def torchs(params):
     return torch.optim.AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1, fused=True)
 
 
-def assert_within_budget(got, plain, oracle, dtype):
-    """The error against float64 of a whole training may not exceed torch's in the same dtype."""
-    for result, baseline, expected in zip(everything(got), everything(plain), everything(oracle), strict=True):
+def assert_within_budget(got, plain, exact, dtype):
+    """After several steps, the error against float64 may not exceed that of torch's AdamW in the same dtype."""
+    for result, baseline, expected in zip(everything(got), everything(plain), everything(exact), strict=True):
         allowed = max(FACTOR * relative_error(baseline, expected), torch.finfo(dtype).eps / 4)
         assert relative_error(result, expected) <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernel_trains_as_torch_does(kernels, dtype):
+def test_the_kernel_matches_torchs_adamw(kernels, dtype):
     params = draw(dtype)
     optimizers = (
         ours(params),
@@ -75,7 +75,7 @@ def test_the_kernel_trains_as_torch_does(kernels, dtype):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the kernel runs")
-def test_on_the_cpu_torchs_own_kernel_runs():
+def test_on_a_cpu_the_update_is_bit_identical_to_torchs():
     params = draw(torch.bfloat16)
     first, second = ours(params), torchs(copy.deepcopy(params))
     for optimizer in (first, second):
@@ -83,7 +83,7 @@ def test_on_the_cpu_torchs_own_kernel_runs():
     assert all(map(torch.equal, everything(first), everything(second)))
 
 
-def test_the_state_is_torchs_in_names_shapes_and_dtypes(kernels):
+def test_the_state_has_torchs_names_shapes_and_dtypes(kernels):
     params = draw(torch.float16)
     first, second = ours(params), torchs(copy.deepcopy(params))
     for optimizer in (first, second):
@@ -97,8 +97,8 @@ def test_the_state_is_torchs_in_names_shapes_and_dtypes(kernels):
 
 
 @pytest.mark.parametrize("before, after", [(ours, torchs), (torchs, ours), (ours, ours)])
-def test_either_continues_the_others_state_dict(kernels, before, after):
-    """Continuing in a new optimizer is bit for bit continuing in the old one, had it been of the other kind."""
+def test_each_implementation_loads_the_others_state_dict(kernels, before, after):
+    """A new optimizer that loads the state continues like the old one; bit-exactly if both are of one kind."""
     params = draw(torch.float32)
     optimizer = before(params)
     train(optimizer, range(3))
@@ -114,19 +114,19 @@ def test_either_continues_the_others_state_dict(kernels, before, after):
         assert relative_error(got, expected) < 3e-7
 
 
-def test_a_clipped_step_of_the_kernel_is_torchs(kernels):
+def test_clipping_in_the_kernel_matches_torchs(kernels):
     params = draw(torch.float32)
-    exact = [nn.Parameter(p.detach().double()) for p in params]
-    optimizers = ours(params), torchs(copy.deepcopy(params)), torchs(exact)
+    in_float64 = [nn.Parameter(p.detach().double()) for p in params]
+    optimizers = ours(params), torchs(copy.deepcopy(params)), torchs(in_float64)
     for optimizer in optimizers:
         train(optimizer, range(1))
-        clipped_step(optimizer, torch.tensor(1.0, device=DEVICE), torch.tensor(5.0, device=DEVICE), 0.7)
-    for got, plain, truth in zip(*map(everything, optimizers), strict=True):
-        # One rounding more than torch's kernel on a GPU, which computes in float64.
-        assert relative_error(got, truth) <= FACTOR * relative_error(plain, truth) + torch.finfo(torch.float32).eps
+        clip_and_step(optimizer, torch.tensor(1.0, device=DEVICE), torch.tensor(5.0, device=DEVICE), 0.7)
+    for got, plain, exact in zip(*map(everything, optimizers), strict=True):
+        # Our kernel has one rounding more than torch's on a GPU, which computes in float64.
+        assert relative_error(got, exact) <= FACTOR * relative_error(plain, exact) + torch.finfo(torch.float32).eps
 
 
-def test_parameters_without_a_gradient_are_left_out(kernels):
+def test_parameters_without_a_gradient_are_skipped(kernels):
     params = draw(torch.float32)
     optimizer = ours(params)
     optimizer.step()
@@ -136,18 +136,18 @@ def test_parameters_without_a_gradient_are_left_out(kernels):
     assert set(optimizer.state) == {params[0]}
 
 
-MIXED = [(torch.float32, torch.float16), (torch.float16, torch.float32)]  # weights, states
+MIXED = [(torch.float32, torch.float16), (torch.float16, torch.float32)]  # param_dtype, state_dtype
 
 
-@pytest.mark.parametrize("weights, states", MIXED)
+@pytest.mark.parametrize("param_dtype, state_dtype", MIXED)
 @pytest.mark.parametrize("native", [False, True])
-def test_states_of_another_dtype_err_as_the_reference_does(weights, states, native, request):
-    """native: by the kernel; otherwise by the reference, which a CPU takes."""
+def test_with_another_state_dtype_the_error_is_that_of_the_reference(param_dtype, state_dtype, native, request):
+    """native: the kernel runs; otherwise the reference implementation, which runs on a CPU."""
     if native:
         request.getfixturevalue("kernels")
-    params = draw(weights)
-    optimizer = AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1, states=states)
-    plain = [[p.detach().clone(), *(torch.zeros_like(p, dtype=states) for _ in range(2))] for p in params]
+    params = draw(param_dtype)
+    optimizer = AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1, state_dtype=state_dtype)
+    plain = [[p.detach().clone(), *(torch.zeros_like(p, dtype=state_dtype) for _ in range(2))] for p in params]
     exact = torchs([nn.Parameter(p.detach().double()) for p in params])
     for step in range(6):
         train(optimizer, [step])
@@ -156,18 +156,18 @@ def test_states_of_another_dtype_err_as_the_reference_does(weights, states, nati
             count = torch.tensor(step + 1.0, device=DEVICE)
             arguments = 1e-2 / (step + 1), *BETAS, 1e-8, 0.1, count
             tensors[:] = adamw_reference(tensors[0], p.grad, *tensors[1:], *arguments)
-    assert {x.dtype for p in params for x in list(optimizer.state[p].values())[1:]} == {states}
+    assert {x.dtype for p in params for x in list(optimizer.state[p].values())[1:]} == {state_dtype}
     flat = [torch.cat([x.double().flatten() for x in column]) for column in zip(*plain, strict=True)]
     for got, baseline, expected in zip(everything(optimizer), flat, everything(exact), strict=False):
         assert relative_error(got, expected) <= FACTOR * relative_error(baseline, expected) + 1e-7
 
 
-@pytest.mark.parametrize("weights, states", MIXED)
-def test_states_survive_saving_in_their_own_dtype(weights, states):
+@pytest.mark.parametrize("param_dtype, state_dtype", MIXED)
+def test_the_state_is_saved_and_loaded_in_its_own_dtype(param_dtype, state_dtype):
     def fresh(params):
-        return AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1, states=states)
+        return AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1, state_dtype=state_dtype)
 
-    params = draw(weights)
+    params = draw(param_dtype)
     optimizer = fresh(params)
     train(optimizer, range(3))
     resumed = fresh(copy.deepcopy(params))
@@ -175,10 +175,10 @@ def test_states_survive_saving_in_their_own_dtype(weights, states):
     for trained in (optimizer, resumed):
         train(trained, range(3, 5))
     assert all(map(torch.equal, everything(resumed), everything(optimizer)))
-    assert resumed.state[resumed.param_groups[0]["params"][0]]["exp_avg"].dtype == states
+    assert resumed.state[resumed.param_groups[0]["params"][0]]["exp_avg"].dtype == state_dtype
 
 
-def test_states_of_another_optimizer_are_refused():
+def test_the_state_of_another_optimizer_is_rejected():
     params = [nn.Parameter(torch.ones(2, 2))]
     other = torch.optim.Muon(params)
     params[0].grad = torch.ones(2, 2)
@@ -188,7 +188,7 @@ def test_states_of_another_optimizer_are_refused():
         optimizer.load_state_dict(optimizer.state_dict() | {"state": other.state_dict()["state"]})
 
 
-def test_states_may_be_created_before_the_first_step():
+def test_the_state_can_be_created_before_the_first_step():
     params = draw(torch.float32)
     before, at_once = ours(params), ours(copy.deepcopy(params))
     before.create_states()
@@ -199,20 +199,20 @@ def test_states_may_be_created_before_the_first_step():
 
 
 def test_each_rank_updates_its_shard(kernels, rank_of_four):
-    """Five rows over four ranks: two, two, one and none."""
+    """Five rows on four ranks: two, two, one and none."""
     weight, *steps = (torch.randn(5, 16, device=DEVICE) for _ in range(4))
     whole = nn.Parameter(weight.clone())
     sharded = []
     for rank in range(4):
         mesh = rank_of_four(rank)
 
-        def mine(x, mesh=mesh):
+        def to_shards(x, mesh=mesh):
             return distribute_tensor(x.clone(), mesh, [Shard(0)], src_data_rank=None)
 
-        p = nn.Parameter(mine(weight))
+        p = nn.Parameter(to_shards(weight))
         optimizer = ours([p])
         for gradient in steps:
-            p.grad = mine(gradient)
+            p.grad = to_shards(gradient)
             optimizer.step()
         state = optimizer.state[p]
         assert isinstance(state["exp_avg"], DTensor) and state["step"] == 3

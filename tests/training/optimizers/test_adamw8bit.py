@@ -1,4 +1,4 @@
-"""8-bit AdamW beside torchao's own, on shards beside itself, and what it remembers in bytes."""
+"""8-bit AdamW compared with torchao's, sharded compared with unsharded, and the size of its state."""
 
 import sys
 
@@ -20,10 +20,10 @@ def draw(shape, seed, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU both are compiled, and each rounds as its compiler liked")
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU both are compiled, with different roundings")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape, block", [((16, 256), 256), ((3, 8, 512), 256), ((40, 896), 128), ((9, 576), 64)])
-def test_it_trains_as_torchaos_own_to_the_bit(shape, block, dtype):
+def test_updates_are_bit_identical_to_torchaos(shape, block, dtype):
     p, q = (nn.Parameter(draw(shape, 0, dtype)) for _ in range(2))
     ours, theirs = AdamW8bit([p], **OPTIONS), torchao.optim.AdamW8bit([q], **OPTIONS, block_size=block)
     for seed in range(1, 4):
@@ -38,7 +38,7 @@ def test_it_trains_as_torchaos_own_to_the_bit(shape, block, dtype):
 
 
 @pytest.mark.parametrize("shape", [(4096,), (15, 256), (64, 96)])
-def test_what_is_small_or_has_no_whole_blocks_in_a_row_is_adamws(shape):
+def test_small_parameters_and_rows_without_whole_blocks_use_adamw(shape):
     p, q = (nn.Parameter(draw(shape, 0)) for _ in range(2))
     ours, theirs = AdamW8bit([p], **OPTIONS), AdamW([q], **OPTIONS)
     for seed in range(1, 3):
@@ -48,7 +48,7 @@ def test_what_is_small_or_has_no_whole_blocks_in_a_row_is_adamws(shape):
     assert torch.equal(p, q) and ours.state[p].keys() == theirs.state[q].keys()
 
 
-def test_its_states_are_two_bytes_a_weight_and_their_scales():
+def test_the_state_has_two_bytes_per_weight_and_the_scales():
     p = nn.Parameter(draw((64, 512), 0))
     optimizer = AdamW8bit([p], **OPTIONS)
     optimizer.create_states()
@@ -56,23 +56,23 @@ def test_its_states_are_two_bytes_a_weight_and_their_scales():
     assert size == 2 * p.numel() + 2 * 4 * p.numel() // 256 + 4
 
 
-def test_each_rank_updates_its_shard_to_the_bit(rank_of_four):
-    """Nine rows over four ranks: three, three, three and none."""
+def test_updates_of_shards_are_bit_identical_to_those_of_the_whole(rank_of_four):
+    """Nine rows on four ranks: three, three, three and none."""
     values = [draw((9, 512), seed) for seed in range(3)]
     sharded = []
     for rank in range(4):
         mesh = rank_of_four(rank)
 
-        def mine(x, mesh=mesh):
+        def to_shards(x, mesh=mesh):
             return distribute_tensor(x.clone(), mesh, [Shard(0)], src_data_rank=None)
 
-        sharded.append([x.to_local() for x in trained(mine(values[0]), map(mine, values[1:]))])
+        sharded.append([x.to_local() for x in trained(to_shards(values[0]), map(to_shards, values[1:]))])
     for parts, expected in zip(zip(*sharded, strict=True), trained(values[0], values[1:]), strict=True):
         assert torch.equal(torch.cat(parts), expected)
 
 
 def trained(weight, gradients):
-    """The weight, codes and scales after a step by each gradient."""
+    """Returns weight, codes and scales after one step with each gradient."""
     p = nn.Parameter(weight.clone())
     optimizer = AdamW8bit([p], **OPTIONS)
     for p.grad in gradients:
@@ -81,7 +81,7 @@ def trained(weight, gradients):
     return [x.detach() for x in (p, *optimizer.state[p].values())]
 
 
-def test_without_torchao_it_is_said_how_to_get_it(monkeypatch):
+def test_without_torchao_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim.quant_utils", None)
     with pytest.raises(InputError, match=r"--optimizer adamw8bit: needs torchao, .*; pip install torchao"):
         AdamW8bit([nn.Parameter(torch.zeros(2))], **OPTIONS)

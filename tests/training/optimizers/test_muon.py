@@ -1,4 +1,4 @@
-"""Muon beside torch.optim.Muon, matrix by matrix, and on shards beside itself on one process."""
+"""Muon compared with torch.optim.Muon, matrix by matrix, and sharded compared with a single process."""
 
 import os
 
@@ -14,8 +14,8 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.layers.lora import GroupedUpdate
-from ligermodels.training.optimizers.muon import Muon, direction, matrices_of, split
-from ligermodels.weights.mapping import plan_pieces
+from ligermodels.training.optimizers.muon import Muon, matrix_views, orthogonal_update, split_by_rows
+from ligermodels.weights.mapping import plan
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
 from tests.layers.adapters import RANK, adapt
@@ -32,10 +32,10 @@ def torchs(params):
 
 
 @pytest.mark.parametrize("rows", [(12,), (20,), (12, 4, 4), (8, 8)])
-def test_each_packed_matrix_trains_as_it_would_alone_by_torchs_own(rows):
+def test_each_packed_matrix_is_updated_as_torchs_muon_updates_it_alone(rows):
     whole = nn.Parameter(draw((sum(rows), 16), 0))
     parts = [nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
-    ours, theirs = Muon([whole], {whole: split(rows)}, **OPTIONS), torchs(parts)
+    ours, theirs = Muon([whole], {whole: split_by_rows(rows)}, **OPTIONS), torchs(parts)
     for seed in range(1, 5):
         whole.grad = draw(whole.shape, seed)
         for part, gradient in zip(parts, whole.grad.split(rows), strict=True):
@@ -44,12 +44,12 @@ def test_each_packed_matrix_trains_as_it_would_alone_by_torchs_own(rows):
         theirs.step()
     buffers = torch.cat([theirs.state[part]["momentum_buffer"] for part in parts])
     assert torch.equal(ours.state[whole]["momentum_buffer"], buffers)
-    # On a GPU the product of a part may be another kernel's: some roundings of bf16 in an update of 2e-3.
+    # On a GPU a part may use another matmul kernel: some bf16 roundings in an update of 2e-3.
     torch.testing.assert_close(whole, torch.cat(parts), rtol=0, atol=1e-7 if DEVICE == "cpu" else 5e-4)
 
 
 def orthogonal(matrix):
-    """What torch's iteration would give without rounding."""
+    """The result of torch's iteration in float64."""
     x = matrix.double()
     x = (x.T if x.shape[0] > x.shape[1] else x) / x.norm()
     for _ in range(5):
@@ -58,29 +58,31 @@ def orthogonal(matrix):
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def test_each_expert_is_orthogonalised_by_itself_with_the_size_of_adamws_update():
+def test_each_expert_is_orthogonalised_separately_with_the_rms_of_adamws_update():
     update = draw((3, 16, 24), 0).bfloat16()
     exact = torch.stack([torch.cat([orthogonal(x) for x in expert.split((8, 8))]) for expert in update])
-    alone = torch.stack([direction(expert, split([8, 8])) for expert in update])
+    alone = torch.stack([orthogonal_update(expert, split_by_rows([8, 8])) for expert in update])
     size = 0.2 * 24**0.5
-    error = relative_error(direction(update, split([8, 8])), size * exact)
+    error = relative_error(orthogonal_update(update, split_by_rows([8, 8])), size * exact)
     assert error <= FACTOR * relative_error(alone, size * exact) and error < 0.05
-    assert direction(update, split([8, 8])).square().mean().sqrt().item() == pytest.approx(0.2, rel=0.15)
+    assert orthogonal_update(update, split_by_rows([8, 8])).square().mean().sqrt().item() == pytest.approx(
+        0.2, rel=0.15
+    )
 
 
-def test_a_gradient_of_zero_moves_nothing_but_the_decay():
+def test_with_a_zero_gradient_only_weight_decay_changes_weights():
     p = nn.Parameter(draw((4, 8), 0))
     before = p.detach().clone()
-    optimizer = Muon([p], {p: split([4])}, **OPTIONS)
+    optimizer = Muon([p], {p: split_by_rows([4])}, **OPTIONS)
     p.grad = torch.zeros_like(p)
     optimizer.step()
     torch.testing.assert_close(p.detach(), before * (1 - 1e-2 * 0.1))
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if ARCHITECTURES[name].SIZES])
-def test_it_takes_all_matrices_of_the_blocks_but_routers_and_splits_what_is_packed(architecture):
+def test_muon_updates_all_matrices_of_the_blocks_except_routers_and_splits_packed_ones(architecture):
     model = ligermodels.create(architecture, size="tiny", device="meta")
-    matrices = matrices_of(model)
+    matrices = matrix_views(model)
     for name, parameter in model.named_parameters():
         in_block = name.startswith("model.layers.") and parameter.ndim > 1
         assert (parameter in matrices) == (in_block and "gate.weight" not in name), name
@@ -91,20 +93,20 @@ def test_it_takes_all_matrices_of_the_blocks_but_routers_and_splits_what_is_pack
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2_moe"])
-def test_what_is_packed_are_the_matrices_of_the_hub(architecture):
+def test_packed_matrices_are_split_into_the_tensors_of_the_hub(architecture):
     model = ligermodels.create(architecture, size="tiny", device="meta")
     for name, parameter in model.named_parameters():
-        if parameter in matrices_of(model):
-            views = matrices_of(model)[parameter](parameter)
-            pieces = plan_pieces({name: parameter.shape}, model.weight_rules())[: len(views)]
+        if parameter in matrix_views(model):
+            views = matrix_views(model)[parameter](parameter)
+            pieces = plan({name: parameter.shape}, model.weight_rules())[: len(views)]
             assert [view.shape[-2:] for view in views] == [piece.shape for piece in pieces], name
 
 
-def test_both_factors_of_each_packed_projections_lora_are_matrices():
+def test_both_lora_factors_of_each_packed_projection_are_matrices():
     model = ligermodels.create("llama", size="tiny", device="meta")
     with torch.device("meta"):
         adapt(model, targets=["q_proj", "v_proj", "down_proj"])
-    matrices, hidden, key = matrices_of(model), model.config.hidden_size, model.config.key_value_size
+    matrices, hidden, key = matrix_views(model), model.config.hidden_size, model.config.key_value_size
 
     def shapes(parameter):
         return [tuple(view.shape) for view in matrices[parameter](parameter)]
@@ -115,12 +117,12 @@ def test_both_factors_of_each_packed_projections_lora_are_matrices():
     assert shapes(model.model.layers[0].mlp.down_proj.lora_B) == [(hidden, RANK)]
 
 
-def test_both_factors_of_each_experts_lora_are_matrices():
+def test_both_lora_factors_of_each_expert_are_matrices():
     module = GroupedUpdate(torch.empty(3, 10, 6), rank=2, alpha=1.0, dtype=None).to(DEVICE)
-    matrices = matrices_of(module)
+    matrices = matrix_views(module)
     for parameter in matrices:
         nn.init.normal_(parameter)
-    factors = module.low_rank(torch.float32)  # [E, r, K] and [E, N, r], as the kernels see them
+    factors = module.low_rank(torch.float32)  # [E, r, K] and [E, N, r], in the layout of the kernels
     for parameter, factor in ((module.lora_A, factors.a), (module.lora_B, factors.b)):
         (view,) = matrices[parameter](parameter)
         assert torch.equal(view, factor)
@@ -138,9 +140,9 @@ SHAPES = {
 
 
 def trained(place=lambda x: x):
-    """On a CPU, three steps of one parameter of each shape; the weights and momenta, whole."""
+    """Returns weights and optimizer state, unsharded, after three steps on a CPU with one parameter per shape."""
     params = [nn.Parameter(place(draw(shape, 0, "cpu"))) for shape in SHAPES]
-    matrices = {p: split(rows) for p, rows in zip(params, SHAPES.values(), strict=True) if rows}
+    matrices = {p: split_by_rows(rows) for p, rows in zip(params, SHAPES.values(), strict=True) if rows}
     optimizer = Muon(params, matrices, **OPTIONS)
     for seed in range(1, 4):
         for p in params:
@@ -150,30 +152,30 @@ def trained(place=lambda x: x):
     return [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
 
 
-def train_on_a_rank(rank, replicas, shards, folder):
+def train_on_a_rank(rank, dp_replicate, dp_shard, folder):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=replicas * shards)
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=dp_replicate * dp_shard)
+    mesh = init_device_mesh("cpu", (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
     results = trained(lambda x: distribute_tensor(x, mesh, [Replicate(), Shard(0)], src_data_rank=None))
     torch.save(results, f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("replicas, shards", [(1, 3), (2, 2)])
-def test_ranks_that_take_turns_train_as_one_process_does_to_the_bit(replicas, shards, tmp_path):
-    """Rows that divide unevenly, a rank without any, and more matrices than ranks."""
+@pytest.mark.parametrize("dp_replicate, dp_shard", [(1, 3), (2, 2)])
+def test_updates_of_shards_are_bit_identical_to_those_of_one_process(dp_replicate, dp_shard, tmp_path):
+    """With rows that divide unevenly, a rank without rows, and more matrices than ranks."""
     processes.start_processes(
-        train_on_a_rank, (replicas, shards, tmp_path), nprocs=replicas * shards, start_method="fork"
+        train_on_a_rank, (dp_replicate, dp_shard, tmp_path), nprocs=dp_replicate * dp_shard, start_method="fork"
     )
     alone = trained()
-    for rank in range(replicas * shards):
+    for rank in range(dp_replicate * dp_shard):
         for got, expected in zip(torch.load(tmp_path / str(rank)), alone, strict=True):
-            # AdamW's on a CPU differs in the last bit between whole vectors and what is left of an array.
+            # On a CPU, AdamW differs in the last bit between full SIMD vectors and the remainder of an array.
             torch.testing.assert_close(got, expected, rtol=2e-7 if expected.ndim == 1 else 0, atol=0)
 
 
-def test_matrices_sharded_by_columns_are_refused(rank_of_four):
+def test_matrices_sharded_by_columns_are_rejected(rank_of_four):
     mesh = rank_of_four(0)
     p = nn.Parameter(DTensor.from_local(torch.zeros(4, 2, device=DEVICE), mesh, [Shard(1)], run_check=False))
-    with pytest.raises(InputError, match=r"sharded by rows; one \[4, 8\] is .*Shard\(dim=1\)"):
-        Muon([p], {p: split([4])}, **OPTIONS)
+    with pytest.raises(InputError, match=r"sharded by rows; one of shape \[4, 8\] is .*Shard\(dim=1\)"):
+        Muon([p], {p: split_by_rows([4])}, **OPTIONS)

@@ -1,4 +1,4 @@
-"""The loss of validation rows, and that it is no reason to leave late."""
+"""The validation loss, and a stop request during validation."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ def evaluated(model, stop, folder, world=CPU):
     return records(folder)
 
 
-def test_the_loss_is_the_mean_over_all_predicted_tokens(model, tmp_path):
+def test_the_validation_loss_is_the_mean_over_all_supervised_tokens(model, tmp_path):
     (record,) = evaluated(model, Stop(), tmp_path)
     model.eval()
     documents = [torch.tensor(document.ids)[None] for document in distinct(*LENGTHS)]
@@ -42,14 +42,14 @@ def test_the_loss_is_the_mean_over_all_predicted_tokens(model, tmp_path):
     assert record["validation_perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
 
 
-def test_a_run_that_is_told_to_stop_does_not_wait_for_its_validation(model, tmp_path):
+def test_a_stop_request_ends_validation_early(model, tmp_path):
     stop, computed = Stop(), []
     model.register_forward_hook(lambda *_: computed.append(setattr(stop, "requested", len(computed) == 1)))
     assert evaluated(model, stop, tmp_path) == []
     assert len(computed) == 2 < len(validation(distinct(*LENGTHS), 9))
 
 
-def test_told_by_another_rank_it_ends_after_the_batch_that_was_computed_meanwhile(model, tmp_path, monkeypatch):
+def test_a_stop_request_on_another_rank_ends_validation_after_the_current_batch(model, tmp_path, monkeypatch):
     computed = []
     model.register_forward_hook(lambda *_: computed.append(1))
     monkeypatch.setattr(evaluation, "total", lambda note: note + (len(computed) >= 1))

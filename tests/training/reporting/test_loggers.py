@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, the latter offline: nothing leaves the machine."""
+"""TensorBoard, and Weights & Biases in offline mode: nothing leaves the machine."""
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -7,7 +7,7 @@ from ligermodels.errors import InputError
 from ligermodels.training.reporting.loggers import open_loggers
 
 
-def test_without_being_asked_nothing_is_opened(tmp_path):
+def test_without_log_to_no_logger_is_opened(tmp_path):
     assert open_loggers([], tmp_path, {}) == []
     assert not list(tmp_path.iterdir())
 
@@ -19,7 +19,7 @@ def tensorboard(folder, done, *records):
     logger.close()
 
 
-def test_tensorboard_has_scalars_and_texts_and_after_a_resume_no_step_twice(tmp_path):
+def test_tensorboard_gets_scalars_and_texts_and_no_step_twice_after_a_resume(tmp_path):
     losses = [{"step": step, "loss": float(step), "grad_norm": None, "sample": "Once"} for step in (1, 2, 3)]
     tensorboard(tmp_path, 0, *losses)
     tensorboard(tmp_path, 2, {"step": 3, "loss": 30.0})
@@ -37,7 +37,7 @@ def offline(monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
 
 
-def test_weights_and_biases_has_the_settings_and_the_metrics(tmp_path, offline):
+def test_weights_and_biases_gets_the_settings_and_the_metrics(tmp_path, offline):
     (logger,) = open_loggers(["wandb"], tmp_path, {"steps": 3})
     logger.write({"step": 1, "loss": 2.5})
     logger.write({"step": 1, "validation_loss": 1.5})
@@ -48,8 +48,8 @@ def test_weights_and_biases_has_the_settings_and_the_metrics(tmp_path, offline):
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-class StandIn:
-    """wandb.init, which remembers what it was asked for."""
+class FakeRun:
+    """Replaces wandb.init, and records its arguments."""
 
     def __init__(self, **options):
         self.options, self.id = options, options["id"] or "new"
@@ -58,8 +58,8 @@ class StandIn:
         pass
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("wandb.init", StandIn)
+def test_a_resumed_run_continues_the_same_wandb_run_and_a_new_run_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("wandb.init", FakeRun)
     (first,) = open_loggers(["wandb"], tmp_path, {})
     assert first.run.options["id"] is None
     (tmp_path / "wandb" / "run-id").write_text("abc")
@@ -69,13 +69,13 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(tmp_path, 
     assert again.run.options["id"] is None
 
 
-def test_who_is_not_logged_in_is_told_how_in_one_line(tmp_path, monkeypatch):
+def test_without_a_wandb_login_the_error_says_how_to_log_in(tmp_path, monkeypatch):
     import wandb
 
-    def refuse(**options):
+    def fail(**options):
         raise wandb.errors.UsageError("No API key configured.\nUse `wandb login` to log in.")
 
-    monkeypatch.setattr("wandb.init", refuse)
+    monkeypatch.setattr("wandb.init", fail)
     with pytest.raises(InputError, match=r"^--log-to wandb: No API key configured\..*wandb login.*WANDB_MODE=offline"):
         open_loggers(["tensorboard", "wandb"], tmp_path, {})
     assert not any(tmp_path.iterdir())

@@ -1,3 +1,5 @@
+"""The progress bar, printed lines and metrics.jsonl of a run, also on a full disk and after a resume."""
+
 import json
 import math
 import os
@@ -16,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes when the test says so: clock.now, in seconds."""
+    """A clock that the test sets: clock.now, in seconds."""
 
     class Clock:
         now = 100.0
@@ -33,27 +35,27 @@ def run(folder, steps, **options):
     return Metrics(folder, steps=steps, tokens_per_step=100, device=CPU, **options)
 
 
-def test_one_json_object_a_step_a_validation_a_sample_and_a_count_of_right_answers(tmp_path, capsys):
+def test_steps_validations_samples_and_accuracies_are_one_json_object_each(tmp_path, capsys):
     with run(tmp_path / "run", 2) as metrics:
         metrics.step(1, loss=2.5, grad_norm=1.5, learning_rate=0.1)
         metrics.step(2, loss=2.25, grad_norm=1.25, learning_rate=0.2)
         metrics.validation(2, loss=0.71, floor=0.56)
         metrics.sample(2, "Once upon a time | there was ü")
-        metrics.skill(2, 58, 60)
+        metrics.accuracy(2, 58, 60)
     first, second, *others = records(tmp_path / "run")
     assert first == {"step": 1, "loss": 2.5, "grad_norm": 1.5, "learning_rate": 0.1}
     assert second == {"step": 2, "loss": 2.25, "grad_norm": 1.25, "learning_rate": 0.2}
     assert others == [
         {"step": 2, "validation_loss": 0.71, "validation_perplexity": math.exp(0.71), "floor": 0.56},
         {"step": 2, "sample": "Once upon a time | there was ü"},
-        {"step": 2, "right_answers": 58, "questions": 60},
+        {"step": 2, "correct": 58, "questions": 60},
     ]
     out = capsys.readouterr().out
     assert "step 2: validation loss 0.710 nats/token, floor 0.560, gap 0.150, perplexity 2.034" in out
-    assert "step 2: 58 of 60 questions answered right" in out
+    assert "step 2: 58 of 60 questions answered correctly" in out
 
 
-def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     with run(tmp_path, 1, enabled=False) as metrics:
         metrics.step(1, loss=1.0, grad_norm=1.0, learning_rate=0.1)
         metrics.validation(1, loss=1.0)
@@ -62,7 +64,7 @@ def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_number_that_is_not_finite_is_null_and_a_step_without_update_says_so(tmp_path, capsys):
+def test_non_finite_numbers_are_null_and_skipped_steps_are_marked(tmp_path, capsys):
     with run(tmp_path, 1) as metrics:
         metrics.step(1, loss=math.nan, grad_norm=math.inf, learning_rate=0.1, skipped=True)
         metrics.validation(1, loss=1000.0)
@@ -74,38 +76,38 @@ def test_a_number_that_is_not_finite_is_null_and_a_step_without_update_says_so(t
     assert validation == {"step": 1, "validation_loss": 1000.0, "validation_perplexity": None}
 
 
-def test_speed_share_of_peak_and_time_left_are_those_of_steps_that_do_not_compile(tmp_path, clock, capsys):
+def test_throughput_mfu_and_eta_leave_out_the_steps_that_compile(tmp_path, clock, capsys):
     with run(tmp_path, 100, flops_per_token=7, peak=1000.0) as metrics:
         for step, seconds in enumerate([60.0, 30.0, 2.0, 2.0, 4.0], 1):
             clock.now += seconds
             metrics.step(step, 1.0, 1.0, 0.1)
             if step == 3:
                 clock.now += 6.0
-                metrics.validation(step, 1.0)  # counts for the time that is left, and for no step
+                metrics.validation(step, 1.0)  # counts for the ETA, but for no step
                 clock.now += 5.0
                 metrics.say("a trace was written")
         assert metrics.tokens_per_second == 50.0
-        assert metrics.summary() == "50 tokens/s, 35.0% of peak"
+        assert metrics.summary() == "50 tokens/s, MFU 35.0%"
         assert metrics.seconds == 98.0
-    speeds = [(r.get("tokens_per_second"), r.get("share_of_peak")) for r in records(tmp_path) if "loss" in r]
+    speeds = [(r.get("tokens_per_second"), r.get("mfu")) for r in records(tmp_path) if "loss" in r]
     assert speeds == [(None, None), (None, None), (50, 0.35), (50, 0.35), (25, 0.175)]
     last = capsys.readouterr().out.splitlines()[-1]
     left = (2 + 6 + 5 + 2 + 4) / 3 * 95  # seconds
     assert last == f"step 5/100, ETA {int(left // 60)}:{left % 60:02.0f}, loss 1.000, grad norm 1.00, lr 1.0e-01, " + (
-        "50 tokens/s, 35.0% of peak"
+        "50 tokens/s, MFU 35.0%"
     )
 
 
-def test_on_a_gpu_the_peak_of_its_memory_is_shown(tmp_path, clock, capsys, monkeypatch):
+def test_on_a_gpu_the_peak_memory_is_shown(tmp_path, clock, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 13 * 2**28)
     with Metrics(tmp_path, steps=1, tokens_per_step=1, device=torch.device("cuda")) as metrics:
         metrics.step(1, 1.0, 1.0, 0.1)
-        assert metrics.summary() == "too few steps to tell tokens/s, 3.2 GiB"
+        assert metrics.summary() == "too few steps to measure tokens/s, 3.2 GiB"
     assert records(tmp_path)[0]["peak_memory_gib"] == 3.25
     assert capsys.readouterr().out == "step 1/1, loss 1.000, grad norm 1.00, lr 1.0e-01, 3.2 GiB\n"
 
 
-def test_a_speed_of_few_tokens_is_not_rounded_to_none(tmp_path, clock):
+def test_a_low_throughput_is_not_rounded_to_zero(tmp_path, clock):
     with run(tmp_path, 3) as metrics:
         for step in (1, 2, 3):
             clock.now += 250
@@ -114,7 +116,7 @@ def test_a_speed_of_few_tokens_is_not_rounded_to_none(tmp_path, clock):
     assert records(tmp_path)[-1]["tokens_per_second"] == 0.4
 
 
-def test_without_a_terminal_there_is_a_line_a_step(tmp_path, capsys):
+def test_without_a_terminal_every_step_prints_a_line(tmp_path, capsys):
     with run(tmp_path, 250) as metrics:
         for step in range(1, 251):
             metrics.step(step, 1.0, 1.0, 0.1)
@@ -125,7 +127,7 @@ def test_without_a_terminal_there_is_a_line_a_step(tmp_path, capsys):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Makes stderr a terminal of so many columns."""
+    """Makes stderr a terminal with this number of columns."""
 
     def of(columns):
         monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -137,12 +139,12 @@ def terminal(monkeypatch):
 @pytest.mark.parametrize(
     "columns, shown",
     [
-        (101, ", ETA 0:00, loss 0.500, grad norm 1.00, lr 1.0e-01, 50 tokens/s, 35.0% of peak"),
-        (100, ", ETA 0:00, loss 0.500, 50 tokens/s, 35.0% of peak"),
+        (97, ", ETA 0:00, loss 0.500, grad norm 1.00, lr 1.0e-01, 50 tokens/s, MFU 35.0%"),
+        (96, ", ETA 0:00, loss 0.500, 50 tokens/s, MFU 35.0%"),
         (60, ", ETA 0:00, loss 0.500"),
     ],
 )
-def test_a_narrow_terminal_shows_fewer_numbers_and_none_of_them_cut(columns, shown, tmp_path, capsys, terminal, clock):
+def test_a_narrow_terminal_shows_fewer_numbers_and_cuts_none(columns, shown, tmp_path, capsys, terminal, clock):
     terminal(columns)
     with run(tmp_path, 3, flops_per_token=7, peak=1000.0) as metrics:
         for step in (1, 2, 3):
@@ -153,15 +155,15 @@ def test_a_narrow_terminal_shows_fewer_numbers_and_none_of_them_cut(columns, sho
     assert line.endswith("| 3/3" + shown) and len(line) < columns
 
 
-def test_a_terminal_without_a_width_has_lines(tmp_path, capsys, terminal):
-    terminal(1)  # of which one is left free
+def test_on_a_terminal_without_a_width_every_step_prints_a_line(tmp_path, capsys, terminal):
+    terminal(1)  # tqdm leaves one column free
     with run(tmp_path, 2) as metrics:
         metrics.step(1, 0.5, 1.0, 0.1)
     out, err = capsys.readouterr()
     assert out == "step 1/2, loss 0.500, grad norm 1.00, lr 1.0e-01\n" and "|" not in err
 
 
-def test_a_run_goes_on_when_its_reader_has_left(tmp_path, monkeypatch):
+def test_a_run_continues_when_the_reader_of_its_pipe_has_left(tmp_path, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe, run(tmp_path, 2) as metrics:
@@ -171,8 +173,8 @@ def test_a_run_goes_on_when_its_reader_has_left(tmp_path, monkeypatch):
     assert [record["step"] for record in records(tmp_path)] == [1, 2]
 
 
-def test_a_run_goes_on_while_its_disk_is_full_and_says_so_once(tmp_path, capsys, monkeypatch):
-    """As it does where its log is on that disk."""
+def test_a_run_continues_while_its_disk_is_full_and_warns_once(tmp_path, capsys, monkeypatch):
+    """Also if its log file is on the full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with run(tmp_path, 6) as metrics, open(tmp_path / "log", "w") as log:
         metrics.step(1, 1.0, 1.0, 0.1)
@@ -187,13 +189,13 @@ def test_a_run_goes_on_while_its_disk_is_full_and_says_so_once(tmp_path, capsys,
         monkeypatch.undo()
         metrics.step(4, 1.0, 1.0, 0.1)
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    told = "not written: File too large; make room there, the run goes on"
-    assert warned == [f"warning: {tmp_path / METRICS_FILE}: {told}"]
+    warning = "not written: File too large; make room there, the run continues"
+    assert warned == [f"warning: {tmp_path / METRICS_FILE}: {warning}"]
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4]
     assert (tmp_path / "log").read_text() == "x" * 1000 + "\n"
 
 
-def test_at_a_terminal_there_is_a_bar_with_the_same_and_no_lines(tmp_path, capsys, terminal):
+def test_on_a_terminal_a_progress_bar_replaces_the_lines(tmp_path, capsys, terminal):
     terminal(120)
     with run(tmp_path, 4, done=1) as metrics:
         for step in (2, 3, 4):
@@ -204,7 +206,7 @@ def test_at_a_terminal_there_is_a_bar_with_the_same_and_no_lines(tmp_path, capsy
     assert "4/4, ETA 0:00, loss 0.500, grad norm 1.00, lr 1.0e-01, " in err and "tokens/s" in err
 
 
-def test_a_resumed_run_has_no_step_twice_and_loses_none(tmp_path):
+def test_a_resumed_run_has_every_step_exactly_once(tmp_path):
     with run(tmp_path, 9) as metrics:
         for step in (1, 2, 3, 4):
             metrics.step(step, loss=float(step), grad_norm=1.0, learning_rate=0.1)
@@ -219,13 +221,13 @@ def test_a_resumed_run_has_no_step_twice_and_loses_none(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_damaged_line_of_a_resumed_run_is_named(tmp_path):
+def test_the_error_names_a_damaged_line_of_a_resumed_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')
     with pytest.raises(InputError, match=r"metrics\.jsonl:2: .*remove the line"):
         run(tmp_path, 9, done=2)
 
 
-def test_loggers_get_every_record_and_are_closed_when_a_run_fails(tmp_path):
+def test_loggers_get_every_record_and_are_closed_when_the_run_fails(tmp_path):
     class Recorder:
         seen: list
 
@@ -246,12 +248,12 @@ def test_loggers_get_every_record_and_are_closed_when_a_run_fails(tmp_path):
     assert recorder.seen == [*records(tmp_path), "closed"]
 
 
-@pytest.mark.parametrize("steps, said", [(0, ""), (2, "too few steps to tell tokens/s\n"), (3, "100 tokens/s\n")])
-def test_the_end_sums_up_the_steps_there_were(steps, said, tmp_path, clock, capsys):
+@pytest.mark.parametrize("steps, printed", [(0, ""), (2, "too few steps to measure tokens/s\n"), (3, "100 tokens/s\n")])
+def test_finish_prints_a_summary_if_there_were_steps(steps, printed, tmp_path, clock, capsys):
     with run(tmp_path, 3 + steps, done=3) as metrics:
         for step in range(4, 4 + steps):
             clock.now += 1
             metrics.step(step, 1.0, 1.0, 0.1)
         capsys.readouterr()
         metrics.finish()
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == printed

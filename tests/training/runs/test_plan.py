@@ -18,7 +18,7 @@ from tests.cli.test_train import parse_arguments
 CPU = torch.device("cpu")
 
 
-def planned(*argv, rank=None, rows=1000, passes=None, world=None, validation_rows=10, recomputed=0):
+def planned(*argv, rank=None, rows=1000, passes=None, world=None, validation_rows=10, checkpointed_blocks=0):
     args = parse_arguments(["--model", "llama", *argv])
     model = ligermodels.create("llama", size="tiny", device="meta")
     if rank:
@@ -26,7 +26,7 @@ def planned(*argv, rank=None, rows=1000, passes=None, world=None, validation_row
     memory = training_memory(model, 4, args.sequence_length, torch.float32)
     return model, make_plan(
         model, args, world or World(CPU), description="my.jsonl", rows=rows, passes=passes or [rows],
-        validation_rows=validation_rows, recomputed=recomputed, memory=memory,
+        validation_rows=validation_rows, checkpointed_blocks=checkpointed_blocks, memory=memory,
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_a_run_is_called_by_its_model_and_another_size_than_the_default(model, t
 
 
 def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memory():
-    model, whole = planned("--steps", "500", validation_rows=11, recomputed=3)
+    model, whole = planned("--steps", "500", validation_rows=11, checkpointed_blocks=3)
     first, *lines = whole.text().splitlines()
     table = {label.strip(): value for label, value in (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines)}
     assert first == "llama"
@@ -72,7 +72,7 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
     assert table["the run"] == "500 steps = 2.0 epochs, 512,000 tokens"
     flops = flops_per_token(model, 256)
     assert table["compute"] == f"{flops:.3g} FLOPs a token, {flops * 512_000:.3g} in all"
-    assert table["memory"] == "of a CPU process, not all at the same time, 3 of 4 blocks recomputed"
+    assert table["memory"] == "of a CPU process, not all at the same time, 3 of 4 blocks checkpointed"
     memory = training_memory(model, 4, 256, torch.float32)
     for part, size in memory.parts.items():
         assert table.get(part) == (memory_size(size) if size else None)

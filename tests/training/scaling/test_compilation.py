@@ -1,4 +1,4 @@
-"""Compiled blocks give equal numbers and are compiled a bounded number of times, whatever the lengths of documents."""
+"""Compiled blocks give equal results, and document lengths do not cause unbounded recompilation."""
 
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -9,16 +9,16 @@ from tests.layers.adapters import adapt
 from tests.training.scaling.test_fsdp import config
 from tests.training.scaling.worker import compiling_by
 
-DOCUMENTS = [[5], [7, 9], [2, 9, 20], [1, 2, 3, 4]]  # where each batch's row of 32 tokens is cut
+DOCUMENTS = [[5], [7, 9], [2, 9, 20], [1, 2, 3, 4]]  # positions where a row of 32 tokens is split into documents
 
 
-def test_lengths_of_documents_do_not_recompile_and_numbers_stay():
+def test_document_lengths_do_not_recompile_blocks_and_results_are_equal():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     raw = config("llama", tied=False) | {"num_hidden_layers": 3}
     plain, compiled = (adapt(ligermodels.create(raw)) for _ in range(2))
     for model in (plain, compiled):
-        model.recompute_in_backward(1)
+        model.checkpoint_activations(1)
     compiled.load_state_dict(plain.state_dict())
     with compiling_by(counter):
         compile_blocks(compiled)
@@ -34,4 +34,4 @@ def test_lengths_of_documents_do_not_recompile_and_numbers_stay():
     for got, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
         if expected.requires_grad:
             torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-7)
-    assert graphs == [2, 4, 4, 4]  # the first block and the others; once for these lengths, once for all
+    assert graphs == [2, 4, 4, 4]  # first block and later blocks; once for static, once for dynamic lengths

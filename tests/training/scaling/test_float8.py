@@ -1,4 +1,4 @@
-"""Which linears multiply in float8, that they do and what they keep, and who cannot."""
+"""Which linears are converted to float8, the error of their products, and unsupported devices."""
 
 import sys
 
@@ -10,7 +10,7 @@ from torchao.float8.float8_linear import Float8Linear
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
-from ligermodels.layers.decoder import Head
+from ligermodels.layers.decoder import LMHead
 from ligermodels.training.scaling import float8
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import relative_error
@@ -21,7 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def capable(monkeypatch):
-    """A GPU that can; where there is none, its products are emulated."""
+    """A GPU that supports float8; without a GPU its products are emulated."""
     if DEVICE == "cpu":
         config = torchao.float8.Float8LinearConfig
         monkeypatch.setattr(config, "from_recipe_name", staticmethod(lambda name: config(emulate=True)))
@@ -38,18 +38,18 @@ SHARED = {"mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj"}
 
 
 @pytest.mark.parametrize("architecture, mlp", [("llama", {"mlp.gate_up_proj", "mlp.down_proj"}), ("qwen2_moe", SHARED)])
-def test_the_blocks_linears_are_converted_and_nothing_else(architecture, mlp, capable):
-    sizes = {"num_experts": 16} if mlp is SHARED else {}  # as many as a router could be converted with
+def test_only_the_linears_of_the_blocks_are_converted(architecture, mlp, capable):
+    sizes = {"num_experts": 16} if mlp is SHARED else {}  # so many that the router has convertible sizes
     model = ligermodels.create(ARCHITECTURES[architecture].SIZES["tiny"] | sizes, device="meta")
     before = dict(model.named_parameters())
     assert float8.convert(model, GPU) == 4 * model.config.num_hidden_layers
     assert converted(model) == ATTENTION | mlp
-    assert type(model.lm_head) is Head
+    assert type(model.lm_head) is LMHead
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
 
 
-def test_under_lora_the_base_is_converted(capable):
+def test_with_lora_the_base_layer_is_converted(capable):
     model = ligermodels.create("llama", size="tiny", device="meta")
     with torch.device("meta"):
         adapt(model, targets=["q_proj"])
@@ -64,7 +64,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_a_model_learns_from_gradients_that_are_off_by_float8s_rounding(capable):
+def test_gradients_differ_by_no_more_than_float8_rounding(capable):
     model = ligermodels.create(CONFIG, dtype=torch.float32, device=DEVICE).to(torch.bfloat16)
     model.initialize(0)
     ids = torch.randint(97, (2, 32), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -81,13 +81,13 @@ def test_a_model_learns_from_gradients_that_are_off_by_float8s_rounding(capable)
     assert rounded_loss == pytest.approx(loss, rel=1e-3)
     for name, gradient in gradients.items():
         error = relative_error(rounded[name], gradient)
-        # e5m2, in which gradients are rounded, has errors up to 2^-3; several products add up.
+        # Gradients are rounded to e5m2, with errors up to 2^-3; errors of several products average out.
         assert error < 2**-3, (name, error)
         if name.endswith("_proj.weight"):
             assert error > 2**-8, (name, error)
 
 
-def test_devices_that_cannot_are_refused(monkeypatch):
+def test_devices_without_float8_support_are_rejected(monkeypatch):
     model = ligermodels.create("llama", size="tiny", device="meta")
     with pytest.raises(InputError, match=r"compute capability 8\.9 .*, not a cpu"):
         float8.convert(model, CPU)
@@ -96,15 +96,15 @@ def test_devices_that_cannot_are_refused(monkeypatch):
         float8.convert(model, GPU)
 
 
-def test_without_a_linear_that_fits_it_is_refused(capable):
+def test_a_model_without_a_convertible_linear_is_rejected(capable):
     model = ligermodels.create(CONFIG | {"hidden_size": 40, "head_dim": 8}, device="meta")
-    with pytest.raises(InputError, match=r"no linear of the blocks has sides that are multiples of 16"):
+    with pytest.raises(InputError, match=r"no linear of the blocks has sizes that are multiples of 16"):
         float8.convert(model, GPU)
 
 
-def test_without_torchao_it_is_said_how_to_get_it_and_only_where_it_can_be_used(monkeypatch, capable):
+def test_without_torchao_the_error_says_how_to_install_it_if_the_device_supports_float8(monkeypatch, capable):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(InputError, match="not a cpu"):
         float8.convert(ligermodels.create("llama", size="tiny", device="meta"), CPU)
-    with pytest.raises(InputError, match=r"--float8: needs torchao, of which Python says: .*; pip install torchao"):
+    with pytest.raises(InputError, match=r"--float8: needs torchao, but cannot import it: .*; pip install torchao"):
         float8.convert(ligermodels.create("llama", size="tiny", device="meta"), GPU)

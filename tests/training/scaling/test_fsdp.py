@@ -1,4 +1,4 @@
-"""The same rows give the same losses, gradient norms and weights, however ranks and micro-batches share them."""
+"""The same rows give the same losses, gradient norms and weights for any split into ranks and micro-batches."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def config(model_type, tied):
 
 
 def torchrun(ranks, *command, folder=ROOT, interpret=False):
-    """Runs a script or module under torchrun on the CPU, in `folder`; interpret: by the kernels, interpreted."""
+    """Runs a script or module under torchrun on the CPU, in `folder`. interpret: with interpreted Triton kernels."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {
@@ -56,7 +56,7 @@ def assert_same_run(got, expected, name="", atol=1e-4):
     torch.testing.assert_close(got["norms"], expected["norms"], rtol=1e-5, atol=0, msg=lambda m: f"{name}: {m}")
     assert got["weights"].keys() == expected["weights"].keys()
     for parameter, weight in expected["weights"].items():
-        # Adam's first steps divide each gradient by its own size: rounding counts where a gradient is all but zero.
+        # Adam's first steps divide each gradient by its magnitude, so rounding matters for gradients close to zero.
         torch.testing.assert_close(
             got["weights"][parameter], weight, rtol=1e-4, atol=atol, msg=lambda m, n=parameter: f"{name}, {n}: {m}"
         )
@@ -70,20 +70,23 @@ def on_cpu(monkeypatch):
 
 
 HALF = {"dtype": "bfloat16", "steps": 3}
-RUNS = {  # name: what both do, what only the two ranks do
+RUNS = {  # name: (settings of both runs, further settings of the run on two ranks)
     "untied": ({"model": config("llama", False)}, {}),
-    "tied, recomputed": ({"model": config("qwen2", True)}, {"recomputed": 1}),
-    "compiled": ({"model": config("llama", False), "steps": 2}, {"compiled": True, "recomputed": 1}),
-    "experts, kept gathered": ({"model": config("mixtral", False)}, {"keep_gathered": True}),
-    "bf16 on fp32 masters": ({"model": config("llama", False)} | HALF, {"recomputed": 2}),
-    "bf16 without masters": ({"model": config("llama", False), "stored": "bfloat16"} | HALF, {}),
-    "fp32 LoRA on bf16 experts": ({"model": config("mixtral", False), "lora": "float32"} | HALF, {"recomputed": 1}),
+    "tied, activation checkpointing": ({"model": config("qwen2", True)}, {"checkpointed_blocks": 1}),
+    "compiled": ({"model": config("llama", False), "steps": 2}, {"compiled": True, "checkpointed_blocks": 1}),
+    "experts, no reshard after forward": ({"model": config("mixtral", False)}, {"reshard_after_forward": False}),
+    "bf16 on fp32 parameters": ({"model": config("llama", False)} | HALF, {"checkpointed_blocks": 2}),
+    "bf16 on bf16 parameters": ({"model": config("llama", False), "param_dtype": "bfloat16"} | HALF, {}),
+    "fp32 LoRA on bf16 experts": (
+        {"model": config("mixtral", False), "lora": "float32"} | HALF,
+        {"checkpointed_blocks": 1},
+    ),
     "fp32 LoRA on a bf16 base": ({"model": config("llama", False), "lora": "float32"} | HALF, {}),
 }
 
 
-def test_two_ranks_train_as_one_process_does(tmp_path, on_cpu):
-    """One process takes the two ranks' micro-batches one after the other: sums of two numbers have no order."""
+def test_two_ranks_train_like_one_process(tmp_path, on_cpu):
+    """One process computes the micro-batches of both ranks in turn. A sum of two numbers does not depend on order."""
     shared = [common | only | {"accumulate": 1, "batch_size": 2} for common, only in RUNS.values()]
     for (name, (common, _)), got in zip(RUNS.items(), workers(2, tmp_path, shared), strict=True):
         alone = train(accumulate=2, batch_size=2, **common)
@@ -92,7 +95,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path, on_cpu):
 
 
 @pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if "tiny" in architecture.SIZES])
-def test_no_block_returns_a_view_of_which_fsdp_would_warn_on_every_rank(name):
+def test_no_block_returns_a_view_because_fsdp_would_warn_about_it_on_every_rank(name):
     model = ligermodels.create(name, size="tiny")
     views = []
     for block in model.model.layers:
@@ -101,34 +104,38 @@ def test_no_block_returns_a_view_of_which_fsdp_would_warn_on_every_rank(name):
     assert len(views) == 2 * len(model.model.layers) and not any(views)
 
 
-def test_four_ranks_on_two_copies_train_as_one_process_does(tmp_path, on_cpu):
+def test_four_ranks_with_two_replicas_train_like_one_process(tmp_path, on_cpu):
     model = config("llama", tied=False)
     alone = train(model, batch_size=8)
-    assert_same_run(workers(4, tmp_path, [{"model": model, "batch_size": 1, "accumulate": 2, "replicas": 2}])[0], alone)
+    settings = {"model": model, "batch_size": 1, "accumulate": 2, "dp_replicate": 2}
+    assert_same_run(workers(4, tmp_path, [settings])[0], alone)
 
 
-def test_two_ranks_train_through_fused_nodes_as_one_process_does_without_them(tmp_path, on_cpu):
+def test_two_ranks_with_fused_autograd_nodes_train_like_one_process_without_them(tmp_path, on_cpu):
     model = {"model": config("llama", tied=False), "steps": 2}
     runs = {"in full": model, "LoRA": model | {"lora": "float32"}}
     sharded = workers(2, tmp_path, [{"batch_size": 2} | settings for settings in runs.values()], interpret=True)
     for (name, settings), got in zip(runs.items(), sharded, strict=True):
         alone = train(batch_size=4, **settings)
         assert min(alone["norms"]) > 1e-3
-        assert_same_run(got, alone, name, atol=1e-3)  # a twentieth of what two steps move a weight
+        assert_same_run(got, alone, name, atol=1e-3)  # a twentieth of the change of a weight in two steps
 
 
-@pytest.mark.parametrize("recomputed", [0, 1])
-def test_accumulation_and_recomputation_change_nothing_under_uneven_masks(recomputed, on_cpu):
+@pytest.mark.parametrize("checkpointed_blocks", [0, 1])
+def test_gradient_accumulation_and_activation_checkpointing_change_nothing_with_uneven_masks(
+    checkpointed_blocks, on_cpu
+):
     model = config("qwen2", tied=True)
-    assert_same_run(train(model, batch_size=1, accumulate=4, recomputed=recomputed), train(model, batch_size=4))
+    accumulated = train(model, batch_size=1, accumulate=4, checkpointed_blocks=checkpointed_blocks)
+    assert_same_run(accumulated, train(model, batch_size=4))
 
 
-def test_one_process_computes_in_bf16_on_fp32_weights(on_cpu):
-    """Its first gradients are, in fp32, those of the weights rounded to bf16."""
+def test_one_process_computes_in_bf16_with_fp32_parameters(on_cpu):
+    """Its first gradients are those of parameters rounded to bf16, stored in fp32."""
     model = ligermodels.create(config("llama", tied=False), device="meta")
-    needs = training_memory(model, 1, 32, torch.bfloat16)
+    estimate = training_memory(model, 1, 32, torch.bfloat16)
     fsdp.shard(model, World(CPU), torch.bfloat16)
-    assert training_memory(model, 1, 32, torch.bfloat16) == needs  # asked again when memory was not enough
+    assert training_memory(model, 1, 32, torch.bfloat16) == estimate  # an out-of-memory error estimates again
     model.to_empty(device="cpu")
     model.initialize(1)
     rounded = ligermodels.create(config("llama", tied=False), device="cpu")
@@ -145,7 +152,7 @@ def test_one_process_computes_in_bf16_on_fp32_weights(on_cpu):
 
 
 @pytest.mark.parametrize(
-    ("stored", "lora", "computed", "summed"),
+    ("param_dtype", "lora", "compute_dtype", "reduce_dtype"),
     [
         ("float32", None, "bfloat16", "float32"),
         ("bfloat16", None, "bfloat16", "bfloat16"),
@@ -153,12 +160,14 @@ def test_one_process_computes_in_bf16_on_fp32_weights(on_cpu):
         ("bfloat16", "float32", "bfloat16", "float32"),
     ],
 )
-def test_gradients_are_summed_in_what_is_computed_in_or_trained_in_whichever_is_wider(stored, lora, computed, summed):
-    model = ligermodels.create(config("llama", False), dtype=getattr(torch, stored), device="meta")
+def test_gradients_are_reduced_in_the_wider_of_compute_and_parameter_dtype(
+    param_dtype, lora, compute_dtype, reduce_dtype
+):
+    model = ligermodels.create(config("llama", False), dtype=getattr(torch, param_dtype), device="meta")
     if lora:
         ligermodels.add_lora(model, rank=2, dtype=getattr(torch, lora))
-    policy = fsdp.precision(model, getattr(torch, computed))
-    assert (policy.param_dtype, policy.reduce_dtype) == (getattr(torch, computed), getattr(torch, summed))
+    policy = fsdp.mixed_precision(model, getattr(torch, compute_dtype))
+    assert (policy.param_dtype, policy.reduce_dtype) == (getattr(torch, compute_dtype), getattr(torch, reduce_dtype))
 
 
 class Blocks(nn.Module):
@@ -170,27 +179,27 @@ class Blocks(nn.Module):
         self.lm_head = nn.Linear(4, 5, bias=False)
 
 
-def test_weights_tied_across_blocks_are_refused_and_within_the_root_allowed():
+def test_weights_tied_across_blocks_are_rejected_and_a_tied_head_is_allowed():
     model = Blocks()
     model.lm_head.weight = model.model.embed_tokens.weight
-    fsdp.refuse_ties_between_units(model)
+    fsdp.check_no_ties_between_units(model)
     model.model.layers[1].weight = model.model.layers[0].weight
     with pytest.raises(InputError, match=r"layers\.1\.weight is tied to model\.layers\.0\.weight"):
-        fsdp.refuse_ties_between_units(model)
+        fsdp.check_no_ties_between_units(model)
 
 
-def test_ranks_that_copies_cannot_share_are_refused_with_how_to_start_more():
-    assert fsdp.shards_of(World(CPU, 0, 6), 3) == 2
+def test_a_dp_replicate_that_does_not_divide_the_ranks_is_rejected_with_advice():
+    assert fsdp.dp_shard_size(World(CPU, 0, 6), 3) == 2
     with pytest.raises(InputError) as error:
-        fsdp.shards_of(World(CPU), 2)
+        fsdp.dp_shard_size(World(CPU), 2)
     assert str(error.value) == (
-        "--dp-replicate 2 does not divide the number of ranks, 1: lower it, or start 2 or a multiple of them, as by "
+        "--dp-replicate 2 does not divide the number of ranks, 1: lower it, or start a multiple of 2 ranks, such as "
         "torchrun --nproc-per-node 2"
     )
 
 
-def test_without_torchrun_there_is_nothing_to_sum_or_shard():
+def test_without_torchrun_nothing_is_summed_or_sharded():
     model, x = Blocks(), torch.tensor(3.0)
     fsdp.shard(model, World(CPU), torch.float32)
-    assert fsdp.units(model) == []
+    assert fsdp.fsdp_modules(model) == []
     assert distributed.total(x) == 3.0 and distributed.total(x) is not x

@@ -1,5 +1,7 @@
-"""One rank of two dies or hangs: the other one ends by itself within the time limit, and sooner where it is told to, as
-torchrun would. Real processes, no torchrun."""
+"""One rank of two dies or hangs: the other one ends within the timeout, and sooner after a SIGTERM from torchrun.
+
+Real processes, without torchrun.
+"""
 
 import os
 import signal
@@ -24,7 +26,7 @@ print("together", flush=True)
 while True:
     distributed.total(torch.zeros(()))
 """
-TOLD_TO_STOP = """
+STOPPING_WORKER = """
 import signal, threading
 import torch
 from ligermodels.training.runs import stopping
@@ -47,7 +49,7 @@ for _ in range(2):
 
 @pytest.fixture
 def launch():
-    """Starts two processes that run the same script. The store they find each other by is ours."""
+    """Starts two processes that run the same script. The rendezvous store is in this process."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     environment = os.environ | {
         "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
@@ -71,17 +73,17 @@ def launch():
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_the_others_end_when_a_rank(how, launch):
+def test_the_other_rank_ends_when_one(how, launch):
     first, second = launch(WORKER)
     second.send_signal(how)
     start = time.monotonic()
     _, error = first.communicate(timeout=60)
     assert first.returncode == 1 and "all_reduce" in error
-    assert time.monotonic() - start < LIMIT + 10  # to unwind and leave; on a loaded machine
+    assert time.monotonic() - start < LIMIT + 10  # time to unwind and exit on a loaded machine
 
 
-def test_told_to_stop_a_rank_may_take_its_time_but_does_not_wait_for_a_lost_one(launch):
-    first, second = launch(TOLD_TO_STOP)
+def test_after_sigterm_a_rank_finishes_its_step_but_does_not_wait_for_a_lost_rank(launch):
+    first, second = launch(STOPPING_WORKER)
     first.send_signal(signal.SIGTERM)
     for process in (first, second):
         assert [process.stdout.readline() for _ in range(2)] == ["saved\n", "together\n"]
@@ -89,5 +91,5 @@ def test_told_to_stop_a_rank_may_take_its_time_but_does_not_wait_for_a_lost_one(
     first.send_signal(signal.SIGTERM)
     _, error = first.communicate(timeout=60)
     assert first.returncode == 1
-    lost = "rank 0: told to stop, and still waiting for other ranks 2 s later: one of them is lost; --resume goes on"
-    assert f"{lost} from the last checkpoint\n" in error and "Traceback" not in error
+    lost = "rank 0: signalled to stop, and still waiting for other ranks after 2 s: one of them is lost"
+    assert f"{lost}; --resume continues from the last checkpoint\n" in error and "Traceback" not in error

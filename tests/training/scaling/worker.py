@@ -1,6 +1,6 @@
-"""Trains tiny models for a few steps and writes what happened: one process, or one of several under torchrun.
+"""Trains tiny models for a few steps and saves losses, gradient norms and weights. Runs alone or under torchrun.
 
-Usage: worker.py OUTPUT.pt JSON, where JSON is a list of arguments of `train`, for one run after the other.
+Usage: worker.py OUTPUT.pt JSON, where JSON is a list with the arguments of `train` for each run.
 """
 
 import functools
@@ -26,7 +26,7 @@ ROWS = 8
 
 
 def rows_with_uneven_masks(vocab_size):
-    """Row i has its first 2 i labels masked, so that micro-batches and ranks count differently many."""
+    """Row i has its first 2 i labels masked, so that micro-batches and ranks have different token counts."""
     input_ids = torch.randint(vocab_size, (ROWS, 16), generator=torch.Generator().manual_seed(3))
     labels = input_ids.clone()
     for i, row in enumerate(labels):
@@ -35,10 +35,10 @@ def rows_with_uneven_masks(vocab_size):
 
 
 def micro_batches(rows, step, accumulate, batch_size, world):
-    """This rank's; which rows a step has depends on their number only."""
-    taken = accumulate * world.size * batch_size
-    indices = (step * taken + torch.arange(taken)) % ROWS
-    return [[x[mine] for x in rows] for mine in indices.view(accumulate, world.size, batch_size)[:, world.rank]]
+    """Returns this rank's micro-batches. The rows of a step depend only on their number."""
+    per_step = accumulate * world.size * batch_size
+    indices = (step * per_step + torch.arange(per_step)) % ROWS
+    return [[x[own] for x in rows] for own in indices.view(accumulate, world.size, batch_size)[:, world.rank]]
 
 
 def supervised(labels):
@@ -47,35 +47,42 @@ def supervised(labels):
 
 @contextmanager
 def compiling_by(backend):
-    """torch.compile with another backend than its own, which takes long: it traces, and runs what it traced."""
+    """torch.compile with another backend, which traces but does not compile: Inductor takes too long."""
     compiler = torch.compile
     torch.compile = functools.partial(compiler, backend=backend)
     yield
     torch.compile = compiler
 
 
-def build(model, world, dtype, stored, recomputed, lora, compiled, replicas, keep_gathered):
-    """lora: the dtype of the updates, whose base is stored in the dtype that is computed in."""
-    base = dtype if lora else stored
+def build(
+    model, world, dtype, param_dtype, checkpointed_blocks, lora, compiled, dp_replicate, reshard_after_forward
+):  # fmt: skip
+    """lora: the dtype of the low-rank updates; the base is then stored in the compute dtype."""
+    base = dtype if lora else param_dtype
     model = ligermodels.create(model, dtype=getattr(torch, base), device="meta")
     if lora:
         adapt(model, dtype=getattr(torch, lora))
-    model.recompute_in_backward(recomputed)
+    model.recompute_in_backward(checkpointed_blocks)
     if compiled:
         with compiling_by("eager"):
             compile_blocks(model)
-    fsdp.shard(model, world, getattr(torch, dtype), replicas=replicas, keep_gathered=keep_gathered)
+    compute_dtype = getattr(torch, dtype)
+    fsdp.shard(
+        model, world, compute_dtype, dp_replicate=dp_replicate, reshard_after_forward=reshard_after_forward
+    )  # fmt: skip
     model.to_empty(device=world.device)
     model.initialize(1)
     return model.train()
 
 
 def train(
-    model, accumulate=1, batch_size=4, steps=4, dtype="float32", stored="float32", recomputed=0, lora=None,
-    compiled=False, replicas=1, name="adamw", keep_gathered=False,
+    model, accumulate=1, batch_size=4, steps=4, dtype="float32", param_dtype="float32",
+    checkpointed_blocks=0, lora=None, compiled=False, dp_replicate=1, name="adamw", reshard_after_forward=True,
 ):  # fmt: skip
     world = distributed.start()
-    model = build(model, world, dtype, stored, recomputed, lora, compiled, replicas, keep_gathered)
+    model = build(
+        model, world, dtype, param_dtype, checkpointed_blocks, lora, compiled, dp_replicate, reshard_after_forward
+    )  # fmt: skip
     optimizer = optimizers.build_optimizer(model, name)
     optimizers.set_learning_rate(optimizer, 1e-2)
     rows = rows_with_uneven_masks(model.config.vocab_size)
@@ -85,12 +92,14 @@ def train(
         count = distributed.total(sum(supervised(labels) for _, labels in batches))
         loss = torch.zeros(())
         for number, (input_ids, labels) in enumerate(batches, 1):
-            fsdp.reduce_gradients(model, now=number == accumulate)
+            fsdp.set_gradient_all_reduce(model, enabled=number == accumulate)
             share = model(input_ids, labels, num_items_in_batch=count).loss
             share.backward()
             loss += share.detach()
         loss, norm = distributed.total(loss), fsdp.gradient_norm(model)
-        optimizers.clipped_step(optimizer, loss, norm, math.inf)  # the norm's last bit depends on the shards
+        optimizers.clip_and_step(
+            optimizer, loss, norm, math.inf
+        )  # no clipping: the norm's last bit depends on the sharding
         losses.append(float(loss))
         norms.append(float(norm))
         optimizer.zero_grad()
@@ -104,7 +113,7 @@ def whole(tensor):
 
 if __name__ == "__main__":
     if launch.interpreting:
-        interpreter.hasten()
+        interpreter.speed_up_interpreter()
     world = distributed.start()
     distributed.start = functools.partial(distributed.World, world.device, world.rank, world.size)
     results = [train(**settings) for settings in json.loads(sys.argv[2])]

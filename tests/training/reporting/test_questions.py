@@ -1,11 +1,13 @@
+"""The number of questions that a model answers correctly."""
+
 import pytest
 import torch
 
 import ligermodels
 from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.new_tokenizer import train_tokenizer
-from ligermodels.training.reporting import skill
-from ligermodels.training.reporting.skill import right_answers
+from ligermodels.training.reporting import questions as module
+from ligermodels.training.reporting.questions import count_correct_answers
 
 
 @pytest.fixture(scope="module")
@@ -13,22 +15,22 @@ def tokenizer():
     return train_tokenizer(vocabulary_texts(), 1024)
 
 
-def test_an_answer_is_right_if_the_continuation_begins_with_it(tokenizer, monkeypatch):
+def test_an_answer_is_correct_if_the_continuation_starts_with_it(tokenizer, monkeypatch):
     replies = {"1 + 1 =": " 2. They", "10 + 2 =": " 12.", "2 + 3 =": " 15.", "7 + 5 =": " 1.", "9 + 1 =": "\n10."}
-    asked = []
+    texts = []
 
     def generate(model, prompts, max_new_tokens):
-        asked.extend(tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts)
-        replied = [next(reply for end, reply in replies.items() if text.endswith(end)) for text in asked]
-        return [tokenizer.encode(text, add_special_tokens=False)[:max_new_tokens] for text in replied]
+        texts.extend(tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts)
+        replies_of_batch = [next(reply for end, reply in replies.items() if text.endswith(end)) for text in texts]
+        return [tokenizer.encode(text, add_special_tokens=False)[:max_new_tokens] for text in replies_of_batch]
 
-    monkeypatch.setattr(skill, "generate", generate)
+    monkeypatch.setattr(module, "generate", generate)
     questions = [("1 + 1 =", "2."), ("So 10 + 2 =", "12."), ("2 + 3 =", "5."), ("7 + 5 =", "12."), ("9 + 1 =", "10.")]
-    assert right_answers(torch.nn.Module(), tokenizer, questions) == 3
-    assert asked[-1] == "<|endoftext|>So 10 + 2 ="
+    assert count_correct_answers(torch.nn.Module(), tokenizer, questions) == 3
+    assert texts[-1] == "<|endoftext|>So 10 + 2 ="
 
 
-def test_a_conversation_is_continued_by_the_assistant_in_batches_of_like_length(tokenizer, monkeypatch):
+def test_conversations_are_continued_by_the_assistant_in_batches_of_similar_length(tokenizer, monkeypatch):
     batches = []
 
     def generate(model, prompts, max_new_tokens):
@@ -37,18 +39,18 @@ def test_a_conversation_is_continued_by_the_assistant_in_batches_of_like_length(
         assert all(tokenizer.decode(p, skip_special_tokens=False).endswith("<|im_start|>assistant\n") for p in prompts)
         return [tokenizer.encode("4 + 4 = 8.", add_special_tokens=False) for _ in prompts]
 
-    monkeypatch.setattr(skill, "generate", generate)
+    monkeypatch.setattr(module, "generate", generate)
     question = {"role": "user", "content": "4 and 4?"}
     longer = [question, {"role": "assistant", "content": "4 + 4 = 8."}, question]
     questions = [([question], "4 + 4 = 8."), (longer, "4 + 4 = 8."), ([question], "4 - 4 = 0.")] * 20
     model = torch.nn.Module()
-    assert right_answers(model, tokenizer, questions) == 40
+    assert count_correct_answers(model, tokenizer, questions) == 40
     assert model.training
     assert [len(batch) for batch in batches] == [32, 28] and max(batches[0]) == min(batches[0])
 
 
-def test_what_a_model_says_greedily_is_what_counts(tokenizer):
+def test_the_answer_is_compared_with_the_greedy_continuation(tokenizer):
     model = ligermodels.create("llama", size="tiny")
     prompt = tokenizer.encode("7 + 5 =")
-    said = tokenizer.decode(ligermodels.generate(model, [prompt], max_new_tokens=3)[0]).strip()
-    assert right_answers(model, tokenizer, [("7 + 5 =", said), ("7 + 5 =", f"not {said}")]) == 1
+    reply = tokenizer.decode(ligermodels.generate(model, [prompt], max_new_tokens=3)[0]).strip()
+    assert count_correct_answers(model, tokenizer, [("7 + 5 =", reply), ("7 + 5 =", f"not {reply}")]) == 1

@@ -1,61 +1,64 @@
-"""What several families add to config.json: windows, bounds, RoPE on half a head, multipliers, experts.
+"""Features that several families add to config.json: sliding window, softcaps, partial RoPE, multipliers, experts.
 
-Each class is one such addition, its fields under the Hub's names, and what they mean; a family inherits those it has.
-Must not know which families do.
+Each class is one feature: its fields under the Hub's names, and their meaning. A family inherits from the features that
+it has. Must not know which families do.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ligermodels.configs.base import Config, supported_activation
-from ligermodels.configs.rope import FULL, SLIDING
+from ligermodels.configs.base import Config, kernel_activation
+from ligermodels.configs.rope import FULL_ATTENTION, SLIDING_ATTENTION
 from ligermodels.errors import ConfigError
 
 
 @dataclass(kw_only=True)
-class SlidingConfig(Config):
-    """Adds layers that see only a window of the keys before them."""
+class SlidingWindowConfig(Config):
+    """Sliding-window attention in some or all layers."""
 
-    sliding_window: int | None = None  # how many keys a query sees, its own included
+    sliding_window: int | None = None  # number of keys that a query attends to, including its own
     layer_types: tuple[str, ...] | None = None
 
-    def slides(self, layer: int) -> bool:
-        """Whether this layer has the window, where the file has no layer_types."""
+    def is_sliding(self, layer: int) -> bool:
+        """Whether this layer has the window; ignored if the file has layer_types."""
         return True
 
     def layer_type(self, layer: int) -> str:
+        """FULL_ATTENTION or SLIDING_ATTENTION."""
         if self.layer_types is not None:
             return self.layer_types[layer]
-        return SLIDING if self.slides(layer) else FULL
+        return SLIDING_ATTENTION if self.is_sliding(layer) else FULL_ATTENTION
 
     def window(self, layer: int) -> int | None:
-        return (self.sliding_window or None) if self.layer_type(layer) == SLIDING else None
+        """The window of this layer; None for full attention."""
+        return (self.sliding_window or None) if self.layer_type(layer) == SLIDING_ATTENTION else None
 
     def validate(self) -> None:
         super().validate()
-        self.one_per_layer("layer_types")
-        unknown = sorted(set(self.layer_types or ()) - {FULL, SLIDING})
+        self.check_one_per_layer("layer_types")
+        unknown = sorted(set(self.layer_types or ()) - {FULL_ATTENTION, SLIDING_ATTENTION})
         if unknown:
             raise ConfigError(
-                f"config.json: layer_types: {unknown[0]!r} is not supported; {FULL!r} and {SLIDING!r} are"
+                f"config.json: layer_types: {unknown[0]!r} is not supported; "
+                f"must be {FULL_ATTENTION!r} or {SLIDING_ATTENTION!r}"
             )
 
 
 @dataclass(kw_only=True)
-class SwitchedWindowConfig(SlidingConfig):
-    """A window that the file has to switch on; it is then in the upper layers."""
+class SwitchedWindowConfig(SlidingWindowConfig):
+    """A sliding window that use_sliding_window enables, in the layers from max_window_layers on."""
 
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 28
 
-    def slides(self, layer: int) -> bool:
+    def is_sliding(self, layer: int) -> bool:
         return self.use_sliding_window and layer >= self.max_window_layers
 
 
 @dataclass(kw_only=True)
 class UnitOffsetConfig(Config):
-    """Norms that add one to their weight, and tied embeddings that enter times the root of their width."""
+    """RMSNorm with weight + 1, and tied embeddings scaled by sqrt(hidden_size)."""
 
     head_dim: int = 256
     tie_word_embeddings: bool = True
@@ -70,12 +73,12 @@ class UnitOffsetConfig(Config):
 
     def validate(self) -> None:
         super().validate()
-        self.refuse("use_bidirectional_attention")
+        self.reject_if_set("use_bidirectional_attention")
 
 
 @dataclass(kw_only=True)
-class SoftcapConfig(UnitOffsetConfig, SlidingConfig):
-    """Adds bounds on the scores and the logits, and a scale of the scores that is not that of the head size."""
+class SoftcapConfig(UnitOffsetConfig, SlidingWindowConfig):
+    """Softcaps on attention scores and logits, and an attention scale that does not depend on head_dim."""
 
     sliding_window: int | None = 4096
     hidden_activation: str = "gelu_pytorch_tanh"
@@ -85,7 +88,7 @@ class SoftcapConfig(UnitOffsetConfig, SlidingConfig):
 
     @property
     def activation(self) -> str:
-        return supported_activation("hidden_activation", self.hidden_activation)
+        return kernel_activation("hidden_activation", self.hidden_activation)
 
     @property
     def attention_scale(self) -> float:
@@ -97,14 +100,14 @@ class SoftcapConfig(UnitOffsetConfig, SlidingConfig):
 
     def validate(self) -> None:
         super().validate()
-        supported_activation("hidden_activation", self.hidden_activation)
+        kernel_activation("hidden_activation", self.hidden_activation)
         if self.attn_logit_softcapping:
-            self.refuse("attention_dropout")
+            self.reject_if_set("attention_dropout")
 
 
 @dataclass(kw_only=True)
 class HalfRotaryConfig(Config):
-    """RoPE on half of each head and biases on q, k, v, in the sizes of the 9B models that have them."""
+    """RoPE on half of each head, and biases on q, k, v; the default sizes are those of the 9B models."""
 
     vocab_size: int = 151552
     intermediate_size: int = 13696
@@ -122,7 +125,7 @@ class HalfRotaryConfig(Config):
 
 @dataclass(kw_only=True)
 class MultiplierConfig(Config):
-    """Multipliers of the embeddings, the scores and both branches, and a divisor of the logits."""
+    """Multipliers of embeddings, attention scores and both residual branches, and a divisor of the logits."""
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
@@ -140,10 +143,10 @@ class MultiplierConfig(Config):
 
 @dataclass(kw_only=True)
 class MoEConfig(Config):
-    """Adds a router and its load-balancing loss."""
+    """Mixture of experts: a top-k router and its load-balancing loss."""
 
     num_experts_per_tok: int = 2
-    output_router_logits: bool = False  # whether the training loss includes that of the router
+    output_router_logits: bool = False  # whether the loss includes the load-balancing loss
     router_aux_loss_coef: float = 0.001
 
     experts_field: ClassVar[str] = "num_local_experts"
@@ -160,7 +163,7 @@ class MoEConfig(Config):
 
 @dataclass(kw_only=True)
 class SparseStepConfig(MoEConfig):
-    """Adds dense layers among those with experts, whose width is their own."""
+    """Mixture of experts with an expert width of its own, in some layers only; the other layers are dense."""
 
     num_experts: int = 128
     moe_intermediate_size: int = 768
@@ -172,5 +175,5 @@ class SparseStepConfig(MoEConfig):
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""
-        chosen = layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
-        return chosen and self.num_experts > 0
+        selected = layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
+        return selected and self.num_experts > 0

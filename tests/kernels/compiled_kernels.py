@@ -1,4 +1,4 @@
-"""Every Triton kernel of the package, and what has been compiled of it."""
+"""Every Triton kernel of the package, and the variants that have been compiled of it."""
 
 import importlib
 import pkgutil
@@ -15,7 +15,7 @@ def import_all() -> list[ModuleType]:
 
 
 def kernels() -> list:
-    """Triton's functions, and what launches one (and has it as `jit`), each once."""
+    """Triton's functions, and the `Kernel`s that launch one (their `jit`), each once."""
     values = {id(x): x for module in import_all() for x in vars(module).values()}
     return [x for x in values.values() if isinstance(getattr(x, "jit", x), triton.JITFunction)]
 
@@ -33,6 +33,6 @@ def compiled_kernels() -> list:
 
 
 def assert_all_compiled() -> None:
-    """That what was said of the compiled kernels was said of all there are to launch."""
+    """Fails if a kernel was never launched, so that a check of the compiled kernels covers all of them."""
     missing = {name_of(x.jit) for x in kernels() if hasattr(x, "jit")} - {name for name, _ in compiled_kernels()}
     assert not missing, f"no case launches {', '.join(sorted(missing))}"

@@ -1,8 +1,10 @@
-"""Compiles every kernel for a device that need not be there: python -m tests.kernels.compile_elsewhere CAPABILITY LIMIT
+"""Compiles every kernel for a GPU that need not be present.
 
-Each op takes its forward and backward at the largest of its sizes, on tensors of the CPU that hold nothing; launches
-compile and do no more. CAPABILITY: 80, 86, 90. LIMIT: bytes of shared memory that one program may use there.
-Prints a line for each variant: bytes of shared memory, registers, bytes of stack (spills), name.
+python -m tests.kernels.compile_for_capability CAPABILITY LIMIT
+
+Each op runs forward and backward at the largest of its sizes, on uninitialized CPU tensors; a launch only compiles the
+kernel. CAPABILITY: 80, 86 or 90. LIMIT: bytes of shared memory that one program may use on such a GPU.
+Prints one line for each variant: bytes of shared memory, registers a thread, bytes of stack (register spills), name.
 """
 
 import re
@@ -20,19 +22,19 @@ from triton.backends.compiler import GPUTarget
 from ligermodels.kernels import launch
 from ligermodels.kernels.norm_tiles import SMALL_M_ROWS
 from tests.kernels import ops
-from tests.kernels.kernels_of import assert_all_compiled, compiled_kernels, kernels
+from tests.kernels.compiled_kernels import assert_all_compiled, compiled_kernels, kernels
 
-TOKENS = (32,)  # few, because some matrix products are computed
-# Of experts enough for the largest tiles of the grouped products; of few rows and of many some ops' kernels differ.
-TOKENS_OF = {"experts": (512,), "norm_linear": (2 * SMALL_M_ROWS,)} | dict.fromkeys(
+TOKENS = (32,)  # few, because some matrix products are really computed
+# Experts need enough tokens for the largest tiles of the grouped GEMM. Some ops have other kernels for few rows.
+TOKENS_OF_OP = {"experts": (512,), "norm_linear": (2 * SMALL_M_ROWS,)} | dict.fromkeys(
     ("rms_norm", "add_rms_norm", "layer_norm", "linear_cross_entropy"), (32, 2 * SMALL_M_ROWS)
 )
-# Beside the largest: rows of which several share a tile, in the kernel that takes the most registers for them.
-SHORT_ROWS = {"norm_linear": ((576, 64),)}
+# Sizes to compile besides the largest: short rows share a tile, and this kernel needs the most registers for them.
+EXTRA_SIZES = {"norm_linear": ((576, 64),)}
 
 
-def be(capability: int, limit: int) -> None:
-    """Makes Triton believe in a device, and ops believe that tensors on the CPU are there."""
+def pretend_device(capability: int, limit: int) -> None:
+    """Makes Triton compile for a device that is not present, and ops launch kernels on CPU tensors."""
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         get_current_device=lambda: 0,
@@ -44,7 +46,7 @@ def be(capability: int, limit: int) -> None:
         type(kernel).__getitem__ = lambda self, grid: partial(getattr(self, "jit", self).warmup, grid=grid)
     launch.interpreting = True
     triton.knobs.runtime.interpret = False  # tiles are chosen for the device, not for the interpreter
-    # Of tensors that hold nothing; those of half precision and few columns would take seconds.
+    # The tensors are uninitialized, so products need not be computed: in half precision they would take seconds.
     torch.mm = lambda a, b, out=None: a.new_empty(a.shape[0], b.shape[1]) if out is None else out
     ops.normal = lambda *shape, scale=1.0: torch.empty(shape, dtype=torch.bfloat16)
 
@@ -61,11 +63,11 @@ def resources(kernel) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    be(*map(int, sys.argv[1:]))
+    pretend_device(*map(int, sys.argv[1:]))
     for name, entry in ops.OPS.items():
-        for tokens, size in product(TOKENS_OF.get(name, TOKENS), (*SHORT_ROWS.get(name, ()), *entry.real[-1:])):
-            ops.step_all(name, entry.draw(1, tokens, *size).to(torch.bfloat16))
-    ops.norm_by_chunks()
+        for tokens, size in product(TOKENS_OF_OP.get(name, TOKENS), (*EXTRA_SIZES.get(name, ()), *entry.real[-1:])):
+            ops.run_all_kernels(name, entry.draw(1, tokens, *size).to(torch.bfloat16))
+    ops.run_chunked_norm()
     assert_all_compiled()
     for name, kernel in compiled_kernels():
         print(kernel.metadata.shared, *resources(kernel), name)

@@ -1,0 +1,45 @@
+"""Contents of small config.json files, and what our configs and the reference's say of them."""
+
+from ligermodels.architectures import ARCHITECTURES
+from ligermodels.configs.rope import FULL_ATTENTION, SLIDING_ATTENTION
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": None,
+}
+VISION = {"vision_config": {"vision_use_head": False}}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+NESTED = {
+    FULL_ATTENTION: {"rope_type": "default", "rope_theta": 9.0},
+    SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 8.0},
+}
+
+
+def raw(model_type, **fields):
+    """The content of a config.json with these fields."""
+    if model_type == "gemma3":
+        return {"model_type": model_type, "text_config": SIZES | fields} | VISION
+    return SIZES | {"model_type": model_type} | fields
+
+
+def read(model_type, **fields):
+    """The config that a family reads from it."""
+    return ARCHITECTURES[model_type].Config.from_dict(raw(model_type, **fields))
+
+
+def windows(config):
+    """The window of every layer."""
+    return [config.window(i) if hasattr(config, "window") else None for i in range(config.num_hidden_layers)]
+
+
+def reference_windows(reference):
+    """The same of the reference. Families without layer_types have their window, if any, in all layers."""
+    window = getattr(reference, "sliding_window", None) or None
+    types = getattr(reference, "layer_types", None) or [SLIDING_ATTENTION] * reference.num_hidden_layers
+    return [window if kind == SLIDING_ATTENTION else None for kind in types]

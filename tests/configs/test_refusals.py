@@ -1,0 +1,98 @@
+"""Unsupported configs are refused before weights are read, in one line that names field, value and remedy."""
+
+import json
+
+import pytest
+
+import ligermodels
+from ligermodels.architectures import ARCHITECTURES
+from ligermodels.configs.rope import FULL_ATTENTION, SLIDING_ATTENTION
+from ligermodels.errors import ConfigError, HubError
+from tests.configs.small_configs import LINEAR, NESTED, SIZES, raw
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
+GEMMAS = ("gemma", "gemma2", "gemma3_text")
+TWO_ROPES = ("gemma3", "gemma3_text", "olmo3")  # by layer type
+PARTIAL = ("glm", "glm4", "phi3")
+
+
+def refusals():
+    """Model type, fields, and what the message must contain: the field, its value if it has one, the remedy."""
+    for name in ARCHITECTURES:
+        yield name, {"rope_scaling": {"type": "ntk"}}, ["rope_scaling", "'ntk'", "choose from", "linear"]
+        yield name, {"rope_scaling": {"type": "linear"}}, ["rope_scaling", "'linear'", "lacks factor", "add"]
+        yield name, {"rope_scaling": 5}, ["rope_scaling", "5", "must be an object"]
+        yield name, {"quantization_config": {"bits": 4}}, ["quantization_config", "load the original"]
+        yield name, {"head_dim": 7}, ["head_dim", "7", "must be"]
+        yield name, {"num_attention_heads": 3, "num_key_value_heads": 2}, ["num_key_value_heads", "2", "must divide"]
+        yield name, {"num_hidden_layers": 0}, ["num_hidden_layers", "0", "must be positive"]
+        yield name, {"rms_norm_eps": "tiny"}, ["rms_norm_eps", "'tiny'", "must be float"]
+        if name not in TWO_ROPES:
+            yield name, {"rope_parameters": NESTED}, ["rope_parameters", "give one"]
+        else:
+            yield name, {"rope_parameters": LINEAR}, ["rope_parameters", "by layer type"]
+            yield name, {"rope_parameters": {FULL_ATTENTION: 5}}, [FULL_ATTENTION, "5", "must be an object"]
+        if name not in PARTIAL:
+            rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
+            rope = {FULL_ATTENTION: rope, SLIDING_ATTENTION: rope} if name in TWO_ROPES else rope
+            yield name, {"rope_parameters": rope}, ["partial_rotary_factor", "0.5", "must be 1"]
+        activation = "hidden_activation" if name in ("gemma2", "gemma3", "gemma3_text") else "hidden_act"
+        yield name, {activation: "relu"}, [activation, "'relu'", "'silu'"]
+    yield "llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings", "add"]
+    yield "llama", {"hidden_size": 25, "head_dim": None}, ["num_attention_heads", "hidden_size", "must divide"]
+    yield "phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["rope_scaling", "lacks long_factor"]
+    yield "phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5}}, ["long_factor", "5", "must have", "4"]
+    yield "phi3", {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}, ["short_factor", "4", "must have", "3"]
+    yield "phi3", {"embd_pdrop": 0.1}, ["embd_pdrop", "0.1", "remove it"]
+    yield "phi3", {"resid_pdrop": 0.1}, ["resid_pdrop", "0.1", "remove it"]
+    yield "mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise", "0.1", "remove it"]
+    yield "smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "2", "must have", "8"]
+    yield "gemma2", {"attention_dropout": 0.1}, ["attention_dropout", "0.1", "remove it"]
+    yield "gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30.0", "remove it"]
+    for name in (*GEMMAS, "gemma3"):
+        yield name, {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True", "remove it"]
+    for name in ("mistral", "qwen2", "qwen3_moe", "gemma2", "gemma3", "olmo3", "phi3", "smollm3"):
+        yield name, {"layer_types": [FULL_ATTENTION] * 7}, ["layer_types", "7", "must have one per layer", "8"]
+        yield (
+            name,
+            {"layer_types": [FULL_ATTENTION] * 7 + ["chunked"]},
+            ["layer_types", "'chunked'", repr(SLIDING_ATTENTION)],
+        )
+    for name in MOE:
+        experts = "num_experts" if name.startswith("qwen") else "num_local_experts"
+        yield name, {experts: 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", "5", experts, "4"]
+
+
+@pytest.mark.parametrize(("model_type", "fields", "named"), list(refusals()))
+def test_an_unsupported_config_is_refused_in_one_line_before_weights_are_read(model_type, fields, named, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(raw(model_type, **fields)))
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ConfigError) as refused:
+        ligermodels.load(tmp_path)
+    message = str(refused.value)
+    assert message.startswith("config.json: ") and "\n" not in message
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize(
+    ("vision", "named"),
+    [
+        (None, ["vision_config", "must be an object"]),
+        ({}, ["vision_use_head", "must be false"]),
+        ({"vision_use_head": True}, ["vision_use_head", "must be false"]),
+        ({"vision_use_head": False, "patch_size": "14"}, ["patch_size", "'14'", "must be int"]),
+    ],
+)
+def test_an_unsupported_vision_config_is_refused(vision, named):
+    with pytest.raises(ConfigError) as refused:
+        ligermodels.create({"model_type": "gemma3", "text_config": SIZES, "vision_config": vision}, device="meta")
+    assert all(part in str(refused.value) for part in ["config.json", *named])
+
+
+def test_the_error_for_an_unknown_model_type_suggests_the_closest_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(raw("qwen3_mo")))
+    with pytest.raises(
+        HubError, match=r"config\.json: model_type 'qwen3_mo' is not supported; did you mean 'qwen3_moe'"
+    ):
+        ligermodels.load(tmp_path)

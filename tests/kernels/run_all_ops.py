@@ -1,0 +1,13 @@
+"""Runs every op forward and backward once, at small odd shapes: the program that compute-sanitizer checks."""
+
+import torch
+
+from tests.kernels.compiled_kernels import assert_all_compiled
+from tests.kernels.ops import OPS, run_all_kernels, run_chunked_norm
+
+for name, op in OPS.items():
+    for length in (4, 70) if "norm" in name else (4,):  # the small-M path and the persistent kernel
+        run_all_kernels(name, op.case(length=length, dtype=torch.bfloat16))
+run_chunked_norm()
+torch.cuda.synchronize()
+assert_all_compiled()

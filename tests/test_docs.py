@@ -1,0 +1,208 @@
+"""The documentation is true: its snippets run, its flags and files exist, and it is complete.
+
+The ```python blocks of a page run one after the other in a fresh process, as a reader would run them. A block that
+cannot run here has an HTML comment with the reason in the line above it: <!-- not run: needs the Hub -->.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import ligermodels
+from ligermodels.cli import build_parser
+from ligermodels.cli.train import config_from_flags
+from ligermodels.training.config import FIELDS
+
+ROOT = Path(__file__).parents[1]
+README, TRAINING, PYTHON_API = ROOT / "README.md", ROOT / "docs/training.md", ROOT / "docs/python-api.md"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+README_LINES, README_WORDS = 180, 1200
+
+BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>.+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.S | re.M)
+LANGUAGES = {"sh", "python", "text"}
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+INLINE_FLAG = re.compile(r"`(--[a-z0-9-]+)")
+OTHER_FLAGS = {"--clock-control", "--cache-control", "--provider", "--gpus", "--generate", "--dist", "--help"}
+OTHER_PROGRAMS = {"pip", "pytest", "ruff", "mypy"}
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+    reason: str | None  # why it does not run here
+    line: int  # of the page, at which the code begins
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found["language"], found["code"], found["reason"], text.count("\n", 0, found.start("code")))
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def python_blocks(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.language == "python"]
+
+
+def prose(page: Path) -> str:
+    return BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of the page's ```sh blocks as words, without the variables before them."""
+    found = []
+    for block in blocks(page):
+        if block.language == "sh":
+            for line in block.code.replace("\\\n", " ").splitlines():
+                lexer = shlex.shlex(line, posix=True, punctuation_chars="&;|")
+                lexer.whitespace_split = True
+                words: list[str] = []
+                for word in [*lexer, "&&"]:
+                    if word != "&&":
+                        words.append(word)
+                    elif words:
+                        found.append(words)
+                        words = []
+    return [[word for place, word in enumerate(words) if not is_variable(words[: place + 1])] for words in found]
+
+
+def is_variable(words: list[str]) -> bool:
+    return all(re.fullmatch(r"[A-Z_]+=\S*", word) for word in words)
+
+
+def ligermodels_arguments(words: list[str]) -> list[str] | None:
+    """What `ligermodels` gets on its command line, also by way of train.py; None for other programs."""
+    if words[0] == "ligermodels":
+        return words[1:]
+    return ["train", *words[words.index("train.py") + 1 :]] if "train.py" in words else None
+
+
+def known_flags() -> set[str]:
+    root = build_parser()
+    (choices,) = (action.choices for action in root._actions if action.choices)
+    return {flag for command in choices.values() for action in command._actions for flag in action.option_strings}
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def as_script(page: Path) -> str:
+    """The code that runs, each line at the number that it has in the page."""
+    lines = [""] * (page.read_text(encoding="utf-8").count("\n") + 1)
+    for block in python_blocks(page):
+        if block.reason is None:
+            code = block.code.splitlines()
+            lines[block.line : block.line + len(code)] = code
+    return "\n".join(lines)
+
+
+def names(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+RUNNABLE = [page for page in PAGES if any(block.reason is None for block in python_blocks(page))]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=names)
+def test_the_python_snippets_of_a_page_run_one_after_the_other_on_a_cpu(page, tmp_path):
+    script = tmp_path / "snippets.py"  # its folder is searched first for modules: no other's name
+    script.write_text(as_script(page), encoding="utf-8")
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | home | on_cpu
+    result = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_every_block_has_a_language_and_every_python_block_compiles(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(re.findall(r"^```", text, re.M)) == 2 * len(blocks(page))
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+    for block in python_blocks(page):
+        compile(block.code, str(page), "exec")
+    assert all(block.language == "python" for block in blocks(page) if block.reason)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_the_commands_of_a_page_are_ones_that_the_command_line_takes(page):
+    for words in commands(page):
+        arguments = ligermodels_arguments(words)
+        if arguments is not None:
+            args = build_parser().parse_args(arguments)
+            if arguments[0] == "train" and not (hasattr(args, "resume") or args.config):
+                config_from_flags(args)
+        elif words[:2] == ["python", "-m"]:
+            module = ROOT.joinpath(*words[2].split("."))
+            assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), words
+        elif words[0] == "python":
+            assert (ROOT / words[1]).exists(), words
+        else:
+            assert words[0] in OTHER_PROGRAMS, words
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=names)
+def test_the_flags_that_the_text_of_a_page_names_exist(page):
+    assert set(INLINE_FLAG.findall(prose(page))) <= known_flags() | OTHER_FLAGS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_links_lead_to_files_and_headings_of_the_repository(page):
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=names)
+def test_readme_leads_to_every_page(page):
+    assert f"]({names(page)})" in README.read_text(encoding="utf-8")
+
+
+def test_the_tree_in_architecture_names_files_that_exist():
+    tree = blocks(ROOT / "ARCHITECTURE.md")[0].code
+    files = [ROOT / "train.py", *ROOT.glob("ligermodels/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    assert set(re.findall(r"\w+\.py", tree)) <= {file.name for file in files}
+
+
+def test_readme_is_short():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= README_LINES
+    assert len(text.split()) <= README_WORDS
+
+
+def test_readme_has_the_commands_that_continuous_integration_runs():
+    run = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("pip install")]
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(run) == 2 and set(run) <= set(lines)
+
+
+def test_the_training_page_has_every_flag_of_train_with_its_default():
+    text = TRAINING.read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \|", text, re.M))
+    flags = {f"--{name.replace('_', '-')}": field.default for name, field in FIELDS.items()}
+    assert set(rows) == {*flags, "--config", "--dry-run"}
+    for flag, default in flags.items():
+        if isinstance(default, int | float | str) and not isinstance(default, bool):
+            stated = rows[flag].strip("`").split(":")[0]
+            assert type(default)(stated) == default, flag
+
+
+@pytest.mark.parametrize("name", ligermodels.__all__)
+def test_the_python_page_has_every_public_name(name):
+    assert re.search(rf"`(ligermodels\.)?{name}`", PYTHON_API.read_text(encoding="utf-8"))
