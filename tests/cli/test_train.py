@@ -72,7 +72,7 @@ def test_every_flag_is_in_the_help_which_shows_defaults_and_examples(capsys):
 
 
 def test_model_list_prints_what_ligermodels_list_prints(monkeypatch, capsys):
-    monkeypatch.setattr(command, "catalogue", lambda: iter(["llama tiny", "qwen2 tiny"]))
+    monkeypatch.setattr(command, "architecture_lines", lambda: iter(["llama tiny", "qwen2 tiny"]))
     assert cli.main(["train", "--model", "list"]) == 0
     assert capsys.readouterr().out == "llama tiny\nqwen2 tiny\n"
 
