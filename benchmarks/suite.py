@@ -191,7 +191,7 @@ def select_ops_and_providers(op_names: list[str], provider_names: list[str]) -> 
     known = dict.fromkeys(name for op in ops for name in op.providers)  # without duplicates, in order of registration
     providers = select_names(provider_names, known, "provider")
     if not torch.cuda.is_available():
-        raise InputError("needs a GPU, but torch finds none")
+        raise InputError("a GPU is needed, and torch finds none")
     return ops, providers
 
 

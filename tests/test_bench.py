@@ -405,7 +405,7 @@ def test_an_unknown_op_or_provider_is_refused_with_the_nearest(capsys):
 
 def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "needs a GPU" in refused(capsys, "rope")
+    assert "a GPU is needed" in refused(capsys, "rope")
 
 
 @pytest.mark.gpu

@@ -124,8 +124,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
     estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
     made = make_plan(
         model, config, world, description=data.description, rows=len(data.training),
-        passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation), checkpointed_blocks=checkpointed_blocks,
-        memory=estimate(checkpointed_blocks=checkpointed_blocks),
+        passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
+        checkpointed_blocks=checkpointed_blocks, memory=estimate(checkpointed_blocks=checkpointed_blocks),
     )  # fmt: skip
     return Run(config, pretrained, model, data, build, estimate, reshard_after_forward, made)
 

@@ -62,7 +62,7 @@ def build(
     model = ligermodels.create(model, dtype=getattr(torch, base), device="meta")
     if lora:
         adapt(model, dtype=getattr(torch, lora))
-    model.recompute_in_backward(checkpointed_blocks)
+    model.checkpoint_activations(checkpointed_blocks)
     if compiled:
         with compiling_by("eager"):
             compile_blocks(model)
