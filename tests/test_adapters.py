@@ -1,4 +1,4 @@
-"""LoRA adapters against PEFT: it reads what we write, we read what it writes, and the logits are the same."""
+"""LoRA adapters and PEFT: each reads the adapters of the other, and the logits are the same."""
 
 import json
 import warnings
@@ -27,14 +27,14 @@ def logits(model, raw):
 
 
 def read_by_peft(raw, folder):
-    """A warning of PEFT's, say of missing keys, is a failure."""
+    """The reference model with the adapter, read by PEFT. A warning, such as for missing keys, is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         return peft.PeftModel.from_pretrained(reference_model(raw), folder)
 
 
 def written_by_peft(raw, folder, **settings):
-    """An adapter that PEFT made and saved, drawn at random, and the model that has it."""
+    """Writes a random adapter with PEFT; returns the reference model that has it."""
     model = peft.get_peft_model(reference_model(raw), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def written_by_peft(raw, folder, **settings):
             if "lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # there is no folder of the base to look into
+        warnings.simplefilter("ignore", UserWarning)  # PEFT warns because there is no folder of the base model
         model.save_pretrained(folder)
     return model
 
@@ -53,7 +53,7 @@ def adapter_config(folder):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with a model, and that model."""
+    """A folder with a model."""
     folder = tmp_path_factory.mktemp("base")
     save_reference(LLAMA, folder)
     return folder
@@ -66,7 +66,7 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
     ("family", "targets"),
     [(family, "all-linear") for family in FAMILIES] + [(family, ["all-linear", "experts"]) for family in WITH_EXPERTS],
 )
-def test_peft_computes_with_our_adapter_what_we_do_and_our_merged_export_says_the_same(family, targets, tmp_path):
+def test_peft_and_the_merged_export_give_the_logits_of_our_adapter(family, targets, tmp_path):
     raw = CASES[FAMILIES[family]]
     save_reference(raw, tmp_path / "in")
     model = adapt(ligermodels.load(tmp_path / "in"), targets=targets)
@@ -128,7 +128,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_adapter_of_pefts_gives_the_logits_it_has_there_and_is_written_back_the_same(variant, tmp_path):
+def test_an_adapter_written_by_peft_gives_the_same_logits_and_is_exported_unchanged(variant, tmp_path):
     raw, settings = VARIANTS[variant]
     save_reference(raw, tmp_path / "in")
     theirs = written_by_peft(raw, tmp_path / "adapter", **settings)
@@ -145,12 +145,12 @@ def test_an_adapter_of_pefts_gives_the_logits_it_has_there_and_is_written_back_t
     ligermodels.export_adapter(model, tmp_path / "again")
     torch.testing.assert_close(logits(read_by_peft(raw, tmp_path / "again"), raw), expected, rtol=1e-4, atol=1e-4)
     stored, again = (load_file(tmp_path / folder / TENSORS) for folder in ("adapter", "again"))
-    if variant != "below language_model":  # PEFT stores it under the names that version 5 has in memory
+    if variant != "below language_model":  # PEFT stores it under the in-memory names of transformers 5
         assert stored.keys() == again.keys()
     assert sorted(x.sum().item() for x in stored.values()) == sorted(x.sum().item() for x in again.values())
 
 
-def test_the_configuration_says_what_peft_needs_and_names_the_base(base, tmp_path):
+def test_the_configuration_has_the_fields_of_peft_and_names_the_base_model(base, tmp_path):
     model = ligermodels.load(base)
     ligermodels.add_lora(model, rank=4, alpha=6.0, dropout=0.25, targets=("v_proj", "down_proj"))
     model.source = tmp_path / "hub" / "models--meta-llama--Llama-2" / "snapshots" / "0a1b"
@@ -173,7 +173,7 @@ def test_the_configuration_says_what_peft_needs_and_names_the_base(base, tmp_pat
 
 
 def test_a_merged_weight_is_rounded_once(base, tmp_path):
-    """W + alpha / r B A in float64 by hand, for every projection of a bf16 model."""
+    """Compared with W + alpha / r B A in float64, for every projection of a bf16 model."""
     model = adapt(ligermodels.load(base, dtype=torch.bfloat16), dtype=torch.float32)
     ligermodels.export(model, tmp_path / "out")
     ligermodels.export_adapter(model, tmp_path / "adapter")
@@ -190,7 +190,7 @@ def test_a_merged_weight_is_rounded_once(base, tmp_path):
     assert changed == 2 * 7
 
 
-def test_merging_leaves_the_model_as_it_is_in_any_dtype(base, tmp_path):
+def test_exporting_a_merged_model_does_not_change_the_model(base, tmp_path):
     for dtype in (torch.float64, torch.float16):
         model = adapt(ligermodels.load(base, dtype=dtype))
         unchanged = [parameter.clone() for parameter in model.parameters()]
@@ -198,9 +198,9 @@ def test_merging_leaves_the_model_as_it_is_in_any_dtype(base, tmp_path):
         assert all(map(torch.equal, model.parameters(), unchanged))
 
 
-def test_adapters_keep_their_dtype_and_the_model_its_mode(base, tmp_path):
+def test_an_adapter_keeps_its_dtype_and_the_model_its_mode(base, tmp_path):
     model = adapt(ligermodels.load(base, dtype=torch.bfloat16), dtype=torch.float32, dropout=0.5)
-    assert not any(layer.dropout_active for layer in lora_modules(model))  # as loaded, for evaluation
+    assert not any(layer.dropout_active for layer in lora_modules(model))  # a loaded model is in evaluation mode
     ligermodels.export_adapter(model, tmp_path / "adapter")
     other = ligermodels.load(base, dtype=torch.bfloat16)
     ligermodels.load_adapter(other, tmp_path / "adapter")
@@ -231,7 +231,7 @@ EXPERT = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
         ({"use_dora": True}, "use_dora is True; is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; is not supported"),
         ({"bias": "all"}, "bias is 'all'; must be 'none'"),
-        ({"of_tomorrow": 3}, "of_tomorrow is 3; is not supported"),
+        ({"unknown_field": 3}, "unknown_field is 3; is not supported"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; must be 'LORA'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; it changes the base"),
         ({"use_rslora": "yes"}, "use_rslora is 'yes'; must be true or false"),
@@ -245,7 +245,7 @@ EXPERT = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
         ({"r": 5}, r"28 of the wrong shape: .*q_proj\.lora_A\.weight is \[4, 48\] instead of \[5, 48\]"),
     ],
 )
-def test_what_an_adapter_says_and_we_do_not_do_is_refused_by_name(base, tmp_path, fields, message):
+def test_an_unsupported_setting_of_an_adapter_is_refused_by_name(base, tmp_path, fields, message):
     model = ligermodels.load(base)
     ligermodels.export_adapter(adapt(ligermodels.load(base)), tmp_path / "adapter")
     change_config(tmp_path / "adapter", **fields)
@@ -270,7 +270,7 @@ def test_what_an_adapter_says_and_we_do_not_do_is_refused_by_name(base, tmp_path
         (lambda x: x.clear(), "14 missing|28 missing"),
     ],
 )
-def test_tensors_that_do_not_fit_are_all_named(base, tmp_path, change, message):
+def test_an_error_names_all_tensors_that_do_not_fit(base, tmp_path, change, message):
     model = ligermodels.load(base)
     ligermodels.export_adapter(adapt(ligermodels.load(base)), tmp_path / "adapter")
     change_tensors(tmp_path / "adapter", change)
@@ -287,7 +287,7 @@ def test_a_pickled_adapter_is_not_read(base, tmp_path):
         ligermodels.load_adapter(ligermodels.load(base), tmp_path / "adapter")
 
 
-def test_a_model_with_lora_is_filled_by_an_adapter_of_the_same_kind_alone(base, tmp_path):
+def test_a_model_with_lora_accepts_only_an_adapter_with_the_same_settings(base, tmp_path):
     model = adapt(ligermodels.load(base))
     ligermodels.export_adapter(model, tmp_path / "adapter")
     same, other = ligermodels.load(base), ligermodels.load(base)
@@ -301,7 +301,7 @@ def test_a_model_with_lora_is_filled_by_an_adapter_of_the_same_kind_alone(base, 
         ligermodels.load_adapter(other, tmp_path / "adapter")
 
 
-def test_without_lora_there_is_no_adapter_to_export_and_on_meta_none_to_fill(base, tmp_path):
+def test_exporting_without_lora_and_loading_on_the_meta_device_are_errors(base, tmp_path):
     with pytest.raises(InputError, match="no LoRA to export"):
         ligermodels.export_adapter(ligermodels.load(base), tmp_path / "out")
     ligermodels.export_adapter(adapt(ligermodels.load(base)), tmp_path / "out")
@@ -313,7 +313,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_two_ranks_write_what_one_process_does_and_errors_reach_both(base, tmp_path):
+def test_two_ranks_write_the_same_files_as_one_process_and_both_raise_errors(base, tmp_path):
     model, new = adapt(ligermodels.load(base)), ligermodels.load(base)
     ligermodels.export_adapter(model, tmp_path / "adapter")
     ligermodels.export(model, tmp_path / "merged", dtype=torch.bfloat16, max_shard_size="20KB")
@@ -332,6 +332,6 @@ def test_two_ranks_write_what_one_process_does_and_errors_reach_both(base, tmp_p
         "below-a-file": "not written: Not a directory",
         "too-large": "holds values larger than torch.float16's largest",
     }.items():
-        said = {(tmp_path / f"{rank}-{name}").read_text() for rank in (0, 1)}
-        assert len(said) == 1 and message in said.pop()
+        messages = {(tmp_path / f"{rank}-{name}").read_text() for rank in (0, 1)}
+        assert len(messages) == 1 and message in messages.pop()
     assert not (tmp_path / "too-large").exists() and not list(tmp_path.glob("*.tmp-*"))

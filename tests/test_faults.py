@@ -1,7 +1,7 @@
-"""Every fault of a model's folder ends in one line that names the file and the field, in bounded time and memory.
+"""Every fault of a model folder gives a one-line error that names file and field, in bounded time and memory.
 
-The table damages a healthy folder in one way at a time and says what the refusal must name, for `load` and for the
-command line. What it cannot say, as that something is allowed, follows below it.
+Each entry of the table FAULTS damages a valid folder in one way, and lists the words that the error must contain, for
+`load` and for the command line. Tests of what is allowed follow below the table.
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.weights.raw_files import change_header, change_json, safetensors_byte
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 NORM = "model.norm.weight"
-FAULTS = {}  # name -> damage to a folder, what the message must name
+FAULTS = {}  # name -> (damage to a folder, words that the message must contain)
 
 
 def fault(name, damage, *words):
@@ -34,7 +34,7 @@ def fault(name, damage, *words):
 
 
 def rewrite(file, change):
-    """change: from the file's bytes to others."""
+    """Damage that replaces a file's bytes by those that `change` makes of them."""
     return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
 
 
@@ -43,7 +43,7 @@ def header(change):
 
 
 def entry(**fields):
-    """Changes what the header says of the final norm."""
+    """Damage that changes the header entry of the final norm."""
     return header(lambda tensors: tensors[NORM].update(fields))
 
 
@@ -64,12 +64,12 @@ def config(**fields):
 
 
 def text_in(file, text):
-    """text: with {…} for the fields that the file has."""
+    """Damage that replaces a JSON file by `text`, in which {…} stands for the fields of the file."""
     return rewrite(file, lambda content: text.replace("{…}", content.decode(errors="replace").strip("{} \n")).encode())
 
 
 def index(change):
-    """change: from the weight_map of a folder of shards to another."""
+    """Damage that splits the weights into shards and changes the weight_map of their index."""
 
     def damage(folder):
         shard(folder)
@@ -79,7 +79,7 @@ def index(change):
 
 
 def shard(folder, count=3):
-    """Spreads the weights over files of their own."""
+    """Splits the weights into `count` files with an index."""
     tensors = load_file(folder / WEIGHTS)
     names = sorted(tensors)
     files = {f"model-{part + 1:05d}-of-{count:05d}.safetensors": names[part::count] for part in range(count)}
@@ -91,7 +91,7 @@ def shard(folder, count=3):
 
 
 def in_place_of(file, make):
-    """make: puts something else at the path of a file, which is gone."""
+    """Damage that removes a file and calls `make` with its path."""
 
     def damage(folder):
         if file == INDEX:
@@ -110,7 +110,7 @@ def link_out(path):
 
 def listen(path):
     there = os.getcwd()
-    os.chdir(path.parent)  # a socket's path may have a hundred characters only
+    os.chdir(path.parent)  # the path of a socket is limited to a hundred characters
     try:
         socket.socket(socket.AF_UNIX).bind(path.name)
     finally:
@@ -311,7 +311,7 @@ def healthy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("healthy") / "model"
     ligermodels.export(ligermodels.create(LLAMA), folder)
     write_tokenizer(folder)
-    ligermodels.load(folder)  # what the first load costs is not a refusal's
+    ligermodels.load(folder)  # so that the one-time costs of the first load are not counted
     return folder
 
 
@@ -332,10 +332,9 @@ def test_a_damaged_folder_is_refused(name, folder, capsys):
     out, err = capsys.readouterr()
     assert not out and err == f"ligermodels: {message}\n"
     assert sorted(folder.rglob("*")) == before
-    assert sorted(folder.rglob("*")) == before
 
 
-def test_what_the_model_has_no_place_for_is_left_out_where_that_is_allowed(folder, healthy):
+def test_unexpected_tensors_are_ignored_if_that_is_allowed(folder, healthy):
     shard(folder)
     save_file({"x": torch.ones(1)}, folder / "x.safetensors")
     change_json(
@@ -350,12 +349,12 @@ def test_what_the_model_has_no_place_for_is_left_out_where_that_is_allowed(folde
     refusal_of(folder, allow_unexpected=True)
 
 
-def test_the_single_file_is_read_where_there_is_an_index_too(folder, healthy):
+def test_the_single_file_is_used_if_there_is_an_index_too(folder, healthy):
     (folder / INDEX).write_text("not even JSON")
     assert_same(ligermodels.load(folder), ligermodels.load(healthy))
 
 
-def test_a_tensor_that_the_index_does_not_name_is_read_from_the_shard_that_holds_it(folder, healthy):
+def test_a_tensor_that_the_index_does_not_list_is_read_from_its_shard(folder, healthy):
     index(lambda weight_map: {name: file for name, file in weight_map.items() if name != NORM})(folder)
     assert_same(ligermodels.load(folder), ligermodels.load(healthy))
 
@@ -366,7 +365,7 @@ def test_remote_code_of_a_known_family_is_not_run(folder, healthy):
     assert_same(ligermodels.load(folder), ligermodels.load(healthy))
 
 
-def test_a_file_that_the_system_does_not_give_is_named(folder, monkeypatch):
+def test_an_error_names_a_file_that_the_system_cannot_read(folder, monkeypatch):
     def denied(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
@@ -375,7 +374,7 @@ def test_a_file_that_the_system_does_not_give_is_named(folder, monkeypatch):
         ligermodels.load(folder)
 
 
-def test_a_configuration_alone_asks_for_no_more_than_can_be_built():
+def test_a_huge_configuration_is_refused_before_the_model_is_built():
     with pytest.raises(InputError, match=r"num_hidden_layers is 1000000000; must be at most 1024"):
         ligermodels.create(LLAMA | {"num_hidden_layers": 10**9}, device="meta")
 

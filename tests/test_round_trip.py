@@ -1,7 +1,8 @@
-"""Load and export give back the same bytes and fields, and the reference implementation reads what was written.
+"""Loading and exporting preserves all bytes and fields, and the reference implementation reads the exported folder.
 
-Transformers 4 cannot be installed beside 5. What it needs is asserted on the files: its tensor names, which version 5
-writes too, and its config fields, from which alone both readers at hand must get the same model.
+transformers 4 cannot be installed beside version 5. Its requirements are checked on the files: the tensor names, which
+version 5 writes too, and the old config fields, from which alone ligermodels and transformers 5 must read the same
+model.
 """
 
 import json
@@ -19,9 +20,13 @@ from tests.cases import CASES
 from tests.reference_model import reference_model, save_reference, tokens
 
 FAMILIES = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # the first case of each model_type
-MAY_BE_FILLED = ("rope_theta", "rope_scaling", "rope_local_base_freq")  # by an export, where the file has null
-NEW_FIELDS = ("rope_parameters", "dtype", "num_local_experts")  # which transformers 4 does not know everywhere
-HUB_NAMES = {"vision_tower.": "vision_tower.vision_model."}  # where version 5 saves others than those of the Hub
+MAY_BE_FILLED = ("rope_theta", "rope_scaling", "rope_local_base_freq")  # an export fills these if they are null
+NEW_FIELDS = (
+    "rope_parameters",
+    "dtype",
+    "num_local_experts",
+)  # not known to transformers 4 in every family
+HUB_NAMES = {"vision_tower.": "vision_tower.vision_model."}  # version 5 saves other names than the Hub has
 
 
 def weights(folder):
@@ -31,16 +36,16 @@ def weights(folder):
 def bits(folder):
     """The tensors of a folder by their Hub name, as raw bytes with dtype and shape."""
     return {
-        on_the_hub(name): (x.dtype, x.shape, x.contiguous().view(torch.uint8).numpy().tobytes())
+        hub_name_of(name): (x.dtype, x.shape, x.contiguous().view(torch.uint8).numpy().tobytes())
         for name, x in weights(folder).items()
     }
 
 
 def hashes(folder):
-    return {on_the_hub(name): digest for name, digest in tensor_hashes(folder).items()}
+    return {hub_name_of(name): digest for name, digest in tensor_hashes(folder).items()}
 
 
-def on_the_hub(name):
+def hub_name_of(name):
     for saved, hub in HUB_NAMES.items():
         if name.startswith(saved) and not name.startswith(hub):
             return hub + name.removeprefix(saved)
@@ -62,24 +67,24 @@ def parameters_equal(model, other):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_export_gives_back_what_was_loaded(name, tmp_path):
+def test_an_export_equals_the_loaded_checkpoint(name, tmp_path):
     reference = save_reference(CASES[name], tmp_path / "in")
     model = ligermodels.load(tmp_path / "in")
     ligermodels.export(model, tmp_path / "out")
 
     assert hashes(tmp_path / "out") == hashes(tmp_path / "in")
     assert bits(tmp_path / "out") == bits(tmp_path / "in")
-    assert all(on_the_hub(tensor) == tensor for tensor in weights(tmp_path / "out"))
+    assert all(hub_name_of(tensor) == tensor for tensor in weights(tmp_path / "out"))
     assert includes(config(tmp_path / "out"), config(tmp_path / "in"))
     read, input_ids = reread(tmp_path / "out"), tokens(CASES[name])
     assert parameters_equal(read, reference)
-    torch.testing.assert_close(read(input_ids).logits, reference(input_ids).logits)  # their memory is aligned otherwise
+    torch.testing.assert_close(read(input_ids).logits, reference(input_ids).logits)  # their memory alignment differs
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_spelling_of_transformers_5_reads_to_the_same_model(name, tmp_path):
-    """What save_pretrained writes: rope_parameters, layer_types, dtype. Exported, the old spelling is there too, and it
-    alone says the same."""
+def test_a_config_of_transformers_5_gives_the_same_model(name, tmp_path):
+    """save_pretrained writes rope_parameters, layer_types and dtype. An export adds the old fields, which alone give
+    the same configuration."""
     save_reference(CASES[name], tmp_path / "old").save_pretrained(tmp_path / "new")
     new = config(tmp_path / "new")
     text = new.get("text_config", new)
@@ -93,23 +98,23 @@ def test_the_spelling_of_transformers_5_reads_to_the_same_model(name, tmp_path):
     assert includes(written, new)
     assert {"rope_theta", "rope_scaling"} <= written.get("text_config", written).keys()
     assert written["torch_dtype"] == written["dtype"] == "float32"
-    old_spelling = without_new_fields(written)
-    assert type(new_model.config).from_dict(old_spelling) == new_model.config
+    old_fields = without_new_fields(written)
+    assert type(new_model.config).from_dict(old_fields) == new_model.config
     (tmp_path / "stripped").mkdir()
-    (tmp_path / "stripped" / "config.json").write_text(json.dumps(old_spelling))
+    (tmp_path / "stripped" / "config.json").write_text(json.dumps(old_fields))
     expected, *read = (read_by_version_5(tmp_path / folder) for folder in ("new", "out", "stripped"))
     assert all(includes(values, expected) for values in read)
 
 
 def read_by_version_5(folder):
-    """Its fields, without those that it does not look at."""
+    """The fields as read by transformers 5, without those that it ignores."""
     fields = AutoConfig.from_pretrained(folder).to_dict()
-    fields.get("rope_parameters", {}).pop("type", None)  # the rope_type of the file, perhaps by a former name
+    fields.get("rope_parameters", {}).pop("type", None)  # the file's rope_type, possibly with a former name
     return fields | {"_name_or_path": None}
 
 
 def includes(values, others):
-    """Whether a config has all fields of another, as have its parts."""
+    """Whether a config and its sub-configurations have all fields of another, with the same values."""
     for key, other in others.items():
         if key.endswith("_config"):
             assert includes(values[key], other)
@@ -119,14 +124,14 @@ def includes(values, others):
 
 
 def without_new_fields(raw):
-    """What a reader of version 4 sees. num_local_experts is an old name too, where num_experts is none."""
+    """The fields that transformers 4 knows. num_local_experts is an old name too if there is no num_experts."""
     unknown = [key for key in NEW_FIELDS if key != "num_local_experts" or "num_experts" in raw]
     old = {key: value for key, value in raw.items() if key not in unknown}
     return {key: without_new_fields(value) if isinstance(value, dict) else value for key, value in old.items()}
 
 
 def exported_from_version_5(raw, tmp_path):
-    """The config.json of an export of what save_pretrained writes."""
+    """The config.json of the export of a folder that save_pretrained wrote."""
     reference_model(raw).save_pretrained(tmp_path / "new")
     ligermodels.export(ligermodels.load(tmp_path / "new"), tmp_path / "out")
     return config(tmp_path / "out")
@@ -154,13 +159,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("olmo3", {"rope_theta": 700.0, "rope_scaling": YARN}),
     ],
 )
-def test_version_4_finds_its_rope_fields(family, fields, tmp_path):
+def test_an_export_has_the_rope_fields_of_transformers_4(family, fields, tmp_path):
     written = exported_from_version_5(with_rope(family, **json.loads(json.dumps(fields))), tmp_path)
     assert {key: written[key] for key in fields} == fields
 
 
-def test_version_4_finds_exactly_three_keys_in_the_scaling_of_phi3(tmp_path):
-    """It counts them. The length they switch at is at the top level."""
+def test_the_scaling_of_phi3_has_exactly_the_three_keys_of_transformers_4(tmp_path):
+    """Its reader checks the number of keys. original_max_position_embeddings is at the top level."""
     raw = with_rope("phi3", original_max_position_embeddings=8, max_position_embeddings=32)
     pairs = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"]) // 2
     factors = {"short_factor": [1.0 + 0.1 * j for j in range(pairs)], "long_factor": [2.0 + j for j in range(pairs)]}
@@ -171,13 +176,13 @@ def test_version_4_finds_exactly_three_keys_in_the_scaling_of_phi3(tmp_path):
     assert written["original_max_position_embeddings"] == 8
 
 
-def test_version_4_finds_the_number_of_experts_of_qwen3_moe(tmp_path):
+def test_an_export_of_qwen3_moe_has_the_number_of_experts_for_transformers_4(tmp_path):
     raw = CASES[FAMILIES["qwen3_moe"]]
     written = exported_from_version_5(raw, tmp_path)
     assert written["num_experts"] == written["num_local_experts"] == raw["num_experts"]
 
 
-def test_version_4_finds_the_rope_fields_of_the_text_part(tmp_path):
+def test_the_text_config_of_an_export_has_the_rope_fields_of_transformers_4(tmp_path):
     raw = CASES[FAMILIES["gemma3"]]
     fields = {"rope_theta": 700.0, "rope_scaling": LINEAR, "rope_local_base_freq": 90.0}
     raw = raw | {"text_config": raw["text_config"] | json.loads(json.dumps(fields))}
@@ -187,7 +192,7 @@ def test_version_4_finds_the_rope_fields_of_the_text_part(tmp_path):
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_sharded_half_precision(family, tmp_path):
+def test_a_sharded_half_precision_checkpoint_survives_the_round_trip(family, tmp_path):
     dtype = torch.float16 if family == "llama" else torch.bfloat16
     raw = CASES[FAMILIES[family]]
     reference = reference_model(raw, dtype)
@@ -202,9 +207,9 @@ def test_sharded_half_precision(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3"])
-def test_the_names_that_version_5_has_in_memory_load_to_the_same_model(family, tmp_path):
-    """As save_pretrained(save_original_format=False) writes them: experts stacked, other prefixes. They are exported
-    under the names of the Hub."""
+def test_the_in_memory_names_of_transformers_5_load_the_same_model(family, tmp_path):
+    """save_pretrained(save_original_format=False) writes stacked experts and other prefixes. An export has the Hub's
+    names."""
     reference = save_reference(CASES[FAMILIES[family]], tmp_path / "hub")
     reference.save_pretrained(tmp_path / "memory", save_original_format=False)
     stored, names = weights(tmp_path / "memory"), reference.state_dict().keys()

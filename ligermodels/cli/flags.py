@@ -20,7 +20,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
         super().__init__(prog, max_help_position=32)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, argparse.SUPPRESS) or action.default == []:
+        if any(action.default is none for none in (None, False, argparse.SUPPRESS)) or action.default == []:
             return action.help
         return super()._get_help_string(action)
 

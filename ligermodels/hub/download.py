@@ -31,7 +31,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5
 RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
 RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
 
-Downloaded = TypeVar("Downloaded")
+T = TypeVar("T")
 
 
 class SilentProgress(tqdm):
@@ -166,7 +166,7 @@ def download(name: str, files: Iterable[str], revision: str | None, token: str |
     )
 
 
-def with_retries(call: Callable[[], Downloaded]) -> Downloaded:
+def with_retries(call: Callable[[], T]) -> T:
     """Calls the function; retries it after a pause if the Hub is overloaded or the connection was reset.
 
     Files that are complete are kept between the attempts.

@@ -38,9 +38,9 @@ from ligermodels.weights.mapping import Piece, plan_pieces
 FP32_FACTOR, BF16_FACTOR = 4.0, 1.5
 EPS = torch.finfo(torch.float32).eps
 BATCH_ROWS, ROW_TOKENS = 2, 64
-PARITY_PROMPT_TOKENS = 16  # tokens of the first row that greedy decoding continues
+PROMPT_LENGTH = 16  # tokens of the first row that greedy decoding continues
 LOGITS, LOSS = "logits", "loss"
-MEMORY_FRACTION = 0.6  # fraction of the free memory for weights and gradients in fp64
+FP64_MEMORY_FRACTION = 0.6  # fraction of the free memory for weights and gradients in fp64
 
 Measured = Iterator[tuple[str, Tensor]]
 Gradients = Callable[[nn.Module], Measured]
@@ -124,8 +124,8 @@ class Errors:
 def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     """Runs all comparisons. Each side is loaded once per dtype."""
     blueprint = models.build_on_meta(*models.select_architecture(read_config(folder), folder / CONFIG_FILE))
-    names, ids = HubNames.of(blueprint), sample_token_ids(folder, blueprint.config.vocab_size).to(device)
-    prompt = ids[0, :PARITY_PROMPT_TOKENS].tolist()
+    names, ids = HubNames.of(blueprint), example_token_ids(folder, blueprint.config.vocab_size).to(device)
+    prompt = ids[0, :PROMPT_LENGTH].tolist()
     truth_dtype = torch.float64 if fits_fp64(blueprint, device) else torch.float32
     truth: dict[str, Tensor] = {}
 
@@ -169,8 +169,8 @@ def fits_fp64(model: nn.Module, device: str) -> bool:
     host = available_host_memory()
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return 16 * count < MEMORY_FRACTION * free and 8 * count < MEMORY_FRACTION * host
-    return 24 * count < MEMORY_FRACTION * host  # the truth keeps a copy of the gradients
+        return 16 * count < FP64_MEMORY_FRACTION * free and 8 * count < FP64_MEMORY_FRACTION * host
+    return 24 * count < FP64_MEMORY_FRACTION * host  # the truth keeps a copy of the gradients
 
 
 def available_host_memory() -> int:
@@ -180,7 +180,7 @@ def available_host_memory() -> int:
     return 1024 * int(fields["MemAvailable"].split()[0])
 
 
-def sample_token_ids(folder: Path, vocab_size: int) -> Tensor:
+def example_token_ids(folder: Path, vocab_size: int) -> Tensor:
     """Token ids [BATCH_ROWS, ROW_TOKENS] of texts in many languages; random ids if there is no tokenizer."""
     count = BATCH_ROWS * ROW_TOKENS
     if not has_tokenizer_json(folder):

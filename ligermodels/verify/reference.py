@@ -66,7 +66,7 @@ def greedy_continuation(model: nn.Module, prompt: Sequence[int], new_tokens: int
     return ids[0, len(prompt) :].tolist()
 
 
-def render_with_transformers(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def render_reference_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
     """A conversation as text, with the generation prompt."""
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 

@@ -59,7 +59,7 @@ def chat_check(ours: Tokenizer, theirs: Any) -> Check:
     pairs = [
         (
             render_or_none(partial(ours.render_chat_template, chat, add_generation_prompt=True), InputError),
-            render_or_none(partial(reference.render_with_transformers, theirs, chat), Exception),
+            render_or_none(partial(reference.render_reference_chat, theirs, chat), Exception),
         )
         for chat in SAMPLE_CONVERSATIONS
     ]

@@ -65,7 +65,7 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     """
     refuse_unequal_copies(plan.checkpoint, plan.copies)
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
-    shards = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
+    shards = {name: shard_and_offset(parameter) for name, parameter in model.named_parameters()}
     transfers = (local_transfer(*shards[piece.parameter], piece, stored[piece.tensor]) for piece in plan.pieces)
     run_transfers(filter(None, transfers), f"Loading {folder.name}", quiet=not is_first())
     if plan.unexpected and is_first():
@@ -105,7 +105,7 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
 
 
 def local_transfer(local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor) -> Transfer | None:
-    """The part of a piece that overlaps this rank's shard, or None. local, offset: as returned by local_shard."""
+    """The part of a piece that overlaps this rank's shard, or None. local, offset: as returned by shard_and_offset."""
     starts = [max(box.start, begin) for box, begin in zip(piece.index, offset, strict=True)]
     stops = [min(box.stop, begin + n) for box, begin, n in zip(piece.index, offset, local.shape, strict=True)]
     if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
@@ -117,7 +117,7 @@ def local_transfer(local: Tensor, offset: tuple[int, ...], piece: Piece, stored:
     return Transfer(piece.tensor, stored, tuple(source), local[tuple(target)].view(shape))
 
 
-def local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's shard of a parameter, and the shard's offset in the full parameter."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.dim()

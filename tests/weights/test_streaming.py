@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import time
 
 import pytest
 import torch
@@ -120,6 +121,7 @@ def test_a_disk_error_names_file_and_tensor_and_cancels_the_queued_reads(tmp_pat
 
     def fails(descriptor, views, offset):
         asked.append(offset)
+        time.sleep(0.005)  # lets the main thread cancel the queued reads
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     files = stored(tmp_path, {"x": torch.zeros(1600)})

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ligermodels.distributed import rank
 from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.weights.loading import local_shard
+from ligermodels.weights.loading import shard_and_offset
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by their size in bytes
 
@@ -43,7 +43,7 @@ class HostCopies:
         """Returns copies of this rank's shards, after the copies are complete. Overwrites the previous copies."""
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            local, _ = local_shard(tensor)
+            local, _ = shard_and_offset(tensor)
             key = name, local.shape, local.dtype
             if key not in self.memory:
                 self.memory[key] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
@@ -79,7 +79,7 @@ def fingerprint(parameter: Tensor) -> list[Any]:
     The checksum of a dimension is Σ bits (1 + index) modulo 2⁶⁴: equal values have equal checksums, however they are
     sharded.
     """
-    local, offset = local_shard(parameter)
+    local, offset = shard_and_offset(parameter)
     bits = local.view(INTEGERS[local.element_size()])
     sums = torch.zeros(max(1, bits.dim()), dtype=torch.int64, device=local.device)
     for dim, start in enumerate(offset):
