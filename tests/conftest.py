@@ -1,6 +1,7 @@
 """Without a GPU, Triton kernels are built for the interpreter: this must run before anything imports triton."""
 
 import os
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # test tensors are too small for threads, and test processes share the cores
 
@@ -28,7 +29,26 @@ def pytest_configure():
         rescale.IN_PLACE_TILE = rescale.SpanTile(block=512, span=2048, warps=8)
 
 
+# Files whose tests start processes, compile, or train. `-m "not slow"` leaves them out and takes 90 s on two cores.
+SLOW = (
+    *("test_adapters", "test_bench", "test_bench_train_curve", "test_docs", "test_examples", "test_parity"),
+    *("test_round_trip", "test_sabotage", "test_verify", "kernels/test_compiled_kernels", "kernels/test_contracts"),
+    *("kernels/test_cross_entropy", "kernels/test_experts", "kernels/test_expert_updates"),
+    *("kernels/test_grouped_gemm", "kernels/test_linear_cross_entropy", "kernels/test_qk_norm_rope"),
+    *("layers/test_activation_checkpointing", "layers/test_autocast", "layers/test_compile", "layers/test_fused"),
+    *("layers/test_moe", "layers/test_saved_bytes", "training/test_against_transformers", "training/test_proof"),
+    *("training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),
+    *("training/checkpoints/test_saving", "training/data/test_embedded_stories", "training/reporting/test_curves"),
+    *("training/reporting/test_loggers", "training/scaling/test_compilation", "training/scaling/test_fsdp"),
+    *("training/scaling/test_lost_ranks", "weights/test_fuzz", "weights/test_sharded_loading"),
+)
+ROOT = Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.relative_to(ROOT).with_suffix("").as_posix() in SLOW:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -181,6 +181,7 @@ def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder,
     assert str(tmp_path / "out") in error_line(["export", str(folder), str(tmp_path / "out")], capsys)
 
 
+@pytest.mark.slow
 def test_python_m_ligermodels_is_the_command():
     run = subprocess.run([sys.executable, "-m", "ligermodels", "list"], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines() == list(architecture_lines())
