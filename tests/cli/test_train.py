@@ -55,7 +55,7 @@ def test_the_flags_and_their_defaults_are_frozen():
     assert dataclasses.asdict(parse()) == FLAGS | {"model": "qwen2"}
 
 
-def test_the_choices_of_the_settings_are_those_there_are():
+def test_the_choices_of_the_settings_are_the_registered_names():
     choices = {name: choices_of(type_of(name)[0]) for name in FIELDS}
     assert choices["optimizer"] == OPTIMIZERS and choices["schedule"] == tuple(SCHEDULES)
     assert set(choices["log_to"]) == set(LOGGERS)
@@ -84,7 +84,7 @@ def test_a_family_may_name_its_size_as_info_takes_it():
 
 
 @pytest.mark.parametrize("given", [["q_proj,v_proj"], ["q_proj", "v_proj"], ["q_proj,", "v_proj"]])
-def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path):
+def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
     assert parse("--lora-rank", "8", "--lora-targets", *given).lora_targets == ("q_proj", "v_proj")
     (tmp_path / "my.toml").write_text(f"lora_targets = {given}")
     args = parse("--lora-rank", "8", "--config", str(tmp_path / "my.toml"))
@@ -140,12 +140,12 @@ def test_targets_of_lora_may_have_commas_or_spaces_between_them(given, tmp_path)
         (["--resume", "no-run"], ["no-run/train.toml: cannot be read: No such file"]),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_flag_value_and_rule(argv, words):
+def test_an_invalid_flag_is_refused_with_its_name_value_and_rule(argv, words):
     message = refusal(*argv)
     assert all(word in message for word in words), message
 
 
-def test_a_package_that_is_missing_is_named_with_how_to_install_it(monkeypatch, tmp_path):
+def test_a_missing_logger_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
     """Also where a folder called like it lies beside the script, which Python takes for a package."""
     for name in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -157,12 +157,12 @@ def test_a_package_that_is_missing_is_named_with_how_to_install_it(monkeypatch, 
         check_logger_packages(["nobody_has_this"])
 
 
-def test_a_fraction_of_files_is_taken_beside_data_with_validation_of_its_own():
+def test_a_validation_fraction_applies_to_files_mixed_with_built_in_data():
     args = parse("--data", "stories=0.5", "my.jsonl=0.5", "--validation-fraction", "0.1")
     assert args.validation_fraction == 0.1
 
 
-def test_a_file_holds_any_flags_and_the_command_line_comes_first(tmp_path):
+def test_a_settings_file_holds_any_flag_and_the_command_line_overrides_it(tmp_path):
     file = tmp_path / "my.toml"
     file.write_text(
         '\ufeffmodel = "llama:8b"\nsteps = 50\nlearning_rate = 1\ncompile = true\npacking = false\nno_export = true\n'
@@ -189,7 +189,7 @@ def test_a_file_holds_any_flags_and_the_command_line_comes_first(tmp_path):
         ("steps 3", ["is not TOML", "line 1"]),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_the_file(text, words, tmp_path):
+def test_an_invalid_settings_file_is_refused_with_the_file_and_the_key(text, words, tmp_path):
     file = tmp_path / "my.toml"
     file.write_text(text)
     message = refusal("--model", "qwen2", "--config", str(file))
@@ -272,7 +272,7 @@ def test_train_toml_says_how_to_use_it(tmp_path):
     assert all(re.fullmatch(r"\w+ = .+", line) for line in rest)
 
 
-def test_every_command_of_the_help_has_flags_that_go_together():
+def test_every_example_of_the_help_is_valid():
     found = re.findall(
         r"(?:ligermodels train|train\.py) (--[^`\n]*?)(?: {3,}|`|$)",
         command.EXAMPLES.replace("\\\n", " "),

@@ -37,7 +37,7 @@ def base(launcher):
     return launcher.succeed(*LLAMA, "--output", "base", "--eval-every", "3", picture=True), launcher.folder / "base"
 
 
-def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base, launcher):
+def test_a_run_logs_every_step_exports_a_model_and_prints_the_next_commands(base, launcher):
     done, folder = base
     assert {path.name for path in folder.iterdir()} == LEFT
     assert [record["step"] for record in records(folder) if "loss" in record] == [1, 2, 3, 4]
@@ -60,7 +60,7 @@ def test_a_run_writes_down_every_step_exports_a_model_and_says_how_to_go_on(base
     assert done.stderr == ""
 
 
-def test_its_settings_make_the_same_weights_and_its_model_is_trained_on(base, launcher):
+def test_train_toml_reproduces_the_weights_and_the_export_can_be_trained_further(base, launcher):
     _, folder = base
     again = launcher.succeed("--config", "base/train.toml")
     assert weights(launcher.folder / "runs/llama") == weights(folder)
@@ -123,7 +123,7 @@ SAME = {  # losses to rounding of the sums, and weights as near as Adam's first 
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_a_run_comes_to_the_same(name, base, launcher):
+def test_losses_do_not_depend_on_micro_batches_ranks_checkpointing_or_compilation(name, base, launcher):
     _, folder = base
     flags, ranks, seen = SAME[name]
     output = launcher.folder / name
@@ -151,7 +151,7 @@ OTHER = {  # flags, and how far the losses may be from those of AdamW in fp32
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_another_optimizer_or_dtype_learns_too(name, base, launcher):
+def test_every_optimizer_and_dtype_reduces_the_loss(name, base, launcher):
     _, folder = base
     flags, near = OTHER[name]
     output = launcher.folder / name
@@ -189,7 +189,7 @@ def unchanged(base, launcher):
 
 
 @pytest.mark.parametrize(("run", "flag"), CHANGING, ids=lambda given: given[0].strip("-"))
-def test_a_flag_that_changes_the_result_is_heeded(run, flag, unchanged, launcher):
+def test_every_flag_that_should_change_the_losses_does(run, flag, unchanged, launcher):
     name = f"with{flag[0]}"
     launcher.succeed(*run, *flag, "--no-export", "--output", name)
     got, expected = losses(launcher.folder / name), unchanged["fine" if run is FINE else "new"]
@@ -349,7 +349,7 @@ def test_a_model_of_the_hub_is_trained_by_its_name_and_revision(base, launcher):
     assert first["step"] == 0 and first["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
 
 
-def test_a_run_is_logged_where_that_is_asked_for(launcher):
+def test_a_run_is_logged_to_tensorboard_on_request(launcher):
     launcher.succeed(*LLAMA, "--log-to", "tensorboard", "--no-export", "--output", "logged")
     folder = launcher.folder / "logged"
     assert {path.name for path in folder.iterdir()} == LEFT - {"model", "curves.png"} | {"tensorboard"}
@@ -357,7 +357,7 @@ def test_a_run_is_logged_where_that_is_asked_for(launcher):
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses(folder), rel=1e-6)
 
 
-def test_ranks_that_fail_alike_say_so_once(launcher):
+def test_an_error_of_all_ranks_is_printed_once(launcher):
     done = launcher.run(*LLAMA, "--batch-size", "3", ranks=2)
     assert done.statuses == [2, 2]
     assert done.stderr == "ligermodels: --batch-size 3 is not a multiple of 2 ranks: change one of them\n"
@@ -399,7 +399,7 @@ def faults(base, launcher):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_ends_with_one_line_status_2_and_nothing_written(name, faults, launcher):
+def test_an_invalid_run_ends_with_one_line_and_status_2_and_writes_nothing(name, faults, launcher):
     arguments, complaint = REFUSED[name]
     before = contents(launcher.folder)
     done = launcher.run(*arguments)

@@ -60,7 +60,7 @@ def steps_of(folder):
     return [record["step"] for record in records(folder) if "loss" in record]
 
 
-def test_a_run_told_to_stop_saves_says_how_to_go_on_and_ends_as_one_that_was_not(stopped, straight, launcher):
+def test_a_run_stopped_by_a_signal_saves_and_resumes_bit_exactly(stopped, straight, launcher):
     run, folder = stopped
     assert run.status == 0 and "SIGTERM: stopping after this step" in run.stderr
     reached = steps_of(folder)[-1]
@@ -79,7 +79,7 @@ def test_a_run_told_to_stop_saves_says_how_to_go_on_and_ends_as_one_that_was_not
     assert losses(copy) == losses(straight) and steps_of(copy) == list(range(1, 17))
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_rows(stopped, straight, launcher):
+def test_a_run_resumes_with_the_same_data_on_another_number_of_ranks(stopped, straight, launcher):
     """From one to two, of which the second alone is told to stop, and back to one."""
     copy = copied(stopped[1], "shared")
     reached = steps_of(copy)[-1]
@@ -106,7 +106,7 @@ def test_weights_keep_their_dtype_on_another_number_of_ranks(launcher):
     torch.testing.assert_close(losses(folder), before, rtol=2e-3, atol=0)
 
 
-def test_changes_are_shown_and_refused_unless_they_are_allowed(stopped, launcher):
+def test_changed_settings_are_listed_and_refused_without_allow_changes(stopped, launcher):
     copy = copied(stopped[1], "changed")
     change = ["--resume", copy.name, "--learning-rate", "1e-3", "--micro-batch-size", "1"]
     refused = launcher.run(*change)
@@ -135,7 +135,7 @@ def test_changes_are_shown_and_refused_unless_they_are_allowed(stopped, launcher
     assert done.status == 2 and "it has taken 16 steps already; give more --steps with --allow-changes" in done.stderr
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(undisturbed, launcher):
+def test_a_killed_run_resumes_bit_exactly_from_its_last_checkpoint(undisturbed, launcher):
     killed = launcher.start(*LORA, "--output", "killed")
     killed.read_until("step 8/")
     killed.kill(signal.SIGKILL).wait()
@@ -149,7 +149,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(undistur
     assert kept == ["step-000009", "step-000012", "step-000015"]
 
 
-def test_all_ranks_stop_where_one_meets_what_is_not_finite_save_and_go_on_without_it(straight, launcher):
+def test_all_ranks_stop_at_a_loss_that_is_not_finite_and_resume_without_that_step(straight, launcher):
     """A token of the model has no embedding that is finite; one document of eight, a row each, begins with it."""
     model = shutil.copytree(straight / "model", launcher.folder / "holed")
     weights = load_file(model / "model.safetensors")
@@ -210,7 +210,7 @@ def unexported(launcher, name, ranks):
     return launcher.folder / name
 
 
-def test_an_export_that_fails_leaves_the_last_step_saved_from_which_resume_only_exports(undisturbed, launcher):
+def test_after_a_failed_export_the_last_step_is_saved_and_resuming_only_exports(undisturbed, launcher):
     folder = unexported(launcher, "unexported", ranks=1)
     taken = losses(folder)
     done = launcher.succeed("--resume", folder.name)
@@ -218,13 +218,13 @@ def test_an_export_that_fails_leaves_the_last_step_saved_from_which_resume_only_
     assert losses(folder) == taken == losses(undisturbed) and weights(folder) == weights(undisturbed)
 
 
-def test_all_ranks_save_their_part_of_the_last_step_where_the_first_cannot_export(straight, launcher):
+def test_all_ranks_save_the_last_step_if_the_first_rank_cannot_export(straight, launcher):
     folder = unexported(launcher, "unexported-by-two", ranks=2)
     saved = {path.name for path in (folder / "checkpoints/step-000016").iterdir()}
     assert {"rank-00000.safetensors", "rank-00001.safetensors"} < saved
 
 
-def test_torchrun_that_is_told_to_stop_saves_and_leaves(launcher):
+def test_torchrun_saves_and_exits_after_a_signal(launcher):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TRAIN)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"TRITON_INTERPRET": "0", "XDG_CACHE_HOME": str(launcher.folder / ".cache")}

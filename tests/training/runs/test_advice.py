@@ -29,7 +29,7 @@ def advised(here, *argv, saved="model", world=None, chats=False):
     return advice(args, world or World(CPU), folder, here / "base", chats=chats)
 
 
-def test_without_a_tokenizer_nothing_is_generated(here):
+def test_no_generate_command_is_printed_without_a_tokenizer(here):
     assert advised(here) == [f"Saved run/model. {TO_TRAIN}", TORCHRUN]
     assert advised(here, world=World(CPU, 0, 2)) == ["Saved run/model"]
     (here / "run/model/vocab.json").touch()
@@ -48,7 +48,7 @@ def test_without_a_tokenizer_nothing_is_generated(here):
         ([], World(GPU), 2, True),
     ],
 )
-def test_two_devices_are_advised_where_one_ran_and_two_can(argv, world, devices, can, here, monkeypatch):
+def test_the_two_device_command_is_printed_only_if_two_devices_can_run_it(argv, world, devices, can, here, monkeypatch):
     monkeypatch.setattr(module.torch.cuda, "device_count", lambda: devices)
     (here / "run/model/tokenizer.json").touch()
     lines = advised(here, *argv, world=world)
@@ -56,7 +56,7 @@ def test_two_devices_are_advised_where_one_ran_and_two_can(argv, world, devices,
     assert (TORCHRUN in lines) == ("two devices" in lines[0]) == can
 
 
-def test_an_adapter_is_used_over_the_model_that_it_was_trained_on(here):
+def test_the_command_for_an_adapter_names_its_base_model(here):
     lora = ["--lora-rank", "4", "--revision", "v 1", "--batch-size", "1"]
     assert advised(here, *lora, saved="adapter", chats=True) == [
         "Saved run/adapter, in PEFT's format. To generate with it:",
@@ -75,7 +75,7 @@ def test_an_adapter_is_used_over_the_model_that_it_was_trained_on(here):
         ),
     ],
 )  # fmt: skip
-def test_a_run_goes_on_by_what_it_was_started_with(ranks, environment, launcher, here, monkeypatch):
+def test_the_resume_command_repeats_how_the_run_was_started(ranks, environment, launcher, here, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert resume_command(here / "a run", World(CPU, 0, ranks)) == (

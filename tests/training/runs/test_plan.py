@@ -30,7 +30,7 @@ def planned(*argv, rank=None, rows=1000, passes=None, world=None, validation_row
     )  # fmt: skip
 
 
-def test_the_first_line_says_the_whole_run():
+def test_the_first_line_summarises_the_run():
     _, whole = planned("--steps", "500")
     assert whole.line == (
         "llama: 1,049,728 parameters; my.jsonl: 1,000 rows; 500 steps = 2.0 epochs; "
@@ -55,7 +55,7 @@ def test_the_first_line_says_the_whole_run():
     "model, titled, folder",
     [("llama:8b", "llama:8b", "llama-8b"), ("llama:tiny", "llama", "llama"), ("runs/x/model", "runs/x/model", "x")],
 )
-def test_a_run_is_called_by_its_model_and_another_size_than_the_default(model, titled, folder):
+def test_a_run_is_named_after_its_model_and_a_size_that_is_not_the_default(model, titled, folder):
     _, whole = planned("--steps", "500", "--model", model)
     assert whole.line.startswith(f"{titled}: ") and whole.text().startswith(f"{titled}\n")
     assert str(default_folder(whole.config.title)) == f"runs/{folder}"
@@ -94,7 +94,7 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
         (["--sequence-length", "512", "--steps", "250"], 1000, None),
     ],
 )
-def test_what_is_likely_not_meant_is_warned_of(argv, rows, warning):
+def test_unlikely_settings_give_warnings(argv, rows, warning):
     _, whole = planned(*argv, rows=rows)
     assert whole.warnings == ([warning] if warning else [])
     assert ("warning" in whole.text()) == bool(warning)
@@ -110,7 +110,7 @@ def test_what_is_likely_not_meant_is_warned_of(argv, rows, warning):
         (["--model", "folder", "--lora-rank", "1", "--lora-export", "adapter"], 4 * 1_049_728),  # as if all were LoRA
     ],
 )
-def test_a_disk_without_room_for_the_export_is_warned_of(argv, size, tmp_path, monkeypatch):
+def test_a_full_disk_gives_a_warning_about_the_export(argv, size, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "computes_in_bfloat16", lambda: True)
 
     def warnings(free, *more):
@@ -130,7 +130,7 @@ def test_a_disk_without_room_for_the_export_is_warned_of(argv, size, tmp_path, m
         (["--checkpoint-every", "50", "--keep-checkpoints", "9"], 5, True),
     ],
 )
-def test_a_disk_without_room_for_the_checkpoints_is_warned_of(flags, number, exports, tmp_path, monkeypatch):
+def test_a_full_disk_gives_a_warning_about_the_checkpoints(flags, number, exports, tmp_path, monkeypatch):
     parameters = 1_049_728
     one, export = 3 * 4 * parameters, 4 * parameters * exports  # a weight and its two moments
 
@@ -153,7 +153,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_warned_of(flags, number, exp
     "machine, instructions, slow",
     [("x86_64", {"avx512_bf16": False}, True), ("AMD64", {"avx512_bf16": True}, False), ("arm64", {}, True)],
 )
-def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of(machine, instructions, slow, monkeypatch):
+def test_bfloat16_gives_a_warning_on_a_cpu_without_bf16_instructions(machine, instructions, slow, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions["avx512_bf16"])
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
@@ -173,7 +173,7 @@ def test_in_a_mixture_each_source_has_epochs_of_its_own():
     ]
 
 
-def test_a_step_that_does_not_fit_is_warned_of(monkeypatch):
+def test_a_step_larger_than_the_gpu_gives_a_warning(monkeypatch):
     monkeypatch.setattr(module, "device_memory", lambda device: 32 * 2**20)
     _, whole = planned("--steps", "500")
     (warning,) = whole.warnings

@@ -23,7 +23,7 @@ class Saving:
 STATE = "model", "optimizer", "progress"
 
 
-def test_what_goes_well_saves_nothing():
+def test_a_successful_export_saves_no_checkpoint():
     saving = Saving()
     with rescued(saving, *STATE, "again"):
         pass
@@ -37,7 +37,7 @@ def test_what_goes_well_saves_nothing():
         (True, "the last step could not be saved either: full too"),
     ],
 )
-def test_an_error_is_one_line_with_what_was_saved_and_a_bug_keeps_its_traceback_and_says_it_too(failing, outcome):
+def test_an_error_names_the_saved_step_and_a_bug_keeps_its_traceback(failing, outcome):
     saving = Saving(failing)
     for error in (InputError("full"), OSError("full")):
         with pytest.raises(InputError) as refused, rescued(saving, *STATE, "again"):

@@ -23,7 +23,7 @@ def not_under_nohup():
 
 
 @pytest.mark.parametrize("number", NOTED)
-def test_a_signal_is_noted_and_the_handlers_come_back(number, capfd):
+def test_a_signal_is_recorded_and_the_handlers_are_restored(number, capfd):
     before = [signal.getsignal(n) for n in NOTED]
     with signals() as stop:
         assert not stop.requested
@@ -60,7 +60,7 @@ def test_a_run_whose_terminal_is_closed_can_still_print():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_only_the_first_rank_speaks(monkeypatch, capfd):
+def test_only_rank_0_prints(monkeypatch, capfd):
     monkeypatch.setenv("RANK", "1")
     with signals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -119,7 +119,7 @@ def test_two_runs_on_one_folder_are_refused_until_the_first_is_dead(tmp_path):
             pass
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_a_folder_that_cannot_be_created_is_named_in_the_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file/run: not written: Not a directory"), locked(tmp_path / "file/run"):
         pass
