@@ -39,21 +39,20 @@ Must not know any model. `docs/kernels.md` has examples, `ligermodels.nn` the mo
 import torch
 from torch import Tensor
 
-from ligermodels.kernels import experts as experts_op
-from ligermodels.kernels import layer_norm as layer_norm_op
-from ligermodels.kernels import qk_norm_rope as qk_norm_rope_op
-from ligermodels.kernels import rms_norm as rms_norm_op
 from ligermodels.kernels.adamw import adamw_
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.dispatch import runs_kernels
-from ligermodels.kernels.experts import experts
+from ligermodels.kernels.experts import experts, route
 from ligermodels.kernels.gated_activation import gated_activation, geglu, swiglu
 from ligermodels.kernels.gated_linear import gated_linear
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
+from ligermodels.kernels.layer_norm import layer_norm
 from ligermodels.kernels.linear import LowRank, low_rank_linear
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, token_log_probs
 from ligermodels.kernels.norm_linear import norm_linear
+from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope_
 
 __all__ = [
@@ -79,37 +78,6 @@ __all__ = [
     "swiglu",
     "token_log_probs",
 ]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
-    """RMSNorm over the last dimension: x * rsqrt(mean(x²) + eps) * (weight + offset).
-
-    x [..., N] and weight [N] float, of equal or different dtypes; offset is 1 for Gemma -> [..., N] in x's dtype.
-    Raises ValueError on a GPU where weight is not [N] and where N exceeds 65536.
-    Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
-    """
-    return rms_norm_op.rms_norm(x, weight, eps, offset)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Residual add and RMSNorm in one kernel: (rms_norm(hidden), hidden), where hidden = x + residual.
-
-    x, residual [..., N] and weight [N] float -> two tensors [..., N] in the dtype of x + residual. hidden is rounded to
-    that dtype before it is normed. Raises ValueError on a GPU where the shapes disagree and where N exceeds 65536.
-    """
-    return rms_norm_op.add_rms_norm(x, residual, weight, eps, offset)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """LayerNorm over the last dimension: (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias.
-
-    x [..., N] float, weight [N] float, bias [N] or None -> [..., N] in x's dtype. The variance is that of the N values,
-    without Bessel's correction. Raises ValueError on a GPU where the shapes disagree and where N exceeds 65536.
-    Ba, Kiros & Hinton 2016, https://arxiv.org/abs/1607.06450.
-    """
-    return layer_norm_op.layer_norm(x, weight, bias, eps)
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -140,27 +108,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
     rotated, _, _ = rope_(x.flatten(2), cos, sin, x.shape[2], 0, interleaved)
     return rotated
-
-
-def qk_norm_rope(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    num_heads: int, num_kv_heads: int, eps: float = 1e-6, offset: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """RMSNorm of the queries and keys of a packed projection, then RoPE on all D dimensions of a head, half-split.
-
-    qkv [B, T, (num_heads + 2 num_kv_heads) D] float: query heads first, then key heads, then value heads; q_weight and
-    k_weight [D] to norm each head (Qwen3), or [num_heads D] and [num_kv_heads D] to norm all heads of a token as one
-    row (OLMo 2); cos, sin fp32 contiguous [T, D/2], or [B T, D/2] for positions of each row's own; offset is 1 for
-    Gemma -> q [B, T, num_heads, D], k and v [B, T, num_kv_heads, D]; v is a view of qkv. Raises ValueError where the
-    shapes disagree.
-    """
-    return qk_norm_rope_op.qk_norm_rope(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
-
-
-def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
-    """Top-k router: (weights [T, k] fp32, expert indices [T, k] int64) of router logits [T, E] float.
-
-    The weights are probabilities under a softmax over all experts in fp32; with `normalize` they are divided by their
-    sum (Mixtral). Plain PyTorch on every device.
-    """
-    return experts_op.route(logits, k, normalize)

@@ -39,11 +39,11 @@ from ligermodels.kernels.launch import kernel
 from ligermodels.kernels.permute import permute, sort_by_expert, unpermute
 
 
-def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
     """Top-k routing: router logits [T, E] -> (weights [T, k] fp32, expert indices [T, k] int64).
 
     The weights are softmax probabilities over all experts. `normalize` divides them by their sum, which makes them a
-    softmax over the k chosen experts.
+    softmax over the k chosen experts (Mixtral). Plain PyTorch on every device.
     """
     weight, index = torch.softmax(logits, -1, dtype=torch.float32).topk(k)
     return (weight / weight.sum(-1, keepdim=True) if normalize else weight), index
