@@ -6,6 +6,7 @@ import re
 import resource
 import stat
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -252,22 +253,25 @@ def test_an_export_that_cannot_be_synced_leaves_nothing_behind(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def short_of_space():
-    """Simulates a full disk by a limit on the size of files: writing beyond it fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+@contextmanager
+def full_disk():
+    """Simulates a full disk by a limit on the size of files, which also holds for a file that pytest reports to."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("place", ["out", "new/parents/out", "empty"])
-def test_a_full_disk_leaves_nothing_behind(tmp_path, place, short_of_space):
+def test_a_full_disk_leaves_nothing_behind(tmp_path, place):
     """Neither the folder nor the parents created for it; files that were there before stay."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "previous").mkdir()
     (tmp_path / "previous" / SINGLE_FILE).write_text("intact")
-    with pytest.raises(CheckpointError, match=f"{tmp_path / place}: not written: File too large; make room there"):
+    refusal = f"{tmp_path / place}: not written: File too large; make room there"
+    with pytest.raises(CheckpointError, match=refusal), full_disk():
         export_weights(Tiny(), tmp_path / place)
     assert files_of(tmp_path) == {f"previous/{SINGLE_FILE}"}
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "previous"}
