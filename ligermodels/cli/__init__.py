@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from ligermodels.cli import export, generate, info, listing, train, verify
-from ligermodels.cli.flags import Parser
+from ligermodels.cli.flags import UNUSABLE_INPUT, Parser
 from ligermodels.errors import InputError, first_line, silence_closed_stdout
 
-UNUSABLE_INPUT = 2  # exit status
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from ligermodels.errors import InputError, suggest_closest
 
+UNUSABLE_INPUT = 2  # exit status
 NAMES_OF_VALUES = {int: "N", float: "N", bool: "on|off", Path: "PATH"}  # in the usage
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels import distributed
-from ligermodels.cli.flags import NAMES_OF_VALUES
+from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT
 from ligermodels.cli.parsing import Commands
 from ligermodels.errors import InputError
 from ligermodels.hub.description import architecture_lines
@@ -15,7 +15,6 @@ from ligermodels.training import plan, train
 from ligermodels.training.config import FIELDS, TrainConfig, choices_of, parsed_item, type_of
 from ligermodels.training.runs.settings import config_from_file, config_of_run
 
-UNUSABLE = 2
 EXAMPLES = """\
 examples:
   ligermodels train --model qwen2                          a million parameters on the embedded stories, on a CPU
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> int | None:
     except InputError:
         if distributed.first_to_fail():
             raise
-        return UNUSABLE
+        return UNUSABLE_INPUT
     finally:
         distributed.stop()
     return None

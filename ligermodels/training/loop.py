@@ -7,7 +7,6 @@ A step takes `batch_size` sequences, however many ranks and micro-batches share 
 nor in which order.
 """
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,7 +35,7 @@ from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import check_logger_packages, open_loggers
-from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
+from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, read_metrics
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
 from ligermodels.training.runs.contradictions import refuse_contradictions
@@ -291,9 +290,3 @@ def export_run(model: CausalLM, data: Data, config: TrainConfig, output: Path, d
         return output / ADAPTER
     export(model, output / MODEL, dtype=dtype, also=also)
     return output / MODEL
-
-
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl, of which the last line may be cut off."""
-    lines = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]

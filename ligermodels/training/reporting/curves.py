@@ -4,11 +4,12 @@ Long series are drawn as they are with a running median on top, which is robust 
 optional (the extra `plot`) and imported only to draw. Must not know how the run was trained.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from ligermodels.training.reporting.metrics import read_metrics
 
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, PURPLE, TEAL = "#2f6fde", "#e8590c", "#2b8a3e", "#7048e8", "#0b7285"
@@ -29,8 +30,7 @@ def draw_curves(metrics_file: Path, picture: Path, title: str, say: Callable[[st
 
     say: receives one line if matplotlib is missing. A last line of the file that a full disk cut off is ignored.
     """
-    lines = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = read_metrics(metrics_file)
     losses = series(records, "loss")
     if not losses[0]:
         return

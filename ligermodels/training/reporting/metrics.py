@@ -258,3 +258,9 @@ def record_step(line: str, place: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f'{place}: not a JSON object with "step"; remove the line') from error
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl. A last line that a full disk cut off is ignored."""
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.distributed import World, backend_of
 from ligermodels.errors import InputError
-from ligermodels.layers.block import Block
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory import decoder_blocks
 
 
 def shard(
@@ -43,7 +43,7 @@ def shard(
     # NCCL communicates from memory that it allocates itself without a copy to its buffers, but never frees that memory.
     same_dtype = policy.reduce_dtype == dtype
     use_nccl_memory = not reshard_after_forward and same_dtype and dp_shard_size(world, dp_replicate) > 1
-    *others, last = blocks = model_blocks(model)
+    *others, last = blocks = decoder_blocks(model)
     for block in others:
         unit(block, reshard_after_forward=reshard_after_forward)
     unit(last, reshard_after_forward=False)  # backward needs it first
@@ -98,10 +98,6 @@ def dp_shard_size(world: World, dp_replicate: int) -> int:
     return world.size // dp_replicate
 
 
-def model_blocks(model: CausalLM) -> list[Block]:
-    return [cast(Block, block) for block in model.model.layers]
-
-
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """Returns the FSDP2 units in a module, including the module itself if it is one."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -113,7 +109,7 @@ def check_no_ties_between_units(model: CausalLM) -> None:
     torch 2.11 would shard such a parameter twice and silently train two copies of it.
     """
     owner: dict[int, tuple[int | None, str]] = {}
-    inside = {id(module): number for number, block in enumerate(model_blocks(model)) for module in block.modules()}
+    inside = {id(module): number for number, block in enumerate(decoder_blocks(model)) for module in block.modules()}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             unit, full_name = inside.get(id(module)), f"{module_name}.{name}"
