@@ -8,6 +8,7 @@ The model may be on the meta device. Must not know any family or file.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +212,7 @@ def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dty
 
 def decoder_blocks(model: CausalLM) -> list[Block]:
     """The blocks of a model, from the first to the last."""
-    return [block for block in model.model.layers if isinstance(block, Block)]
+    return [cast(Block, block) for block in model.model.layers]
 
 
 def trained_parameters(model: CausalLM) -> list[Tensor]:
