@@ -8,7 +8,7 @@ import torch
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.generation.decoding import stream
-from ligermodels.layers.kv_cache import KVCache
+from ligermodels.generation.kv_cache import KVCache
 from ligermodels.memory import count_parameters, inference_memory, state_bytes, training_memory
 from ligermodels.training.optimizers import build_optimizer
 from tests.cases import LLAMA

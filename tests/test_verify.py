@@ -7,7 +7,7 @@ import torch
 
 from ligermodels import hub
 from ligermodels.cli import main
-from ligermodels.layers.kv_cache import LayerCache
+from ligermodels.generation.kv_cache import LayerCache
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.verify import parity, reference, round_trip
 from ligermodels.verify.certificate import file_name

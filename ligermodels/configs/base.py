@@ -6,7 +6,9 @@ supported raise a ConfigError that names them. Must not know any architecture: e
 own fields.
 """
 
+import copy
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,6 +87,15 @@ class Config:
         config = cls(**values, ropes=cls.read_ropes(raw), raw=dict(raw))
         config.validate()
         return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """config.json as it was read, with the present values of the fields and the defaults that it omits."""
+        fields = {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
+        return copy.deepcopy(dict(self.raw) | fields)
+
+    def to_json_string(self) -> str:
+        """`to_dict` as JSON, for loggers that record a model's configuration."""
+        return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:

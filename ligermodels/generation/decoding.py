@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.generation.kv_cache import KVCache
 from ligermodels.generation.sampling import sample_tokens
-from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.kv_cache import KVCache
+from ligermodels.weights.module import HubModule
 
 
 def generate(
-    model: CausalLM,
+    model: HubModule,
     input_ids: Tensor | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -47,7 +47,7 @@ def generate(
 
 @torch.no_grad()
 def stream(
-    model: CausalLM,
+    model: HubModule,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -60,7 +60,7 @@ def stream(
     Shorter prompts are padded on the right. Each row writes the cache at its own positions, so that entries of padding
     are always ahead of the row: they are masked until they are overwritten.
     """
-    device = model.lm_head.weight.device
+    device = model.device
     if not all(prompts):
         raise ValueError("generate: a prompt is empty; give each at least one token")
     check_token_ids(prompts, model.config.vocab_size)
@@ -102,7 +102,7 @@ def pad_right(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
     return padded
 
 
-def model_stop_tokens(model: CausalLM) -> set[int]:
+def model_stop_tokens(model: HubModule) -> set[int]:
     """eos_token_id of generation_config.json, which has more of them for chat models; else that of config.json."""
     eos = model.generation_config.get("eos_token_id", model.config.raw.get("eos_token_id"))
     if eos is None:

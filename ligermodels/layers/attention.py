@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.configs.rope import FULL_ATTENTION
+from ligermodels.generation.kv_cache import LayerCache
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.layers.fused import apply_linear, norm_then_linear
-from ligermodels.layers.kv_cache import LayerCache
 from ligermodels.layers.norm import RMSNorm
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.configs.base import Config
+from ligermodels.generation.kv_cache import LayerCache
 from ligermodels.layers.attention import Attention, Positions
-from ligermodels.layers.kv_cache import LayerCache
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import hidden_norm
@@ -36,10 +36,17 @@ class Block(nn.Module, ABC):
         Also unfuses the down projection from its activation. Recomputation stops at the last saved tensor; an unfused
         linear saves its input before its matrix product, so that this product is not recomputed.
         """
-        self.activation_checkpointing = True
+        self.set_activation_checkpointing(True)
+
+    def keep_activations(self) -> None:
+        """Undoes `checkpoint_activations`."""
+        self.set_activation_checkpointing(False)
+
+    def set_activation_checkpointing(self, enabled: bool) -> None:
+        self.activation_checkpointing = enabled
         for module in self.modules():
             if isinstance(module, GatedMLP):
-                module.fused = False
+                module.fused = not enabled
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None = None

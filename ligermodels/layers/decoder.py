@@ -4,23 +4,29 @@ Must not know any architecture: each one subclasses `CausalLM` and builds its bl
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
+from ligermodels.generation.decoding import generate
+from ligermodels.generation.kv_cache import KVCache
 from ligermodels.kernels.attention import document_ids
+from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
-from ligermodels.layers.kv_cache import KVCache
+from ligermodels.layers.fused import is_intercepted
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
+from ligermodels.layers.row_layout import AlignedRows, PackedRows, align, split_at_restarts, unpad
 from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
 from ligermodels.weights.module import HubModule
 from ligermodels.weights.sharding import copy_local_shard
@@ -28,9 +34,27 @@ from ligermodels.weights.sharding import copy_local_shard
 IGNORE_INDEX = -100
 
 
+# Options of the Hub's forward with the only value that they can have here.
+FIXED_OPTIONS = {"return_dict": True, "output_attentions": False, "use_cache": False}
+
+
 class CausalLMOutput(NamedTuple):
+    """Fields are read by name, `out.loss` or `out["loss"]`, or by index among those that are not None."""
+
     loss: Tensor | None  # scalar, fp32
-    logits: Tensor | None  # [B, T, V]; None with labels: the loss never materialises all logits
+    logits: Tensor | None  # [B, T, V]
+    hidden_states: tuple[Tensor, ...] | None = None  # num_hidden_layers + 1 of [B, T, H]
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return self._asdict()[key]
+        return tuple(value for value in self if value is not None)[key]
+
+
+class DecoderOutput(NamedTuple):
+    hidden: Tensor  # [B, T, H], after the final norm
+    router_logits: list[Tensor]  # [B * T, E] of every router
+    hidden_states: list[Tensor]  # if requested: the input of every block, then `hidden`
 
 
 class Decoder(nn.Module):
@@ -51,59 +75,69 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cache: KVCache | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the hidden states [B, T, H] and the logits [B * T, E] of every router."""
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool = False,
+    ) -> DecoderOutput:
+        """Arguments as those of `CausalLM.forward`."""
+        x = self.scale(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
         if position_ids is None:
-            position_ids = default_positions(input_ids, cu_seqlens, cache)
+            position_ids = default_positions(x, cu_seqlens, cache)
         angles = {name: rotary(position_ids) for name, rotary in self.rotary_emb.items()}
         positions = Positions(position_ids, angles, cu_seqlens, max_seqlen)
-        x, residual, routers = self.embed(input_ids), None, []
+        residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
+            if output_hidden_states:
+                states.append(x if residual is None else x + residual)
             x, residual, router_logits = layer(x, residual, positions, None if cache is None else cache.layers[index])
             if router_logits is not None:
                 routers.append(router_logits)
         if cache is not None:
-            cache.lengths += input_ids.shape[1]
-        return self.norm(x, residual)[0], routers
+            cache.lengths += x.shape[1]
+        hidden = self.norm(x, residual)[0]
+        return DecoderOutput(hidden, routers, [*states, hidden] if output_hidden_states else states)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Token embeddings [B, T, H], times the scale, which is rounded to their dtype as in the models' training."""
-        x = self.embed_tokens(input_ids)
-        return x if self.embedding_scale == 1.0 else x * x.new_full((), self.embedding_scale)
+    def scale(self, embeddings: Tensor) -> Tensor:
+        """Embeddings [B, T, H] times the family's scale, which is rounded to their dtype as in the models' training."""
+        if self.embedding_scale == 1.0:
+            return embeddings
+        return embeddings * embeddings.new_full((), self.embedding_scale)
 
 
-def default_positions(input_ids: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
-    """Positions [B or 1, T], counted from 0, from the start of each packed document, or from the end of the cache."""
-    length = input_ids.shape[1]
+def default_positions(x: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
+    """Positions [B or 1, T] of x [B, T, H]: from 0, from the start of each packed document, or from the cache's end."""
+    length = x.shape[1]
     if cache is not None:
         return cache.next_positions(length)
-    position = torch.arange(length, device=input_ids.device)
+    position = torch.arange(length, device=x.device)
     if cu_seqlens is not None:
         position = position - cu_seqlens[document_ids(position, cu_seqlens)]
     return position[None]
 
 
 class LMHead(nn.Linear):
-    """The language-model head: hidden states [..., H] -> logits [..., V].
+    """The language-model head: hidden states [..., H] -> logits [..., V], or their loss.
 
-    It computes the fused linear cross-entropy itself, because FSDP gathers a weight only when the module that owns it
-    is called.
+    The loss is computed by the head's own forward, because FSDP gathers a weight only when the module that owns it is
+    called.
     """
 
-    def loss(self, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        """Cross-entropy of hidden [B, T, H] against targets [B, T]; options as in `linear_cross_entropy`."""
-        return linear_cross_entropy(hidden, self.weight, targets, **options)
+    def forward(self, input: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
+        """With targets [...]: the cross-entropy of the logits, by `linear_cross_entropy`, which takes the options."""
+        if targets is None:
+            return super().forward(input)
+        return linear_cross_entropy(input, self.weight, targets, **options)
 
 
 class CausalLM(HubModule, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
-    accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch
+    accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch,
+    loss_type = "ForCausalLM"  # and counts the labels that are targets
     Config: ClassVar[type[AnyConfig]] = AnyConfig
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
 
@@ -124,6 +158,25 @@ class CausalLM(HubModule, ABC):
         self.tie_weights()
         return self
 
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        """As nn.Module's, but also takes the Hub's names. Ties the weights again, which `assign` separates."""
+        result = super().load_state_dict(state_dict, strict, assign)
+        self.tie_weights()
+        return result
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
+        self.model.embed_tokens = embeddings
+        self.tie_weights()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, head: nn.Module) -> None:
+        self.lm_head = cast(LMHead, head)
+
     @abstractmethod
     def layer(self, config: Any, index: int) -> Block:
         """Builds block number `index`."""
@@ -134,40 +187,76 @@ class CausalLM(HubModule, ABC):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         *,
+        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         cache: KVCache | None = None,
+        inputs_embeds: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int = 0,
+        skip_logits: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        **options: Any,
     ) -> CausalLMOutput:
-        """input_ids [B, T] -> logits [B, T, V]; with labels [B, T], the loss only.
+        """input_ids [B, T] -> loss and logits [B, T, V].
 
         If config.json sets output_router_logits, the loss includes the routers' load-balancing loss.
 
-        labels: aligned with input_ids (shifted inside), -100 where unsupervised. The loss is the mean over supervised
-        tokens. With num_items_in_batch it is their sum divided by that number: the count of supervised tokens over all
-        micro-batches and ranks.
-        position_ids: [B, T], positions for RoPE. They do not separate documents; cu_seqlens does.
+        labels: [B, T], aligned with input_ids (shifted inside), -100 where unsupervised. The loss is the mean over
+        supervised tokens. With num_items_in_batch it is their sum divided by that number: the count of supervised
+        tokens over all micro-batches and ranks.
+        attention_mask: [B, T], 0 for padding on either side of a row, 1 for tokens. Padding is removed before the first
+        layer and its labels are ignored; its logits and hidden states are 0. With a cache the mask may be that of all
+        tokens so far, and the outputs at padding mean nothing.
+        position_ids: [B or 1, T], positions for RoPE. Without a mask and a cache, a document begins wherever they do
+        not continue, as padding-free collators mean it.
         cu_seqlens: int32 [documents + 1], offsets of the documents packed into one row. Documents do not attend to each
         other, and the last token of a document is not supervised. max_seqlen: the longest document's length, if known.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the same under the names of the Hub's collators.
         cache: keys and values of earlier tokens; those of input_ids are added to it.
+        inputs_embeds: [B, T, H], in place of input_ids: what `get_input_embeddings()` returns, before the family's
+        embedding scale.
         logits_to_keep: compute the logits of only this many last positions; 0 for all.
+        skip_logits: do not compute logits; None skips them in training mode with labels, where the fused loss never
+        holds those of many tokens.
+        output_hidden_states: also return the embeddings, the output of every block but the last, and the normed output
+        of the last.
+        options: return_dict, output_attentions and use_cache, as long as they ask for nothing else than what is done.
+
+        An attention mask, or position_ids without cu_seqlens, is read on the host.
+        Raises ValueError for arguments that contradict each other; TypeError for options that have no effect here.
         """
-        hidden, routers = self.model(input_ids, position_ids, cu_seqlens, max_seqlen, cache)
-        if labels is None:
-            return CausalLMOutput(None, self.logits(hidden[:, -logits_to_keep:]))
-        targets, config = next_tokens(labels, cu_seqlens), self.config
-        loss = self.loss(hidden, targets, num_items_in_batch)
-        if isinstance(config, MoEConfig) and config.output_router_logits:
-            # Weighted by the micro-batch's share of supervised tokens, so that all micro-batches together count once.
-            share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
-            balance = load_balancing_loss(routers, config.num_experts_per_tok)
-            loss = loss + share * config.router_aux_loss_coef * balance
-        return CausalLMOutput(loss, None)
+        refuse_options(options)
+        if cu_seq_lens_q is not None:
+            cu_seqlens, max_seqlen = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k), max_length_q
+        batch, length = batch_shape(input_ids, inputs_embeds)
+        layout = row_layout(batch, length, attention_mask, position_ids, cu_seqlens, cache)
+        if layout is not None:
+            inputs = input_ids, inputs_embeds, labels, position_ids
+            input_ids, inputs_embeds, labels, position_ids = (None if x is None else layout.pack(x) for x in inputs)
+            cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
+        hidden, routers, states = self.model(
+            input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, bool(output_hidden_states)
+        )
+        if cache is not None and isinstance(layout, AlignedRows):
+            cache.lengths -= layout.padding
+        loss = None
+        if labels is not None:
+            loss = self.loss(hidden, routers, next_tokens(labels, cu_seqlens), num_items_in_batch)
+        if skip_logits is None:
+            skip_logits = labels is not None and self.training
+        if layout is not None:
+            hidden, states = layout.unpack(hidden), [layout.unpack(state) for state in states]
+        logits = None if skip_logits else self.logits(hidden[:, -logits_to_keep:])
+        return CausalLMOutput(loss, logits, tuple(states) or None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, H] -> logits [B, T, V], scaled and softcapped."""
@@ -176,13 +265,76 @@ class CausalLM(HubModule, ABC):
             logits = logits * self.config.logit_scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def loss(self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Cross-entropy of hidden [B, T, H] against targets [B, T], already shifted."""
+    def loss(
+        self, hidden: Tensor, routers: list[Tensor], targets: Tensor, num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
+        """The loss of hidden [B, T, H] against targets [B, T], already shifted, with that of the routers if it counts.
+
+        A head that was replaced, or has hooks, is called for its logits; ours computes the loss itself.
+        """
+        config, head = self.config, self.lm_head
         reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = self.lm_head.loss(
-            hidden, targets, softcap=self.config.logit_softcap, logit_scale=self.config.logit_scale, reduction=reduction
-        )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        options: dict[str, Any] = {
+            "softcap": config.logit_softcap,
+            "logit_scale": config.logit_scale,
+            "reduction": reduction,
+        }
+        if isinstance(head, LMHead) and (isinstance(head, FSDPModule) or not is_intercepted(head)):
+            loss = head(hidden, targets, **options)
+        else:
+            loss = cross_entropy(head(hidden), targets, **options)
+        if num_items_in_batch is not None:
+            loss = loss / num_items_in_batch
+        if isinstance(config, MoEConfig) and config.output_router_logits:
+            # Weighted by the micro-batch's share of supervised tokens, so that all micro-batches together count once.
+            share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
+            balance = load_balancing_loss(routers, config.num_experts_per_tok)
+            loss = loss + share * config.router_aux_loss_coef * balance
+        return loss
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop_tokens: Collection[int] | None = None,
+    ) -> Tensor:
+        """input_ids [B, T] with padding as attention_mask says -> [B, T + new tokens], padded behind a stop token.
+
+        The convention of the Hub's `generate`; options as those of `ligermodels.generate`, which returns the new tokens
+        alone.
+        """
+        tokens = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, tokens, strict=True)]
+        rows = generate(
+            self, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            seed=seed, stop_tokens=stop_tokens,
+        )  # fmt: skip
+        padding = self.config.pad_token_id if self.config.pad_token_id is not None else 0
+        new = input_ids.new_full((len(rows), max(map(len, rows), default=0)), padding)
+        for row, generated in enumerate(rows):
+            new[row, : len(generated)] = input_ids.new_tensor(generated)
+        return torch.cat([input_ids, new], 1)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+        """`checkpoint_activations` of all blocks, under the name that the Hub's trainers call.
+
+        Raises ValueError for reentrant checkpointing, the only kind that the fused nodes do not support.
+        """
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError("gradient_checkpointing_kwargs: use_reentrant must be False")
+        self.checkpoint_activations()
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Undoes `checkpoint_activations`."""
+        for block in self.model.layers:
+            cast(Block, block).keep_activations()
 
     def checkpoint_activations(self, count: int | None = None) -> None:
         """Enables activation checkpointing in the first `count` blocks; None for all.
@@ -221,3 +373,46 @@ def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is not None:
         targets = targets.index_fill(1, cu_seqlens[1:].long() - 1, IGNORE_INDEX)  # index_put would synchronise the host
     return targets
+
+
+def refuse_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for options of the Hub's forward that would have no effect."""
+    for name, value in options.items():
+        if value is not None and (name not in FIXED_OPTIONS or value != FIXED_OPTIONS[name]):
+            raise TypeError(f"forward: {name}={value!r} is not supported; leave it out")
+
+
+def hub_offsets(cu_seqlens: Tensor | None, queries: Tensor, keys: Tensor | None) -> Tensor:
+    """cu_seqlens from the arguments of the Hub's collators. Raises ValueError unless there is one for all."""
+    if cu_seqlens is not None or (keys is not None and keys is not queries and not torch.equal(keys, queries)):
+        raise ValueError("forward: cu_seq_lens_q and cu_seq_lens_k must be equal, and replace cu_seqlens")
+    return queries.int()
+
+
+def batch_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+    """(B, T) of the input. Raises ValueError unless it is given in one of the two forms."""
+    if input_ids is not None and inputs_embeds is None:
+        return (input_ids.shape[0], input_ids.shape[1])
+    if inputs_embeds is not None and input_ids is None:
+        return (inputs_embeds.shape[0], inputs_embeds.shape[1])
+    raise ValueError("forward: pass either input_ids or inputs_embeds")
+
+
+def row_layout(
+    batch: int,
+    length: int,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cache: KVCache | None,
+) -> PackedRows | AlignedRows | None:
+    """How the rows of a batch must be rearranged for the decoder; None if they can stay."""
+    if attention_mask is not None and cu_seqlens is not None:
+        raise ValueError("forward: pass either attention_mask or cu_seqlens; packed documents need no mask")
+    if cache is not None:
+        return None if attention_mask is None else align(attention_mask, length)
+    if attention_mask is not None:
+        return unpad(attention_mask, (batch, length))
+    if position_ids is not None and cu_seqlens is None:
+        return split_at_restarts(position_ids, (batch, length))
+    return None

@@ -28,10 +28,15 @@ class LinearWeights(NamedTuple):
     low_rank: LowRank | None
 
 
-def is_unmodified(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Whether a module is exactly of this class, not of a subclass, and has no hooks."""
+def is_intercepted(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class's forward: it has hooks, or a forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return type(module) is kind and not hooks
+    return bool(hooks) or "forward" in vars(module)
+
+
+def is_unmodified(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
+    """Whether a module is exactly of this class, not of a subclass, and nothing intercepts its calls."""
+    return type(module) is kind and not is_intercepted(module)
 
 
 def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights | None:

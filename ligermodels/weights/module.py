@@ -6,16 +6,20 @@ Knows configurations and weight rules; must not know layers or architectures, wh
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.weights.mapping import Rule
+from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 
 
 class HubModule(nn.Module):
     """A model whose weights are stored as a Hub checkpoint.
 
-    hub_class: written as config.json's `architectures` if the raw configuration has none.
+    `state_dict` has a tied parameter once, under its first name. `load_state_dict` takes that, both names, or the Hub's
+    names and shapes.
+
+    hub_class: written as config.json's `architectures` if the raw configuration has none; the model's name in its repr.
     source: the folder that the model was loaded from, None for a new model.
     generation_config: the content of its generation_config.json.
     """
@@ -27,6 +31,21 @@ class HubModule(nn.Module):
         self.config = config
         self.source: Path | None = None
         self.generation_config: dict[str, Any] = {}
+        self.register_state_dict_post_hook(remove_tied_copies)
+        self.register_load_state_dict_pre_hook(accept_hub_names)
+
+    def _get_name(self) -> str:
+        return self.hub_class
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first floating-point parameter."""
+        return next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
 
     def weight_rules(self) -> tuple[Rule, ...]:
         """The rules that map parameters to the Hub's tensors; a parameter without a rule has the same name there."""
@@ -38,6 +57,57 @@ class HubModule(nn.Module):
         An export always writes the layout of `weight_rules`.
         """
         return ()
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters -> their first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = ((name, first[id(parameter)]) for name, parameter in model.named_parameters(remove_duplicate=False))
+    return {name: original for name, original in names if name != original}
+
+
+def remove_tied_copies(model: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """A hook of state_dict: safetensors refuses tensors that share memory."""
+    for name in tied_names(model):
+        state_dict.pop(prefix + name, None)
+
+
+def accept_hub_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook of load_state_dict: packs tensors with the Hub's names, and completes tied parameters."""
+    assert isinstance(model, HubModule)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if not all(prefix + name in state_dict for name in shapes):
+        for rules in (model.weight_rules(), *model.other_weight_rules()):
+            if pack_state_dict(state_dict, prefix, plan_pieces(shapes, rules)):
+                break
+    for name, original in tied_names(model).items():
+        if prefix + original in state_dict:
+            state_dict.setdefault(prefix + name, state_dict[prefix + original])
+
+
+def pack_state_dict(state_dict: dict[str, Any], prefix: str, pieces: list[Piece]) -> bool:
+    """Replaces the tensors of `pieces` by the parameters that they fill, if all of them are there with their shapes."""
+    stored = [state_dict.get(prefix + piece.tensor) for piece in pieces]
+    if any(tensor is None or tensor.shape != piece.shape for tensor, piece in zip(stored, pieces, strict=True)):
+        return False
+    by_parameter: dict[str, list[tuple[Piece, Tensor]]] = {}
+    for piece in pieces:
+        by_parameter.setdefault(piece.parameter, []).append((piece, state_dict.pop(prefix + piece.tensor)))
+    for parameter, parts in by_parameter.items():
+        state_dict[prefix + parameter] = assemble(parts)
+    return True
+
+
+def assemble(parts: list[tuple[Piece, Tensor]]) -> Tensor:
+    """The parameter that the tensors of these pieces tile; the tensor itself if there is one of the same shape."""
+    (first, tensor), *others = parts
+    shape = [max(piece.index[side].stop for piece, _ in parts) for side in range(len(first.index))]
+    if not others and list(tensor.shape) == shape:
+        return tensor
+    parameter = tensor.new_empty(shape)
+    for piece, part in parts:
+        parameter[piece.index] = part
+    return parameter
 
 
 class LowRankModule(nn.Module):

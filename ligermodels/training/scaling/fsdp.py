@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ligermodels.distributed import World, backend_of
@@ -51,7 +51,6 @@ def shard(
     if embedding.weight is not head.weight:
         unit(embedding).set_unshard_in_backward(False)
         unit(head, reshard_after_forward=False)
-        register_fsdp_forward_method(head, "loss")
     root = unit(model, reshard_after_forward=False)
     root.set_modules_to_forward_prefetch([*fsdp_modules(embedding), cast(FSDPModule, blocks[0])])
     for each in fsdp_modules(model):
