@@ -1,24 +1,43 @@
-"""Decoder language models on fused Triton kernels: load any Hub checkpoint, train it, write it back."""
+"""Decoder language models on fused Triton kernels: load any Hub checkpoint, train it, write it back.
 
-from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
-from ligermodels.generation import generate, stream
-from ligermodels.hub import create, export, export_adapter, list_architectures, load, load_adapter, load_tokenizer
-from ligermodels.layers.lora_targets import add_lora
+A name is imported when it is first used, so that `import ligermodels` and `ligermodels list` wait for no other package.
+`__init__.pyi` has the same names for type checkers.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "HubError",
-    "InputError",
-    "add_lora",
-    "create",
-    "export",
-    "export_adapter",
-    "generate",
-    "list_architectures",
-    "load",
-    "load_adapter",
-    "load_tokenizer",
-    "stream",
-]
+HOMES = {
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "HubError": "errors",
+    "InputError": "errors",
+    "add_lora": "layers.lora_targets",
+    "create": "hub",
+    "export": "hub",
+    "export_adapter": "hub",
+    "generate": "generation",
+    "list_architectures": "hub",
+    "load": "hub",
+    "load_adapter": "hub",
+    "load_tokenizer": "hub",
+    "stream": "generation",
+}
+MODULES = ("nn", "ops", "training")
+__all__ = list(HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in HOMES:
+        value = getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+    elif name in MODULES:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES, *MODULES})

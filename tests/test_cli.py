@@ -181,10 +181,29 @@ def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder,
     assert str(tmp_path / "out") in error_line(["export", str(folder), str(tmp_path / "out")], capsys)
 
 
-@pytest.mark.slow
-def test_python_m_ligermodels_is_the_command():
-    run = subprocess.run([sys.executable, "-m", "ligermodels", "list"], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines() == list(architecture_lines())
+def test_list_prints_what_the_presets_have(capsys):
+    """`hub/architectures.txt` is written from `architecture_lines()`."""
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.splitlines() == list(architecture_lines())
+
+
+def test_python_m_ligermodels_is_the_command_and_list_waits_for_no_torch():
+    """A `torch` that cannot be imported stands in the way of whatever imports it."""
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = ['list']; runpy.run_module('ligermodels')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith("ernie4_5 ")
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"ligermodels {ligermodels.__version__}\n")
+
+
+def test_a_device_that_is_not_there_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "sees 0 GPUs; use cpu" in error_line(["generate", "x", "--prompt", "y", "--device", "cuda"], capsys)
+    assert "must be cpu, cuda or cuda:NUMBER" in error_line(["verify", "x", "--device", "tpu9000"], capsys)
 
 
 @pytest.mark.parametrize("command", ["list", "info", "generate", "export", "verify"])

@@ -5,7 +5,8 @@ import functools
 from pathlib import Path
 
 from ligermodels import hub
-from ligermodels.cli.parsing import Commands, add_adapter, add_command, add_dtype, add_revision, load_with_adapter
+from ligermodels.cli.flags import Commands, add_command
+from ligermodels.cli.parsing import add_adapter, add_dtype, add_revision, load_with_adapter
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.units import byte_size, counted
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from ligermodels.errors import InputError, suggest_closest
 
 UNUSABLE_INPUT = 2  # exit status
+Commands = Any  # the return type of add_subparsers, which argparse does not export
 NAMES_OF_VALUES = {int: "N", float: "N", bool: "on|off", Path: "PATH"}  # in the usage
 
 
@@ -55,6 +56,18 @@ class Parser(argparse.ArgumentParser):
                     f"{action.option_strings[0]} is given {len(given)} times; give all its values behind one"
                 )
         return args
+
+
+def add_command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], summary: str, example: str
+) -> Parser:
+    """Adds a command to the parser. run: runs it; returns the exit status, None for 0. example: its arguments."""
+    parser = commands.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"example: ligermodels {name} {example}".rstrip(),
+    )  # fmt: skip
+    parser.set_defaults(run=run, parser=parser)
+    return parser
 
 
 def whole_number(least: int, rule: str) -> Callable[[str], int]:

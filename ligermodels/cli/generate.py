@@ -6,11 +6,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from ligermodels import hub
-from ligermodels.cli.flags import not_negative, number, positive
+from ligermodels.cli.flags import Commands, add_command, not_negative, number, positive
 from ligermodels.cli.parsing import (
-    Commands,
     add_adapter,
-    add_command,
     add_device,
     add_dtype,
     add_revision,

@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Iterator
 
-from ligermodels.cli.flags import positive
-from ligermodels.cli.parsing import Commands, add_command, add_dtype, add_revision
+from ligermodels.cli.flags import Commands, add_command, positive
+from ligermodels.cli.parsing import add_dtype, add_revision
 from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora

@@ -1,9 +1,9 @@
-"""`ligermodels list`: lists the architectures and their presets with numbers of parameters."""
+"""`ligermodels list`: lists the architectures and their presets with numbers of parameters. Imports no torch."""
 
 import argparse
+from importlib.resources import files
 
-from ligermodels.cli.parsing import Commands, add_command
-from ligermodels.hub.description import architecture_lines
+from ligermodels.cli.flags import Commands, add_command
 
 
 def add_to(commands: Commands) -> None:
@@ -11,5 +11,9 @@ def add_to(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    for line in architecture_lines():
-        print(line)
+    print(architecture_list(), end="")
+
+
+def architecture_list() -> str:
+    """One line per architecture: its presets with their numbers of parameters, as `hub.description` computes them."""
+    return files("ligermodels").joinpath("hub", "architectures.txt").read_text(encoding="utf-8")

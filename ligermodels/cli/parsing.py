@@ -1,35 +1,35 @@
-"""Shared parts of the commands: the help's example, options that several commands have, loading the named model."""
+"""Options that several commands have, and loading the model that they name."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ligermodels import hub
-from ligermodels.cli.flags import Parser
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.units import counted
 
 DTYPE_CHOICES = ("float32", "bfloat16", "float16")
-Commands = Any  # the return type of add_subparsers, which argparse does not export
-
-
-def add_command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int | None], summary: str, example: str
-) -> Parser:
-    """Adds a command to the parser. run: runs it; returns the exit status, None for 0. example: its arguments."""
-    parser = commands.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"example: ligermodels {name} {example}".rstrip(),
-    )  # fmt: skip
-    parser.set_defaults(run=run, parser=parser)
-    return parser
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds --device."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to run on")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=parse_device, default=default, help="device to run on")
+
+
+def parse_device(text: str) -> torch.device:
+    """A device that this machine has."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"is {text!r}; must be cpu, cuda or cuda:NUMBER") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(
+            f"is {text!r}, but torch {torch.__version__} sees {counted(torch.cuda.device_count(), 'GPU')}; use cpu"
+        )
+    return device
 
 
 def add_revision(parser: argparse.ArgumentParser) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels import distributed
-from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT
-from ligermodels.cli.parsing import Commands
+from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
+from ligermodels.cli.listing import architecture_list
 from ligermodels.errors import InputError
-from ligermodels.hub.description import architecture_lines
 from ligermodels.training import plan, train
 from ligermodels.training.config import FIELDS, TrainConfig, choices_of, parsed_item, type_of
 from ligermodels.training.runs.settings import config_from_file, config_of_run
@@ -90,7 +89,7 @@ def help_of(field: Field) -> str:
 
 def run(args: argparse.Namespace) -> int | None:
     if getattr(args, "model", None) == "list":
-        print("\n".join(architecture_lines()), flush=True)
+        print(architecture_list(), end="", flush=True)
         return None
     try:
         config = config_from_flags(args)

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from ligermodels.cli.flags import positive
-from ligermodels.cli.parsing import Commands, add_command, add_device
+from ligermodels.cli.flags import Commands, add_command, positive
+from ligermodels.cli.parsing import add_device
 
 
 def add_to(commands: Commands) -> None:

@@ -69,7 +69,7 @@ def weight_dtype(raw: Mapping[str, Any], folder: Path) -> torch.dtype:
 
 
 def architecture_lines() -> Iterator[str]:
-    """One line per architecture: its presets with their numbers of parameters."""
+    """One line per architecture: its presets with their numbers of parameters. `architectures.txt` holds them."""
     for name, architecture in sorted(ARCHITECTURES.items()):
         presets = [f"{size} ({preset_parameters(name, size)})" for size in architecture.SIZES]
         yield f"{name:12} {', '.join(presets) or 'from a checkpoint'}"

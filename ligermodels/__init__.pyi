@@ -1,0 +1,19 @@
+from ligermodels import nn as nn
+from ligermodels import ops as ops
+from ligermodels import training as training
+from ligermodels.errors import CheckpointError as CheckpointError
+from ligermodels.errors import ConfigError as ConfigError
+from ligermodels.errors import HubError as HubError
+from ligermodels.errors import InputError as InputError
+from ligermodels.generation import generate as generate
+from ligermodels.generation import stream as stream
+from ligermodels.hub import create as create
+from ligermodels.hub import export as export
+from ligermodels.hub import export_adapter as export_adapter
+from ligermodels.hub import list_architectures as list_architectures
+from ligermodels.hub import load as load
+from ligermodels.hub import load_adapter as load_adapter
+from ligermodels.hub import load_tokenizer as load_tokenizer
+from ligermodels.layers.lora_targets import add_lora as add_lora
+
+__version__: str
