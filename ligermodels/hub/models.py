@@ -24,7 +24,14 @@ from ligermodels.weights.adapters import fill_updates, match_adapter, read_adapt
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import Checkpoint, open_checkpoint
-from ligermodels.weights.loading import FLOAT_DTYPES, fill_weights, plan_loading, refuse_meta_parameters
+from ligermodels.weights.loading import (
+    DTYPES_BY_NAME,
+    FLOAT_DTYPES,
+    fill_weights,
+    float_dtype,
+    plan_loading,
+    refuse_meta_parameters,
+)
 
 MIN_TENSORS_PER_LAYER = 4  # in any layout: a norm, the input and output of attention, a feed-forward layer
 
@@ -37,7 +44,7 @@ def list_architectures() -> list[str]:
 def load(
     name_or_folder: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: int | str | torch.device = "cpu",
     revision: str | None = None,
     token: str | None = None,
@@ -45,17 +52,19 @@ def load(
 ) -> CausalLM:
     """Loads a model with the weights of a Hub repository or a folder, in evaluation mode.
 
-    dtype: of all parameters; None for the dtype in config.json, or else that of the stored weights.
+    dtype: of all parameters, as torch.bfloat16 or "bfloat16"; None for the dtype in config.json, or else that of the
+    stored weights.
     device: an int means a GPU. The weights are streamed there; the host holds buffers of 192 MiB, never the model.
     allow_unexpected: ignore tensors that the model has no place for, with a warning, instead of raising an error.
     Raises HubError, ConfigError or CheckpointError (all are InputError) before memory for the weights is allocated.
     """
+    wanted = None if dtype is None else float_dtype(dtype)
     folder = resolve(name_or_folder, revision=revision, token=token)
     raw, generation_config = read_config(folder), read_generation_config(folder)
     architecture, config = select_architecture(raw, folder / CONFIG_FILE)
     checkpoint = open_checkpoint(folder)
     refuse_layers_without_tensors(config, checkpoint)
-    model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
+    model = build_on_meta(architecture, config).to(wanted or checkpoint_dtype(raw, checkpoint))
     plan = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
     fill_weights(model.to_empty(device=device), plan)
     model.source, model.generation_config = folder, generation_config
@@ -93,7 +102,7 @@ def create(
     architecture_or_config: str | Path | dict[str, Any],
     *,
     size: str | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> CausalLM:
@@ -103,7 +112,7 @@ def create(
     dict, its path, or the path of its folder.
     """
     raw, origin = read_preset_or_config(architecture_or_config, size)
-    model = build_on_meta(*select_architecture(raw, origin)).to(dtype)
+    model = build_on_meta(*select_architecture(raw, origin)).to(float_dtype(dtype))
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)
@@ -115,7 +124,7 @@ def export(
     model: CausalLM,
     folder: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     also: Callable[[Path], None] | None = None,
 ) -> None:
@@ -234,11 +243,10 @@ def checkpoint_dtype(raw: dict[str, Any], checkpoint: Checkpoint) -> torch.dtype
         return next(
             (tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in FLOAT_DTYPES), torch.float32
         )
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
-    if not isinstance(name, str) or name not in dtypes:
+    if not isinstance(name, str) or name not in DTYPES_BY_NAME:
         file = checkpoint.folder / CONFIG_FILE
-        raise CheckpointError(f"{file}: dtype {name!r} is not one of {', '.join(dtypes)}; pass a dtype")
-    return dtypes[name]
+        raise CheckpointError(f"{file}: dtype {name!r} is not one of {', '.join(DTYPES_BY_NAME)}; pass a dtype")
+    return DTYPES_BY_NAME[name]
 
 
 def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Path:

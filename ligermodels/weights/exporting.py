@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, safe_file
-from ligermodels.weights.loading import FLOAT_DTYPES
+from ligermodels.weights.loading import float_dtype
 from ligermodels.weights.mapping import BASE_LAYER, Piece, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule
 from ligermodels.weights.sharding import full_tensor, reshard
@@ -66,7 +66,7 @@ def export_weights(
     folder: str | Path,
     *,
     source: str | Path | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     also: Callable[[Path], None] | None = None,
 ) -> None:
@@ -81,8 +81,7 @@ def export_weights(
     Raises CheckpointError if `folder` is in use or cannot be written, or if a value is too large for `dtype`; then
     nothing is left behind. Raises InputError if `dtype` or `max_shard_size` is invalid.
     """
-    if dtype is not None and dtype not in FLOAT_DTYPES:
-        raise InputError(f"dtype is {dtype}; must be one of {', '.join(map(str, FLOAT_DTYPES))}")
+    dtype = None if dtype is None else float_dtype(dtype)
     limit = size_in_bytes(max_shard_size)
     reshard(model)
     # Larger dtypes first, so that every tensor is aligned to its dtype.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ligermodels.distributed import is_first
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule
@@ -27,6 +27,7 @@ from ligermodels.weights.streaming import Transfer, bit_equal, run_transfers
 STALE_BUFFERS = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 EXTRA_PIECES = 10_000  # a plan with this many pieces more than there are tensors is cut, and its gaps are not listed
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class LoadPlan:
     pieces: list[Piece]
     copies: Mapping[str, str]
     unexpected: list[str]
+
+
+def float_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype that weights can have, itself or by its name, "bfloat16". Raises InputError."""
+    found = DTYPES_BY_NAME.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in FLOAT_DTYPES:
+        raise InputError(f"dtype is {dtype!r}; must be one of {', '.join(DTYPES_BY_NAME)}")
+    return found
 
 
 def load_weights(model: HubModule, folder: str | Path, *, allow_unexpected: bool = False) -> None:

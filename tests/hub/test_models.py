@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ligermodels import hub
-from ligermodels.errors import CheckpointError, HubError
+from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.hub import models
 from tests.weights.tiny import LAYERS, RAW, Tiny, randomized
 
@@ -63,6 +63,15 @@ def test_load_uses_the_dtype_of_the_config_by_default(tmp_path):
     hub.export(hub.create("tiny", size="tiny", dtype=torch.bfloat16), tmp_path / "out")
     assert hub.load(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16
     assert hub.load(tmp_path / "out", dtype=torch.float32).lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16"])
+def test_a_dtype_may_be_given_by_its_name(tmp_path, name):
+    hub.export(hub.create("tiny", size="tiny", dtype="float16"), tmp_path / "half", dtype=name)
+    assert hub.load(tmp_path / "half").lm_head.weight.dtype == torch.bfloat16
+    assert hub.load(tmp_path / "half", dtype="float32").lm_head.weight.dtype == torch.float32
+    with pytest.raises(InputError, match="dtype is 'bf16'; must be one of float64, float32, float16"):
+        hub.load(tmp_path / "half", dtype="bf16")
 
 
 def test_export_accepts_a_dtype_and_a_shard_size(tmp_path):
