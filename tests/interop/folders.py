@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,14 +24,19 @@ def new_tokenizer() -> Tokenizer:
     return train_tokenizer(vocabulary_texts(), VOCABULARY)
 
 
-def tiny_model(family: str) -> CausalLM:
-    """The family's tiny preset, or where there is none, its first test case. No parameter has its initial value."""
+def tiny_model(family: str, **changes: Any) -> CausalLM:
+    """The family's tiny preset with two layers, or where there is none, its first test case, with these changes.
+
+    No parameter has its initial value.
+    """
     if family == "gemma3":
-        text = {**CASES[family]["text_config"], "vocab_size": VOCABULARY, "max_position_embeddings": 512}
-        model = ligermodels.create({**CASES[family], "text_config": text})
+        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+        model = ligermodels.create(
+            {**CASES[family], "text_config": {**CASES[family]["text_config"], **sizes, **changes}}
+        )
     else:
         raw, _ = read_preset_or_config(family, "tiny")
-        model = ligermodels.create({**raw, "num_hidden_layers": 2})
+        model = ligermodels.create({**raw, "num_hidden_layers": 2, **changes})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
