@@ -24,7 +24,7 @@ README, TRAINING, PYTHON_API = ROOT / "README.md", ROOT / "docs/training.md", RO
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README_LINES, README_WORDS = 180, 1200
 
-BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>.+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.S | re.M)
+BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.S | re.M)
 LANGUAGES = {"sh", "python", "text"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 INLINE_FLAG = re.compile(r"`(--[a-z0-9-]+)")
