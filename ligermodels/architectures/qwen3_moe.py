@@ -31,9 +31,9 @@ class Qwen3MoeConfig(SparseStepConfig, SwitchedWindowConfig):
         return self.use_sliding_window
 
 
-BASE = {"model_type": "qwen3_moe", "head_dim": 128}
+BASE = {"model_type": "qwen3_moe", "head_dim": 128, "norm_topk_prob": True}
 TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 64}
-HUB = BASE | {"rope_theta": 1000000.0, "max_position_embeddings": 40960, "norm_topk_prob": True}
+HUB = BASE | {"rope_theta": 1000000.0, "max_position_embeddings": 40960}
 
 
 class Qwen3Moe(CausalLM):
