@@ -3,7 +3,10 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.kernels import cross_entropy as module
-from ligermodels.kernels.cross_entropy import LogitsTile, cross_entropy, cross_entropy_reference
+from ligermodels.kernels import cross_entropy_rows as rows_module
+from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from ligermodels.kernels.cross_entropy_rows import LogitsTile, empty_results, launch_cross_entropy
+from ligermodels.kernels.loss_reduction import mean_factor, reduce_losses
 from ligermodels.kernels.rescale import rescale_
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check, relative_error, run
@@ -37,8 +40,8 @@ def draw(*shape, ignore_index=-100):
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Rows of several blocks, the last one only partly filled."""
-    monkeypatch.setattr(module, "logits_tile", lambda *kind: LogitsTile(64, 4, 4))
-    monkeypatch.setattr(module, "_row_launcher", module._row_launcher.__wrapped__)  # without its cache
+    monkeypatch.setattr(rows_module, "logits_tile", lambda *kind: LogitsTile(64, 4, 4))
+    monkeypatch.setattr(rows_module, "_row_launcher", rows_module._row_launcher.__wrapped__)  # without its cache
 
 
 def check_loss(ours, reference, inputs, dtype, factor=FACTOR, **options):
@@ -128,11 +131,11 @@ def test_without_supervised_targets_loss_and_gradient_are_zero(rows, reduction):
 @pytest.mark.parametrize("mean", [True, False])
 def test_a_reduction_of_several_steps_skips_ignored_targets_and_returns_its_factor(mean):
     losses, targets = torch.randn(2500, device=DEVICE), torch.randint(2, (2500,), device=DEVICE)
-    total, factor = module.reduce_losses(losses, targets, 0, mean)
+    total, factor = reduce_losses(losses, targets, None, 0, mean)
     count = targets.sum().item() if mean else 1
     assert factor.item() == pytest.approx(1 / count)
     assert total.item() == pytest.approx(losses.double().sum().item() / count, rel=1e-5)
-    assert torch.equal(module.mean_factor(targets, 1), 1 / (targets == 0).sum().float())
+    assert torch.equal(mean_factor(targets, None, 1), 1 / (targets == 0).sum().float())
 
 
 def test_masked_logits_get_no_probability(short_blocks):
@@ -162,11 +165,11 @@ def test_the_gradient_computed_in_place_is_the_same(short_blocks):
     logits = logits.half()
     options = (-100, 2.0, 1.5, 0.02, 0.2)
     scale = torch.rand(6, device=DEVICE)
-    loss, lse = module.cross_entropy_forward(logits, targets, *options)
-    expected = module.cross_entropy_backward(logits, targets, lse, scale, None, *options)
-    got_loss, got_lse, got = torch.empty_like(loss), torch.empty_like(lse), logits.clone()
-    module.launch_cross_entropy(got, targets, got_loss, got_lse, scale, got, *options)
-    for a, b in [(got_loss, loss), (got_lse, lse), (got, expected)]:
+    loss, lse, *_ = module.cross_entropy_forward(logits, targets, None, False, False, *options)
+    expected = module.cross_entropy_backward(logits, targets, None, lse, scale, None, None, None, *options)
+    results, got = empty_results(targets, False, False), logits.clone()
+    launch_cross_entropy(got, targets, None, results, scale, got, *options)
+    for a, b in [(results.loss, loss), (results.lse, lse), (got, expected)]:
         torch.testing.assert_close(a, b)
 
 
@@ -266,10 +269,10 @@ def test_one_launch_agrees_with_two_and_is_bit_identical_when_repeated(vocab, op
     logits, targets = draw(3000, vocab)
     logits = logits.bfloat16()
     scale = torch.rand(3000, device=DEVICE)
-    loss, lse = module.cross_entropy_forward(logits, targets, *options)
-    expected = module.cross_entropy_backward(logits, targets, lse, scale, None, *options)
+    loss, lse, *_ = module.cross_entropy_forward(logits, targets, None, False, False, *options)
+    expected = module.cross_entropy_backward(logits, targets, None, lse, scale, None, None, None, *options)
     (got, got_loss), (again, again_loss) = (
-        (copy, module.cross_entropy_in_place(copy, targets, scale, *options))
+        (copy, module.cross_entropy_in_place(copy, targets, None, False, False, scale, *options).loss)
         for copy in (logits.clone(), logits.clone())
     )
     assert torch.equal(got, again) and torch.equal(got_loss, again_loss)
@@ -283,10 +286,11 @@ def test_in_place_can_be_captured_in_a_cuda_graph():
     logits = logits.bfloat16()
     options, scale = (-100, None, 1.0, 0.0, 0.0), torch.ones((), device=DEVICE).expand(64)
     expected = logits.clone()
-    expected_loss = module.cross_entropy_in_place(expected, targets, scale, *options)  # compiles the kernel
+    arguments = targets, None, False, False, scale, *options
+    expected_loss = module.cross_entropy_in_place(expected, *arguments).loss  # compiles the kernel
     buffer, graph = torch.empty_like(logits), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = module.cross_entropy_in_place(buffer, targets, scale, *options)
+        loss = module.cross_entropy_in_place(buffer, *arguments).loss
     for _ in range(2):
         buffer.copy_(logits)
         graph.replay()
