@@ -201,10 +201,7 @@ class _CrossEntropy(Node):
             loss, factor = reduce_losses(loss, targets, class_weight, options[0], reduction == "mean")
         ctx.save_for_backward(logits, targets, class_weight, lse, factor, probability, row_metrics)
         ctx.temporary, ctx.token_scaling, ctx.options = temporary, token_scaling, options
-        if not metrics:
-            return loss
-        ctx.set_materialize_grads(False)  # the entropy is rarely used
-        return loss, row_metrics
+        return outputs_of(ctx, loss, row_metrics, metrics)
 
     @staticmethod
     def backward(ctx, dloss, dmetrics=None):
@@ -215,6 +212,14 @@ class _CrossEntropy(Node):
         inplace = ctx.temporary and is_last_use(logits, scale)
         dlogits = _launch_backward(*saved, inplace=True) if inplace else cross_entropy_backward(*saved)
         return dlogits, *[None] * 11
+
+
+def outputs_of(ctx: Any, loss: Tensor, row_metrics: Tensor, metrics: bool) -> Any:
+    """What a node's forward returns: the loss, or (loss, metrics of the rows)."""
+    if not metrics:
+        return loss
+    ctx.set_materialize_grads(False)  # the gradient of the metrics is None unless the entropy was used
+    return loss, row_metrics
 
 
 def row_scale(dloss: Tensor | None, lse: Tensor, probability: Tensor | None) -> Tensor:
@@ -242,7 +247,7 @@ class _CrossEntropyInPlace(Node):
         if reduction != "none":
             loss, factor = reduce_losses(loss, targets, class_weight, options[0], mean)
         ctx.save_for_backward(gradient, factor if ctx.defers_factor else None)
-        return (loss, row_metrics) if metrics else loss
+        return outputs_of(ctx, loss, row_metrics, metrics)
 
     @staticmethod
     def backward(ctx, dloss, _=None):

@@ -44,6 +44,7 @@ from ligermodels.kernels.cross_entropy import (
     cross_entropy_of_temporary,
     cross_entropy_reference,
     cross_entropy_with_metrics_reference,
+    outputs_of,
     row_scale,
     run_reference,
 )
@@ -276,7 +277,7 @@ class _ReducedLoss(Node):
         loss, factor = reduce_losses(losses, targets, class_weight, ignore_index, mean)
         ctx.save_for_backward(*gradients, factor)
         ctx.dtype, ctx.needed = weight.dtype, needed
-        return (loss, row_metrics) if metrics else loss
+        return outputs_of(ctx, loss, row_metrics, metrics)
 
     @staticmethod
     def backward(ctx, dloss, _=None):
@@ -305,7 +306,7 @@ class _LowMemoryLoss(Node):
         loss, _ = reduce_losses(losses, targets, class_weight, ignore_index, mean)
         ctx.save_for_backward(*gradients)
         ctx.needed = needed
-        return (loss, row_metrics) if metrics else loss
+        return outputs_of(ctx, loss, row_metrics, metrics)
 
     @staticmethod
     def backward(ctx, dloss, _=None):
@@ -331,10 +332,7 @@ class _RowLosses(Node):
         loss, lse, probability, row_metrics, *_ = results
         ctx.save_for_backward(*inputs, lse, probability, row_metrics)
         ctx.low_memory, ctx.token_scaling, ctx.options = low_memory, token_scaling, options
-        if not metrics:
-            return loss
-        ctx.set_materialize_grads(False)  # the entropy is rarely used
-        return loss, row_metrics
+        return outputs_of(ctx, loss, row_metrics, metrics)
 
     @staticmethod
     def backward(ctx, dloss, dmetrics=None):
