@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels.linear_cross_entropy import chunk_rows, keeps_logits, round_up_to_tile
+from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, QKNormAttention
 from ligermodels.layers.block import Block, PostNormLayer
 from ligermodels.layers.decoder import CausalLM

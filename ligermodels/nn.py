@@ -229,68 +229,90 @@ class RotaryEmbedding(nn.Module):
 
 
 class CrossEntropyLoss(nn.Module):
-    """Cross-entropy of logits against class indices, as torch.nn.CrossEntropyLoss without class weights.
+    """Cross-entropy of logits against class indices, as torch.nn.CrossEntropyLoss.
 
     Differs from torch's: the classes are the last dimension, logits [..., V]; the loss is fp32; the mean over no target
-    is 0 and not NaN; targets are class indices, not probabilities.
-    softcap: logits become softcap * tanh(logits / softcap); logit_scale: multiplies them first; z_loss: adds
-    z_loss * log(Σ exp(logits))². inplace: on a GPU the gradient is written over the logits, whose values are lost.
+    is 0 and not NaN; targets are class indices, not probabilities; a target that is no class gives an infinite loss.
+    class_weight: float [V], torch's `weight`, a buffer. softcap: logits become softcap * tanh(logits / softcap);
+    logit_scale: multiplies them first; z_loss: adds z_loss * log(Σ exp(logits))². token_scaling: multiplies each
+    token's loss by the probability of its target. inplace: on a GPU the gradient is written over the logits, whose
+    values are lost. metrics: returns `ops.CrossEntropyOutput`: the loss, z-loss, accuracy, predicted tokens, entropy.
     Raises ValueError for a reduction other than "mean", "sum" and "none", and where the shapes disagree.
     """
+
+    class_weight: Tensor | None
 
     def __init__(
         self,
         *,
+        class_weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
+        token_scaling: bool = False,
         inplace: bool = False,
+        metrics: bool = False,
     ) -> None:
         super().__init__()
+        self.register_buffer("class_weight", class_weight)
+        self.metrics = metrics
         self.options: dict[str, Any] = {
             "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
-            "softcap": softcap, "logit_scale": logit_scale, "z_loss": z_loss, "inplace": inplace,
+            "softcap": softcap, "logit_scale": logit_scale, "z_loss": z_loss, "token_scaling": token_scaling,
+            "inplace": inplace,
         }  # fmt: skip
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor | ops.CrossEntropyOutput:
         """logits [..., V] float, targets [...] int64 in [0, V) or ignore_index -> fp32 scalar, or [...] for "none"."""
-        return ops.cross_entropy(logits, targets, **self.options)
+        loss = ops.cross_entropy_with_metrics if self.metrics else ops.cross_entropy
+        return loss(logits, targets, class_weight=self.class_weight, **self.options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """Cross-entropy of hidden @ weightᵀ, computed a chunk of logits at a time.
+    """Cross-entropy of hidden @ weightᵀ + bias, computed a chunk of logits at a time.
 
-    Options as in `CrossEntropyLoss`. low_memory: 64 MiB beyond both gradients, for at least a third more time. The loss
+    Options as in `CrossEntropyLoss`. low_memory: 64 MiB beyond the gradients, for at least a third more time. The loss
     does not shift: for a causal language model pass hidden[:, :-1] and labels[:, 1:].
     """
+
+    class_weight: Tensor | None
 
     def __init__(
         self,
         *,
+        class_weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
         z_loss: float = 0.0,
+        token_scaling: bool = False,
         low_memory: bool = False,
+        metrics: bool = False,
     ) -> None:
         super().__init__()
+        self.register_buffer("class_weight", class_weight)
+        self.metrics = metrics
         self.options: dict[str, Any] = {
             "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
-            "softcap": softcap, "logit_scale": logit_scale, "z_loss": z_loss, "low_memory": low_memory,
+            "softcap": softcap, "logit_scale": logit_scale, "z_loss": z_loss, "token_scaling": token_scaling,
+            "low_memory": low_memory,
         }  # fmt: skip
 
-    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """hidden [..., H] and weight [V, H] of one float dtype, targets [...] int64 in [0, V) or ignore_index -> fp32
-        scalar, or [...] for "none"."""
-        return ops.linear_cross_entropy(hidden, weight, targets, **self.options)
+    def forward(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None
+    ) -> Tensor | ops.CrossEntropyOutput:
+        """hidden [..., H], weight [V, H] and bias [V] of one float dtype, targets [...] int64 in [0, V) or ignore_index
+        -> fp32 scalar, or [...] for "none"."""
+        loss = ops.linear_cross_entropy_with_metrics if self.metrics else ops.linear_cross_entropy
+        return loss(hidden, weight, targets, bias=bias, class_weight=self.class_weight, **self.options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.options.items())

@@ -25,6 +25,9 @@
 | `token_log_probs`      | log-probability of each target token, without all logits in memory                |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
 
+`cross_entropy_with_metrics` and `linear_cross_entropy_with_metrics` return a `CrossEntropyOutput`: the loss, z-loss,
+accuracy, predicted tokens and entropy, all from the same kernel.
+
 Dispatch: CPU tensors take the plain PyTorch reference implementation; CUDA and ROCm tensors take the Triton kernels.
 Under torch.compile the ops are custom operators `torch.ops.ligermodels.*`, without graph breaks. Under torch.autocast,
 the ops that contain a matrix product (linears, experts, attention, linear_cross_entropy) take their operands in the
@@ -41,7 +44,7 @@ from torch import Tensor
 
 from ligermodels.kernels.adamw import adamw_
 from ligermodels.kernels.attention import attention
-from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_with_metrics
 from ligermodels.kernels.dispatch import runs_kernels
 from ligermodels.kernels.experts import experts, route
 from ligermodels.kernels.gated_activation import gated_activation, geglu, swiglu
@@ -49,13 +52,18 @@ from ligermodels.kernels.gated_linear import gated_linear
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.layer_norm import layer_norm
 from ligermodels.kernels.linear import LowRank, low_rank_linear
-from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, token_log_probs
+from ligermodels.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    token_log_probs,
+)
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope_
 
 __all__ = [
+    "CrossEntropyOutput",
     "GroupedLowRank",
     "LowRank",
     "adamw_",
@@ -63,12 +71,14 @@ __all__ = [
     "apply_rope",
     "attention",
     "cross_entropy",
+    "cross_entropy_with_metrics",
     "experts",
     "gated_activation",
     "gated_linear",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_cross_entropy_with_metrics",
     "low_rank_linear",
     "norm_linear",
     "qk_norm_rope",

@@ -214,6 +214,39 @@ def test_cross_entropy_loss_passes_its_options_on():
     torch.testing.assert_close(loss(logits, targets), expected, **VALUES)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_cross_entropy_loss_with_class_weights_replaces_that_of_torch(reduction, label_smoothing, kernels):
+    logits, targets, weight = draw(5, 17).requires_grad_(), targets_of(5, classes=17), torch.rand(17, device=DEVICE)
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    ours, theirs = nn.CrossEntropyLoss(class_weight=weight, **options), torch.nn.CrossEntropyLoss(weight, **options)
+    assert [x.tolist() for x in ours.state_dict().values()] == [x.tolist() for x in theirs.state_dict().values()]
+    losses = [loss(logits, targets) for loss in (ours, theirs)]
+    torch.testing.assert_close(*losses, **VALUES)
+    upstream = torch.randn_like(losses[0])
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits, upstream) for x in losses), **GRADIENTS)
+
+
+def test_losses_return_their_metrics():
+    hidden, weight, bias = draw(4, HIDDEN), draw(17, HIDDEN), draw(17)
+    logits, targets = F.linear(hidden, weight, bias), torch.tensor([0, 1, -100, 16], device=DEVICE)
+    options = {"z_loss": 0.1, "token_scaling": True, "metrics": True}
+    outputs = [
+        nn.CrossEntropyLoss(**options)(logits, targets),
+        nn.LinearCrossEntropyLoss(**options)(hidden, weight, targets, bias),
+    ]
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    probability = (-losses).exp() * (targets != -100)
+    z_loss = (0.1 * logits.logsumexp(-1).square() * probability).sum() / 3
+    for output in outputs:
+        torch.testing.assert_close(output.loss, (losses * probability).sum() / 3 + z_loss, **VALUES)
+        torch.testing.assert_close(output.z_loss, z_loss, **VALUES)
+        assert torch.equal(output.predicted_tokens, logits.argmax(-1).where(targets != -100, -1))
+        assert output.token_accuracy == (logits.argmax(-1) == targets).sum() / 3
+        entropy = torch.distributions.Categorical(logits=logits).entropy() * (targets != -100)
+        torch.testing.assert_close(output.entropy, entropy, **VALUES)
+
+
 def test_the_mean_loss_of_no_target_is_zero():
     ignored = torch.full((4,), -100, device=DEVICE)
     assert nn.CrossEntropyLoss()(draw(4, 17), ignored) == 0

@@ -1,4 +1,4 @@
-"""Fused linear cross-entropy: the loss of logits = hidden @ weightᵀ, computed in chunks of rows.
+"""Fused linear cross-entropy: the loss of logits = hidden @ weightᵀ + bias, in chunks of rows.
 
 hidden [T, H] and weight [V, H] of one float dtype, targets [T] int64; loss fp32. With many rows, only one chunk of
 logits exists at a time, in the inputs' dtype. Its gradient overwrites it, and then
@@ -28,93 +28,54 @@ into fp32: 1.10 and 1.31. Sums in half precision have 2.2 times the error of pla
 with 32.
 """
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.cross_entropy import (
     OPTIONS,
+    RESULTS,
+    CrossEntropyOutput,
+    as_output,
     check_cross_entropy,
     cross_entropy_of_temporary,
     cross_entropy_reference,
-    launch_cross_entropy,
-    mean_factor,
-    reduce_losses,
-    reduce_rows,
+    cross_entropy_with_metrics_reference,
+    outputs_of,
+    row_scale,
+    run_reference,
 )
+from ligermodels.kernels.cross_entropy_rows import RowResults, empty_results, launch_cross_entropy
 from ligermodels.kernels.dispatch import Node, autocast, is_traced, register, runs_kernels
-from ligermodels.kernels.launch import as_matrix, cdiv
+from ligermodels.kernels.launch import as_matrix
+from ligermodels.kernels.logits_chunks import (
+    chunks_of_logits,
+    chunks_of_vocabulary,
+    keeps_logits,
+    low_memory_buffer,
+    project,
+    slice_rows,
+)
+from ligermodels.kernels.loss_reduction import mean_factor, reduce_losses, reduce_rows
 from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
 
 GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: keeps them out of fp16's subnormals; exact
-MAX_LOGITS_BYTES = 2**30  # of one chunk
-# Memory for logits and fp32 sums beyond the gradients, if chunks of PREFERRED_CHUNK_ROWS fit it.
-EXTRA_BYTES = 6 * 2**30 // 5
-LOW_MEMORY_BYTES = 2**26  # most logits at a time with low_memory; also at most an eighth of the weight
-# Below the minimum, adding to dweight in fp32 takes longer than the GEMMs.
-MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 1024, 8192
-PREFERRED_CHUNK_ROWS = 3072  # not reduced to save memory: chunks of 2048 rows take 4 % more time
-LOGITS_ALIGNMENT = 128  # a GEMM tile: rows of a chunk and the stride between rows of logits are multiples of it
 
 
-def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, **options) -> Tensor:
-    """Options as in `cross_entropy_reference`."""
-    return cross_entropy_reference(hidden @ weight.T, targets, **options)
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Options as in `linear_cross_entropy`, without `low_memory`."""
+    return cross_entropy_reference(F.linear(hidden, weight, bias), targets, **options)
 
 
-def chunk_rows(rows: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
-    """Rows of one chunk: the fewest chunks that fit the memory, of equal size. sums: elements of the fp32 gradients."""
-    row_bytes = round_up_to_tile(vocab) * dtype.itemsize
-    within_extra = (EXTRA_BYTES - sums * (torch.float32.itemsize - dtype.itemsize)) // row_bytes
-    limit = min(MAX_LOGITS_BYTES // row_bytes, within_extra if within_extra >= PREFERRED_CHUNK_ROWS else MAX_CHUNK_ROWS)
-    limit = min(max(limit, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS) // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT
-    chunks = max(1, cdiv(rows, limit))
-    return round_up_to_tile(cdiv(rows, chunks))
-
-
-def keeps_logits(rows: int, columns: int, vocab: int, dtype: torch.dtype, hidden_grad: bool, weight_grad: bool) -> bool:
-    """Whether to save all logits for backward: if they take no more memory than fp32 sums of the required gradients."""
-    sums = columns * (rows * hidden_grad + vocab * weight_grad)
-    # Not in fp16, where the gradient of a mean may underflow, nor if rows of logits are unaligned: GEMMs are then slow.
-    return dtype != torch.float16 and vocab % 16 == 0 and rows * vocab * dtype.itemsize <= sums * 4
-
-
-def round_up_to_tile(size: int) -> int:
-    return cdiv(size, LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
-
-
-def round_down_to_tile(size: int) -> int:
-    """`size` rounded down to a multiple of LOGITS_ALIGNMENT; below that to a multiple of 16; below 16 max(size, 1)."""
-    return size // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT or size // 16 * 16 or max(size, 1)
-
-
-def slice_rows(x: Tensor, rows: slice) -> Tensor:
-    """x[rows]; x itself if that is all of it, because a view costs microseconds."""
-    return x if rows.stop - rows.start == x.shape[0] else x[rows]
-
-
-def _chunks_of_logits(
-    hidden: Tensor, weight: Tensor, sums: int = 0, buffer: Tensor | None = None
-) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits) chunk by chunk, all in the same memory: that of `buffer` if it is given (1-D, large enough).
-
-    sums: elements of the fp32 gradients, as in `chunk_rows`.
-    """
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    width = round_up_to_tile(vocab)
-    if buffer is None:
-        size = min(chunk_rows(rows, vocab, sums, hidden.dtype), rows)
-        buffer = torch.empty(size, width, dtype=hidden.dtype, device=hidden.device)
-    else:
-        size = round_down_to_tile(buffer.numel() // width)
-        buffer = buffer[: size * width].view(size, width)
-    buffer = buffer if width == vocab else buffer[:, :vocab]
-    for start in range(0, rows, max(size, 1)):
-        chunk = slice(start, min(start + size, rows))
-        logits = slice_rows(buffer, slice(0, chunk.stop - start))
-        yield chunk, torch.mm(slice_rows(hidden, chunk), weight.T, out=logits)
+def linear_cross_entropy_with_metrics_reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> CrossEntropyOutput:
+    return cross_entropy_with_metrics_reference(F.linear(hidden, weight, bias), targets, **options)
 
 
 def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
@@ -126,272 +87,350 @@ def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-def _empty_gradients(hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool) -> tuple[Tensor, Tensor]:
-    """Uninitialised dhidden and dweight, in fp32 because the upstream gradient is not known yet. A gradient that is not
-    required has no elements."""
+def _empty_gradients(
+    hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Uninitialised dhidden and dweight, and zeros for dbias, in fp32 because the upstream gradient is not known yet. A
+    gradient that is not required has no elements or is None."""
     dhidden = hidden.new_empty(*hidden.shape if hidden_grad else (0,), dtype=torch.float32)
     make = weight.new_empty if hidden.shape[0] else weight.new_zeros
-    return dhidden, make(*weight.shape if weight_grad else (0,), dtype=torch.float32)
+    dweight = make(*weight.shape if weight_grad else (0,), dtype=torch.float32)
+    return dhidden, dweight, weight.new_zeros(weight.shape[0], dtype=torch.float32) if bias_grad else None
 
 
 def _accumulate_gradients_(
-    dhidden: Tensor, dweight: Tensor, dlogits: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
+    gradients: tuple[Tensor, Tensor, Tensor | None], dlogits: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
 ) -> None:
+    dhidden, dweight, dbias = gradients
     if dhidden.numel():
         _accumulate_(slice_rows(dhidden, chunk), dlogits, weight, beta=0)
     if dweight.numel():
         _accumulate_(dweight, dlogits.T, slice_rows(hidden, chunk), beta=int(chunk.start > 0))
+    if dbias is not None:
+        dbias += dlogits.sum(0, dtype=torch.float32)
 
 
 def _launch_forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, hidden_grad: bool, weight_grad: bool, *options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-    lse = torch.empty_like(loss)
-    dhidden, dweight = _empty_gradients(hidden, weight, hidden_grad, weight_grad)
-    for chunk, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
-        dlogits = logits if hidden_grad or weight_grad else None
-        row_data = slice_rows(targets, chunk), slice_rows(loss, chunk), slice_rows(lse, chunk)
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, class_weight: Tensor | None,
+    hidden_grad: bool, weight_grad: bool, bias_grad: bool, metrics: bool, token_scaling: bool, *options,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    results = empty_results(targets, metrics, token_scaling)
+    gradients = _empty_gradients(hidden, weight, hidden_grad, weight_grad, bias_grad)
+    sums = gradients[0].numel() + gradients[1].numel()
+    for chunk, logits in chunks_of_logits(hidden, weight, bias, sums):
+        dlogits = logits if hidden_grad or weight_grad or bias_grad else None
+        row_data = slice_rows(targets, chunk), class_weight, results.slice(chunk)
         launch_cross_entropy(logits, *row_data, GRADIENT_SCALE, dlogits, *options)
-        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, chunk)
-    return loss, lse, dhidden, dweight
+        _accumulate_gradients_(gradients, logits, hidden, weight, chunk)
+    return *results, *gradients
 
 
 def _launch_backward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, scale: Tensor,
-    hidden_grad: bool, weight_grad: bool, *options,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dhidden, dweight = _empty_gradients(hidden, weight, hidden_grad, weight_grad)
-    for chunk, logits in _chunks_of_logits(hidden, weight, dhidden.numel() + dweight.numel()):
-        row_data = slice_rows(targets, chunk), None, slice_rows(lse, chunk), slice_rows(scale, chunk)
-        launch_cross_entropy(logits, *row_data, logits, *options)
-        _accumulate_gradients_(dhidden, dweight, logits, hidden, weight, chunk)
-    return dhidden, dweight
-
-
-def low_memory_buffer(hidden: Tensor, weight: Tensor) -> tuple[int, bool]:
-    """(elements of the buffer of logits, whether it holds all logits). It holds at least one row and 16 columns."""
-    rows, row = hidden.shape[0], round_up_to_tile(weight.shape[0])
-    elements = max(min(LOW_MEMORY_BYTES // hidden.element_size(), weight.numel() // 8), row, 16 * rows)
-    return elements, rows <= round_down_to_tile(elements // row)
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, class_weight: Tensor | None, lse: Tensor,
+    scale: Tensor, row_metrics: Tensor | None, dentropy: Tensor | None,
+    hidden_grad: bool, weight_grad: bool, bias_grad: bool, *options,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    results = RowResults(None, lse, None, row_metrics)
+    gradients = _empty_gradients(hidden, weight, hidden_grad, weight_grad, bias_grad)
+    sums = gradients[0].numel() + gradients[1].numel()
+    for chunk, logits in chunks_of_logits(hidden, weight, bias, sums):
+        row_data = slice_rows(targets, chunk), class_weight, results.slice(chunk), slice_rows(scale, chunk)
+        dentropy_of_rows = None if dentropy is None else slice_rows(dentropy, chunk)
+        launch_cross_entropy(logits, *row_data, logits, *options, dentropy=dentropy_of_rows)
+        _accumulate_gradients_(gradients, logits, hidden, weight, chunk)
+    return gradients
 
 
 def _launch_low_memory(
-    hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor | None, scale: Tensor,
-    hidden_grad: bool, weight_grad: bool, *options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Both gradients of Σ scale * row loss, in the inputs' dtype; also loss and lse if lse is not given."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, class_weight: Tensor | None,
+    lse: Tensor | None, scale: Tensor, row_metrics: Tensor | None, dentropy: Tensor | None,
+    hidden_grad: bool, weight_grad: bool, bias_grad: bool, metrics: bool, token_scaling: bool, *options,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of Σ scale * row loss, in the inputs' dtype; also the results of rows if lse is not given."""
     rows = hidden.shape[0]
-    loss = torch.empty(rows if lse is None else 0, dtype=torch.float32, device=hidden.device)
-    row_lse = torch.empty_like(loss) if lse is None else lse
+    if lse is None:
+        results = empty_results(targets, metrics, token_scaling)
+    else:
+        results = RowResults(None, lse, None, row_metrics)
     dhidden = torch.empty(hidden.shape if hidden_grad else 0, dtype=hidden.dtype, device=hidden.device)
     make = torch.empty if rows else torch.zeros
     dweight = make(weight.shape if weight_grad else 0, dtype=weight.dtype, device=weight.device)
-    (elements, holds_all), row_pass = low_memory_buffer(hidden, weight), hidden_grad or lse is None
+    dbias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if bias_grad else None
+    (elements, holds_all), row_pass = low_memory_buffer(hidden, weight), hidden_grad or bias_grad or lse is None
     buffer = torch.empty(elements, dtype=hidden.dtype, device=hidden.device)
     single_pass = row_pass and weight_grad and holds_all  # no logits are recomputed
     if row_pass:
         memory = dweight.view(-1) if dweight.numel() > elements and not single_pass else buffer
-        for chunk, logits in _chunks_of_logits(hidden, weight, buffer=memory):
-            dlogits = logits if hidden_grad or single_pass else None
-            chunk_loss = slice_rows(loss, chunk) if lse is None else None
-            row_data = slice_rows(targets, chunk), chunk_loss, slice_rows(row_lse, chunk), slice_rows(scale, chunk)
-            launch_cross_entropy(logits, *row_data, dlogits, *options)
+        for chunk, logits in chunks_of_logits(hidden, weight, bias, buffer=memory):
+            dlogits = logits if hidden_grad or bias_grad or single_pass else None
+            row_data = slice_rows(targets, chunk), class_weight, results.slice(chunk), slice_rows(scale, chunk)
+            dentropy_of_rows = None if dentropy is None else slice_rows(dentropy, chunk)
+            launch_cross_entropy(logits, *row_data, dlogits, *options, dentropy=dentropy_of_rows)
             if hidden_grad:
                 torch.mm(logits, weight, out=slice_rows(dhidden, chunk))
+            if dbias is not None:
+                dbias += logits.sum(0, dtype=torch.float32)
             if single_pass:  # there is only one chunk
                 torch.mm(logits.T, hidden, out=dweight)
     if weight_grad and rows and not single_pass:
-        _compute_dweight_by_vocab_(dweight, hidden, weight, targets, row_lse, scale, buffer, *options)
-    return loss, row_lse if lse is None else torch.empty_like(loss), dhidden, dweight
+        # All rows, one chunk of the vocabulary at a time: each element of dweight is one fp32 sum, rounded once.
+        scale = scale if results.probability is None else scale * results.probability
+        given = RowResults(None, results.lse, None, row_metrics)
+        for classes, logits in chunks_of_vocabulary(hidden, weight, bias, buffer):
+            launch_cross_entropy(
+                logits, targets, class_weight, given, scale, logits, *options,
+                dentropy=dentropy, first_class=classes.start, vocab=weight.shape[0],
+            )  # fmt: skip
+            torch.mm(logits.T, hidden, out=dweight[classes])
+    dbias = None if dbias is None else dbias.to(weight.dtype)
+    return *(results if lse is None else [None] * 4), dhidden, dweight, dbias
 
 
-def _compute_dweight_by_vocab_(
-    dweight: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, buffer: Tensor,
-    *options,
-) -> None:  # fmt: skip
-    """All rows, one chunk of the vocabulary at a time: each element of dweight is one fp32 sum, rounded once."""
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    size = round_down_to_tile(buffer.numel() // rows)
-    for start in range(0, vocab, size):
-        classes = slice(start, min(start + size, vocab))
-        logits = buffer[: rows * (classes.stop - start)].view(rows, -1)
-        torch.mm(hidden, weight[classes].T, out=logits)
-        launch_cross_entropy(logits, targets, None, lse, scale, logits, *options, first_class=start, vocab=vocab)
-        torch.mm(logits.T, hidden, out=dweight[classes])
+def _fake_gradients(hidden, weight, hidden_grad, weight_grad, bias_grad, dtype):
+    dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0, dtype=dtype)
+    dweight = weight.new_empty(weight.shape if weight_grad else 0, dtype=dtype)
+    return dhidden, dweight, weight.new_empty(weight.shape[0], dtype=dtype) if bias_grad else None
 
 
-def _fake_forward(hidden, weight, targets, hidden_grad, weight_grad, *options):
-    loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-    return loss, torch.empty_like(loss), *_fake_backward(hidden, weight, targets, loss, loss, hidden_grad, weight_grad)
+def _fake_forward(hidden, weight, bias, targets, class_weight, *flags):
+    *needed, metrics, token_scaling = flags[:5]
+    return *empty_results(targets, metrics, token_scaling), *_fake_gradients(hidden, weight, *needed, torch.float32)
 
 
-def _fake_backward(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options):
-    dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0, dtype=torch.float32)
-    return dhidden, weight.new_empty(weight.shape if weight_grad else 0, dtype=torch.float32)
+def _fake_backward(hidden, weight, bias, targets, class_weight, lse, scale, row_metrics, dentropy, *flags):
+    return _fake_gradients(hidden, weight, *flags[:3], torch.float32)
 
 
-def _fake_low_memory(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options):
-    loss = hidden.new_empty(hidden.shape[0] if lse is None else 0, dtype=torch.float32)
-    dhidden = hidden.new_empty(hidden.shape if hidden_grad else 0)
-    return loss, torch.empty_like(loss), dhidden, weight.new_empty(weight.shape if weight_grad else 0)
+def _fake_low_memory(hidden, weight, bias, targets, class_weight, lse, scale, row_metrics, dentropy, *flags):
+    *needed, metrics, token_scaling = flags[:5]
+    results = empty_results(targets, metrics, token_scaling) if lse is None else [None] * 4
+    return *results, *_fake_gradients(hidden, weight, *needed, hidden.dtype)
 
 
+_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight"
+_SAVED = "Tensor scale, Tensor? row_metrics, Tensor? dentropy"
+_NEEDED = "bool hidden_grad, bool weight_grad, bool bias_grad"
+_GRADIENTS = "Tensor dhidden, Tensor dweight, Tensor dbias"
 linear_cross_entropy_forward = register(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, bool hidden_grad,"
-    f" bool weight_grad, {OPTIONS}) -> (Tensor loss, Tensor lse, Tensor dhidden, Tensor dweight)",
+    f"linear_cross_entropy({_INPUTS}, {_NEEDED}, bool metrics, bool token_scaling, {OPTIONS})"
+    f" -> ({RESULTS}, {_GRADIENTS})",
     _launch_forward,
     _fake_forward,
 )
 linear_cross_entropy_backward = register(
-    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor lse, Tensor scale,"
-    f" bool hidden_grad, bool weight_grad, {OPTIONS}) -> (Tensor dhidden, Tensor dweight)",
+    f"linear_cross_entropy_backward({_INPUTS}, Tensor lse, {_SAVED}, {_NEEDED}, {OPTIONS}) -> ({_GRADIENTS})",
     _launch_backward,
     _fake_backward,
 )
 linear_cross_entropy_low_memory = register(
-    "linear_cross_entropy_low_memory(Tensor hidden, Tensor weight, Tensor targets, Tensor? lse, Tensor scale,"
-    f" bool hidden_grad, bool weight_grad, {OPTIONS}) -> (Tensor loss, Tensor lse, Tensor dhidden, Tensor dweight)",
+    f"linear_cross_entropy_low_memory({_INPUTS}, Tensor? lse, {_SAVED}, {_NEEDED}, bool metrics, bool token_scaling,"
+    f" {OPTIONS}) -> ({RESULTS}, {_GRADIENTS})",
     _launch_low_memory,
     _fake_low_memory,
 )
 
 
 @register_flop_formula(torch.ops.ligermodels.linear_cross_entropy)
-def _forward_flops(hidden, weight, targets, hidden_grad, weight_grad, *options, **_) -> int:
+def _forward_flops(hidden, weight, bias, targets, class_weight, hidden_grad, weight_grad, *others, **_) -> int:
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
 
 
 @register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_backward)
-def _backward_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options, **_) -> int:
+def _backward_flops(
+    hidden,
+    weight,
+    bias,
+    targets,
+    class_weight,
+    lse,
+    scale,
+    row_metrics,
+    dentropy,
+    hidden_grad,
+    weight_grad,
+    *others,
+    **_,
+) -> int:
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
 
 
 @register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_low_memory, get_raw=True)
-def _low_memory_flops(hidden, weight, targets, lse, scale, hidden_grad, weight_grad, *options, **_) -> int:
-    holds_all, row_pass = low_memory_buffer(hidden, weight)[1], hidden_grad or lse is None
+def _low_memory_flops(
+    hidden, weight, bias, targets, class_weight, lse, scale, row_metrics, dentropy,
+    hidden_grad, weight_grad, bias_grad, *others, **_,
+) -> int:  # fmt: skip
+    holds_all, row_pass = low_memory_buffer(hidden, weight)[1], hidden_grad or bias_grad or lse is None
     products = row_pass + hidden_grad + 2 * weight_grad - (row_pass and weight_grad and holds_all)
     return 2 * hidden.numel() * weight.shape[0] * products
 
 
 class _ReducedLoss(Node):
-    """Sum or mean of the losses. Forward computes both gradients in fp32; backward scales and rounds them."""
+    """Sum or mean of the losses, with `metrics` also metrics of the rows. Forward computes the gradients in fp32;
+    backward scales and rounds them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, mean, hidden_grad, weight_grad, *options):
-        losses, _, dhidden, dweight = linear_cross_entropy_forward(
-            hidden, weight, targets, hidden_grad, weight_grad, *options
+    def forward(ctx, hidden, weight, bias, targets, class_weight, mean, *flags_and_options):
+        losses, _, _, row_metrics, *gradients = linear_cross_entropy_forward(
+            hidden, weight, bias, targets, class_weight, *flags_and_options
         )
-        loss, factor = reduce_losses(losses, targets, options[0], mean)
-        ctx.save_for_backward(dhidden, dweight, factor)
-        ctx.dtype, ctx.needed = weight.dtype, (hidden_grad, weight_grad)
-        return loss
+        *needed, metrics, _, ignore_index = flags_and_options[:6]
+        loss, factor = reduce_losses(losses, targets, class_weight, ignore_index, mean)
+        ctx.save_for_backward(*gradients, factor)
+        ctx.dtype, ctx.needed = weight.dtype, needed
+        return outputs_of(ctx, loss, row_metrics, metrics)
 
     @staticmethod
-    def backward(ctx, dloss):
-        (dhidden, dweight, factor), (hidden_grad, weight_grad) = ctx.saved_tensors, ctx.needed
+    def backward(ctx, dloss, _=None):
+        (dhidden, dweight, dbias, factor), (hidden_grad, weight_grad, bias_grad) = ctx.saved_tensors, ctx.needed
         scale = dloss, factor, 1 / GRADIENT_SCALE, ctx.dtype
+        dbias = rescale(dbias[None], *scale)[0] if bias_grad else None
         if hidden_grad and weight_grad:
-            return *rescale_pair(dhidden, dweight, *scale), *[None] * 9
+            return *rescale_pair(dhidden, dweight, *scale), dbias, *[None] * 13
         dhidden = rescale(dhidden, *scale) if hidden_grad else None
         dweight = rescale(dweight, *scale) if weight_grad else None
-        return dhidden, dweight, *[None] * 9
+        return dhidden, dweight, dbias, *[None] * 13
 
 
 class _LowMemoryLoss(Node):
-    """Sum or mean of the losses. Forward computes both gradients in the inputs' dtype; backward multiplies them in
-    place if the upstream gradient is not 1."""
+    """Sum or mean of the losses, with `metrics` also metrics of the rows. Forward computes the gradients in the inputs'
+    dtype; backward multiplies them in place if the upstream gradient is not 1."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, mean, hidden_grad, weight_grad, *options):
-        scale = mean_factor(targets, options[0]) if mean else hidden.new_ones((), dtype=torch.float32)
-        losses, _, *gradients = linear_cross_entropy_low_memory(
-            hidden, weight, targets, None, scale.expand(targets.shape), hidden_grad, weight_grad, *options
-        )
-        loss, _ = reduce_losses(losses, targets, options[0], mean)
+    def forward(ctx, hidden, weight, bias, targets, class_weight, mean, *flags_and_options):
+        *needed, metrics, _, ignore_index = flags_and_options[:6]
+        scale = mean_factor(targets, class_weight, ignore_index) if mean else targets.new_ones((), dtype=torch.float32)
+        losses, _, _, row_metrics, *gradients = linear_cross_entropy_low_memory(
+            hidden, weight, bias, targets, class_weight, None, scale.expand(targets.shape), None, None,
+            *flags_and_options,
+        )  # fmt: skip
+        loss, _ = reduce_losses(losses, targets, class_weight, ignore_index, mean)
         ctx.save_for_backward(*gradients)
-        ctx.needed = hidden_grad, weight_grad
-        return loss
+        ctx.needed = needed
+        return outputs_of(ctx, loss, row_metrics, metrics)
 
     @staticmethod
-    def backward(ctx, dloss):
-        pairs = zip(ctx.saved_tensors, ctx.needed, strict=True)
-        return *[scale_gradient_(gradient, dloss) if needed else None for gradient, needed in pairs], *[None] * 9
+    def backward(ctx, dloss, _=None):
+        (dhidden, dweight, dbias), (hidden_grad, weight_grad, bias_grad) = ctx.saved_tensors, ctx.needed
+        dhidden = scale_gradient_(dhidden, dloss) if hidden_grad else None
+        dweight = scale_gradient_(dweight, dloss) if weight_grad else None
+        dbias = scale_gradient_(dbias[None], dloss)[0] if bias_grad else None
+        return dhidden, dweight, dbias, *[None] * 13
 
 
 class _RowLosses(Node):
-    """The loss of each row; backward recomputes the logits."""
+    """The loss of each row, with `metrics` also metrics of the rows, of which the entropy has a gradient; backward
+    recomputes the logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, low_memory, *options):
+    def forward(ctx, hidden, weight, bias, targets, class_weight, low_memory, metrics, token_scaling, *options):
+        inputs, flags = (hidden, weight, bias, targets, class_weight), (False, False, False, metrics, token_scaling)
         if low_memory:
             scale = hidden.new_empty(targets.shape, dtype=torch.float32)  # not read without gradients
-            loss, lse, *_ = linear_cross_entropy_low_memory(
-                hidden, weight, targets, None, scale, False, False, *options
-            )
+            results = linear_cross_entropy_low_memory(*inputs, None, scale, None, None, *flags, *options)
         else:
-            loss, lse, *_ = linear_cross_entropy_forward(hidden, weight, targets, False, False, *options)
-        ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.low_memory, ctx.options = low_memory, options
-        return loss
+            results = linear_cross_entropy_forward(*inputs, *flags, *options)
+        loss, lse, probability, row_metrics, *_ = results
+        ctx.save_for_backward(*inputs, lse, probability, row_metrics)
+        ctx.low_memory, ctx.token_scaling, ctx.options = low_memory, token_scaling, options
+        return outputs_of(ctx, loss, row_metrics, metrics)
 
     @staticmethod
-    def backward(ctx, dloss):
-        hidden_grad, weight_grad = ctx.needs_input_grad[:2]
-        backward = linear_cross_entropy_low_memory if ctx.low_memory else linear_cross_entropy_backward
-        hidden, weight, *rest = ctx.saved_tensors  # unpacked once: activation checkpointing raises on a second access
-        *_, dhidden, dweight = backward(hidden, weight, *rest, dloss, hidden_grad, weight_grad, *ctx.options)
-        dhidden = dhidden.to(hidden.dtype) if hidden_grad else None
-        dweight = dweight.to(weight.dtype) if weight_grad else None
-        return dhidden, dweight, *[None] * 7
+    def backward(ctx, dloss, dmetrics=None):
+        *inputs, lse, probability, row_metrics = ctx.saved_tensors  # once: checkpointing raises on a second access
+        scale = row_scale(dloss, lse, probability if ctx.token_scaling else None)
+        entropy = (None, None) if dmetrics is None else (row_metrics, dmetrics[0])
+        needed, dtype = ctx.needs_input_grad[:3], inputs[0].dtype
+        arguments = *inputs, lse, scale, *entropy, *needed
+        if ctx.low_memory:
+            *_, dhidden, dweight, dbias = linear_cross_entropy_low_memory(*arguments, False, False, *ctx.options)
+        else:
+            dhidden, dweight, dbias = linear_cross_entropy_backward(*arguments, *ctx.options)
+        gradients = zip((dhidden, dweight, dbias), needed, strict=True)
+        return *[x.to(dtype) if is_needed else None for x, is_needed in gradients], *[None] * 10
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, softcap: float | None = None,
-    logit_scale: float = 1.0, z_loss: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
-    low_memory: bool = False,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
+    ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, z_loss: float = 0.0,
+    label_smoothing: float = 0.0, token_scaling: bool = False, reduction: str = "mean", low_memory: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of the logits hidden @ weightᵀ, which are never all in memory unless they are few.
+    """Cross-entropy of the logits hidden @ weightᵀ + bias, which are never all in memory unless they are few.
 
-    hidden [..., H] and weight [V, H] of one float dtype, targets [...] int64 in [0, V) or ignore_index; loss and
-    options as in `cross_entropy`.
-    low_memory: only 64 MiB beyond both gradients. Takes at least a third more time than the default, unless all logits
+    hidden [..., H], weight [V, H] and bias [V] of one float dtype, targets [...] int64 in [0, V) or ignore_index; loss
+    and options as in `cross_entropy`.
+    low_memory: only 64 MiB beyond the gradients. Takes at least a third more time than the default, unless all logits
     fit the 64 MiB. An upstream gradient other than 1 then rounds the gradients a second time, and backward can run only
     once.
     Raises ValueError if the shapes disagree.
     """
-    check_cross_entropy(hidden, targets, reduction)
-    options = ignore_index, softcap, logit_scale, z_loss, label_smoothing
-    hidden, weight = autocast(hidden, weight)
+    options = token_scaling, ignore_index, softcap, logit_scale, z_loss, label_smoothing
+    return _linear_cross_entropy(hidden, weight, bias, targets, class_weight, reduction, low_memory, False, *options)
+
+
+def linear_cross_entropy_with_metrics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
+    ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, z_loss: float = 0.0,
+    label_smoothing: float = 0.0, token_scaling: bool = False, reduction: str = "mean", low_memory: bool = False,
+) -> CrossEntropyOutput:  # fmt: skip
+    """`linear_cross_entropy` with its metrics, which the same kernel computes: z-loss, accuracy, predicted tokens,
+    entropy.
+
+    With reduction="none" the entropy has a gradient, and -loss is the log-probability of the target.
+    """
+    options = token_scaling, ignore_index, softcap, logit_scale, z_loss, label_smoothing
+    return _linear_cross_entropy(hidden, weight, bias, targets, class_weight, reduction, low_memory, True, *options)
+
+
+def _linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, class_weight: Tensor | None, reduction: str,
+    low_memory: bool, metrics: bool, *options: Any,
+) -> Any:  # fmt: skip
+    """options: token_scaling, then those of OPTIONS."""
+    class_weight = check_cross_entropy(hidden, targets, class_weight, weight.shape[0], reduction)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear_cross_entropy: bias {list(bias.shape)}; needed {[weight.shape[0]]}, one per class")
+    hidden, weight, bias = autocast(hidden, weight, bias)
     if not runs_kernels(hidden):
-        return linear_cross_entropy_reference(
-            hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
-            z_loss=z_loss, label_smoothing=label_smoothing, reduction=reduction,
-        )  # fmt: skip
+        return run_reference(F.linear(hidden, weight, bias), targets, class_weight, reduction, metrics, *options)
     rows = as_matrix(hidden)
     flat = targets.contiguous() if targets.ndim == 1 else targets.reshape(-1).contiguous()
+    result = _apply_node(rows, weight, bias, flat, class_weight, reduction, low_memory, metrics, *options)
+    return as_output(result, targets, class_weight, reduction, metrics, options[1])
+
+
+def _apply_node(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, class_weight: Tensor | None, reduction: str,
+    low_memory: bool, metrics: bool, *options: Any,
+) -> Any:  # fmt: skip
+    inputs = rows, weight, bias, targets, class_weight
     # With low_memory, gradients are stored in the inputs' dtype before the upstream gradient is known. In fp16 they
     # could underflow before a loss scale reaches them; they are computed in backward instead.
-    if reduction == "none" or (low_memory and hidden.dtype == torch.float16):
-        losses = _RowLosses.apply(rows, weight, flat, low_memory, *options)
-        return reduce_rows(losses.reshape(targets.shape), targets, ignore_index, reduction)
-    needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    if reduction == "none" or (low_memory and rows.dtype == torch.float16):
+        result = _RowLosses.apply(*inputs, low_memory, metrics, *options)
+        losses, *row_metrics = result if metrics else (result,)
+        loss = reduce_rows(losses, targets, class_weight, options[1], reduction)
+        return (loss, *row_metrics) if metrics else loss
+    needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, weight, bias)]
     if low_memory:
-        return _LowMemoryLoss.apply(rows, weight, flat, reduction == "mean", *needed, *options)
+        return _LowMemoryLoss.apply(*inputs, reduction == "mean", *needed, metrics, *options)
     size = rows.shape[0], rows.shape[1], weight.shape[0]
-    if not is_traced((rows, weight, flat)) and keeps_logits(*size, rows.dtype, *needed):
-        return cross_entropy_of_temporary(torch.mm(rows, weight.T), flat, reduction, *options)
-    return _ReducedLoss.apply(rows, weight, flat, reduction == "mean", *needed, *options)
+    if not is_traced((rows, weight, targets)) and keeps_logits(*size, rows.dtype, *needed[:2]):
+        return cross_entropy_of_temporary(
+            project(rows, weight, bias), targets, class_weight, reduction, metrics, *options
+        )
+    return _ReducedLoss.apply(*inputs, reduction == "mean", *needed, metrics, *options)
 
 
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, softcap: float | None = None,
-    logit_scale: float = 1.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
+    softcap: float | None = None, logit_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """log p(target) of each token under softmax(hidden @ weightᵀ); 0 for ignored targets.
+    """log p(target) of each token under softmax(hidden @ weightᵀ + bias); 0 for ignored targets, minus infinity for
+    those outside the vocabulary.
 
-    Arguments as in `linear_cross_entropy` -> [...] fp32.
+    Arguments as in `linear_cross_entropy` -> [...] fp32. `linear_cross_entropy_with_metrics` adds the entropy.
     """
     return -linear_cross_entropy(
-        hidden, weight, targets, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, reduction="none"
-    )
+        hidden, weight, targets, bias=bias, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+        reduction="none",
+    )  # fmt: skip

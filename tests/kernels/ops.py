@@ -15,7 +15,12 @@ from torch import Tensor
 
 from ligermodels.kernels.adamw import adamw_, adamw_reference
 from ligermodels.kernels.attention import attention, attention_reference
-from ligermodels.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from ligermodels.kernels.cross_entropy import (
+    cross_entropy,
+    cross_entropy_reference,
+    cross_entropy_with_metrics,
+    cross_entropy_with_metrics_reference,
+)
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
@@ -23,7 +28,12 @@ from ligermodels.kernels.gated_linear import gated_linear, gated_linear_referenc
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.kernels.linear import LowRank, low_rank_linear, low_rank_linear_reference
-from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_cross_entropy_with_metrics,
+    linear_cross_entropy_with_metrics_reference,
+)
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ligermodels.kernels.rms_norm import (
@@ -260,6 +270,39 @@ def low_memory_case(batch, length, hidden, vocabulary, **options) -> Case:
     return replace(case, ours=partial(linear_cross_entropy, low_memory=True, **options))
 
 
+def sum_of_metrics(function: Function, **options) -> Function:
+    """`function` of (..., targets, class weights), its loss and its metrics added up to one output."""
+
+    def call(*inputs):
+        output = function(*inputs[:-1], class_weight=inputs[-1], **options)
+        return output.loss + output.z_loss + (output.entropy if output.loss.ndim else output.entropy.sum())
+
+    return call
+
+
+def weighted_cross_entropy_case(batch, length, vocabulary, inplace=False, **options) -> Case:
+    def ours(logits, *constants):
+        logits = logits.clone(memory_format=torch.contiguous_format) if inplace else logits
+        return sum_of_metrics(cross_entropy_with_metrics, inplace=inplace, **options)(logits, *constants)
+
+    reference = sum_of_metrics(cross_entropy_with_metrics_reference, **options)
+    case = cross_entropy_case(batch, length, vocabulary)
+    return Case(ours, reference, case.leaves, [*case.constants, 0.5 + torch.rand(vocabulary, device=DEVICE)])
+
+
+def weighted_linear_cross_entropy_case(batch, length, hidden, vocabulary, low_memory=False, **options) -> Case:
+    def with_bias(function, **options):
+        return sum_of_metrics(
+            lambda x, weight, bias, *rest, **kw: function(x, weight, *rest, bias=bias, **kw), **options
+        )
+
+    ours = with_bias(linear_cross_entropy_with_metrics, low_memory=low_memory, **options)
+    reference = with_bias(linear_cross_entropy_with_metrics_reference, **options)
+    case = linear_cross_entropy_case(batch, length, hidden, vocabulary)
+    constants = [*case.constants, 0.5 + torch.rand(vocabulary, device=DEVICE)]
+    return Case(ours, reference, [*case.leaves, normal(vocabulary)], constants)
+
+
 def attention_case(batch, length, heads, kv_heads, head_size, window) -> Case:
     settings = {"scale": head_size**-0.5, "window": window}
     leaves = [normal(batch, length, h, head_size) for h in (heads, kv_heads, kv_heads)]
@@ -297,6 +340,7 @@ def run_chunked_norm() -> None:
 
 
 ALL_OPTIONS = {"softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.1}
+SCALED = {**ALL_OPTIONS, "token_scaling": True}
 
 OPS = {
     "rms_norm": Op(
@@ -373,6 +417,29 @@ OPS = {
     "linear_cross_entropy by rows, low memory": Op(
         draw=partial(low_memory_case, reduction="none"), small=(17, 33), real=((16, 128256), (16, 262144)),
         products=(4, 2, 2),
+    ),
+    # With class weights, a bias of the projection, token scaling and all metrics.
+    "cross_entropy, weighted": Op(
+        draw=partial(weighted_cross_entropy_case, reduction="none", **SCALED), small=(257,), real=((262144,),)
+    ),
+    "cross_entropy in place, weighted": Op(
+        draw=partial(weighted_cross_entropy_case, inplace=True, **SCALED), small=(257,), real=((50257,), (262144,))
+    ),
+    "linear_cross_entropy, weighted": Op(
+        draw=partial(weighted_linear_cross_entropy_case, **SCALED), small=(17, 33), real=((64, 262144),),
+        products=(2, 1, 1, 0),
+    ),
+    "linear_cross_entropy by rows, weighted": Op(
+        draw=partial(weighted_linear_cross_entropy_case, reduction="none", **SCALED), small=(17, 33),
+        real=((16, 262144),), products=(3, 2, 2, 1),
+    ),
+    "linear_cross_entropy, low memory, weighted": Op(
+        draw=partial(weighted_linear_cross_entropy_case, low_memory=True, **SCALED), small=(17, 33),
+        real=((16, 262144),), products=(3, 1, 2, 0),
+    ),
+    "linear_cross_entropy by rows, low memory, weighted": Op(
+        draw=partial(weighted_linear_cross_entropy_case, low_memory=True, reduction="none", **SCALED), small=(17, 33),
+        real=((16, 262144),), products=(4, 2, 2, 1),
     ),
     # Not our kernels: the backend that runs anywhere. test_attention.py covers softcaps, document masking and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),

@@ -7,20 +7,21 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import cross_entropy as cross_entropy_module
-from ligermodels.kernels import launch
+from ligermodels.kernels import launch, logits_chunks
 from ligermodels.kernels import linear_cross_entropy as module
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import (
-    chunk_rows,
-    keeps_logits,
     linear_cross_entropy,
     linear_cross_entropy_reference,
+    linear_cross_entropy_with_metrics,
+    linear_cross_entropy_with_metrics_reference,
     token_log_probs,
 )
+from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits
 from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
 from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.error_budget import DTYPES, relative_error
-from tests.kernels.test_cross_entropy import OPTIONS, TOGETHER, check_loss
+from tests.kernels.test_cross_entropy import NEW_OPTIONS, OPTIONS, TOGETHER, check_loss, path, weights_of  # noqa: F401
 
 # [..., H, V]; enough rows that the errors average out
 SHAPES = [(40, 17, 33), (3, 13, 31, 257), (32, 9, 1000)]
@@ -48,14 +49,14 @@ def leaves(*shape, dtype=torch.float32):
 
 @pytest.fixture
 def chunks_of_16(monkeypatch):
-    monkeypatch.setattr(module, "chunk_rows", lambda *a: 16)
+    monkeypatch.setattr(logits_chunks, "chunk_rows", lambda *a: 16)
 
 
 @pytest.fixture
 def short_of_memory(monkeypatch):
     """The smallest buffers, of one row or 16 columns of logits: several chunks of rows and of the vocabulary."""
-    monkeypatch.setattr(module, "LOW_MEMORY_BYTES", 1)
-    monkeypatch.setattr(module, "LOGITS_ALIGNMENT", 8)
+    monkeypatch.setattr(logits_chunks, "LOW_MEMORY_BYTES", 1)
+    monkeypatch.setattr(logits_chunks, "LOGITS_ALIGNMENT", 8)
 
 
 def count_calls(monkeypatch, name):
@@ -105,6 +106,96 @@ def test_low_memory_with_a_buffer_for_all_logits_is_within_the_error_budget(redu
     check_loss(low_memory, linear_cross_entropy_reference, draw(40, 64, 640), dtype, reduction=reduction, **TOGETHER)
 
 
+def with_bias(function, **settings):
+    """`function` of (hidden, weight, bias, targets); with metrics, the loss minus a share of the entropies."""
+
+    def call(hidden, weight, bias, targets, **options):
+        output = function(hidden, weight, targets, bias=bias, **settings, **options)
+        if isinstance(output, torch.Tensor):
+            return output
+        return output.loss - 0.3 * (output.entropy if output.loss.ndim else output.entropy.mean())
+
+    return call
+
+
+def check_with_bias(shape, dtype, low_memory=False, **options):
+    *inputs, targets = draw(*shape)
+    bias = torch.randn(shape[-1], dtype=torch.float64, device=DEVICE)
+    ours = with_bias(linear_cross_entropy_with_metrics, low_memory=low_memory)
+    reference = with_bias(linear_cross_entropy_with_metrics_reference)
+    check_loss(ours, reference, (*inputs, bias, targets), dtype, class_weight=weights_of(shape[-1]), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_bias_is_within_the_error_budget(chunks_of_16, reduction, dtype):
+    *inputs, targets = draw(45, 17, 33)
+    inputs.append(torch.randn(33, dtype=torch.float64, device=DEVICE))
+    functions = map(with_bias, (linear_cross_entropy, linear_cross_entropy_reference))
+    check_loss(*functions, (*inputs, targets), dtype, reduction=reduction)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_new_options_are_within_the_error_budget(chunks_of_16, reduction, dtype):
+    check_with_bias((45, 17, 33), dtype, reduction=reduction, **NEW_OPTIONS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_new_options_with_low_memory_are_within_the_error_budget(short_of_memory, reduction, dtype):
+    check_with_bias((100, 17, 33), dtype, low_memory=True, reduction=reduction, **NEW_OPTIONS)
+
+
+def test_new_options_with_few_rows_are_within_the_error_budget():
+    check_with_bias((40, 64, 48), torch.float32, **NEW_OPTIONS)
+    check_with_bias((40, 64, 640), torch.float32, low_memory=True, **NEW_OPTIONS)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_bias_alone_can_be_trained(short_of_memory, chunks_of_16, reduction, low_memory):
+    hidden, weight, targets = draw(40, 17, 33, dtype=torch.float32)
+    bias = torch.randn(33, device=DEVICE, requires_grad=True)
+    got = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction=reduction, low_memory=low_memory)
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction=reduction)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), bias) for loss in (got, expected)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_all_paths_agree_on_metrics(path, chunks_of_16, short_of_memory, reduction):  # noqa: F811
+    hidden, weight, targets = leaves(3, 7, 17, 48)
+    options = {"class_weight": weights_of(48), "reduction": reduction, **NEW_OPTIONS}
+    logits = F.linear(hidden, weight)
+    _, *expected = linear_cross_entropy_with_metrics_reference(hidden, weight, targets, **options)
+    assert torch.equal(expected[2], logits.argmax(-1).where(targets != -100, -1))
+    for low_memory in (False, True):
+        _, *metrics = linear_cross_entropy_with_metrics(hidden, weight, targets, low_memory=low_memory, **options)
+        torch.testing.assert_close(metrics, expected)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_targets_outside_the_vocabulary_change_no_other_row(path, chunks_of_16, short_of_memory, low_memory):  # noqa: F811
+    hidden, weight, targets = leaves(20, 17, 33)
+    outside, ignored = targets.clone(), targets.clone()
+    outside[[3, 5, 17]], ignored[[3, 5, 17]] = torch.tensor([33, -1, 2**40], device=DEVICE), -100
+    wrong, right = (
+        linear_cross_entropy(hidden, weight, t, reduction="none", low_memory=low_memory) for t in (outside, ignored)
+    )
+    assert wrong[[3, 5, 17]].isposinf().all() and wrong.isinf().sum() == 3
+    assert torch.equal(wrong.where(wrong.isfinite(), 0), right)
+    gradients = (torch.autograd.grad(loss.sum(), (hidden, weight)) for loss in (wrong, right))
+    assert all(map(torch.equal, *gradients))
+    assert linear_cross_entropy(hidden, weight, outside, low_memory=low_memory).isposinf()
+    assert token_log_probs(hidden, weight, outside)[[3, 5, 17]].isneginf().all()
+
+
+def test_a_bias_of_another_size_raises():
+    with pytest.raises(ValueError, match=r"bias \[32\]; needed \[33\]"):
+        linear_cross_entropy(*draw(4, 17, 33), bias=torch.zeros(32, device=DEVICE))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("reduction", "options"), [("mean", {}), ("sum", {}), ("mean", TOGETHER)])
 def test_few_rows_save_their_logits_and_are_within_the_error_budget(monkeypatch, options, reduction, dtype):
@@ -124,7 +215,7 @@ def test_few_rows_overwrite_logits_with_their_gradient_unless_the_graph_is_retai
     monkeypatch.setattr(cross_entropy_module, "launch_cross_entropy", record)
     *inputs, targets = leaves(5, 17, 48)
     linear_cross_entropy(*inputs, targets).backward(retain_graph=retained)
-    (logits, *_), (saved, *_, dlogits, _, _, _, _, _) = launches
+    (logits, *_), (saved, _, _, _, _, dlogits, *_) = launches
     assert saved.data_ptr() == logits.data_ptr()
     assert (dlogits.data_ptr() == logits.data_ptr()) == (not retained)
 
@@ -155,7 +246,7 @@ def test_low_memory_buffer_size_changes_only_the_order_of_fp32_sums(monkeypatch,
     results, chunks = [], []
     for size in (1, 2**20):
         launches = count_calls(monkeypatch, "launch_cross_entropy")
-        monkeypatch.setattr(module, "LOW_MEMORY_BYTES", size)
+        monkeypatch.setattr(logits_chunks, "LOW_MEMORY_BYTES", size)
         loss = linear_cross_entropy(*inputs, targets, reduction=reduction, low_memory=True, **TOGETHER)
         results.append([loss.detach(), *torch.autograd.grad(loss.sum(), inputs)])
         chunks.append(len(launches))
@@ -187,7 +278,7 @@ def test_low_memory_allocates_both_gradients_and_one_buffer(short_of_memory, mon
     monkeypatch.setattr(torch, "empty", record)
     *inputs, targets = leaves(5, 17, 129)
     linear_cross_entropy(*inputs, targets, low_memory=True).backward()
-    assert [tuple(x.shape) for x in allocated] == [(5,), (5, 17), (129, 17), (136,)]
+    assert [tuple(x.shape) for x in allocated] == [(5, 17), (129, 17), (136,)]
 
 
 def test_low_memory_raises_on_a_second_backward():
@@ -204,7 +295,7 @@ def test_chunk_size_changes_only_the_order_of_fp32_sums(monkeypatch, reduction, 
     *inputs, targets = leaves(50, 17, 33, dtype=dtype)
     results = []
     for rows in (16, 64):
-        monkeypatch.setattr(module, "chunk_rows", lambda *a, rows=rows: rows)
+        monkeypatch.setattr(logits_chunks, "chunk_rows", lambda *a, rows=rows: rows)
         loss = linear_cross_entropy(*inputs, targets, reduction=reduction, **TOGETHER)
         results.append([loss.detach(), *torch.autograd.grad(loss.sum(), inputs)])
     for few, all_rows in zip(*results, strict=True):
