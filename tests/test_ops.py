@@ -69,12 +69,15 @@ def test_defaults_are_those_of_the_field():
         }
 
     norm = {"eps": 1e-6, "offset": 0.0}
-    assert defaults(ops.rms_norm) == norm
-    assert defaults(ops.add_rms_norm) == norm
+    assert defaults(ops.rms_norm) == {"weight": None, **norm}
+    assert defaults(ops.add_rms_norm) == {"weight": None, **norm}
     assert defaults(ops.qk_norm_rope) == norm
     assert defaults(ops.norm_linear) == {"bias": None, **norm, "low_rank": None}
     assert defaults(ops.layer_norm) == {"bias": None, "eps": 1e-5}
-    assert defaults(ops.gated_linear) == {"bias": None, "activation": "silu", "low_rank": None, "inplace": False}
+    multipliers = {"gate_multiplier": 1.0, "down_multiplier": 1.0}
+    gated = {"activation": "silu", **multipliers, "inplace": False}
+    assert defaults(ops.gated_activation) == {"up": None, **gated}
+    assert defaults(ops.gated_linear) == {"bias": None, "low_rank": None, **gated}
     assert defaults(ops.route) == {"normalize": True}
     assert defaults(ops.experts)["activation"] == "silu"
     assert defaults(ops.cross_entropy)["ignore_index"] == -100
