@@ -90,8 +90,8 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     first R dimensions of a head are rotated in pairs (j, j + R/2), or (2j, 2j + 1) if interleaved; the others are
     copied.
 
-    The tables hold each angle once. Their width cannot tell whether they do: R/2 columns are also what a table with each
-    angle twice has for half as many rotated dimensions. For tables of Hugging Face use `apply_rotary_pos_emb`.
+    The tables hold each angle once. Their width does not show it: a table that holds each twice is as wide if half as
+    many dimensions are rotated. For tables of Hugging Face use `apply_rotary_pos_emb`.
 
     Cost on a GPU: two launches and two copies forward, because q and k are copied before they are rotated in place;
     two launches backward, without a copy. torch.compile adds a copy of each. `rope_` rotates the packed projection in

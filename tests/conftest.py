@@ -35,6 +35,7 @@ SLOW = (
     *("test_round_trip", "test_sabotage", "test_verify", "kernels/test_compiled_kernels", "kernels/test_contracts"),
     *("kernels/test_cross_entropy", "kernels/test_experts", "kernels/test_expert_updates"),
     *("kernels/test_grouped_gemm", "kernels/test_linear_cross_entropy", "kernels/test_qk_norm_rope"),
+    *("kernels/test_row_sharding",),
     *("layers/test_activation_checkpointing", "layers/test_autocast", "layers/test_compile", "layers/test_fused"),
     *("layers/test_moe", "layers/test_saved_bytes", "training/test_against_transformers", "training/test_proof"),
     *("training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),

@@ -420,7 +420,8 @@ class _SeparateGatedActivation(Node):
         inplace = ctx.inplace and is_last_use(gate, up, dy) and gate.is_contiguous() and up.is_contiguous()
         if inplace and _are_apart(gate, up):
             dgate, dup = _launch_separate_backward(dy, gate, up, *ctx.options, *needed, inplace=True)
-            torch.autograd.graph.increment_version([x for x, written in zip((gate, up), needed, strict=True) if written])
+            written = [x for x, gradient in ((gate, dgate), (up, dup)) if gradient is not None]
+            torch.autograd.graph.increment_version(written)
         else:
             dgate, dup = separate_gated_activation_backward(dy, gate, up, *ctx.options, *needed)
         return dgate if gate_grad else None, dup if up_grad else None, None, None, None, None

@@ -321,6 +321,7 @@ class _RMSNorm(Node):
 class _AddRMSNorm(Node):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset):
+        ctx.set_materialize_grads(False)  # for DTensors autograd would make zeros that are none
         y, hidden, rstd = add_rms_norm_forward(x, residual, weight, eps, offset)
         ctx.save_for_backward(hidden, rstd, weight)
         ctx.offset = offset
@@ -330,9 +331,12 @@ class _AddRMSNorm(Node):
     def backward(ctx, dy, dhidden):
         hidden, rstd, weight = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, *_ = ctx.needs_input_grad
-        dx, dweight, _ = rms_norm_backward(
-            dy, dhidden, hidden, rstd, weight, ctx.offset, needs_x or needs_residual, needs_weight, False
-        )
+        if dy is None:  # only the sum was used
+            dx, dweight = dhidden, torch.zeros_like(weight) if needs_weight else None
+        else:
+            dx, dweight, _ = rms_norm_backward(
+                dy, dhidden, hidden, rstd, weight, ctx.offset, needs_x or needs_residual, needs_weight, False
+            )
         return dx if needs_x else None, dx if needs_residual else None, dweight if needs_weight else None, None, None
 
 
