@@ -92,20 +92,18 @@ def _locate_tile(COLUMNS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _activate_tile(
-    gate_ptr, up_ptr, y_ptr, mask,
-    ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr,
-):  # fmt: skip
-    """Writes y of one tile."""
-    gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr, mask, other=0.0).to(tl.float32)
-    if GATE_MULTIPLIER != 1.0:
-        gate *= GATE_MULTIPLIER
-    activated, _ = activate(gate, ACTIVATION)
-    y = activated * up
-    if DOWN_MULTIPLIER != 1.0:
-        y *= DOWN_MULTIPLIER
-    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask)
+def _scale(x, MULTIPLIER: tl.constexpr):
+    return x * MULTIPLIER if MULTIPLIER != 1.0 else x
+
+
+@triton.jit
+def _gradients(
+    dy, gate, up, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr
+):
+    """dgate, dup and, for y, the activated gate; the compiler removes what is not stored."""
+    dy = _scale(dy, DOWN_MULTIPLIER)
+    activated, slope = activate(_scale(gate, GATE_MULTIPLIER), ACTIVATION)
+    return _scale(dy * up * slope, GATE_MULTIPLIER), dy * activated, activated
 
 
 @kernel()
@@ -116,8 +114,11 @@ def _forward_kernel(
     """One program computes TILE columns of one row."""
     row, column, mask = _locate_tile(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
-    y_ptr += row * COLUMNS + column
-    _activate_tile(gate_ptr, gate_ptr + COLUMNS, y_ptr, mask, ACTIVATION, GATE_MULTIPLIER, DOWN_MULTIPLIER)
+    gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + COLUMNS, mask, other=0.0).to(tl.float32)
+    activated, _ = activate(_scale(gate, GATE_MULTIPLIER), ACTIVATION)
+    y = _scale(activated * up, DOWN_MULTIPLIER)
+    tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
 
 
 @kernel()
@@ -127,38 +128,11 @@ def _separate_forward_kernel(
 ):  # fmt: skip
     """One program computes TILE columns of one row."""
     row, column, mask = _locate_tile(COLUMNS, TILE)
-    gate_ptr += row * gate_stride + column
-    up_ptr += row * up_stride + column
-    y_ptr += row * COLUMNS + column
-    _activate_tile(gate_ptr, up_ptr, y_ptr, mask, ACTIVATION, GATE_MULTIPLIER, DOWN_MULTIPLIER)
-
-
-@triton.jit
-def _differentiate_tile(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, mask, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr,
-    DOWN_MULTIPLIER: tl.constexpr, GATE_GRAD: tl.constexpr, UP_GRAD: tl.constexpr, EMIT: tl.constexpr,
-):  # fmt: skip
-    """Writes what is needed of one tile: dgate, dup, y. It is read before anything is written."""
-    gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr, mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr, mask, other=0.0).to(tl.float32)
-    if GATE_MULTIPLIER != 1.0:
-        gate *= GATE_MULTIPLIER
-    if DOWN_MULTIPLIER != 1.0:
-        dy *= DOWN_MULTIPLIER
-    activated, slope = activate(gate, ACTIVATION)
-    if GATE_GRAD:
-        dgate = dy * up * slope
-        if GATE_MULTIPLIER != 1.0:
-            dgate *= GATE_MULTIPLIER
-        tl.store(dgate_ptr, dgate.to(dgate_ptr.dtype.element_ty), mask)
-    if UP_GRAD:
-        tl.store(dup_ptr, (dy * activated).to(dup_ptr.dtype.element_ty), mask)
-    if EMIT:
-        y = activated * up
-        if DOWN_MULTIPLIER != 1.0:
-            y *= DOWN_MULTIPLIER
-        tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask, other=0.0).to(tl.float32)
+    activated, _ = activate(_scale(gate, GATE_MULTIPLIER), ACTIVATION)
+    y = _scale(activated * up, DOWN_MULTIPLIER)
+    tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
 
 
 @kernel()
@@ -172,10 +146,15 @@ def _backward_kernel(
     row, column, mask = _locate_tile(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
     dgate_ptr = dgate_up_ptr + row * (2 * COLUMNS) + column
-    _differentiate_tile(
-        dy_ptr + row * dy_stride + column, gate_ptr, gate_ptr + COLUMNS, dgate_ptr, dgate_ptr + COLUMNS,
-        y_ptr + row * COLUMNS + column, mask, ACTIVATION, GATE_MULTIPLIER, DOWN_MULTIPLIER, True, True, EMIT,
-    )  # fmt: skip
+    gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + COLUMNS, mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
+    dgate, dup, activated = _gradients(dy, gate, up, ACTIVATION, GATE_MULTIPLIER, DOWN_MULTIPLIER)
+    tl.store(dgate_ptr, dgate.to(dgate_up_ptr.dtype.element_ty), mask)
+    tl.store(dgate_ptr + COLUMNS, dup.to(dgate_up_ptr.dtype.element_ty), mask)
+    if EMIT:
+        y = _scale(activated * up, DOWN_MULTIPLIER)
+        tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
 
 
 @kernel()
@@ -187,12 +166,14 @@ def _separate_backward_kernel(
     """One program computes TILE columns of one row of dgate, dup or both."""
     wait_for_previous_kernel(PDL)
     row, column, mask = _locate_tile(COLUMNS, TILE)
-    packed = row * COLUMNS + column
-    _differentiate_tile(
-        dy_ptr + row * dy_stride + column, gate_ptr + row * gate_stride + column, up_ptr + row * up_stride + column,
-        dgate_ptr + packed, dup_ptr + packed, dup_ptr, mask, ACTIVATION, GATE_MULTIPLIER, DOWN_MULTIPLIER,
-        GATE_GRAD, UP_GRAD, False,
-    )  # fmt: skip
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
+    dgate, dup, _ = _gradients(dy, gate, up, ACTIVATION, GATE_MULTIPLIER, DOWN_MULTIPLIER)
+    if GATE_GRAD:
+        tl.store(dgate_ptr + row * COLUMNS + column, dgate.to(dgate_ptr.dtype.element_ty), mask)
+    if UP_GRAD:
+        tl.store(dup_ptr + row * COLUMNS + column, dup.to(dup_ptr.dtype.element_ty), mask)
 
 
 class RowTiles(NamedTuple):

@@ -104,10 +104,9 @@ def _chunked_forward_kernel(
     tl.store(rstd_ptr + row, rstd)
     for first in tl.range(0, COLUMNS, CHUNK):
         x = tl.load(x_ptr + row * x_stride + first + column, eviction_policy="evict_first").to(tl.float32)
-        y = x * rstd
         if SCALE:
             weight = tl.load(weight_ptr + first + column, eviction_policy="evict_last").to(tl.float32)
-            y *= weight + offset
+        y = x * rstd * (weight + offset) if SCALE else x * rstd
         tl.store(y_ptr + row * COLUMNS + first + column, y.to(y_ptr.dtype.element_ty))
 
 
