@@ -137,7 +137,7 @@ def test_expert_indices_may_be_int32_and_nothing_narrower(path):
     weight, index = ops.route(logits, 2)
     expected = ops.experts(x, index, weight, gate_up, down)
     assert_equal(ops.experts(x, index.int(), weight, gate_up, down), expected)
-    with pytest.raises(ValueError, match="expert_index is torch.uint8"):
+    with pytest.raises(ValueError, match=r"expert_index is torch\.uint8"):
         ops.experts(x, index.byte(), weight, gate_up, down)
 
 

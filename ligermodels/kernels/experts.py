@@ -11,8 +11,8 @@ The routing weight multiplies the inner activation, which is I wide, instead of 
 backward: x, [g, u] and the routing. Not saved: the permuted copy of x, p (recomputed by the activation's backward) and
 the experts' outputs per row. Unpermuting gathers and sums rows in fp32 without atomics: bit-identical from run to run.
 
-x [T, H], GU [E, 2 I, H] (gate rows first) and D [E, H, I] in one float dtype; index [T, k] int64 or int32; w [T, k] fp32.
-6 T k H I FLOP forward, twice that backward. No host synchronisation: no size depends on the routing.
+x [T, H], GU [E, 2 I, H] (gate rows first) and D [E, H, I] in one float dtype; index [T, k] int64 or int32; w [T, k]
+fp32. 6 T k H I FLOP forward, twice that backward. No host synchronisation: no size depends on the routing.
 
 Backward needs R (3 I + H) elements beside its inputs and outputs, R = T k: [g, u], overwritten by its gradient; dp,
 overwritten by p; the permuted copy of dy, later of x. [g, u] is freed before dD is computed. dD is computed last
@@ -303,9 +303,9 @@ def experts(
 ) -> Tensor:
     """Sum over each token's k experts e of expert_weight * down_e (activation(gate_e x) * up_e x).
 
-    x [T, H] float, expert_index [T, k] int64 or int32 in [0, E), expert_weight [T, k] fp32, gate_up [E, 2 I, H] with the gate
-    rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu", gate_up_update and down_update: low-rank
-    updates of the two projections -> [T, H] in x's dtype.
+    x [T, H] float, expert_index [T, k] int64 or int32 in [0, E), expert_weight [T, k] fp32, gate_up [E, 2 I, H] with
+    the gate rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu", gate_up_update and down_update:
+    low-rank updates of the two projections -> [T, H] in x's dtype.
     An expert without tokens gets a zero gradient. Frozen arguments cost no gradient.
     Raises ValueError for any other activation, an odd width of gate_up, shapes that disagree, and an expert_index of
     another dtype.

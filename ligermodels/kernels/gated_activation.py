@@ -97,9 +97,7 @@ def _scale(x, MULTIPLIER: tl.constexpr):
 
 
 @triton.jit
-def _gradients(
-    dy, gate, up, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr
-):
+def _gradients(dy, gate, up, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr):
     """dgate, dup and, for y, the activated gate; the compiler removes what is not stored."""
     dy = _scale(dy, DOWN_MULTIPLIER)
     activated, slope = activate(_scale(gate, GATE_MULTIPLIER), ACTIVATION)

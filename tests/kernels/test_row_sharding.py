@@ -1,4 +1,4 @@
-"""Norms and gated activations of DTensors on two gloo ranks: results, gradients and placements, beside plain tensors."""
+"""Norms and gated activations of DTensors on two gloo ranks, beside plain tensors: results, gradients, placements."""
 
 import json
 
