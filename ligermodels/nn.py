@@ -42,8 +42,11 @@ class RMSNorm(nn.Module):
     """RMSNorm over the last dimension: x * rsqrt(mean(x²) + eps) * (weight + offset).
 
     `weight` [hidden_size] starts at 1 - offset, which scales by 1. offset: 1 for Gemma, whose checkpoints store the
-    scale minus one.
+    scale minus one. Without elementwise_affine there is no weight: x * rsqrt(mean(x²) + eps).
+    Raises ValueError for an offset without a weight.
     """
+
+    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -52,22 +55,30 @@ class RMSNorm(nn.Module):
         offset: float = 0.0,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        *,
+        elementwise_affine: bool = True,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        if offset and not elementwise_affine:
+            raise ValueError(f"RMSNorm: offset is {offset:g}, but without elementwise_affine there is no weight")
+        self.hidden_size = hidden_size
         self.eps = eps
         self.offset = offset
+        empty = torch.empty(hidden_size, device=device, dtype=dtype) if elementwise_affine else None
+        self.register_parameter("weight", None if empty is None else nn.Parameter(empty))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 1.0 - self.offset)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
         return ops.rms_norm(x, self.weight, self.eps, self.offset)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
+        affine = self.weight is not None
+        return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, elementwise_affine={affine}"
 
 
 class LayerNorm(nn.Module):
@@ -116,11 +127,12 @@ class LayerNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Gated feed-forward layer: down_proj(activation(gate) * up), where [gate, up] = gate_up_proj(x).
+    """Gated feed-forward layer: down_multiplier * down_proj(activation(gate_multiplier * gate) * up), where
+    [gate, up] = gate_up_proj(x).
 
     activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU). The two projections are torch.nn.Linear:
     `gate_up_proj` [2 intermediate_size, hidden_size], the gate's rows first, and `down_proj`. `load_state_dict` also
-    takes separate `gate_proj` and `up_proj` and packs them.
+    takes separate `gate_proj` and `up_proj` and packs them. The multipliers are Falcon-H1's `mlp_multipliers`.
 
     Activation and down projection run as one autograd node, which keeps only gate_up for backward, and writes its
     gradient over it. Where a projection is wrapped (PEFT, float8) or has a hook, it is called as a module instead.
@@ -134,24 +146,35 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        *,
+        gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         self.activation = activation
+        self.gate_multiplier, self.down_multiplier = gate_multiplier, down_multiplier
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
         self.register_load_state_dict_pre_hook(_pack_gate_and_up)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> [..., hidden_size]. Raises ValueError for an unknown activation."""
-        gate_up = self.gate_up_proj(x)
-        inplace = _is_plain_linear(self.gate_up_proj)  # a hook could have kept gate_up
-        if _is_plain_linear(self.down_proj):
-            down = self.down_proj
-            return ops.gated_linear(gate_up, down.weight, down.bias, self.activation, inplace=inplace)
-        return self.down_proj(ops.gated_activation(gate_up, self.activation, inplace=inplace))
+        gate_up, down = self.gate_up_proj(x), self.down_proj
+        options: dict[str, Any] = {
+            "gate_multiplier": self.gate_multiplier,
+            "inplace": _is_plain_linear(self.gate_up_proj),  # a hook could have kept gate_up
+        }
+        scaled = self.down_multiplier != 1.0
+        if not _is_plain_linear(down):
+            y = down(ops.gated_activation(gate_up, self.activation, **options))
+            return self.down_multiplier * y if scaled else y
+        bias = self.down_multiplier * down.bias if scaled and down.bias is not None else down.bias
+        options["down_multiplier"] = self.down_multiplier
+        return ops.gated_linear(gate_up, down.weight, bias, self.activation, **options)
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation}"
+        multipliers = f"gate_multiplier={self.gate_multiplier}, down_multiplier={self.down_multiplier}"
+        return f"activation={self.activation}, {multipliers}"
 
 
 def _pack_gate_and_up(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
@@ -344,7 +367,7 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
-        """x [tokens, H], expert_index [tokens, k] int64, expert_weight [tokens, k] fp32 -> [tokens, H].
+        """x [tokens, H], expert_index [tokens, k] int64 or int32, expert_weight [tokens, k] fp32 -> [tokens, H].
 
         Raises ValueError where the shapes disagree and for an unknown activation.
         """

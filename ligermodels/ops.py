@@ -10,10 +10,11 @@
 | `add_rms_norm`         | residual add and RMSNorm; returns both the norm and the sum                       |
 | `layer_norm`           | LayerNorm with an optional bias                                                   |
 | `apply_rope`           | rotary position embedding of separate queries and keys, out of place              |
+| `apply_rotary_pos_emb` | the same in the layout of Hugging Face, whose function it replaces                |
 | `rope_`                | rotary position embedding of a packed qkv projection, in place: the fastest form  |
 | `qk_norm_rope`         | RMSNorm of each query and key head, then RoPE, on a packed qkv projection         |
-| `swiglu`, `geglu`      | silu(gate) * up and gelu(gate) * up on a packed gate_up projection                |
-| `gated_activation`     | the same with the activation named by a string                                    |
+| `swiglu`, `geglu`      | silu(gate) * up and gelu(gate) * up, packed in one tensor or in two               |
+| `gated_activation`     | the same with the activation named by a string, and with multipliers              |
 | `norm_linear`          | residual add, RMSNorm and the linear after it as one autograd node                |
 | `gated_linear`         | gated activation and the linear after it as one autograd node                     |
 | `low_rank_linear`      | linear with a LoRA update (`LowRank`) as one autograd node                        |
@@ -69,6 +70,7 @@ __all__ = [
     "adamw_",
     "add_rms_norm",
     "apply_rope",
+    "apply_rotary_pos_emb",
     "attention",
     "cross_entropy",
     "cross_entropy_with_metrics",
@@ -98,8 +100,8 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     first R dimensions of a head are rotated in pairs (j, j + R/2), or (2j, 2j + 1) if interleaved; the others are
     copied.
 
-    Hugging Face's layout is [B, H, T, D], and its cos and sin [B, T, D] hold each angle twice: pass q.transpose(1, 2),
-    k.transpose(1, 2), cos[..., : D // 2].float() and sin[..., : D // 2].float().
+    The tables hold each angle once. Their width does not show it: a table that holds each twice is as wide if half as
+    many dimensions are rotated. For tables of Hugging Face use `apply_rotary_pos_emb`.
 
     Cost on a GPU: two launches and two copies forward, because q and k are copied before they are rotated in place;
     two launches backward, without a copy. torch.compile adds a copy of each. `rope_` rotates the packed projection in
@@ -108,8 +110,43 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     """
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"apply_rope: q {list(q.shape)} and k {list(k.shape)}; needed [B, T, H, D] and [B, T, Hkv, D]")
+    if 2 * cos.shape[-1] > q.shape[-1]:
+        raise ValueError(
+            f"apply_rope: cos has {cos.shape[-1]} columns for heads of {q.shape[-1]} dimensions; it needs one for each"
+            " pair, or use apply_rotary_pos_emb, whose tables hold each angle twice"
+        )
     cos, sin = cos.flatten(0, -2).contiguous(), sin.flatten(0, -2).contiguous()
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+
+
+def apply_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding with the layout and tables of Hugging Face's function of this name, which it replaces.
+
+    q [B, H, T, D], k [B, Hkv, T, D] float, any strides; with unsqueeze_dim=2 [B, T, H, D] and [B, T, Hkv, D]. cos, sin
+    [1, T, R] or [B, T, R] float, which hold each of the R/2 angles twice, the second half as the first -> tensors of
+    the shapes and dtypes of q and k. The first R <= D dimensions of a head are rotated in pairs (j, j + R/2), the
+    others are copied. cos and sin are read in fp32: tables in half precision have already been rounded.
+
+    Not for models that rotate adjacent pairs (2j, 2j + 1), whose tables differ: use `apply_rope` with
+    interleaved=True, and cos[..., : R // 2] where the table's second half repeats the first (GLM), or cos[..., ::2]
+    where each angle is repeated (Cohere).
+    Cost: that of `apply_rope`. Raises ValueError for another unsqueeze_dim, an odd R, and shapes that disagree.
+    """
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"apply_rotary_pos_emb: unsqueeze_dim is {unsqueeze_dim}; 1 (heads first) or 2 is needed")
+    rotated = cos.shape[-1]
+    if rotated % 2 or rotated > q.shape[-1]:
+        raise ValueError(
+            f"apply_rotary_pos_emb: cos has {rotated} columns; an even number of at most the head size,"
+            f" {q.shape[-1]}, is needed"
+        )
+    cos, sin = (table[..., : rotated // 2].float() for table in (cos, sin))
+    if unsqueeze_dim == 2:
+        return apply_rope(q, k, cos, sin)
+    q, k = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

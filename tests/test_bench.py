@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from benchmarks import in_turns, ops, plot, results, suite, table, timing
+from benchmarks import errors_beside_liger, in_turns, ops, plot, results, suite, table, timing
 from benchmarks.__main__ import main
 from benchmarks.checks import MAX_ERROR_RATIO, ROUNDING_ERROR, ReferenceResult, evaluate, fresh_inputs, with_layout
 from benchmarks.ops import OPS, Op, Provider, random_input, work_per_pass
@@ -429,6 +430,22 @@ def test_a_provider_is_a_function_of_the_shape(op):
     assert op.providers["mine"] == Provider(mine, [(64, 8)], op.providers["mine"].layout)
     rows = rows_by_provider(op)["mine"]
     assert [(row["shape"], row["status"]) for row in rows] == 3 * [("64x8", "ok")]
+
+
+def test_errors_beside_liger_have_a_row_for_each_tensor_and_the_reason_where_a_library_fails(monkeypatch, capsys):
+    swiglu = errors_beside_liger.COMPARISONS["swiglu"]
+
+    def broken():
+        raise RuntimeError("no such | kernel")
+
+    monkeypatch.setitem(errors_beside_liger.COMPARISONS, "swiglu", replace(swiglu, shapes=[(6, 20)], liger=broken))
+    assert errors_beside_liger.main(["swiglu"]) == 0
+    table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    dtypes, tensors = ("float32", "bfloat16"), ("output", "dgate", "dup")
+    assert [row[:4] for row in table] == [["swiglu", "6x20", dtype, name] for dtype in dtypes for name in tensors]
+    assert {row[5] for row in table} == {"RuntimeError: no such / kernel"}
+    for row, limit in zip(table, [1e-6] * 3 + [1e-2] * 3, strict=True):
+        assert all(0 < float(row[column]) < limit for column in (4, 6))
 
 
 @pytest.mark.parametrize("file", sorted(Path(results.__file__).parent.glob("[!_]*.py")), ids=lambda file: file.stem)

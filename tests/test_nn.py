@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.utils import parametrize
-from transformers import GemmaConfig, LlamaConfig, MixtralConfig, Phi3Config, Qwen3MoeConfig
+from transformers import FalconH1Config, GemmaConfig, LlamaConfig, MixtralConfig, Phi3Config, Qwen3MoeConfig
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -40,9 +41,10 @@ def assert_drop_in(ours, theirs, *shape):
     (dx, found), (expected_dx, expected) = (step(module, x, upstream) for module in (ours, theirs))
     torch.testing.assert_close(ours(x), theirs(x), **VALUES)
     torch.testing.assert_close(dx, expected_dx, **GRADIENTS)
-    if "gate_up_proj.weight" in found and "gate_proj.weight" in expected:
-        pairs = [expected.pop(f"{name}_proj.weight") for name in ("gate", "up")]
-        expected["gate_up_proj.weight"] = torch.cat(pairs)
+    for kind in ("weight", "bias"):
+        if f"gate_up_proj.{kind}" in found and f"gate_proj.{kind}" in expected:
+            pairs = [expected.pop(f"{name}_proj.{kind}") for name in ("gate", "up")]
+            expected[f"gate_up_proj.{kind}"] = torch.cat(pairs)
     torch.testing.assert_close(found, expected, **GRADIENTS)
 
 
@@ -64,6 +66,13 @@ def test_rms_norm_with_an_offset_replaces_that_of_gemma():
 
 def test_rms_norm_replaces_that_of_torch():
     assert_drop_in(nn.RMSNorm(HIDDEN, eps=1e-4), torch.nn.RMSNorm(HIDDEN, eps=1e-4), 3, HIDDEN)
+
+
+def test_rms_norm_without_a_weight_replaces_that_of_torch_and_has_no_offset():
+    options = {"eps": 1e-4, "elementwise_affine": False}
+    assert_drop_in(nn.RMSNorm(HIDDEN, **options), torch.nn.RMSNorm(HIDDEN, **options), 3, HIDDEN)
+    with pytest.raises(ValueError, match="offset is 1"):
+        nn.RMSNorm(HIDDEN, offset=1.0, elementwise_affine=False)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}, {"eps": 0.1}])
@@ -95,6 +104,15 @@ def sizes(config, **options):
 )
 def test_gated_mlp_replaces_separate_and_packed_projections(theirs, activation):
     assert_drop_in(nn.GatedMLP(HIDDEN, INNER, activation), theirs, 3, 5, HIDDEN)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gated_mlp_with_multipliers_replaces_that_of_falcon_h1(hooked):
+    theirs = FalconH1MLP(sizes(FalconH1Config, mlp_multipliers=[0.75, 1.5], mlp_bias=True))
+    ours = nn.GatedMLP(HIDDEN, INNER, bias=True, gate_multiplier=0.75, down_multiplier=1.5)
+    if hooked:
+        ours.down_proj.register_forward_hook(lambda *_: None)
+    assert_drop_in(ours, theirs, 3, 5, HIDDEN)
 
 
 def test_gated_mlp_packs_separate_biases_inside_of_a_larger_model():

@@ -69,12 +69,15 @@ def test_defaults_are_those_of_the_field():
         }
 
     norm = {"eps": 1e-6, "offset": 0.0}
-    assert defaults(ops.rms_norm) == norm
-    assert defaults(ops.add_rms_norm) == norm
+    assert defaults(ops.rms_norm) == {"weight": None, **norm}
+    assert defaults(ops.add_rms_norm) == {"weight": None, **norm}
     assert defaults(ops.qk_norm_rope) == norm
     assert defaults(ops.norm_linear) == {"bias": None, **norm, "low_rank": None}
     assert defaults(ops.layer_norm) == {"bias": None, "eps": 1e-5}
-    assert defaults(ops.gated_linear) == {"bias": None, "activation": "silu", "low_rank": None, "inplace": False}
+    multipliers = {"gate_multiplier": 1.0, "down_multiplier": 1.0}
+    gated = {"activation": "silu", **multipliers, "inplace": False}
+    assert defaults(ops.gated_activation) == {"up": None, **gated}
+    assert defaults(ops.gated_linear) == {"bias": None, "low_rank": None, **gated}
     assert defaults(ops.route) == {"normalize": True}
     assert defaults(ops.experts)["activation"] == "silu"
     assert defaults(ops.cross_entropy)["ignore_index"] == -100
@@ -129,6 +132,15 @@ def test_a_router_and_experts_agree_with_a_loop_over_tokens(path):
     torch.testing.assert_close(ops.experts(x, index, weight, gate_up, down), expected, rtol=1e-5, atol=1e-4)
 
 
+def test_expert_indices_may_be_int32_and_nothing_narrower(path):
+    x, logits, gate_up, down = draw(7, 12), draw(7, 4), draw(4, 20, 12), draw(4, 12, 10)
+    weight, index = ops.route(logits, 2)
+    expected = ops.experts(x, index, weight, gate_up, down)
+    assert_equal(ops.experts(x, index.int(), weight, gate_up, down), expected)
+    with pytest.raises(ValueError, match=r"expert_index is torch\.uint8"):
+        ops.experts(x, index.byte(), weight, gate_up, down)
+
+
 def angles(*shape):
     phases = 100 * torch.rand(shape, device=DEVICE)
     return phases.cos(), phases.sin()
@@ -150,6 +162,38 @@ def test_apply_rope_agrees_with_hugging_face(heads, path):
         lambda: torch.cat(rotate_by_hugging_face(q, k, cos, sin), 2),
         *(q, k),
     )
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2], ids=["heads first", "length first"])
+@pytest.mark.parametrize("batch_of_tables", [1, 2])
+def test_apply_rotary_pos_emb_replaces_that_of_hugging_face(unsqueeze_dim, batch_of_tables, path):
+    q, k = (draw(2, *((h, 3) if unsqueeze_dim == 1 else (3, h)), 20, requires_grad=True) for h in (4, 2))
+    cos, sin = (torch.cat((table, table), -1) for table in angles(batch_of_tables, 3, 10))
+
+    def rotated(function):
+        return lambda: torch.cat([x.flatten() for x in function(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)])
+
+    agree(rotated(ops.apply_rotary_pos_emb), rotated(apply_rotary_pos_emb), q, k)
+
+
+def test_apply_rotary_pos_emb_rotates_part_of_a_head_if_the_tables_are_narrower(path):
+    q, k, (cos, sin) = draw(2, 4, 3, 20), draw(2, 2, 3, 20), angles(1, 3, 5)  # 10 of 20 dimensions
+    tables = [torch.cat((table, table), -1) for table in (cos, sin)]
+    expected = apply_rotary_pos_emb(q[..., :10], k[..., :10], *tables)
+    got = ops.apply_rotary_pos_emb(q, k, *tables)
+    torch.testing.assert_close(tuple(x[..., :10] for x in got), expected, rtol=1e-5, atol=1e-5)
+    assert_equal([x[..., 10:] for x in got], [x[..., 10:] for x in (q, k)])
+
+
+def test_apply_rotary_pos_emb_refuses_what_it_cannot_rotate(path):
+    q, k = draw(2, 4, 3, 8), draw(2, 2, 3, 8)
+    with pytest.raises(ValueError, match="unsqueeze_dim is 0"):
+        ops.apply_rotary_pos_emb(q, k, *angles(1, 3, 8), unsqueeze_dim=0)
+    for columns in (7, 16):
+        with pytest.raises(ValueError, match=f"cos has {columns} columns"):
+            ops.apply_rotary_pos_emb(q, k, *angles(1, 3, columns))
+    with pytest.raises(ValueError, match="pairs"):
+        ops.apply_rotary_pos_emb(q, k, *angles(3, 2, 3, 8))  # three axes, as Qwen2-VL has
 
 
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half-split"])
@@ -203,7 +247,8 @@ def test_apply_rope_refuses_queries_and_keys_that_do_not_fit_each_other(shapes, 
 
 @pytest.mark.parametrize("shape", [(3, 8), (5, 4)], ids=["as wide as a head", "of another length"])
 def test_apply_rope_refuses_angles_that_do_not_fit(shape, path):
-    with pytest.raises(ValueError, match="cos"):
+    remedy = "apply_rotary_pos_emb" if shape[1] == 8 else "pairs"
+    with pytest.raises(ValueError, match=f"cos.*{remedy}"):
         ops.apply_rope(draw(2, 3, 4, 8), draw(2, 3, 2, 8), *angles(*shape))
 
 

@@ -5,9 +5,9 @@ Each call takes one of three paths:
   (`runs_kernels` returns False).
 - CUDA or ROCm tensors, or any tensor under `TRITON_INTERPRET=1`: the Triton kernels, inside an `autograd.Function`. The
   launcher is called directly, because the dispatcher costs several microseconds a call.
-- During tracing (torch.compile, fake tensors, selective checkpointing, FLOP counters): the same launcher, called
-  through the registered op `torch.ops.ligermodels.<name>`, which the tracer can see. Launchers only ever run on real
-  tensors, so no Python float reaches Triton as fp64 through a compiler.
+- During tracing (torch.compile, fake tensors, selective checkpointing, FLOP counters) and on DTensors: the same
+  launcher, called through the registered op `torch.ops.ligermodels.<name>`, which the tracer can see. Launchers only
+  ever run on real tensors, so no Python float reaches Triton as fp64 through a compiler.
 """
 
 import functools
@@ -21,6 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_map_only
 
 from ligermodels.kernels import launch
+from ligermodels.kernels.row_sharding import RowSharding, register_row_sharding
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
 UNTRACED_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})
@@ -69,13 +70,16 @@ def is_last_use(*tensors: Tensor) -> bool:
     return not is_traced(tensors) and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def register(
+    schema: str, launcher: Callable[..., Any], fake: Callable[..., Any], sharding: RowSharding | None = None
+) -> Callable[..., Any]:
     """Registers the op `ligermodels::<schema>` and returns the function that calls it.
 
     schema: as in native_functions.yaml; an argument that is written to is declared as `Tensor(a!)`.
     launcher: runs the kernels; its first argument is a tensor. If it has several outputs, those that the caller does
         not need may be None, which saves the allocation; the registered op returns an empty tensor instead.
     fake: computes the outputs' shapes, dtypes and strides from those of the inputs.
+    sharding: how the op runs on DTensors; without it they are refused.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -83,6 +87,8 @@ def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]
     LIBRARY.impl(name, _none_to_empty(launcher), "CPU")  # reached under TRITON_INTERPRET=1 only
     torch.library.register_fake(f"ligermodels::{name}", _none_to_empty(fake), lib=LIBRARY)
     registered = getattr(torch.ops.ligermodels, name).default
+    if sharding:
+        register_row_sharding(registered, sharding)
 
     def call(*args: Any) -> Any:
         return registered(*args) if is_traced(args) else launcher(*args)
@@ -91,11 +97,16 @@ def register(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]
 
 
 def _none_to_empty(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with each None of its output tuple replaced by an empty tensor, as a schema requires."""
+    """`function` with each None of its output tuple replaced by an empty tensor, as a schema requires.
+
+    It has as many dimensions as the first argument, so that DTensor may call any of them sharded.
+    """
 
     def call(*args: Any) -> Any:
         outputs = function(*args)
-        return tuple(args[0].new_empty(0) if x is None else x for x in outputs) if type(outputs) is tuple else outputs
+        if type(outputs) is not tuple:
+            return outputs
+        return tuple(args[0].new_empty([0] * args[0].ndim) if x is None else x for x in outputs)
 
     return call
 
@@ -131,3 +142,8 @@ def _forbid_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 def widen(x: Tensor) -> Tensor:
     """`x` in the dtype that references compute in: fp32 for half precision, otherwise its own dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def promoted_dtype(a: Tensor, b: Tensor) -> torch.dtype:
+    """The dtype of a + b: under `torch.autocast` a branch is narrower than the residual stream that it joins."""
+    return a.dtype if a.dtype == b.dtype else torch.promote_types(a.dtype, b.dtype)

@@ -11,8 +11,8 @@ The routing weight multiplies the inner activation, which is I wide, instead of 
 backward: x, [g, u] and the routing. Not saved: the permuted copy of x, p (recomputed by the activation's backward) and
 the experts' outputs per row. Unpermuting gathers and sums rows in fp32 without atomics: bit-identical from run to run.
 
-x [T, H], GU [E, 2 I, H] (gate rows first) and D [E, H, I] in one float dtype; index [T, k] int64; w [T, k] fp32.
-6 T k H I FLOP forward, twice that backward. No host synchronisation: no size depends on the routing.
+x [T, H], GU [E, 2 I, H] (gate rows first) and D [E, H, I] in one float dtype; index [T, k] int64 or int32; w [T, k]
+fp32. 6 T k H I FLOP forward, twice that backward. No host synchronisation: no size depends on the routing.
 
 Backward needs R (3 I + H) elements beside its inputs and outputs, R = T k: [g, u], overwritten by its gradient; dp,
 overwritten by p; the permuted copy of dy, later of x. [g, u] is freed before dD is computed. dD is computed last
@@ -278,7 +278,7 @@ def free_saved_tensors(ctx) -> None:
         ctx.maybe_clear_saved_tensors()
 
 
-def check_expert_shapes(x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor) -> None:
+def check_expert_inputs(x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor) -> None:
     num_experts, width, hidden = gate_up.shape
     routed = expert_index.shape[0] == x.shape[0] and expert_weight.shape == expert_index.shape
     if not routed or x.shape[1] != hidden or down.shape != (num_experts, hidden, width // 2):
@@ -287,6 +287,8 @@ def check_expert_shapes(x: Tensor, expert_index: Tensor, expert_weight: Tensor, 
             f"experts: x, expert_index, expert_weight, gate_up and down have shapes {found};"
             " expected [T, H], [T, k], [T, k], [E, 2 I, H], [E, H, I]"
         )
+    if expert_index.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"experts: expert_index is {expert_index.dtype}; it must be torch.int64 or torch.int32")
 
 
 def experts(
@@ -301,14 +303,15 @@ def experts(
 ) -> Tensor:
     """Sum over each token's k experts e of expert_weight * down_e (activation(gate_e x) * up_e x).
 
-    x [T, H] float, expert_index [T, k] int64 in [0, E), expert_weight [T, k] fp32, gate_up [E, 2 I, H] with the gate
-    rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu", gate_up_update and down_update: low-rank
-    updates of the two projections -> [T, H] in x's dtype.
+    x [T, H] float, expert_index [T, k] int64 or int32 in [0, E), expert_weight [T, k] fp32, gate_up [E, 2 I, H] with
+    the gate rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu", gate_up_update and down_update:
+    low-rank updates of the two projections -> [T, H] in x's dtype.
     An expert without tokens gets a zero gradient. Frozen arguments cost no gradient.
-    Raises ValueError for any other activation, an odd width of gate_up and shapes that disagree.
+    Raises ValueError for any other activation, an odd width of gate_up, shapes that disagree, and an expert_index of
+    another dtype.
     """
     check_gate_up(gate_up.mT, activation)
-    check_expert_shapes(x, expert_index, expert_weight, gate_up, down)
+    check_expert_inputs(x, expert_index, expert_weight, gate_up, down)
     x, gate_up, down, gate_up_update, down_update = autocast(x, gate_up, down, gate_up_update, down_update)
     if not runs_kernels(x):
         return experts_reference(x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update)

@@ -4,7 +4,7 @@ Backward, with g = dy * w:
     dx = rstd * (g - mean(g) - n * mean(g * n))
     dw = Σ_rows dy * n,    db = Σ_rows dy
 x, y [..., N] any float dtype, w, b [N]; sums in fp32, one rounding at the end. The variance is the mean square of the
-centred values, because E[x²] - E[x]² cancels where the mean is large. stats [2, rows] fp32 holds mean, then rstd.
+centred values, because E[x²] - E[x]² cancels where the mean is large. stats [2, ...] fp32 holds mean, then rstd.
 Moves 2 M N elements forward, 3 M N backward: bound by memory bandwidth.
 Maths: Ba, Kiros & Hinton 2016, https://arxiv.org/abs/1607.06450.
 """
@@ -39,6 +39,7 @@ from ligermodels.kernels.norm_tiles import (
 )
 from ligermodels.kernels.partial_sums import sum_partials
 from ligermodels.kernels.pdl import launch_dependents, wait_for_previous_kernel
+from ligermodels.kernels.row_sharding import RowSharding
 
 # Forward, of a row, at most: more than for RMSNorm, because fewer warps spend less on the two reductions.
 LAYER_NORM_ELEMENTS_PER_THREAD = 40
@@ -142,9 +143,9 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
     columns = x.shape[-1]
     check_weights("layer_norm", columns, weight, bias)
     launch, tile_rows = _forward(columns, bias is not None, x.device)
+    stats = x.new_empty(2, *x.shape[:-1], dtype=torch.float32)
     x, x_stride = as_rows_with_stride(x, columns)
     rows = x.numel() // columns
-    stats = x.new_empty(2, rows, dtype=torch.float32)
     if rows:
         bias = weight if bias is None else bias
         programs = cdiv(rows, tile_rows)
@@ -172,7 +173,7 @@ def _launch_backward(
     dx = x.new_empty(*x.shape) if input_grad else None
     dweight = weight.new_empty(*weight.shape) if weight_grad else None
     dbias = weight.new_empty(*weight.shape) if bias_grad else None
-    columns, rows = x.shape[-1], stats.shape[1]
+    columns, rows = x.shape[-1], stats.numel() // 2
     small_m = 0 < rows <= SMALL_M_ROWS
     launch, tile, column_programs = _backward(
         columns, x.itemsize, small_m, x.device, input_grad, weight_grad, bias_grad
@@ -193,7 +194,7 @@ def _launch_backward(
 
 
 def _fake_forward(x, weight, bias, eps):
-    return x.new_empty(x.shape), x.new_empty(2, x.numel() // x.shape[-1], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(2, *x.shape[:-1], dtype=torch.float32)
 
 
 def _fake_backward(dy, x, stats, weight, input_grad, weight_grad, bias_grad):
@@ -201,16 +202,19 @@ def _fake_backward(dy, x, stats, weight, input_grad, weight_grad, bias_grad):
     return x.new_empty(x.shape) if input_grad else None, dweight, dbias
 
 
+LAYER_NORM_SHARDING = RowSharding({"x": 0, "y": 0, "stats": 1, "dy": 0, "dx": 0})
 layer_norm_forward = register(
     "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor y, Tensor stats)",
     _launch_forward,
     _fake_forward,
+    LAYER_NORM_SHARDING,
 )
 layer_norm_backward = register(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor stats, Tensor weight, bool input_grad,"
-    " bool weight_grad, bool bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor stats, Tensor weight, int input_grad,"
+    " int weight_grad, int bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _launch_backward,
     _fake_backward,
+    LAYER_NORM_SHARDING,
 )
 
 

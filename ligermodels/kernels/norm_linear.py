@@ -23,6 +23,7 @@ from ligermodels.kernels.linear import (
 )
 from ligermodels.kernels.rms_norm import (
     add_rms_norm_forward,
+    check_offset,
     rms_norm_backward,
     rms_norm_forward,
     rms_norm_reference,
@@ -30,7 +31,7 @@ from ligermodels.kernels.rms_norm import (
 
 
 def norm_linear_reference(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     hidden = x if residual is None else x + residual
@@ -86,16 +87,18 @@ class _NormLinear(Node):
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns linear(rms_norm(hidden), weight, bias) and hidden = x + residual, the updated residual stream.
 
-    x, residual [..., H] float (hidden is x if residual is None), norm_weight [H], weight [N, H], bias [N] or None,
-    low_rank: the linear's update -> (y [..., N] in weight's dtype, hidden [..., H] in the dtype of the sum).
+    x, residual [..., H] float (hidden is x if residual is None), norm_weight [H] or None, weight [N, H], bias [N] or
+    None, low_rank: the linear's update -> (y [..., N] in weight's dtype, hidden [..., H] in the dtype of the sum).
     Frozen arguments cost no gradient.
-    Raises ValueError if the norm's shapes disagree or H exceeds 65536.
+    Raises ValueError if the norm's shapes disagree, if H exceeds 65536, and for an offset without a norm's weight.
     """
+    if norm_weight is None:
+        check_offset("norm_linear", offset)
     weight, bias, low_rank = autocast(weight, bias, low_rank)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset, low_rank)

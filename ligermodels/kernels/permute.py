@@ -2,7 +2,7 @@
 
 The router gives each token k slots: slot t k + j is the j-th expert of token t. The slots, sorted stably by expert, are
 the rows of the grouped GEMMs.
-    sort_by_expert   index [T, k] -> row of each slot [T, k], end row of each expert [E], both int32
+    sort_by_expert   index [T, k] int64 or int32 -> row of each slot [T, k], end row of each expert [E], both int32
     permute          x [T, H], row -> rows [T k, H], rows[row_tj] = x_t
     unpermute        rows [T k, H], row -> y [T, H], y_t = Σ_j rows[row_tj] in fp32; the gradient of `permute`
 permute and unpermute move (k + 1) T H elements: a program handles one token, not one row, and so reads x or writes y

@@ -129,6 +129,12 @@ def add_norm_case(batch, length, hidden) -> Case:
     return Case(ours, reference, [normal(batch, length, hidden), normal(batch, length, hidden), normal(hidden)], [])
 
 
+def norm_without_weight_case(batch, length, hidden, add=False) -> Case:
+    functions = (add_rms_norm, add_rms_norm_reference) if add else (rms_norm, rms_norm_reference)
+    ours, reference = (partial(f, eps=EPS) for f in functions)
+    return Case(ours, reference, [normal(batch, length, hidden) for _ in range(1 + add)], [])
+
+
 def layer_norm_case(batch, length, hidden) -> Case:
     ours, reference = (partial(f, eps=EPS) for f in (layer_norm, layer_norm_reference))
     return Case(ours, reference, [normal(batch, length, hidden), normal(hidden), normal(hidden)], [])
@@ -209,8 +215,27 @@ def gated_in_place_case(batch, length, inner, activation) -> Case:
     return replace(gated_case(batch, length, inner, activation), ours=ours)
 
 
-def gated_linear_case(batch, length, inner, width) -> Case:
-    ours, reference = (partial(f, activation="silu") for f in (gated_linear, gated_linear_reference))
+def gate_and_up_case(batch, length, inner) -> Case:
+    def gated(function, gate, up, **options):
+        return function(gate, "silu", up, **options)
+
+    ours, reference = (partial(gated, f) for f in (gated_activation, gated_activation_reference))
+    return Case(ours, reference, [normal(batch, length, inner), normal(batch, length, inner)], [])
+
+
+def gate_and_up_in_place_case(batch, length, inner, **multipliers) -> Case:
+    case = gate_and_up_case(batch, length, inner)
+
+    def ours(gate, up):
+        consumed = (x.clone(memory_format=torch.contiguous_format) for x in (gate, up))
+        return case.ours(*consumed, inplace=True, **multipliers)
+
+    return replace(case, ours=ours, reference=partial(case.reference, **multipliers))
+
+
+def gated_linear_case(batch, length, inner, width, **multipliers) -> Case:
+    functions = gated_linear, gated_linear_reference
+    ours, reference = (partial(f, activation="silu", **multipliers) for f in functions)
     weights = normal(width, inner, scale=0.1), normal(width)
     return Case(ours, reference, [normal(batch, length, 2 * inner), *weights], [])
 
@@ -339,6 +364,7 @@ def run_chunked_norm() -> None:
         norm_case(1, 32, columns).to(torch.bfloat16).upstream()
 
 
+MULTIPLIERS = {"gate_multiplier": 0.75, "down_multiplier": -1.25}
 ALL_OPTIONS = {"softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.1}
 SCALED = {**ALL_OPTIONS, "token_scaling": True}
 
@@ -348,6 +374,10 @@ OPS = {
     ),
     "add_rms_norm": Op(
         draw=add_norm_case, small=(33,), real=tuple((h,) for h in HIDDEN), huge=(2**17 + 1, 2**14)
+    ),
+    "rms_norm without weight": Op(draw=norm_without_weight_case, small=(33,), real=((4096,), (8192,))),
+    "add_rms_norm without weight": Op(
+        draw=partial(norm_without_weight_case, add=True), small=(33,), real=((4096,), (16384,))
     ),
     # At most 1024 columns: where x has more than 2^31 elements, cuBLAS 13.0 loses rows of dyᵀ x for a dy of 16 columns.
     "layer_norm": Op(
@@ -375,6 +405,15 @@ OPS = {
     "geglu": Op(draw=partial(gated_case, activation="gelu"), small=(33,), real=((8192,), (14336,))),
     "geglu with tanh, in place": Op(
         draw=partial(gated_in_place_case, activation="gelu_tanh"), small=(33,), real=((8192,), (14336,))
+    ),
+    "swiglu of gate and up": Op(
+        draw=gate_and_up_case, small=(33,), real=((2880,), (14336,)), huge=(2**17 + 1, 2**14)
+    ),
+    "swiglu of gate and up, with multipliers, in place": Op(
+        draw=partial(gate_and_up_in_place_case, **MULTIPLIERS), small=(33,), real=((14336,),)
+    ),
+    "gated_linear with multipliers": Op(
+        draw=partial(gated_linear_case, **MULTIPLIERS), small=(33, 7), real=((14336, 64),), products=(2, 1, 1, 0)
     ),
     "gated_linear": Op(
         draw=gated_linear_case, small=(33, 7), real=((14336, 64),), huge=(2**16 + 1, 2**14, 16), products=(2, 1, 1, 0)

@@ -36,6 +36,56 @@ def test_gated_activation_is_within_the_error_budget(shape, activation, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_separate_gate_and_up_with_multipliers_are_within_the_error_budget(activation, dtype):
+    options = {"gate_multiplier": 0.375, "down_multiplier": -1.25}
+    check(
+        lambda gate, up: gated_activation(gate, activation, up, **options),
+        lambda gate, up: gated_activation_reference(gate, activation, up, **options),
+        [3 * draw(2, 3, 1100), draw(2, 3, 1100)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("on_kernels", [True, False])
+def test_multipliers_scale_the_gate_before_the_activation_and_the_product_after_it(on_kernels, monkeypatch):
+    monkeypatch.setattr("ligermodels.kernels.launch.interpreting", on_kernels)
+    gate, up = draw(3, 20, dtype=torch.float32), draw(3, 20, dtype=torch.float32)
+    expected = torch.nn.functional.silu(0.5 * gate) * up * 3
+    for inputs in ((torch.cat((gate, up), -1), "silu"), (gate, "silu", up)):
+        torch.testing.assert_close(gated_activation(*inputs, gate_multiplier=0.5, down_multiplier=3.0), expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_separate_gate_and_up_of_any_strides_equal_packed_ones_bit_for_bit(activation):
+    gate_up, dy = draw(3, 4, 2200, dtype=torch.float32).requires_grad_(), draw(3, 4, 1100, dtype=torch.float32)
+    (expected,) = torch.autograd.grad(packed := gated_activation(gate_up, activation), gate_up, dy)
+    gate, up = gate_up.detach().chunk(2, -1)
+    gate, up = gate.requires_grad_(), up.mT.contiguous().mT.requires_grad_()
+    got = torch.autograd.grad(y := gated_activation(gate, activation, up), (gate, up), dy)
+    assert torch.equal(y, packed)
+    assert torch.equal(torch.cat(got, -1), expected)
+
+
+def test_in_place_gradients_overwrite_gate_and_up_where_they_share_no_memory():
+    leaves = [draw(3, 50, dtype=torch.float32).requires_grad_() for _ in range(2)]
+    expected = torch.autograd.grad(swiglu(*leaves).sum(), leaves)
+    gate, up = (leaf * 1 for leaf in leaves)
+    got = torch.autograd.grad(gated_activation(gate, "silu", up, inplace=True).sum(), leaves)
+    assert torch.equal(gate, expected[0]) and torch.equal(up, expected[1])
+    assert all(map(torch.equal, got, expected))
+    (expected,) = torch.autograd.grad(swiglu(leaves[0], leaves[0]).sum(), leaves[0])
+    shared = leaves[0] * 1
+    (got,) = torch.autograd.grad(gated_activation(shared, "silu", shared, inplace=True).sum(), leaves[0])
+    assert torch.equal(got, expected) and torch.equal(shared, leaves[0])
+
+
+def test_a_gate_and_up_of_different_shapes_raise():
+    with pytest.raises(ValueError, match=r"gate has shape \[2, 4\], up \[2, 5\]"):
+        swiglu(torch.zeros(2, 4, device=DEVICE), torch.zeros(2, 5, device=DEVICE))
+
+
 def test_gate_is_the_first_half_of_gate_up():
     gate, up = [-30.0, -2.0, 0.0, 0.5, 30.0], [3.0, -1.0, 5.0, 2.0, 0.25]
     gate_up = torch.tensor(gate + up, device=DEVICE)

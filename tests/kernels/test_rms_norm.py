@@ -37,6 +37,30 @@ def test_add_rms_norm_is_within_the_error_budget(shape, offset, dtype):
     check(lambda *a: add_rms_norm(*a, 1e-6, offset), lambda *a: add_rms_norm_reference(*a, 1e-6, offset), inputs, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 5), (2, 3, 1000), (300, 130)])  # the last takes several programs
+def test_norms_without_a_weight_are_within_the_error_budget(shape, dtype):
+    check(rms_norm, rms_norm_reference, [draw(*shape)], dtype)
+    check(add_rms_norm, add_rms_norm_reference, [draw(*shape), draw(*shape)], dtype)
+
+
+def test_without_a_weight_nothing_scales_and_an_offset_is_refused():
+    x = torch.randn(3, 40, device=DEVICE)
+    for function in (rms_norm, rms_norm_reference):
+        torch.testing.assert_close(function(x), torch.nn.functional.rms_norm(x, (40,), eps=1e-6))
+    with pytest.raises(ValueError, match="rms_norm: offset is 1, but there is no weight"):
+        rms_norm(x, offset=1.0)
+    with pytest.raises(ValueError, match="add_rms_norm: offset is 1, but there is no weight"):
+        add_rms_norm(x, x, offset=1.0)
+
+
+def test_a_sum_whose_norm_is_not_used_passes_its_gradient_on():
+    x, residual, weight = (torch.randn(s, device=DEVICE, requires_grad=True) for s in [(5, 32), (5, 32), (32,)])
+    upstream = torch.randn(5, 32, device=DEVICE)
+    dx, dresidual, dweight = torch.autograd.grad(add_rms_norm(x, residual, weight)[1], (x, residual, weight), upstream)
+    assert torch.equal(dx, upstream) and torch.equal(dresidual, upstream) and not dweight.any()
+
+
 def test_wide_rows_on_the_persistent_path_are_within_the_error_budget(monkeypatch):
     monkeypatch.setattr(module, "SMALL_M_ROWS", 2)
     inputs = draw(7, 2050), draw(7, 2050), draw(2050)
@@ -84,6 +108,7 @@ def test_rows_read_in_chunks_equal_the_reference():
     for columns in CHUNKED_WIDTHS:
         x, weight = torch.randn(3, columns, device=DEVICE), torch.randn(columns, device=DEVICE)
         torch.testing.assert_close(rms_norm(x, weight, 1e-6, 1.0), rms_norm_reference(x, weight, 1e-6, 1.0))
+        torch.testing.assert_close(rms_norm(x), rms_norm_reference(x))
 
 
 @pytest.mark.gpu
