@@ -44,6 +44,7 @@ class CausalLMOutput(NamedTuple):
     loss: Tensor | None  # scalar, fp32
     logits: Tensor | None  # [B, T, V]
     hidden_states: tuple[Tensor, ...] | None = None  # num_hidden_layers + 1 of [B, T, H]
+    aux_loss: Tensor | None = None  # scalar, fp32: the routers' load-balancing loss, before its coefficient
 
     def __getitem__(self, key):
         if isinstance(key, str):
@@ -55,6 +56,24 @@ class DecoderOutput(NamedTuple):
     hidden: Tensor  # [B, T, H], after the final norm
     router_logits: list[Tensor]  # [B * T, E] of every router
     hidden_states: list[Tensor]  # if requested: the input of every block, then `hidden`
+
+
+class Decoded(NamedTuple):
+    """A batch behind the decoder, as the decoder has seen it: with a layout, tokens are where that has put them."""
+
+    output: DecoderOutput
+    labels: Tensor | None
+    cu_seqlens: Tensor | None
+    layout: PackedRows | AlignedRows | None
+
+    def unpack(self, tokens: Tensor) -> Tensor:
+        """What the decoder returned for tokens -> [B, T, ...], at their places in the batch."""
+        return tokens if self.layout is None else self.layout.unpack(tokens)
+
+    def router_logits(self) -> tuple[Tensor, ...]:
+        """[B * T, E] of every router, at the tokens' places in the batch."""
+        rows = self.output.hidden.shape[:2]
+        return tuple(self.unpack(x.unflatten(0, rows)).flatten(0, 1) for x in self.output.router_logits)
 
 
 class Decoder(nn.Module):
@@ -200,6 +219,7 @@ class CausalLM(HubModule, ABC):
         logits_to_keep: int = 0,
         skip_logits: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
@@ -207,8 +227,6 @@ class CausalLM(HubModule, ABC):
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
-
-        If config.json sets output_router_logits, the loss includes the routers' load-balancing loss.
 
         labels: [B, T], aligned with input_ids (shifted inside), -100 where unsupervised. The loss is the mean over
         supervised tokens. With num_items_in_batch it is their sum divided by that number: the count of supervised
@@ -229,6 +247,8 @@ class CausalLM(HubModule, ABC):
         holds those of many tokens.
         output_hidden_states: also return the embeddings, the output of every block but the last, and the normed output
         of the last.
+        output_router_logits: compute the routers' load-balancing loss, which the loss then includes; None for what
+        config.json says. No effect without routers.
         options: return_dict, output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
         An attention mask, or position_ids without cu_seqlens, is read on the host.
@@ -237,26 +257,54 @@ class CausalLM(HubModule, ABC):
         refuse_options(options)
         if cu_seq_lens_q is not None:
             cu_seqlens, max_seqlen = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k), max_length_q
+        decoded = self.decode(
+            input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
+            bool(output_hidden_states),
+        )  # fmt: skip
+        output, labels = decoded.output, decoded.labels
+        balance = self.balance(output.router_logits, output_router_logits)
+        loss = None
+        if labels is not None:
+            targets = next_tokens(labels, decoded.cu_seqlens)
+            loss = self.loss(output.hidden, targets, num_items_in_batch, balance)
+        if skip_logits is None:
+            skip_logits = labels is not None and self.training
+        logits = None if skip_logits else self.logits(decoded.unpack(output.hidden)[:, -logits_to_keep:])
+        states = tuple(decoded.unpack(state) for state in output.hidden_states)
+        return CausalLMOutput(loss, logits, states or None, balance)
+
+    def decode(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: KVCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool = False,
+    ) -> Decoded:
+        """Runs the decoder on a batch. Arguments as those of `forward`."""
         batch, length = batch_shape(input_ids, inputs_embeds)
         layout = row_layout(batch, length, attention_mask, position_ids, cu_seqlens, cache)
         if layout is not None:
             inputs = input_ids, inputs_embeds, labels, position_ids
             input_ids, inputs_embeds, labels, position_ids = (None if x is None else layout.pack(x) for x in inputs)
             cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
-        hidden, routers, states = self.model(
-            input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, bool(output_hidden_states)
-        )
+        output = self.model(input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states)
         if cache is not None and isinstance(layout, AlignedRows):
             cache.lengths -= layout.padding
-        loss = None
-        if labels is not None:
-            loss = self.loss(hidden, routers, next_tokens(labels, cu_seqlens), num_items_in_batch)
-        if skip_logits is None:
-            skip_logits = labels is not None and self.training
-        if layout is not None:
-            hidden, states = layout.unpack(hidden), [layout.unpack(state) for state in states]
-        logits = None if skip_logits else self.logits(hidden[:, -logits_to_keep:])
-        return CausalLMOutput(loss, logits, tuple(states) or None)
+        return Decoded(output, labels, cu_seqlens, layout)
+
+    def balance(self, router_logits: list[Tensor], requested: bool | None) -> Tensor | None:
+        """The routers' load-balancing loss if it is requested; requested: None for what config.json says."""
+        config = self.config
+        if requested is None:
+            requested = isinstance(config, MoEConfig) and config.output_router_logits
+        if not requested or not isinstance(config, MoEConfig):
+            return None
+        return load_balancing_loss(router_logits, config.num_experts_per_tok)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, H] -> logits [B, T, V], scaled and softcapped."""
@@ -266,7 +314,7 @@ class CausalLM(HubModule, ABC):
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def loss(
-        self, hidden: Tensor, routers: list[Tensor], targets: Tensor, num_items_in_batch: Tensor | int | None
+        self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, balance: Tensor | None
     ) -> Tensor:
         """The loss of hidden [B, T, H] against targets [B, T], already shifted, with that of the routers if it counts.
 
@@ -285,10 +333,9 @@ class CausalLM(HubModule, ABC):
             loss = cross_entropy(head(hidden), targets, **options)
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch
-        if isinstance(config, MoEConfig) and config.output_router_logits:
+        if balance is not None and isinstance(config, MoEConfig):
             # Weighted by the micro-batch's share of supervised tokens, so that all micro-batches together count once.
             share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
-            balance = load_balancing_loss(routers, config.num_experts_per_tok)
             loss = loss + share * config.router_aux_loss_coef * balance
         return loss
 
