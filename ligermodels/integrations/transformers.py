@@ -303,18 +303,22 @@ class TransformersModel(PreTrainedModel, GenerationMixin):
         self.update_bare_config()
         return embeddings
 
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """As `CausalLM.activation_checkpointing_enable`."""
+        self.bare.activation_checkpointing_enable(activation_checkpointing_kwargs, **options)
+
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        """As `CausalLM.gradient_checkpointing_enable`. Raises ValueError for reentrant checkpointing and for options
-        other than the defaults of transformers."""
-        for name, value in options.items():
-            if (name, value) not in (("every_n_layers", 1), ("offload", False)):
-                raise ValueError(f"gradient_checkpointing_enable: {name}={value!r} is not supported; leave it out")
-        self.bare.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def activation_checkpointing_disable(self) -> None:
+        self.bare.activation_checkpointing_disable()
 
     def gradient_checkpointing_disable(self) -> None:
-        self.bare.gradient_checkpointing_disable()
+        self.activation_checkpointing_disable()
 
     @property
     def is_activation_checkpointing(self) -> bool:

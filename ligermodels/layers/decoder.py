@@ -369,19 +369,37 @@ class CausalLM(HubModule, ABC):
             new[row, : len(generated)] = input_ids.new_tensor(generated)
         return torch.cat([input_ids, new], 1)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`checkpoint_activations` of all blocks, under the name that the Hub's trainers call.
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Enables activation checkpointing in every n-th block, under the name that the Hub's trainers call.
 
-        Raises ValueError for reentrant checkpointing, the only kind that the fused nodes do not support.
+        Raises ValueError for reentrant checkpointing, which the fused nodes do not support, and for offloading.
         """
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError("gradient_checkpointing_kwargs: use_reentrant must be False")
-        self.checkpoint_activations()
+        if (activation_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError("activation checkpointing: use_reentrant must be False")
+        if offload:
+            raise ValueError("activation checkpointing: offload is not supported; leave it out")
+        for block in list(self.model.layers)[::every_n_layers]:
+            cast(Block, block).checkpoint_activations()
 
-    def gradient_checkpointing_disable(self) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """`activation_checkpointing_enable`, under its older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def activation_checkpointing_disable(self) -> None:
         """Undoes `checkpoint_activations`."""
         for block in self.model.layers:
             cast(Block, block).keep_activations()
+
+    def gradient_checkpointing_disable(self) -> None:
+        """`activation_checkpointing_disable`, under its older name."""
+        self.activation_checkpointing_disable()
 
     def checkpoint_activations(self, count: int | None = None) -> None:
         """Enables activation checkpointing in the first `count` blocks; None for all.
