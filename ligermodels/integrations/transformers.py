@@ -126,11 +126,12 @@ class Backbone:
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
         **options: Any,
     ) -> MoeModelOutputWithPast:
         """Arguments as those of `CausalLM.forward`."""
-        refuse_options(options)
         cu_seqlens = None if cu_seq_lens_q is None else hub_offsets(None, cu_seq_lens_q, cu_seq_lens_k)
+        refuse_options(options | {"seq_idx": seq_idx if cu_seqlens is None else None})
         decoded = self.owner.bare.decode(
             input_ids, None, attention_mask, position_ids, cu_seqlens, max_length_q, None, inputs_embeds,
             bool(output_hidden_states),

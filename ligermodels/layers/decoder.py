@@ -224,6 +224,7 @@ class CausalLM(HubModule, ABC):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
@@ -238,7 +239,8 @@ class CausalLM(HubModule, ABC):
         not continue, as padding-free collators mean it.
         cu_seqlens: int32 [documents + 1], offsets of the documents packed into one row. Documents do not attend to each
         other, and the last token of a document is not supervised. max_seqlen: the longest document's length, if known.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the same under the names of the Hub's collators.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: the same under the names of the Hub's
+        collators. seq_idx, the number of each token's document, only beside the offsets.
         cache: keys and values of earlier tokens; those of input_ids are added to it.
         inputs_embeds: [B, T, H], in place of input_ids: what `get_input_embeddings()` returns, before the family's
         embedding scale.
@@ -257,6 +259,7 @@ class CausalLM(HubModule, ABC):
         refuse_options(options)
         if cu_seq_lens_q is not None:
             cu_seqlens, max_seqlen = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k), max_length_q
+        refuse_options({"seq_idx": seq_idx if cu_seqlens is None else None})
         decoded = self.decode(
             input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
             bool(output_hidden_states),
