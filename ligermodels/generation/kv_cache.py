@@ -1,6 +1,7 @@
 """A preallocated key-value cache for a batch whose rows may differ in length. Must not know models."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -25,6 +26,18 @@ class LayerCache:
         self.values[row, position_ids] = v
         return self.keys, self.values
 
+    def reserve(self, max_length: int) -> None:
+        """Makes room for this many positions."""
+        if self.keys is not None and self.values is not None and max_length > self.max_length:
+            more = (0, 0, 0, 0, 0, max_length - self.max_length)
+            self.keys, self.values = F.pad(self.keys, more), F.pad(self.values, more)
+        self.max_length = max(max_length, self.max_length)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Replaces the rows by these, which are indices [B] of the present ones."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
 
 class KVCache:
     """One LayerCache for each layer, and the number of filled positions of each row: `lengths`, int64 [B]."""
@@ -36,3 +49,14 @@ class KVCache:
     def next_positions(self, count: int) -> Tensor:
         """Positions [B, count] of the next tokens of every row."""
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+
+    def reserve(self, max_length: int) -> None:
+        """Makes room for this many positions."""
+        for layer in self.layers:
+            layer.reserve(max_length)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Replaces the rows by these, which are indices [B] of the present ones; one may be repeated."""
+        self.lengths = self.lengths[rows]
+        for layer in self.layers:
+            layer.select_rows(rows)

@@ -60,7 +60,18 @@ def load(
     """
     wanted = None if dtype is None else float_dtype(dtype)
     folder = resolve(name_or_folder, revision=revision, token=token)
-    raw, generation_config = read_config(folder), read_generation_config(folder)
+    return load_folder(folder, read_config(folder), dtype, device, allow_unexpected)
+
+
+def load_folder(
+    folder: Path,
+    raw: dict[str, Any],
+    dtype: torch.dtype | None = None,
+    device: int | str | torch.device = "cpu",
+    allow_unexpected: bool = False,
+) -> CausalLM:
+    """`load` of a folder, with `raw` in place of the content of its config.json."""
+    generation_config = read_generation_config(folder)
     architecture, config = select_architecture(raw, folder / CONFIG_FILE)
     checkpoint = open_checkpoint(folder)
     refuse_layers_without_tensors(config, checkpoint)

@@ -44,6 +44,7 @@ class CausalLMOutput(NamedTuple):
     loss: Tensor | None  # scalar, fp32
     logits: Tensor | None  # [B, T, V]
     hidden_states: tuple[Tensor, ...] | None = None  # num_hidden_layers + 1 of [B, T, H]
+    aux_loss: Tensor | None = None  # scalar, fp32: the routers' load-balancing loss, before its coefficient
 
     def __getitem__(self, key):
         if isinstance(key, str):
@@ -55,6 +56,24 @@ class DecoderOutput(NamedTuple):
     hidden: Tensor  # [B, T, H], after the final norm
     router_logits: list[Tensor]  # [B * T, E] of every router
     hidden_states: list[Tensor]  # if requested: the input of every block, then `hidden`
+
+
+class Decoded(NamedTuple):
+    """A batch behind the decoder, as the decoder has seen it: with a layout, tokens are where that has put them."""
+
+    output: DecoderOutput
+    labels: Tensor | None
+    cu_seqlens: Tensor | None
+    layout: PackedRows | AlignedRows | None
+
+    def unpack(self, tokens: Tensor) -> Tensor:
+        """What the decoder returned for tokens -> [B, T, ...], at their places in the batch."""
+        return tokens if self.layout is None else self.layout.unpack(tokens)
+
+    def router_logits(self) -> tuple[Tensor, ...]:
+        """[B * T, E] of every router, at the tokens' places in the batch."""
+        rows = self.output.hidden.shape[:2]
+        return tuple(self.unpack(x.unflatten(0, rows)).flatten(0, 1) for x in self.output.router_logits)
 
 
 class Decoder(nn.Module):
@@ -200,15 +219,15 @@ class CausalLM(HubModule, ABC):
         logits_to_keep: int = 0,
         skip_logits: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
-
-        If config.json sets output_router_logits, the loss includes the routers' load-balancing loss.
 
         labels: [B, T], aligned with input_ids (shifted inside), -100 where unsupervised. The loss is the mean over
         supervised tokens. With num_items_in_batch it is their sum divided by that number: the count of supervised
@@ -220,7 +239,8 @@ class CausalLM(HubModule, ABC):
         not continue, as padding-free collators mean it.
         cu_seqlens: int32 [documents + 1], offsets of the documents packed into one row. Documents do not attend to each
         other, and the last token of a document is not supervised. max_seqlen: the longest document's length, if known.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the same under the names of the Hub's collators.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: the same under the names of the Hub's
+        collators. seq_idx, the number of each token's document, only beside the offsets.
         cache: keys and values of earlier tokens; those of input_ids are added to it.
         inputs_embeds: [B, T, H], in place of input_ids: what `get_input_embeddings()` returns, before the family's
         embedding scale.
@@ -229,6 +249,8 @@ class CausalLM(HubModule, ABC):
         holds those of many tokens.
         output_hidden_states: also return the embeddings, the output of every block but the last, and the normed output
         of the last.
+        output_router_logits: compute the routers' load-balancing loss, which the loss then includes; None for what
+        config.json says. No effect without routers.
         options: return_dict, output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
         An attention mask, or position_ids without cu_seqlens, is read on the host.
@@ -237,26 +259,55 @@ class CausalLM(HubModule, ABC):
         refuse_options(options)
         if cu_seq_lens_q is not None:
             cu_seqlens, max_seqlen = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k), max_length_q
+        refuse_options({"seq_idx": seq_idx if cu_seqlens is None else None})
+        decoded = self.decode(
+            input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
+            bool(output_hidden_states),
+        )  # fmt: skip
+        output, labels = decoded.output, decoded.labels
+        balance = self.balance(output.router_logits, output_router_logits)
+        loss = None
+        if labels is not None:
+            targets = next_tokens(labels, decoded.cu_seqlens)
+            loss = self.loss(output.hidden, targets, num_items_in_batch, balance)
+        if skip_logits is None:
+            skip_logits = labels is not None and self.training
+        logits = None if skip_logits else self.logits(decoded.unpack(output.hidden)[:, -logits_to_keep:])
+        states = tuple(decoded.unpack(state) for state in output.hidden_states)
+        return CausalLMOutput(loss, logits, states or None, balance)
+
+    def decode(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: KVCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool = False,
+    ) -> Decoded:
+        """Runs the decoder on a batch. Arguments as those of `forward`."""
         batch, length = batch_shape(input_ids, inputs_embeds)
         layout = row_layout(batch, length, attention_mask, position_ids, cu_seqlens, cache)
         if layout is not None:
             inputs = input_ids, inputs_embeds, labels, position_ids
             input_ids, inputs_embeds, labels, position_ids = (None if x is None else layout.pack(x) for x in inputs)
             cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
-        hidden, routers, states = self.model(
-            input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, bool(output_hidden_states)
-        )
+        output = self.model(input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states)
         if cache is not None and isinstance(layout, AlignedRows):
             cache.lengths -= layout.padding
-        loss = None
-        if labels is not None:
-            loss = self.loss(hidden, routers, next_tokens(labels, cu_seqlens), num_items_in_batch)
-        if skip_logits is None:
-            skip_logits = labels is not None and self.training
-        if layout is not None:
-            hidden, states = layout.unpack(hidden), [layout.unpack(state) for state in states]
-        logits = None if skip_logits else self.logits(hidden[:, -logits_to_keep:])
-        return CausalLMOutput(loss, logits, tuple(states) or None)
+        return Decoded(output, labels, cu_seqlens, layout)
+
+    def balance(self, router_logits: list[Tensor], requested: bool | None) -> Tensor | None:
+        """The routers' load-balancing loss if it is requested; requested: None for what config.json says."""
+        config = self.config
+        if requested is None:
+            requested = isinstance(config, MoEConfig) and config.output_router_logits
+        if not requested or not isinstance(config, MoEConfig):
+            return None
+        return load_balancing_loss(router_logits, config.num_experts_per_tok)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, H] -> logits [B, T, V], scaled and softcapped."""
@@ -266,7 +317,7 @@ class CausalLM(HubModule, ABC):
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def loss(
-        self, hidden: Tensor, routers: list[Tensor], targets: Tensor, num_items_in_batch: Tensor | int | None
+        self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, balance: Tensor | None
     ) -> Tensor:
         """The loss of hidden [B, T, H] against targets [B, T], already shifted, with that of the routers if it counts.
 
@@ -285,10 +336,9 @@ class CausalLM(HubModule, ABC):
             loss = cross_entropy(head(hidden), targets, **options)
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch
-        if isinstance(config, MoEConfig) and config.output_router_logits:
+        if balance is not None and isinstance(config, MoEConfig):
             # Weighted by the micro-batch's share of supervised tokens, so that all micro-batches together count once.
             share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
-            balance = load_balancing_loss(routers, config.num_experts_per_tok)
             loss = loss + share * config.router_aux_loss_coef * balance
         return loss
 
@@ -322,19 +372,37 @@ class CausalLM(HubModule, ABC):
             new[row, : len(generated)] = input_ids.new_tensor(generated)
         return torch.cat([input_ids, new], 1)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`checkpoint_activations` of all blocks, under the name that the Hub's trainers call.
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Enables activation checkpointing in every n-th block, under the name that the Hub's trainers call.
 
-        Raises ValueError for reentrant checkpointing, the only kind that the fused nodes do not support.
+        Raises ValueError for reentrant checkpointing, which the fused nodes do not support, and for offloading.
         """
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError("gradient_checkpointing_kwargs: use_reentrant must be False")
-        self.checkpoint_activations()
+        if (activation_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError("activation checkpointing: use_reentrant must be False")
+        if offload:
+            raise ValueError("activation checkpointing: offload is not supported; leave it out")
+        for block in list(self.model.layers)[::every_n_layers]:
+            cast(Block, block).checkpoint_activations()
 
-    def gradient_checkpointing_disable(self) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """`activation_checkpointing_enable`, under its older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def activation_checkpointing_disable(self) -> None:
         """Undoes `checkpoint_activations`."""
         for block in self.model.layers:
             cast(Block, block).keep_activations()
+
+    def gradient_checkpointing_disable(self) -> None:
+        """`activation_checkpointing_disable`, under its older name."""
+        self.activation_checkpointing_disable()
 
     def checkpoint_activations(self, count: int | None = None) -> None:
         """Enables activation checkpointing in the first `count` blocks; None for all.

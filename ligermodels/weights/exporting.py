@@ -69,23 +69,29 @@ def export_weights(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     also: Callable[[Path], None] | None = None,
+    values: Mapping[str, Tensor] | None = None,
+    copied_files: Iterable[str] = COPIED_FILES,
 ) -> None:
     """Writes `model` to `folder`: weights, config.json, tokenizer files. The folder must be empty or not exist.
 
     model: if its parameters are DTensors, every rank must call; rank 0 writes, and all return when the folder is
     complete.
-    source: the folder that the model was loaded from; its other files are copied.
+    source: the folder that the model was loaded from; its files that match `copied_files` are copied.
     dtype: of the written tensors: float64, float32, float16 or bfloat16; None keeps the parameters' dtypes.
     max_shard_size: bytes of tensors per file, as a number or as "5GB" or "2GiB"; a larger tensor gets its own file.
     also: see `write_folder`.
+    values: a state dict with the values to write; None for those of the model. If they are whole, one rank may call.
     Raises CheckpointError if `folder` is in use or cannot be written, or if a value is too large for `dtype`; then
     nothing is left behind. Raises InputError if `dtype` or `max_shard_size` is invalid.
     """
     dtype = None if dtype is None else float_dtype(dtype)
     limit = size_in_bytes(max_shard_size)
-    reshard(model)
+    if values is None:
+        reshard(model)
+        values = dict(model.named_parameters())
     # Larger dtypes first, so that every tensor is aligned to its dtype.
-    parameters = dict(sorted(model.named_parameters(), key=lambda item: -item[1].itemsize))
+    names = [name for name, _ in model.named_parameters()]
+    parameters = {name: values[name] for name in sorted(names, key=lambda name: -values[name].itemsize)}
     pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())
     entries = [Entry(piece.tensor, dtype or parameters[piece.parameter].dtype, piece.shape) for piece in pieces]
     tensors = hub_tensors(model, parameters, pieces, dtype)
@@ -94,7 +100,7 @@ def export_weights(
         write_shards(temporary, entries, tensors, limit)
         write_config(temporary, model, entries[0].dtype, source)
         if source is not None:
-            copy_files(Path(source), temporary, COPIED_FILES)
+            copy_files(Path(source), temporary, copied_files)
 
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
     write_folder(Path(folder).absolute(), write, tensors, sharded, also)
@@ -116,7 +122,9 @@ def hub_tensors(
 ) -> Iterator[Blocks]:
     """The tensor of each piece as blocks to write. A sharded parameter is gathered once for all its pieces."""
     for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
-        yield from parameter_tensors(full_tensor(parameters[name]), low_rank_updates(model, name), group, dtype)
+        yield from parameter_tensors(
+            full_tensor(parameters[name]), low_rank_updates(model, parameters, name), group, dtype
+        )
 
 
 def parameter_tensors(
@@ -176,19 +184,22 @@ def cast_block(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def low_rank_updates(model: HubModule, parameter: str) -> list[Update]:
+def low_rank_updates(model: HubModule, values: Mapping[str, Tensor], parameter: str) -> list[Update]:
     """The gathered update of a parameter: one of a matrix, one per expert of a stacked parameter, none without LoRA."""
     owner, found, name = parameter.partition(BASE_LAYER)
     if not found or name == "bias":
         return []
     if name == "weight":
         module = cast(LowRankModule, model.get_submodule(owner))
-        parts = full_tensor(module.lora_B).split([stop - start for start, stop in module.columns])
-        a = full_tensor(module.lora_A).split(module.rank)
+        parts = full_tensor(values[f"{owner}.lora_B"]).split([stop - start for start, stop in module.columns])
+        a = full_tensor(values[f"{owner}.lora_A"]).split(module.rank)
         rows = [slice(start, stop) for start, stop in module.columns]
         return [Update(tuple(zip(rows, a, parts, strict=True)), module.scale)]
     stacked = cast(LowRankModule, model.get_submodule(f"{owner}.{name}"))
-    a, b = full_tensor(stacked.lora_A).split(stacked.rank), full_tensor(stacked.lora_B)
+    a, b = (
+        full_tensor(values[f"{owner}.{name}.lora_A"]).split(stacked.rank),
+        full_tensor(values[f"{owner}.{name}.lora_B"]),
+    )
     return [Update(((slice(0, len(b)), a_e, b[:, expert :: len(a)]),), stacked.scale) for expert, a_e in enumerate(a)]
 
 
