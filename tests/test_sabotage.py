@@ -114,12 +114,12 @@ NORMS = {
     ),
     "post-norm as pre-norm": Sabotage(
         f"{BLOCK}:PostNormLayer.forward_block",
-        "self.mlp(None, x, residual)\n    x, _ = self.post_feedforward_layernorm(x)",
-        "self.mlp(self.post_feedforward_layernorm, x, residual)",
+        "self.mlp(None, x, residual)\n    x = self.post_feedforward_layernorm(x)",
+        "self.mlp(PreNorm(self.post_feedforward_layernorm), x, residual)",
         "olmo2",
     ),
     "norm after attention dropped": Sabotage(
-        f"{BLOCK}:SandwichLayer.forward_block", "x, _ = self.post_attention_layernorm(x)", "", "gemma2"
+        f"{BLOCK}:SandwichLayer.forward_block", "x = self.post_attention_layernorm(x)", "", "gemma2"
     ),
     "glm4: norms around attention and MLP swapped": Sabotage(
         f"{FAMILIES}.glm4:Glm4.weight_rules",

@@ -61,6 +61,8 @@ def stream(
     are always ahead of the row: they are masked until they are overwritten.
     """
     device = model.device
+    if device.type == "meta":
+        raise ValueError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")
     if not all(prompts):
         raise ValueError("generate: a prompt is empty; give each at least one token")
     check_token_ids(prompts, model.config.vocab_size)

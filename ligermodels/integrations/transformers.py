@@ -29,7 +29,8 @@ from ligermodels.distributed import is_first
 from ligermodels.errors import InputError
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.hub.models import base_model_name, create, load_folder, resolve
-from ligermodels.layers.decoder import CausalLM, LMHead, batch_shape, hub_offsets, refuse_options
+from ligermodels.layers.decoder import CausalLM, LMHead, refuse_options
+from ligermodels.layers.row_layout import batch_shape, hub_offsets
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE, read_config
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE

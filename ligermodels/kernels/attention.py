@@ -72,7 +72,8 @@ def attention(
         raise ValueError(f"attention: cu_seqlens needs a batch of one row, but the batch has {q.shape[0]} rows")
     q, k, v = autocast(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if window is not None and window >= k.shape[1]:
+    # An exported program is for any length: this one must not be compared.
+    if window is not None and not torch.compiler.is_exporting() and window >= k.shape[1]:
         window = None
     if softcap is None and window is None and cu_seqlens is None and position_ids is None:
         return causal_attention(q, k, v, scale, dropout)

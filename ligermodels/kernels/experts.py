@@ -23,6 +23,7 @@ for another backward, [g, u] is not overwritten; the peak is then 6 R I elements
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 
 from ligermodels.kernels.dispatch import Node, autocast, is_last_use, register, runs_kernels, widen
 from ligermodels.kernels.gated_activation import activate, check_gate_up, gated_activation_reference
@@ -59,13 +60,20 @@ def experts_reference(
     gate_up_update: GroupedLowRank | None = None,
     down_update: GroupedLowRank | None = None,
 ) -> Tensor:
+    def expert_output(rows: Tensor, expert: int) -> Tensor:
+        gates = group_linear_reference(rows, gate_up, expert, gate_up_update)
+        return group_linear_reference(gated_activation_reference(gates, activation), down, expert, down_update)
+
     y = torch.zeros_like(widen(x))
     for expert in range(gate_up.shape[0]):
-        token, slot = torch.where(expert_index == expert)
-        gates = group_linear_reference(x[token], gate_up, expert, gate_up_update)
-        product = gated_activation_reference(gates, activation)
-        out = group_linear_reference(product, down, expert, down_update)
-        y = y.index_add(0, token, widen(out) * expert_weight[token, slot, None])
+        chosen = expert_index == expert
+        if _are_functorch_transforms_active():  # vmap cannot select the rows: their number depends on the data
+            out = expert_output(x, expert)
+            y = y + widen(out) * torch.where(chosen, expert_weight, 0.0).sum(-1, keepdim=True)
+        else:
+            token, slot = torch.where(chosen)
+            out = expert_output(x[token], expert)
+            y = y.index_add(0, token, widen(out) * expert_weight[token, slot, None])
     return y.to(out.dtype)
 
 

@@ -9,10 +9,9 @@ from ligermodels.configs.base import Config
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.kv_cache import LayerCache
 from ligermodels.kernels.attention import attention
-from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rope import rope_, split_heads
-from ligermodels.layers.fused import apply_linear, norm_then_linear
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
+from ligermodels.layers.norm import PreNorm, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias=o_bias)
 
     def forward(
-        self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+        self, norm: PreNorm | None, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
         """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual [B, T, H]).
 
@@ -97,6 +96,7 @@ class QKNormAttention(Attention):
     """Attention with QK-norm: an RMSNorm over each query head and each key head, before RoPE."""
 
     rope: str
+    whole_rows = False  # the norms are over each head
 
     def __init__(self, config: Config, **options) -> None:
         super().__init__(config, **options)
@@ -104,13 +104,16 @@ class QKNormAttention(Attention):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
 
     def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        q_norm, k_norm, heads = self.q_norm, self.k_norm, (self.num_heads, self.num_key_value_heads)
-        angles = positions.angles[self.rope]
-        return qk_norm_rope(qkv, q_norm.weight, k_norm.weight, *angles, *heads, q_norm.eps, q_norm.offset)
+        heads = self.num_heads, self.num_key_value_heads
+        return qk_norm_then_rope(
+            self.q_norm, self.k_norm, qkv, *positions.angles[self.rope], *heads, whole_rows=self.whole_rows
+        )
 
 
 class JointQKNormAttention(QKNormAttention):
     """Attention with QK-norm over all query heads together and over all key heads together."""
+
+    whole_rows = True
 
     def __init__(self, config: Config, **options) -> None:
         super().__init__(config, **options)

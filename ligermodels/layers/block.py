@@ -16,7 +16,7 @@ from ligermodels.generation.kv_cache import LayerCache
 from ligermodels.layers.attention import Attention, Positions
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
-from ligermodels.layers.norm import hidden_norm
+from ligermodels.layers.norm import PreNorm, hidden_norm
 
 BlockOutput = tuple[Tensor, Tensor, Tensor | None]  # x, residual, router logits
 
@@ -76,8 +76,8 @@ class DecoderLayer(Block):
     def forward_block(
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> BlockOutput:
-        x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
-        return self.mlp(self.post_attention_layernorm, x, residual)
+        x, residual = self.self_attn(PreNorm(self.input_layernorm), x, residual, positions, cache)
+        return self.mlp(PreNorm(self.post_attention_layernorm), x, residual)
 
 
 class ScaledLayer(DecoderLayer):
@@ -90,8 +90,8 @@ class ScaledLayer(DecoderLayer):
     def forward_block(
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> BlockOutput:
-        x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
-        x, residual, router_logits = self.mlp(self.post_attention_layernorm, x * self.multiplier, residual)
+        x, residual = self.self_attn(PreNorm(self.input_layernorm), x, residual, positions, cache)
+        x, residual, router_logits = self.mlp(PreNorm(self.post_attention_layernorm), x * self.multiplier, residual)
         return x * self.multiplier, residual, router_logits
 
 
@@ -106,10 +106,10 @@ class SandwichLayer(DecoderLayer):
     def forward_block(
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> BlockOutput:
-        x, residual = self.self_attn(self.input_layernorm, x, residual, positions, cache)
-        x, _ = self.post_attention_layernorm(x)
-        x, residual, router_logits = self.mlp(self.pre_feedforward_layernorm, x, residual)
-        x, _ = self.post_feedforward_layernorm(x)
+        x, residual = self.self_attn(PreNorm(self.input_layernorm), x, residual, positions, cache)
+        x = self.post_attention_layernorm(x)
+        x, residual, router_logits = self.mlp(PreNorm(self.pre_feedforward_layernorm), x, residual)
+        x = self.post_feedforward_layernorm(x)
         return x, residual, router_logits
 
 
@@ -125,7 +125,7 @@ class PostNormLayer(Block):
         self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> BlockOutput:
         x, residual = self.self_attn(None, x, residual, positions, cache)
-        x, _ = self.post_attention_layernorm(x)
+        x = self.post_attention_layernorm(x)
         x, residual, router_logits = self.mlp(None, x, residual)
-        x, _ = self.post_feedforward_layernorm(x)
+        x = self.post_feedforward_layernorm(x)
         return x, residual, router_logits

@@ -21,12 +21,12 @@ from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
-from ligermodels.layers.fused import is_intercepted
+from ligermodels.layers.fused import add_then_norm, is_intercepted, is_quantised
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
-from ligermodels.layers.row_layout import AlignedRows, PackedRows, align, split_at_restarts, unpad
+from ligermodels.layers.row_layout import AlignedRows, PackedRows, batch_shape, hub_offsets, row_layout
 from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
 from ligermodels.weights.module import HubModule
 from ligermodels.weights.sharding import copy_local_shard
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
                 routers.append(router_logits)
         if cache is not None:
             cache.lengths += x.shape[1]
-        hidden = self.norm(x, residual)[0]
+        hidden, _ = add_then_norm(self.norm, x, residual)
         return DecoderOutput(hidden, routers, [*states, hidden] if output_hidden_states else states)
 
     def scale(self, embeddings: Tensor) -> Tensor:
@@ -146,9 +146,11 @@ class LMHead(nn.Linear):
     """
 
     def forward(self, input: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
-        """With targets [...]: the cross-entropy of the logits, by `linear_cross_entropy`, which takes the options."""
+        """With targets [...]: the cross-entropy of the logits. options: as those of `linear_cross_entropy`."""
         if targets is None:
             return super().forward(input)
+        if is_quantised(self.weight):
+            return cross_entropy(super().forward(input), targets, **options)
         return linear_cross_entropy(input, self.weight, targets, **options)
 
 
@@ -170,18 +172,6 @@ class CausalLM(HubModule, ABC):
         """Makes head and embedding one parameter, if the config ties them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    def _apply(self, fn, recurse=True):
-        """Ties the weights again: to_empty() from the meta device creates a separate parameter for each name."""
-        super()._apply(fn, recurse)
-        self.tie_weights()
-        return self
-
-    def load_state_dict(self, state_dict, strict=True, assign=False):
-        """As nn.Module's, but also takes the Hub's names. Ties the weights again, which `assign` separates."""
-        result = super().load_state_dict(state_dict, strict, assign)
-        self.tie_weights()
-        return result
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
@@ -289,8 +279,8 @@ class CausalLM(HubModule, ABC):
         output_hidden_states: bool = False,
     ) -> Decoded:
         """Runs the decoder on a batch. Arguments as those of `forward`."""
-        batch, length = batch_shape(input_ids, inputs_embeds)
-        layout = row_layout(batch, length, attention_mask, position_ids, cu_seqlens, cache)
+        shape = batch_shape(input_ids, inputs_embeds)
+        layout = row_layout(shape, attention_mask, position_ids, cu_seqlens, cached=cache is not None)
         if layout is not None:
             inputs = input_ids, inputs_embeds, labels, position_ids
             input_ids, inputs_embeds, labels, position_ids = (None if x is None else layout.pack(x) for x in inputs)
@@ -444,43 +434,9 @@ def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for options of the Hub's forward that would have no effect."""
+    """Raises TypeError for options of the Hub's forward that would have no effect, RuntimeError under torch.jit."""
+    if torch.jit.is_tracing():
+        raise RuntimeError("ligermodels: torch.jit.trace is not supported; use torch.compile or torch.export")
     for name, value in options.items():
         if value is not None and (name not in FIXED_OPTIONS or value != FIXED_OPTIONS[name]):
             raise TypeError(f"forward: {name}={value!r} is not supported; leave it out")
-
-
-def hub_offsets(cu_seqlens: Tensor | None, queries: Tensor, keys: Tensor | None) -> Tensor:
-    """cu_seqlens from the arguments of the Hub's collators. Raises ValueError unless there is one for all."""
-    if cu_seqlens is not None or (keys is not None and keys is not queries and not torch.equal(keys, queries)):
-        raise ValueError("forward: cu_seq_lens_q and cu_seq_lens_k must be equal, and replace cu_seqlens")
-    return queries.int()
-
-
-def batch_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
-    """(B, T) of the input. Raises ValueError unless it is given in one of the two forms."""
-    if input_ids is not None and inputs_embeds is None:
-        return (input_ids.shape[0], input_ids.shape[1])
-    if inputs_embeds is not None and input_ids is None:
-        return (inputs_embeds.shape[0], inputs_embeds.shape[1])
-    raise ValueError("forward: pass either input_ids or inputs_embeds")
-
-
-def row_layout(
-    batch: int,
-    length: int,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cache: KVCache | None,
-) -> PackedRows | AlignedRows | None:
-    """How the rows of a batch must be rearranged for the decoder; None if they can stay."""
-    if attention_mask is not None and cu_seqlens is not None:
-        raise ValueError("forward: pass either attention_mask or cu_seqlens; packed documents need no mask")
-    if cache is not None:
-        return None if attention_mask is None else align(attention_mask, length)
-    if attention_mask is not None:
-        return unpad(attention_mask, (batch, length))
-    if position_ids is not None and cu_seqlens is None:
-        return split_at_restarts(position_ids, (batch, length))
-    return None

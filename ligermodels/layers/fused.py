@@ -1,21 +1,26 @@
 """Chooses between a fused autograd node and the unfused operations. No other file makes this choice.
 
-A fused node reads the weights of a plain `nn.Linear`, with or without LoRA. The unfused operations run where the
-projection is another module (float8), has hooks, or has active LoRA dropout. Both paths give the same numbers.
-Must not know what a projection is used for.
+A fused node reads the weights of a plain `nn.Linear`, with or without LoRA, and of our RMSNorm. The unfused operations
+run where a module was replaced (float8, a parametrization), has hooks, a quantised weight, or active LoRA dropout:
+every module is then called, with one tensor. Both paths give the same numbers. Must not know what a projection is used
+for.
 """
 
 from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.kernels.gated_linear import gated_linear
 from ligermodels.kernels.linear import LowRank, low_rank_linear
 from ligermodels.kernels.norm_linear import norm_linear
+from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.rms_norm import add_rms_norm
+from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.layers.lora import LoRALinear
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.norm import PreNorm, RMSNorm
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -29,7 +34,11 @@ class LinearWeights(NamedTuple):
 
 
 def is_intercepted(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's forward: it has hooks, or a forward of its own."""
+    """Whether a call of the module does more than its class's forward.
+
+    It has hooks, or its forward was replaced, as by accelerate's offloading. Hooks of all modules do not count: FLOP
+    counters and profilers set them, and must measure what runs without them.
+    """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
 
@@ -39,13 +48,23 @@ def is_unmodified(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     return type(module) is kind and not is_intercepted(module)
 
 
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight is a tensor subclass that holds other tensors, as torchao's; only its own linear reads it."""
+    return type(weight) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(weight)
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a fused node may read the weights of a module in place of a call."""
+    return is_unmodified(module, nn.Linear) and not is_quantised(module.weight)
+
+
 def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights | None:
     """The weights for a fused node; None if the projection must be called as a module. dtype: of its input."""
-    if is_unmodified(projection, nn.Linear):
+    if is_plain_linear(projection):
         return LinearWeights(projection.weight, projection.bias, None)
     if (
         is_unmodified(projection, LoRALinear)
-        and is_unmodified(projection.base_layer, nn.Linear)
+        and is_plain_linear(projection.base_layer)
         and not projection.dropout_active
     ):
         return LinearWeights(projection.base_layer.weight, projection.base_layer.bias, projection.low_rank(dtype))
@@ -60,8 +79,16 @@ def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:
     return low_rank_linear(x, weights.weight, weights.bias, weights.low_rank)
 
 
+def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x, residual [B, T, H] -> (norm(x + residual), x + residual); without a residual, (norm(x), x)."""
+    if residual is not None and is_unmodified(norm, RMSNorm):
+        return add_rms_norm(x, residual, norm.weight, norm.eps, norm.offset)
+    hidden = x if residual is None else x + residual
+    return norm(hidden), hidden
+
+
 def norm_then_linear(
-    norm: RMSNorm | None, projection: nn.Module, x: Tensor, residual: Tensor | None
+    norm: PreNorm | None, projection: nn.Module, x: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """x, residual [B, T, H] -> (projection(norm(x + residual)) [B, T, N], x + residual).
 
@@ -70,12 +97,31 @@ def norm_then_linear(
     if norm is None:
         hidden = x if residual is None else x + residual
         return apply_linear(projection, hidden), hidden
-    weights = fusible_weights(projection, x.dtype)
-    if weights is not None and type(norm) is RMSNorm:
+    module, weights = norm.module, fusible_weights(projection, x.dtype)
+    if weights is not None and is_unmodified(module, RMSNorm):
         weight, bias, low_rank = weights
-        return norm_linear(x, residual, norm.weight, weight, bias, norm.eps, norm.offset, low_rank)
-    normed, hidden = norm(x, residual)
-    return projection(normed), hidden
+        return norm_linear(x, residual, module.weight, weight, bias, module.eps, module.offset, low_rank)
+    normed, hidden = add_then_norm(module, x, residual)
+    return apply_linear(projection, normed), hidden
+
+
+def qk_norm_then_rope(
+    q_norm: nn.Module, k_norm: nn.Module, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
+    whole_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Packed qkv [B, T, (Hq + 2 Hkv) D] -> normed and rotated q [B, T, Hq, D] and k [B, T, Hkv, D], and v.
+
+    whole_rows: the norms are over all heads of a token together, not over each head.
+    """
+    if is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
+        weights = q_norm.weight, k_norm.weight
+        return qk_norm_rope(qkv, *weights, cos, sin, num_heads, num_kv_heads, q_norm.eps, q_norm.offset)
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
+    if whole_rows:
+        q, k = q_norm(q.flatten(2)), k_norm(k.flatten(2))
+    else:
+        q, k = q_norm(q).flatten(2), k_norm(k).flatten(2)
+    return rope_(torch.cat([q, k, v.flatten(2)], -1), cos, sin, num_heads, num_kv_heads)
 
 
 def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:

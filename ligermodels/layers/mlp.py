@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.layers.fused import gated_activation_then_linear, norm_then_linear
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.norm import PreNorm
 
 
 class GatedMLP(nn.Module):
@@ -21,7 +21,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * intermediate, bias=bias)
         self.down_proj = nn.Linear(intermediate, config.hidden_size, bias=bias)
 
-    def forward(self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, None]:
+    def forward(self, norm: PreNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, None]:
         """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual [B, T, H], no router logits).
 
         The layer reads norm(x + residual), or x + residual if norm is None.

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.kernels.experts import experts, route
+from ligermodels.layers.fused import add_then_norm, is_intercepted
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.norm import PreNorm
 
 
 class Experts(nn.Module):
@@ -49,8 +50,13 @@ class LoRAExperts(nn.Module):
         self.train(base_layer.training)
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
-        """As Experts: x [tokens, H], expert_index and expert_weight [tokens, k] -> [tokens, H]."""
+        """As Experts: x [tokens, H], expert_index and expert_weight [tokens, k] -> [tokens, H].
+
+        Raises RuntimeError if a part has hooks, which one node for all experts cannot call.
+        """
         base = self.base_layer
+        if any(map(is_intercepted, (base, self.gate_up_proj, self.down_proj))):
+            raise RuntimeError("LoRA of experts: hooks on its parts are not supported; hook the LoRAExperts module")
         return experts(
             x, expert_index, expert_weight, base.gate_up_proj, base.down_proj, base.activation,
             self.gate_up_proj.low_rank(x.dtype), self.down_proj.low_rank(x.dtype),
@@ -83,9 +89,9 @@ class MoE(nn.Module):
             self.shared_expert = GatedMLP(config, intermediate_size=shared_intermediate_size)
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, norm: PreNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual, router logits [B T, E])."""
-        normed, residual = norm(x, residual)  # not fused with a linear: router and experts both read it
+        normed, residual = add_then_norm(norm.module, x, residual)  # router and experts both read it
         tokens = normed.flatten(0, -2)
         router_logits = self.gate(tokens)
         expert_weight, expert_index = route(router_logits, self.experts_per_token, self.normalize)

@@ -1,10 +1,12 @@
-"""RMSNorm with the residual addition fused in. Must not know any family."""
+"""RMSNorm. `layers/fused.py` fuses it with what comes before and after. Must not know any family."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
+from ligermodels.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -16,14 +18,23 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x, residual [..., H] -> (norm(x + residual), x + residual); without a residual, (norm(x), x)."""
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps, self.offset), x
-        return add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> the same shape and dtype."""
+        return rms_norm(x, self.weight, self.eps, self.offset)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
+
+
+@dataclass(frozen=True)
+class PreNorm:
+    """The norm of a layer's input, passed to the layer, which fuses it with its first projection.
+
+    Not the module itself: tools that move the arguments of every call to a device, such as accelerate's offloading,
+    would move a module, whose weights they may have taken away.
+    """
+
+    module: nn.Module
 
 
 def hidden_norm(config: Config) -> RMSNorm:

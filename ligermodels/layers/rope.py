@@ -42,7 +42,7 @@ class RotaryEmbedding(nn.Module):
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
         """The frequencies [R / 2] for a call with these positions."""
-        return self.inv_freq
+        return self.inv_freq.to(position_ids.device)  # on the CPU while the model is on the meta device
 
     @torch.no_grad()
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class LongRotaryEmbedding(RotaryEmbedding):
     """LongRoPE: if any position of a call is beyond the trained length, the long factors apply to all of them."""
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
-        short, long = self.inv_freq
+        short, long = self.inv_freq.to(position_ids.device)
         trained = self.rope.original_max_position_embeddings or self.max_position_embeddings
         return torch.where(position_ids.max() < trained, short, long)
 

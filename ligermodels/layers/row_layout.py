@@ -60,6 +60,48 @@ class AlignedRows:
         return self.order.reshape(*self.order.shape, *[1] * (rows.ndim - 2)).expand_as(rows)
 
 
+def hub_offsets(cu_seqlens: Tensor | None, queries: Tensor, keys: Tensor | None) -> Tensor:
+    """cu_seqlens from the arguments of the Hub's collators. Raises ValueError unless there is one for all."""
+    if cu_seqlens is not None or (keys is not None and keys is not queries and not torch.equal(keys, queries)):
+        raise ValueError("forward: cu_seq_lens_q and cu_seq_lens_k must be equal, and replace cu_seqlens")
+    return queries.int()
+
+
+def batch_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+    """(B, T) of the input. Raises ValueError unless it is given in one of the two forms."""
+    given = [x for x in (input_ids, inputs_embeds) if x is not None]
+    if len(given) != 1:
+        raise ValueError("forward: pass either input_ids or inputs_embeds")
+    return given[0].shape[0], given[0].shape[1]
+
+
+def row_layout(
+    shape: tuple[int, int],
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    cached: bool,
+) -> PackedRows | AlignedRows | None:
+    """How the rows of a batch of this shape must be rearranged for the decoder; None if they can stay.
+
+    cached: there is a key-value cache. Other arguments as those of a model's forward.
+    """
+    if attention_mask is not None and cu_seqlens is not None:
+        raise ValueError("forward: pass either attention_mask or cu_seqlens; packed documents need no mask")
+    if cached and attention_mask is not None:
+        if position_ids is not None:
+            raise ValueError("forward: with a cache pass either attention_mask, which gives positions, or position_ids")
+        return align(attention_mask, shape)
+    if cached:
+        return None
+    if attention_mask is not None:
+        return unpad(attention_mask, shape)
+    if position_ids is not None and cu_seqlens is None:
+        return split_at_restarts(position_ids, shape)
+    return None
+
+
 def unpad(attention_mask: Tensor, shape: tuple[int, int]) -> PackedRows | None:
     """Every row's tokens as a document; None if there is no padding. Reads the mask on the host.
 
@@ -70,12 +112,14 @@ def unpad(attention_mask: Tensor, shape: tuple[int, int]) -> PackedRows | None:
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}; must be that of the input, {list(shape)}"
         )
-    mask = attention_mask.cpu()
+    mask = on_host(attention_mask, "attention_mask")
     if ((mask != 0) & (mask != 1)).any():
         raise ValueError("attention_mask: values must be 1 for tokens and 0 for padding")
     mask = mask.bool()
     if mask.all():
         return None
+    if not mask.any():
+        raise ValueError("attention_mask: the batch has only padding")
     if ((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, :1].sum(1) > 1).any():
         raise ValueError(
             "attention_mask: a row has padding between tokens; padding must be before or after all of them"
@@ -93,7 +137,8 @@ def split_at_restarts(position_ids: Tensor, shape: tuple[int, int]) -> PackedRow
         raise ValueError(
             f"position_ids have shape {list(position_ids.shape)}; must be [batch or 1, length] for input {list(shape)}"
         )
-    starts = position_ids.cpu().diff(prepend=position_ids[:, :1].cpu()).ne(1)
+    positions = on_host(position_ids, "position_ids without cu_seqlens")
+    starts = positions.diff(prepend=positions[:, :1]).ne(1)
     if not starts[:, 1:].any():
         return None
     first = starts.expand(shape).flatten().nonzero()[:, 0]  # each row's first token differs from its predecessor by 0
@@ -102,14 +147,29 @@ def split_at_restarts(position_ids: Tensor, shape: tuple[int, int]) -> PackedRow
     return pack(torch.arange(total), lengths, shape, position_ids.device)
 
 
+def on_host(values: Tensor, name: str) -> Tensor:
+    """A copy on the CPU. Raises ValueError under torch.export, whose programs cannot depend on values."""
+    if torch.compiler.is_exporting():
+        raise ValueError(f"forward: {name} cannot be exported, because its values decide about the program")
+    return values.cpu()
+
+
 def pack(indices: Tensor, lengths: Tensor, shape: tuple[int, int], device: torch.device) -> PackedRows:
     """PackedRows on `device`, of tokens at `indices` and documents of `lengths`, both on the host."""
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
-    longest = int(lengths.max()) if len(lengths) else 0
-    return PackedRows(indices.to(device), shape, offsets.to(device), longest)
+    return PackedRows(indices.to(device), shape, offsets.to(device), int(lengths.max()))
 
 
-def align(attention_mask: Tensor, length: int) -> AlignedRows:
-    """Moves padding to the end of the last `length` columns of a mask [B, S], without waiting for the device."""
+def align(attention_mask: Tensor, shape: tuple[int, int]) -> AlignedRows:
+    """Moves padding to the end of the last T columns of a mask [B, S], for input of shape (B, T).
+
+    Raises ValueError for any other shape. Values are not checked, so that the host does not wait for the device.
+    """
+    batch, length = shape
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; with a cache it must be [{batch}, S], with S the"
+            f" tokens so far, at least {length}"
+        )
     tokens = attention_mask[:, -length:].bool()
     return AlignedRows(torch.argsort(~tokens, dim=1, stable=True), (~tokens).sum(1))

@@ -3,8 +3,9 @@
 Knows configurations and weight rules; must not know layers or architectures, which derive from these classes.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 class HubModule(nn.Module):
     """A model whose weights are stored as a Hub checkpoint.
 
-    `state_dict` has a tied parameter once, under its first name. `load_state_dict` takes that, both names, or the Hub's
-    names and shapes.
+    `state_dict` has a tied parameter once, under its first name. `load_state_dict` takes any of its names, or the Hub's
+    names and shapes. Tied parameters stay tied under both, with `assign` too, and under `to_empty`.
 
     hub_class: written as config.json's `architectures` if the raw configuration has none; the model's name in its repr.
     source: the folder that the model was loaded from, None for a new model.
@@ -47,6 +48,18 @@ class HubModule(nn.Module):
         """The dtype of the first floating-point parameter."""
         return next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
 
+    def _apply(self, fn, recurse=True):
+        """Ties parameters again: to_empty() from the meta device creates a separate one for each name."""
+        ties = tied_names(self)
+        super()._apply(fn, recurse)
+        for name, original in ties.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, self.get_parameter(original))
+        return self
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError("ligermodels: torch.jit.script is not supported; use torch.compile or torch.export")
+
     def weight_rules(self) -> tuple[Rule, ...]:
         """The rules that map parameters to the Hub's tensors; a parameter without a rule has the same name there."""
         return ()
@@ -67,12 +80,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def remove_tied_copies(model: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """A hook of state_dict: safetensors refuses tensors that share memory."""
+    """A hook of state_dict: safetensors refuses tensors that share memory.
+
+    Inside another module, both names stay: wrappers such as FSDP look for every parameter.
+    """
+    if prefix:
+        return
     for name in tied_names(model):
         state_dict.pop(prefix + name, None)
 
 
-def accept_hub_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def accept_hub_names(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
     """A hook of load_state_dict: packs tensors with the Hub's names, and completes tied parameters."""
     assert isinstance(model, HubModule)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -81,8 +101,13 @@ def accept_hub_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, 
             if pack_state_dict(state_dict, prefix, plan_pieces(shapes, rules)):
                 break
     for name, original in tied_names(model).items():
-        if prefix + original in state_dict:
-            state_dict.setdefault(prefix + name, state_dict[prefix + original])
+        tied = prefix + original, prefix + name
+        value = next((state_dict[key] for key in tied if key in state_dict), None)
+        if value is None:
+            continue
+        if local_metadata.get("assign_to_params_buffers") and not isinstance(value, nn.Parameter):
+            value = nn.Parameter(value)  # one for both names
+        state_dict.update(dict.fromkeys(tied, value))
 
 
 def pack_state_dict(state_dict: dict[str, Any], prefix: str, pieces: list[Piece]) -> bool:

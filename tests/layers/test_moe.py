@@ -10,7 +10,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 import ligermodels
 from ligermodels.configs.base import Config
 from ligermodels.layers.moe import MoE, load_balancing_loss
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.norm import PreNorm, RMSNorm
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.reference_model import labels_of, tokens
@@ -75,11 +75,11 @@ def test_output_and_gradients_equal_those_of_the_reference_implementation(block,
     moe, norm = build(normalize, shared)
     theirs = block(moe)
     x, residual = (torch.randn(2, 5, HIDDEN, device=DEVICE, requires_grad=True) for _ in range(2))
-    out, stream, router_logits = moe(norm, x, residual)
-    expected = theirs(norm(x, residual)[0])
+    out, stream, router_logits = moe(PreNorm(norm), x, residual)
+    expected = theirs(norm(x + residual))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(stream, x + residual)
-    torch.testing.assert_close(router_logits, moe.gate(norm(x, residual)[0]).flatten(0, 1))
+    torch.testing.assert_close(router_logits, moe.gate(norm(x + residual)).flatten(0, 1))
     names = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
     ours, reference = ([dict(m.named_parameters())[name] for name in names] for m in (moe, theirs))
     got, wanted = gradients([out], [x, residual, *ours]), gradients([expected], [x, residual, *reference])
@@ -92,8 +92,8 @@ def test_activation_checkpointing_gives_bit_identical_gradients():
     moe, norm = build(normalize=True, shared=True)
     x, residual = (torch.randn(1, 5, HIDDEN, device=DEVICE, requires_grad=True) for _ in range(2))
     leaves = [x, residual, *norm.parameters(), *moe.parameters()]
-    plain = gradients(moe(norm, x, residual), leaves)
-    recomputed = gradients(checkpoint(moe, norm, x, residual, use_reentrant=False), leaves)
+    plain = gradients(moe(PreNorm(norm), x, residual), leaves)
+    recomputed = gradients(checkpoint(moe, PreNorm(norm), x, residual, use_reentrant=False), leaves)
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
@@ -104,7 +104,7 @@ def test_the_layer_compiles_to_one_graph_with_equal_gradients():
     leaves = [x, *norm.parameters(), *moe.parameters()]
 
     def step(x):
-        out, residual, router_logits = moe(norm, x, None)
+        out, residual, router_logits = moe(PreNorm(norm), x, None)
         return out + residual, load_balancing_loss((router_logits,), PER_TOKEN)
 
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
