@@ -16,6 +16,7 @@ from ligermodels.kernels.linear import Columns
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.moe import Experts, LoRAExperts, MoE
+from ligermodels.layers.packed import PackedLinear, PackedPart
 from ligermodels.weights.adapter_config import matches_suffix
 from ligermodels.weights.adapters import LoRASettings, Packed
 from ligermodels.weights.mapping import Rule, pieces_of, plan_pieces
@@ -91,8 +92,10 @@ def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Pa
     """The linears of the blocks whose names end in `_proj`; the names of routers do not."""
     found = {}
     for name, module in model.get_submodule(BLOCKS).named_modules(prefix=BLOCKS):
-        if name.endswith("_proj") and isinstance(module, nn.Linear | LoRALinear):
+        if name.endswith("_proj") and isinstance(module, nn.Linear | PackedLinear | LoRALinear):
             base = module.base_layer if isinstance(module, LoRALinear) else module
+            if isinstance(base, PackedPart) or base.weight is None:
+                continue  # a packed linear has the weight, or its parts have it
             pieces = pieces_of(f"{name}.weight", tuple(base.weight.shape), rules)
             columns = {p.tensor.removesuffix(".weight"): (p.index[0].start, p.index[0].stop) for p in pieces}
             found[name] = Packed(base.in_features, columns)
