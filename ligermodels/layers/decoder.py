@@ -25,7 +25,7 @@ from ligermodels.layers.block import Block
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
-from ligermodels.layers.packed import is_intercepted, name_parts, put_together
+from ligermodels.layers.packed import is_intercepted, name_parts, put_together, take_apart_trained
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.layers.row_layout import AlignedRows, PackedRows, align, split_at_restarts, unpad
 from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
@@ -140,6 +140,7 @@ class CausalLM(HubModule, ABC):
     accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch,
     loss_type = "ForCausalLM"  # and counts the labels that are targets
     is_gradient_checkpointing = False  # PEFT need not make embeddings require gradients: ours is not reentrant
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}  # PEFT reads it with the config
     Config: ClassVar[type[AnyConfig]] = AnyConfig
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
 
@@ -154,8 +155,8 @@ class CausalLM(HubModule, ABC):
         """Raises InputError if the head is given an adapter: PEFT's "all-linear" would give it one."""
         if name == "lm_head" and hasattr(value, "base_layer"):
             raise InputError(
-                "lm_head cannot have an adapter, which PEFT's 'all-linear' adds to it: set exclude_modules=['lm_head']; "
-                "modules_to_save=['lm_head'] trains it as a whole"
+                "lm_head cannot have an adapter, which PEFT's 'all-linear' includes: set exclude_modules=['lm_head'], "
+                "or train it as a whole, with modules_to_save=['lm_head']"
             )
         super().__setattr__(name, value)
 
@@ -168,7 +169,9 @@ class CausalLM(HubModule, ABC):
 
     @peft_config.setter
     def peft_config(self, configs: dict[str, Any]) -> None:
+        """PEFT has added adapters: what is trained of packed linears (biases) gets the Hub's names, too."""
         self._peft_config = configs
+        take_apart_trained(self)
 
     @peft_config.deleter
     def peft_config(self) -> None:

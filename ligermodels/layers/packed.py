@@ -12,7 +12,7 @@ Must not know what a projection is used for, or which tools there are.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self, TypeGuard, TypeVar, cast
 
 import torch
@@ -61,8 +61,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, parent: PackingModule, rows: dict[str, slice]) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.register_parameter("weight", linear.weight)
-        self.register_parameter("bias", linear.bias)
+        self.weight, self.bias = linear.weight, linear.bias
         self.rows = rows
         self._parent = (parent,)  # a tuple, because a module assigned to a module becomes its child
 
@@ -113,17 +112,24 @@ class PackedLinear(nn.Module):
 
     @torch.no_grad()
     def put_together(self) -> None:
-        """Undoes `take_apart`, if all parts are ordinary linears again, alike in dtype, device and requires_grad."""
+        """Undoes `take_apart`, if all parts are ordinary linears again whose parameters can be one."""
         parts = [part for part in self.parts if is_unmodified(part, nn.Linear)]
         if self.weight is not None or len(parts) < len(self.rows):
             return
-        if not alike([part.weight for part in parts]) or not alike([part.bias for part in parts]):
+        try:
+            weight, bias = concatenate([part.weight for part in parts]), concatenate([part.bias for part in parts])
+        except ValueError:
             return
-        self.weight = concatenate([part.weight for part in parts])
-        self.bias = concatenate([part.bias for part in parts if part.bias is not None])
+        self.weight, self.bias = weight, bias
         for part, rows in zip(parts, self.rows.values(), strict=True):
             part.__class__ = PackedPart
             cast(PackedPart, part).own_nothing(self, rows)
+
+    def as_linear(self) -> nn.Linear:
+        """An `nn.Linear` with the packed parameters, to replace the packed linear as a whole."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        linear.weight, linear.bias = self.weight, self.bias
+        return linear.train(self.training)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, parts={', '.join(self.rows)}"
@@ -197,21 +203,19 @@ def parameter_rows(parameter: nn.Parameter, rows: slice) -> nn.Parameter:
     return part
 
 
-def alike(parameters: list[nn.Parameter | None]) -> bool:
-    """Whether plain parameters, or absent ones, agree in everything but their rows."""
-    return 1 == len(
-        {
-            None if p is None else (type(p), p.dtype, p.device, p.requires_grad, p.grad is None, p.shape[1:])
-            for p in parameters
-        }
-    )
+def concatenate(parameters: Sequence[Tensor | None]) -> nn.Parameter | None:
+    """One parameter with the rows of all; None of absent ones.
 
-
-def concatenate(parameters: list[nn.Parameter]) -> nn.Parameter | None:
-    """One parameter with the rows of all; None of none."""
-    if not parameters:
+    Raises ValueError if they differ in dtype, device or requires_grad, have gradients, or are not plain parameters.
+    """
+    present = [parameter for parameter in parameters if parameter is not None]
+    if not present and parameters:
         return None
-    return nn.Parameter(torch.cat(parameters), parameters[0].requires_grad)
+    kinds = {(p.dtype, p.device, p.requires_grad, p.shape[1:]) for p in present}
+    plain = all(type(p) is nn.Parameter and p.grad is None for p in present)
+    if len(kinds) != 1 or not plain or len(present) < len(parameters):
+        raise ValueError("the parameters cannot be one")
+    return nn.Parameter(torch.cat(present), present[0].requires_grad)
 
 
 def name_parts(model: nn.Module, rules: Iterable[Rule]) -> None:
@@ -232,6 +236,13 @@ def add_parts(parent: PackingModule, name: str, rows: dict[str, slice]) -> None:
     setattr(parent, name, packed)
     for part, its_rows in rows.items():
         setattr(parent, part, PackedPart(packed, its_rows))
+
+
+def take_apart_trained(model: nn.Module) -> None:
+    """Takes those packed linears apart of which a parameter is trained."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear) and any(parameter.requires_grad for parameter in module.parameters()):
+            module.take_apart()
 
 
 def put_together(model: nn.Module) -> None:
