@@ -60,7 +60,7 @@ def load(
     """
     wanted = None if dtype is None else float_dtype(dtype)
     folder = resolve(name_or_folder, revision=revision, token=token)
-    return load_folder(folder, read_config(folder), dtype, device, allow_unexpected)
+    return load_folder(folder, read_config(folder), wanted, device, allow_unexpected)
 
 
 def load_folder(
@@ -75,7 +75,7 @@ def load_folder(
     architecture, config = select_architecture(raw, folder / CONFIG_FILE)
     checkpoint = open_checkpoint(folder)
     refuse_layers_without_tensors(config, checkpoint)
-    model = build_on_meta(architecture, config).to(wanted or checkpoint_dtype(raw, checkpoint))
+    model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
     plan = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
     fill_weights(model.to_empty(device=device), plan)
     model.source, model.generation_config = folder, generation_config

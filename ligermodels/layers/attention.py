@@ -12,6 +12,7 @@ from ligermodels.kernels.attention import attention
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
 from ligermodels.layers.norm import PreNorm, RMSNorm
+from ligermodels.layers.packed import PackingModule
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Positions:
     max_seqlen: int | None = None
 
 
-class Attention(nn.Module):
+class Attention(PackingModule):
     """Grouped-query attention (GQA) with RoPE.
 
     Weights: qkv_proj [(Hq + 2 Hkv) D, H], the rows of all query heads first, then all keys, then all values;

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
+from ligermodels.errors import InputError
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.kernels.attention import document_ids
@@ -21,10 +22,11 @@ from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
-from ligermodels.layers.fused import add_then_norm, is_intercepted, is_quantised
+from ligermodels.layers.fused import add_then_norm, is_quantised
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
+from ligermodels.layers.packed import is_intercepted, name_parts, put_together, take_apart_trained
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.layers.row_layout import AlignedRows, PackedRows, batch_shape, hub_offsets, row_layout
 from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
@@ -159,6 +161,8 @@ class CausalLM(HubModule, ABC):
 
     accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch,
     loss_type = "ForCausalLM"  # and counts the labels that are targets
+    is_gradient_checkpointing = False  # PEFT need not make embeddings require gradients: ours is not reentrant
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}  # PEFT reads it with the config
     Config: ClassVar[type[AnyConfig]] = AnyConfig
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
 
@@ -167,11 +171,41 @@ class CausalLM(HubModule, ABC):
         self.model = Decoder(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
+        name_parts(self, self.weight_rules())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises InputError if the head is given an adapter: PEFT's "all-linear" would give it one."""
+        if name == "lm_head" and hasattr(value, "base_layer"):
+            raise InputError(
+                "lm_head cannot have an adapter, which PEFT's 'all-linear' includes: set exclude_modules=['lm_head'], "
+                "or train it as a whole, with modules_to_save=['lm_head']"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """The configurations of PEFT's adapters, by their names, while the model has adapters."""
+        if "_peft_config" not in vars(self):
+            raise AttributeError("peft_config")
+        return vars(self)["_peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, configs: dict[str, Any]) -> None:
+        """PEFT has added adapters: what is trained of packed linears (biases) gets the Hub's names, too."""
+        self._peft_config = configs
+        take_apart_trained(self)
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        """PEFT has merged or removed its adapters: the linears that it took apart are packed again."""
+        del self._peft_config
+        put_together(self)
 
     def tie_weights(self) -> None:
-        """Makes head and embedding one parameter, if the config ties them."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        """Makes head and embedding one parameter, if the config ties them and neither was wrapped or replaced."""
+        embedding, head = self.model.embed_tokens, self.lm_head
+        if self.config.tie_word_embeddings and isinstance(embedding, nn.Embedding) and isinstance(head, LMHead):
+            head.weight = embedding.weight
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
@@ -185,6 +219,10 @@ class CausalLM(HubModule, ABC):
 
     def set_output_embeddings(self, head: nn.Module) -> None:
         self.lm_head = cast(LMHead, head)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **inputs: Any) -> dict[str, Any]:
+        """The arguments of `forward`; a method that PEFT expects of causal language models."""
+        return {"input_ids": input_ids} | inputs
 
     @abstractmethod
     def layer(self, config: Any, index: int) -> Block:

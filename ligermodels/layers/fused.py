@@ -1,12 +1,12 @@
 """Chooses between a fused autograd node and the unfused operations. No other file makes this choice.
 
-A fused node reads the weights of a plain `nn.Linear`, with or without LoRA, and of our RMSNorm. The unfused operations
-run where a module was replaced (float8, a parametrization), has hooks, a quantised weight, or active LoRA dropout:
-every module is then called, with one tensor. Both paths give the same numbers. Must not know what a projection is used
-for.
+A fused node reads the weights of a plain `nn.Linear` or a whole `PackedLinear`, with or without LoRA, and of our
+RMSNorm. The unfused operations run where a module was replaced (float8, PEFT, a parametrization), has hooks, has been
+taken apart, has a quantised weight, or has active LoRA dropout: every module is then called, with one tensor. Both
+paths give the same numbers. Must not know what a projection is used for.
 """
 
-from typing import NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from ligermodels.kernels.rms_norm import add_rms_norm
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.norm import PreNorm, RMSNorm
-
-Kind = TypeVar("Kind", bound=nn.Module)
+from ligermodels.layers.packed import PackedLinear, is_unmodified
 
 
 class LinearWeights(NamedTuple):
@@ -33,19 +32,10 @@ class LinearWeights(NamedTuple):
     low_rank: LowRank | None
 
 
-def is_intercepted(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's forward.
-
-    It has hooks, or its forward was replaced, as by accelerate's offloading. Hooks of all modules do not count: FLOP
-    counters and profilers set them, and must measure what runs without them.
-    """
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in vars(module)
-
-
-def is_unmodified(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Whether a module is exactly of this class, not of a subclass, and nothing intercepts its calls."""
-    return type(module) is kind and not is_intercepted(module)
+def is_plain(projection: nn.Module) -> TypeGuard[nn.Linear | PackedLinear]:
+    """Whether a projection does nothing but a product with its weight, of which it may have given parts a name."""
+    whole = is_unmodified(projection, nn.Linear) or (is_unmodified(projection, PackedLinear) and projection.is_whole)
+    return whole and not is_quantised(projection.weight)
 
 
 def is_quantised(weight: Tensor) -> bool:
@@ -53,20 +43,11 @@ def is_quantised(weight: Tensor) -> bool:
     return type(weight) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(weight)
 
 
-def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a fused node may read the weights of a module in place of a call."""
-    return is_unmodified(module, nn.Linear) and not is_quantised(module.weight)
-
-
 def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights | None:
     """The weights for a fused node; None if the projection must be called as a module. dtype: of its input."""
-    if is_plain_linear(projection):
+    if is_plain(projection):
         return LinearWeights(projection.weight, projection.bias, None)
-    if (
-        is_unmodified(projection, LoRALinear)
-        and is_plain_linear(projection.base_layer)
-        and not projection.dropout_active
-    ):
+    if is_unmodified(projection, LoRALinear) and is_plain(projection.base_layer) and not projection.dropout_active:
         return LinearWeights(projection.base_layer.weight, projection.base_layer.bias, projection.low_rank(dtype))
     return None
 

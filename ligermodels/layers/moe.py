@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.kernels.experts import experts, route
-from ligermodels.layers.fused import add_then_norm, is_intercepted
+from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import PreNorm
+from ligermodels.layers.packed import is_intercepted
 
 
 class Experts(nn.Module):
