@@ -138,7 +138,8 @@ COMPARISONS = {
     ),
     "add_rms_norm": Comparison(
         NORM_SHAPES, draw_norm("x", "residual", "weight"), add_rms_norm_by_pytorch,
-        liger_function("liger_fused_add_rms_norm", EPS), lambda x, residual, weight: ops.add_rms_norm(x, residual, weight, EPS),
+        liger_function("liger_fused_add_rms_norm", EPS),
+        lambda x, residual, weight: ops.add_rms_norm(x, residual, weight, EPS),
     ),
     "layer_norm": Comparison(
         NORM_SHAPES, draw_norm("x", "weight", "bias"),
