@@ -139,11 +139,11 @@ def _forward(columns: int, bias: bool, device: torch.device) -> tuple[Launcher, 
 
 
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(*x.shape)
-    columns = x.shape[-1]
+    *batch, columns = shape = x.shape
+    y = x.new_empty(*shape)
     check_weights("layer_norm", columns, weight, bias)
     launch, tile_rows = _forward(columns, bias is not None, x.device)
-    stats = x.new_empty(2, *x.shape[:-1], dtype=torch.float32)
+    stats = x.new_empty(2, *batch, dtype=torch.float32)
     x, x_stride = as_rows_with_stride(x, columns)
     rows = x.numel() // columns
     if rows:

@@ -3,8 +3,8 @@
 Backward, with g = dy * (w + offset) and n = h * rstd:
     dh = rstd * (g - n * mean(g * n)) + (the gradient that reaches h on the residual stream)
     dw = Σ_rows dy * n
-x, residual, y [..., N] any float dtype, w [N], rstd [...] fp32; sums in fp32, one rounding at the end. The norm reads
-h after it was rounded to the stored dtype, so that backward recomputes exactly what forward used. offset is 1 for
+x, residual, y [..., N] any float dtype, w [N], rstd [..., 1] fp32; sums in fp32, one rounding at the end. The norm
+reads h after it was rounded to the stored dtype, so that backward recomputes exactly what forward used. offset is 1 for
 Gemma, 0 elsewhere. Without a weight, w + offset is 1.
 Moves 2 M N elements forward, 3 M N backward (4 and 4 with the residual): bound by memory bandwidth.
 Maths: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
@@ -177,18 +177,19 @@ def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, hidden, rstd); y is in `dtype`, or in the dtype of the sum. Without a residual, hidden is y itself."""
-    add, columns = residual is not None, x.shape[-1]
+    *batch, columns = shape = x.shape
+    add = residual is not None
     check_weights("rms_norm", columns, weight)
-    if residual is not None and residual.shape != x.shape:
+    if residual is not None and residual.shape != shape:
         raise ValueError(
             f"add_rms_norm: x has shape {list(x.shape)}, residual {list(residual.shape)}; they must be equal"
         )
     wide = x.dtype if residual is None else promoted_dtype(x, residual)
-    y = x.new_empty(*x.shape, dtype=dtype or wide)
-    hidden = y if residual is None else x.new_empty(*x.shape, dtype=wide)
+    y = x.new_empty(*shape, dtype=dtype or wide)
+    hidden = y if residual is None else x.new_empty(*shape, dtype=wide)
     scale = weight is not None
     launch, tile_rows = _forward(columns, add, scale, x.device)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    rstd = x.new_empty(*batch, 1, dtype=torch.float32)
     x, x_stride = as_rows_with_stride(x, columns)
     residual, residual_stride = (x, x_stride) if residual is None else as_rows_with_stride(residual, columns)
     weight = x if weight is None else weight.contiguous()
@@ -263,7 +264,7 @@ def _launch_backward(
 
 
 def _fake_rms_norm(x, weight, eps, offset, dtype=None):
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
 
 
 def _fake_add_rms_norm(x, residual, weight, eps, offset, dtype=None):
