@@ -90,8 +90,11 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """config.json as it was read, with the present values of the fields and the defaults that it omits."""
-        fields = {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
-        return copy.deepcopy(dict(self.raw) | fields)
+        return copy.deepcopy(dict(self.raw) | self.present_values())
+
+    def present_values(self) -> dict[str, Any]:
+        """The fields of config.json as they are now."""
+        return {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
 
     def to_json_string(self) -> str:
         """`to_dict` as JSON, for loggers that record a model's configuration."""
