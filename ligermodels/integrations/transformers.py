@@ -34,7 +34,7 @@ from ligermodels.layers.row_layout import batch_shape, hub_offsets
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE, read_config
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
-from ligermodels.weights.module import accept_hub_names, remove_tied_copies
+from ligermodels.weights.module import accept_hub_names, pack_some, remove_tied_copies
 
 # Fields of a configuration that say nothing about the model: they change whenever one is made.
 BOOKKEEPING = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
@@ -272,7 +272,9 @@ class TransformersModel(PreTrainedModel, GenerationMixin):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, but also takes the Hub's names."""
+        """As nn.Module's, but also takes the Hub's names; if not strict, also some of them, of any part of a model."""
+        if not strict:
+            pack_some(self.bare, state_dict := dict(state_dict))
         result = super().load_state_dict(state_dict, strict, assign)
         self.bare.tie_weights()
         return result
@@ -430,9 +432,9 @@ def unregister_models() -> None:
         AutoModelForCausalLM._model_mapping._extra_content.pop(model_class.config_class, None)
 
 
-def accept_names_of_bare(model: TransformersModel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def accept_names_of_bare(model: TransformersModel, *arguments: Any) -> None:
     """A hook of load_state_dict: `accept_hub_names` of the bare model."""
-    accept_hub_names(model.bare, state_dict, prefix)
+    accept_hub_names(model.bare, *arguments)
 
 
 def single_device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> torch.device:

@@ -113,6 +113,21 @@ def accept_hub_names(
         state_dict.update(dict.fromkeys(tied, value))
 
 
+def pack_some(model: HubModule, state_dict: dict[str, Any]) -> None:
+    """Packs some of the Hub's tensors, as one file of several holds; the rest of a parameter keeps its values."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for rules in (model.weight_rules(), *model.other_weight_rules()):
+        pieces = plan_pieces(shapes, rules)
+        if {piece.tensor for piece in pieces} >= state_dict.keys():
+            found = {piece.parameter for piece in pieces if piece.tensor in state_dict}
+            pieces = [piece for piece in pieces if piece.parameter in found]
+            for piece in pieces:
+                present = model.get_parameter(piece.parameter).detach()[piece.index].reshape(piece.shape)
+                state_dict.setdefault(piece.tensor, present)
+            pack_state_dict(state_dict, "", pieces)
+            break
+
+
 def pack_state_dict(state_dict: dict[str, Any], prefix: str, pieces: list[Piece]) -> bool:
     """Replaces the tensors of `pieces` by the parameters that they fill, if all of them are there with their shapes."""
     stored = [state_dict.get(prefix + piece.tensor) for piece in pieces]

@@ -172,3 +172,14 @@ def test_the_saved_weights_of_a_bare_model_load_into_one(family, folders, tmp_pa
     other = ligermodels.load(folders[family])
     other.load_state_dict(load_file(tmp_path / "saved" / "model.safetensors"))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_run_resumes_from_weights_in_several_files(folders, tmp_path):
+    model = KINDS["face"](folders["qwen2-tied"])
+    train(model, tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    checkpoint = tmp_path / "checkpoint-2"
+    model.save_pretrained(checkpoint, max_shard_size=20_000)
+    assert len(list(checkpoint.glob("*.safetensors"))) > 3 and not (checkpoint / "model.safetensors").exists()
+    resumed = trainer_of(KINDS["face"](folders["qwen2-tied"]), tmp_path, max_steps=2)
+    resumed.train(resume_from_checkpoint=str(checkpoint))  # nothing is left to do
+    assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), model.parameters(), strict=True))
