@@ -26,7 +26,7 @@ from ligermodels.layers.fused import add_then_norm, is_quantised
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
-from ligermodels.layers.packed import is_intercepted, name_parts, put_together, take_apart_trained
+from ligermodels.layers.packed import AdaptableModule, is_intercepted, name_parts
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.layers.row_layout import AlignedRows, PackedRows, batch_shape, hub_offsets, row_layout
 from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
@@ -156,7 +156,7 @@ class LMHead(nn.Linear):
         return linear_cross_entropy(input, self.weight, targets, **options)
 
 
-class CausalLM(HubModule, ABC):
+class CausalLM(AdaptableModule, HubModule, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
     accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch,
@@ -181,25 +181,6 @@ class CausalLM(HubModule, ABC):
                 "or train it as a whole, with modules_to_save=['lm_head']"
             )
         super().__setattr__(name, value)
-
-    @property
-    def peft_config(self) -> dict[str, Any]:
-        """The configurations of PEFT's adapters, by their names, while the model has adapters."""
-        if "_peft_config" not in vars(self):
-            raise AttributeError("peft_config")
-        return vars(self)["_peft_config"]
-
-    @peft_config.setter
-    def peft_config(self, configs: dict[str, Any]) -> None:
-        """PEFT has added adapters: what is trained of packed linears (biases) gets the Hub's names, too."""
-        self._peft_config = configs
-        take_apart_trained(self)
-
-    @peft_config.deleter
-    def peft_config(self) -> None:
-        """PEFT has merged or removed its adapters: the linears that it took apart are packed again."""
-        del self._peft_config
-        put_together(self)
 
     def tie_weights(self) -> None:
         """Makes head and embedding one parameter, if the config ties them and neither was wrapped or replaced."""
