@@ -137,7 +137,7 @@ def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
         (["--model", "qwen2", "--steps", "5", "--profile", "6"], ["--profile 6: the run has 5 steps"]),
         (["--resume", "run", "--config", "x.toml"], ["leave out --config and --output"]),
         (["--resume", "run", "--output", "other"], ["leave out --config and --output"]),
-        (["--resume", "no-run"], ["no-run/train.toml: cannot be read: No such file"]),
+        (["--resume", "no-run"], ["no-run/train.toml: is missing: there is no run to resume; start one with --output"]),
     ],
 )
 def test_an_invalid_flag_is_refused_with_its_name_value_and_rule(argv, words):

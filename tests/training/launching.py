@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import ligermodels.cli  # noqa: F401  all that a run imports, once for all runs
 from ligermodels.training.data import embedded
+from ligermodels.training.reporting.metrics import read_metrics
 
 loop = importlib.import_module("ligermodels.training.loop")
 ROOT = Path(__file__).parents[2]
@@ -134,7 +135,7 @@ def losses(folder):
 
 
 def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder / "metrics.jsonl")
 
 
 def weights(folder):

@@ -9,7 +9,6 @@ Knows files and tensors by name. Must not know models.
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,7 @@ from torch.futures import Future
 
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import DOWNLOAD_AGAIN, open_for_reading, read_header, read_json, safe_file
-from ligermodels.weights.writing import Entry, commit, sync, write_json, write_safetensors
+from ligermodels.weights.writing import Entry, commit, remove_path, sync, write_json, write_safetensors
 
 MANIFEST, RECORD = "manifest.json", "training.json"
 FORMAT = 1
@@ -50,13 +49,13 @@ def remove_checkpoint(checkpoint: Path) -> None:
     """Renames a checkpoint to a temporary name, then removes it: a partly removed one never has a final name."""
     temporary = checkpoint.with_name(checkpoint.name + TEMPORARY)
     checkpoint.rename(temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_path(temporary)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes the temporary folders that killed runs have left."""
+    """Removes the temporary folders that killed runs have left, and whatever else has such a name."""
     for path in folder.glob(f"step-*{TEMPORARY}"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_path(path)
 
 
 class HostCopyPlanner(DefaultSavePlanner):
