@@ -1,19 +1,19 @@
 """The command line. Each command has its own file, which adds its arguments to the parser and calls the library."""
 
+import os
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from ligermodels.cli import export, generate, info, listing, train, verify
 from ligermodels.cli.flags import UNUSABLE_INPUT, Parser
-from ligermodels.errors import InputError, first_line, silence_closed_stdout
+from ligermodels.errors import InputError, exhausted_memory, first_line, print_to_stderr, silence_closed_stdout
 
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2, after one line on stderr, for invalid input."""
+    open_closed_streams()
     try:
         args = build_parser().parse_command(sys.argv[1:] if arguments is None else arguments)
         status = args.run(args)
@@ -21,14 +21,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status or 0
     except InputError as error:
         return report_error(str(error))
-    except torch.OutOfMemoryError as error:
-        return report_error(
-            f"out of memory on the GPU; `ligermodels info` shows what a model needs: {first_line(error)}"
-        )
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         return silence_closed_stdout()
+    except Exception as error:
+        exhausted = exhausted_memory(error)
+        if exhausted:
+            advice = "take a smaller batch, prompt or dtype; `ligermodels info` shows what a model needs"
+            return report_error(f"out of memory on the {exhausted}; {advice}: {first_line(error)}")
+        if isinstance(error, OSError) and not can_print():
+            silence_closed_stdout()
+            return report_error(f"standard output: not written: {error.strerror}; make room there")
+        raise
 
 
 def build_parser() -> Parser:
@@ -42,5 +47,25 @@ def build_parser() -> Parser:
 
 def report_error(message: str) -> int:
     """Prints one line to stderr; returns the exit status for invalid input."""
-    print(f"ligermodels: {message}", file=sys.stderr)
+    print_to_stderr(f"ligermodels: {message}")
     return UNUSABLE_INPUT
+
+
+def open_closed_streams() -> None:
+    """Opens /dev/null in place of standard streams that the caller has closed, as `>&-` does.
+
+    Python has None in their place, and the next file that is opened would get the lowest of their descriptors, with
+    all that libraries print there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def can_print() -> bool:
+    """Whether standard output can be written, with what was printed before."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True

@@ -27,6 +27,7 @@ from ligermodels.weights.writing import Entry, commit, remove_path, sync, write_
 
 MANIFEST, RECORD = "manifest.json", "training.json"
 FORMAT = 1
+RECORD_FIELDS = {"progress": dict, "settings": dict, "ranks": int, "device": str, "optimizer": str, "frozen": dict}
 TEMPORARY = ".tmp"
 STEP = re.compile(r"step-(\d{6,})")
 
@@ -166,14 +167,21 @@ def verified_file(checkpoint: Path, name: str, manifest: Mapping[str, Any]) -> P
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """Returns training.json: progress, settings, format version. Raises CheckpointError."""
+    """Returns training.json: progress, settings, format version. Raises CheckpointError, also for a missing field."""
     file = verified_file(checkpoint, RECORD, read_manifest(checkpoint))
     record = read_json(file)
     if record.get("format") != FORMAT:
         raise CheckpointError(
             f"{file}: format is {record.get('format')!r}, but this version reads {FORMAT}; use that which wrote it"
         )
+    for name, kind in RECORD_FIELDS.items():
+        if type(record.get(name)) is not kind:
+            raise damaged_field(file, name, record.get(name))
     return record
+
+
+def damaged_field(file: Path, name: str, value: Any) -> CheckpointError:
+    return CheckpointError(f"{file}: field {name} is {value!r}, which no run writes; {fallback_hint(file.parent)}")
 
 
 def fallback_hint(checkpoint: Path) -> str:
