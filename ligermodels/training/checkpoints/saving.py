@@ -229,7 +229,7 @@ def read_progress(checkpoint: Path, values: Mapping[str, Any]) -> Progress:
     """The progress stored in a checkpoint. Raises CheckpointError unless it has all fields and is that of its step."""
     for field in dataclasses.fields(Progress):
         value = values.get(field.name)
-        if not isinstance(value, field.type) or isinstance(value, bool) or value < 0:  # type: ignore[arg-type, operator]
+        if not isinstance(value, field.type) or isinstance(value, bool) or value < 0:  # type: ignore[arg-type]
             raise files.damaged_field(checkpoint / files.RECORD, f"progress.{field.name}", value)
     if values.keys() > vars(Progress()).keys() or values["step"] != files.checkpoint_step(checkpoint):
         raise files.damaged_field(checkpoint / files.RECORD, "progress", dict(values))

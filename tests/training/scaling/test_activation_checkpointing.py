@@ -108,9 +108,9 @@ def test_an_out_of_memory_error_ends_the_run_with_the_message_and_other_errors_p
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**58), lambda: bytearray(2**60)], ids=["torch", "Python"])
 def test_host_memory_that_the_system_does_not_give_ends_the_run_with_the_message(allocate, model):
     config = TrainConfig(sequence_length=64)
-    with pytest.raises(InputError, match="^out of host memory") as refused:  # noqa: SIM117
-        with out_of_memory_advice(config, estimator(model), 4, 1, BLOCKS):
-            allocate()
+    advice = out_of_memory_advice(config, estimator(model), 4, 1, BLOCKS)
+    with pytest.raises(InputError, match=r"^out of host memory") as refused, advice:
+        allocate()
     assert "\n" not in str(refused.value)
     assert DEVICE == "cuda" or "--micro-batch-size 2 (" in str(refused.value)
 
