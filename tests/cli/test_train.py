@@ -1,6 +1,7 @@
 """The flags of `ligermodels train`, the settings they make, and the files these are read from and written to."""
 
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -198,6 +199,28 @@ def test_an_invalid_settings_file_is_refused_with_the_file_and_the_key(text, wor
 
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
     assert refusal("--config", str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b'model = "\xff"', "is not TOML: 'utf-8' codec can't decode byte 0xff"),
+        (b"learning_rate = 1e400", "learning_rate is 'inf'; must be a number above 0"),
+        (b"steps = 1e400", "steps is 'inf'; must be a whole number above zero"),
+        (b"steps = " + b"9" * 5000, "is not TOML: "),
+        (b"data = " + b"[" * 100_000 + b"]" * 100_000, "is not TOML: maximum recursion depth exceeded"),
+        (b"\0" * 100, "is not TOML: "),
+    ],
+)
+def test_a_damaged_train_toml_is_refused_with_its_name(content, fault, tmp_path):
+    (tmp_path / "train.toml").write_bytes(content)
+    assert refusal("--resume", str(tmp_path)).startswith(f"{tmp_path}/train.toml: {fault}")
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_train_toml_that_is_no_file_is_refused_without_waiting_for_a_pipe(make, tmp_path):
+    make(tmp_path / "train.toml")
+    assert refusal("--resume", str(tmp_path)) == f"{tmp_path}/train.toml: is not a regular file; replace it by the file"
 
 
 EVERYTHING = [

@@ -8,6 +8,7 @@ Ends with a traceback if anything that was committed is lost, or differs from a 
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ def main():
     args = parser.parse_args()
     memory, begun = Path("/dev/shm"), time.monotonic()
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        outcome = stress(Path(folder), args.kills, args.seed)
+        outcome = stress(Path(folder), args.kills, args.seed, say=lambda outcome: print(outcome, file=sys.stderr))
     print(json.dumps(outcome | {"seconds": round(time.monotonic() - begun)}))
 
 

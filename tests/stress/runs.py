@@ -127,8 +127,11 @@ def files_of(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def stress(folder, kills, seed):
-    """Makes at least this many kills; returns the outcome. Raises AssertionError if anything was lost or differs."""
+def stress(folder, kills, seed, say=lambda outcome: None):
+    """Makes at least this many kills; returns the outcome. Raises AssertionError if anything was lost or differs.
+
+    say: gets the outcome so far after every run.
+    """
     model = ligermodels.create(LLAMA | {"vocab_size": VOCABULARY})
     ligermodels.export(model, folder / "base")
     save_tokenizer(train_tokenizer(vocabulary_texts(), VOCABULARY), folder / "base")
@@ -138,6 +141,8 @@ def stress(folder, kills, seed):
         every = [(kind, n) for kind, total in stressed.operations.items() for n in range(1, total + 1)]
         for kind, number in every if len(every) <= kills // 2 else stressed.chance.sample(every, kills // 2):
             stressed.at_file_operation(kind, number)
+            say(stressed.outcome())
         while (left := kills - sum(stressed.kills.values())) > 0:
             stressed.at_random_moments(min(3, left))
+            say(stressed.outcome())
         return stressed.outcome()
