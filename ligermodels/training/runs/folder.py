@@ -99,5 +99,9 @@ def new_folder(wanted: Path | None, default: Path) -> Path:
 
 
 def refuse_used(folder: Path) -> None:
-    if in_use(folder) and not has_first_files_alone(folder):
+    try:
+        used = in_use(folder) and not has_first_files_alone(folder)
+    except OSError as error:
+        raise write_error(folder, error) from error
+    if used:
         raise InputError(f"{folder}: exists already; give another --output, or resume it with --resume {folder}")

@@ -26,6 +26,11 @@ def test_a_folder_with_anything_else_is_in_use(left, tmp_path):
         new_folder(tmp_path, tmp_path)
 
 
+def test_a_folder_that_the_system_cannot_look_up_is_refused(tmp_path):
+    with pytest.raises(InputError, match="x: not written: File name too long"):
+        new_folder(tmp_path / ("x" * 300), tmp_path)
+
+
 def test_a_new_run_that_fails_before_its_first_step_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError), locked(tmp_path / "deep/run"):
         (tmp_path / "deep/run/train.toml").touch()
