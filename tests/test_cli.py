@@ -1,5 +1,6 @@
 """The commands list, info, generate, export and verify: output, exit status and error messages."""
 
+import io
 import json
 import mmap
 import os
@@ -229,6 +230,14 @@ def test_a_full_disk_behind_standard_output_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "ligermodels: standard output: not written: No space left on device; make room there\n"
     )
+
+
+def test_characters_that_the_encoding_of_standard_output_lacks_are_escaped(monkeypatch):
+    """As with PYTHONIOENCODING=ascii."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert main(["info", "qwen2:tiny"]) == 0
+    assert b"for 1 \\xd7 2048 tokens" in printed.getvalue()
 
 
 def test_an_error_that_nobody_can_read_still_has_its_exit_status(monkeypatch):

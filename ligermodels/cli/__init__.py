@@ -1,5 +1,6 @@
 """The command line. Each command has its own file, which adds its arguments to the parser and calls the library."""
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2, after one line on stderr, for invalid input."""
-    open_closed_streams()
+    prepare_streams()
     try:
         args = build_parser().parse_command(sys.argv[1:] if arguments is None else arguments)
         status = args.run(args)
@@ -51,15 +52,17 @@ def report_error(message: str) -> int:
     return UNUSABLE_INPUT
 
 
-def open_closed_streams() -> None:
-    """Opens /dev/null in place of standard streams that the caller has closed, as `>&-` does.
+def prepare_streams() -> None:
+    """Makes printing work whatever the standard streams are.
 
-    Python has None in their place, and the next file that is opened would get the lowest of their descriptors, with
-    all that libraries print there.
+    /dev/null is opened in place of those that the caller has closed, as `>&-` does: Python has None in their place, and
+    the next file that is opened would get the lowest of their descriptors, with all that libraries print there.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of characters that its encoding does not have
 
 
 def can_print() -> bool:

@@ -288,6 +288,16 @@ def test_only_settings_that_change_the_result_are_differences():
     assert differences(settings(args), args) == []
 
 
+def test_train_toml_holds_every_character_that_utf_8_has_and_refuses_others(tmp_path):
+    names = ("".join(map(chr, [*range(1, 0x2100), 0xFFFF, 0x10FFFF])), "b")
+    config = dataclasses.replace(parse(), data=names)
+    write_settings(config, tmp_path / "train.toml")
+    assert config_from_file(tmp_path / "train.toml").data == names
+    with pytest.raises(InputError, match=r"^'data = \[\"\\udcff\"\]': is a name that is not UTF-8; rename the file"):
+        write_settings(dataclasses.replace(config, data=("\udcff",)), tmp_path / "other.toml")
+    assert not (tmp_path / "other.toml").exists()
+
+
 def test_train_toml_says_how_to_use_it(tmp_path):
     write_settings(parse(), tmp_path / "train.toml")
     first, *rest = (tmp_path / "train.toml").read_text().splitlines()

@@ -98,14 +98,24 @@ def as_json_value(value: Any) -> Any:
 
 
 def write_settings(config: TrainConfig, file: Path) -> None:
-    """Writes a run's train.toml. It is enough to start the same run again from the same working directory."""
+    """Writes a run's train.toml. It is enough to start the same run again from the same working directory.
+
+    Raises InputError for the name of a file that is not UTF-8: TOML cannot hold it.
+    """
     lines = [f"{name} = {as_toml(value)}" for name, value in settings(config).items()]
     header = "# All settings of this run. The same run in a new folder: ligermodels train --config train.toml"
-    replace_file(file, "\n".join([header, *lines, ""]).encode())  # a run that is killed here can still be resumed
+    try:
+        content = "\n".join([header, *lines, ""]).encode()
+    except UnicodeEncodeError as error:
+        line = error.object.count("\n", 0, error.start)
+        raise InputError(f"{lines[line - 1]!a}: is a name that is not UTF-8; rename the file or folder") from error
+    replace_file(file, content)
 
 
 def as_toml(value: str | bool | int | float | list[str]) -> str:
-    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML allows no control character
 
 
 def differences(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
