@@ -114,7 +114,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     done = False
     try:
         parents += (parent for parent in folder.parents if not parent.exists())
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        if parents:
+            folder.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(folder):
             try:
                 temporary.mkdir()

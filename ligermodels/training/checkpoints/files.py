@@ -27,7 +27,7 @@ from ligermodels.weights.writing import Entry, commit, remove_path, sync, write_
 
 MANIFEST, RECORD = "manifest.json", "training.json"
 FORMAT = 1
-RECORD_FIELDS = {"progress": dict, "settings": dict, "ranks": int, "device": str, "optimizer": str, "frozen": dict}
+TRAINING_FIELDS = {"progress": dict, "settings": dict, "ranks": int, "device": str, "optimizer": str, "frozen": dict}
 TEMPORARY = ".tmp"
 STEP = re.compile(r"step-(\d{6,})")
 
@@ -174,7 +174,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file}: format is {record.get('format')!r}, but this version reads {FORMAT}; use that which wrote it"
         )
-    for name, kind in RECORD_FIELDS.items():
+    for name, kind in TRAINING_FIELDS.items():
         if type(record.get(name)) is not kind:
             raise damaged_field(file, name, record.get(name))
     return record

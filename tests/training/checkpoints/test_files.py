@@ -116,8 +116,11 @@ def edit_record(checkpoint, change):
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        *((lambda record, name=name: record.pop(name), f"{name} is None") for name in files.RECORD_FIELDS),
-        *((lambda record, name=name: record.update({name: [1]}), rf"{name} is \[1\]") for name in files.RECORD_FIELDS),
+        *((lambda record, name=name: record.pop(name), f"{name} is None") for name in files.TRAINING_FIELDS),
+        *(
+            (lambda record, name=name: record.update({name: [1]}), rf"{name} is \[1\]")
+            for name in files.TRAINING_FIELDS
+        ),
         (lambda record: record["progress"].pop("rows"), r"progress\.rows is None"),
         (lambda record: record["progress"].update(rows="3"), r"progress\.rows is '3'"),
         (lambda record: record["progress"].update(tokens=-1), r"progress\.tokens is -1"),
