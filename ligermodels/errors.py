@@ -1,17 +1,23 @@
 """The errors that mean "the input cannot be used": one line with file, field and remedy.
 
-Command lines print such an error and exit with status 2. Any other exception is a bug and keeps its traceback.
-Must not know anything of the package.
+Command lines print such an error and exit with status 2, and do the same where memory runs out. Any other exception is
+a bug and keeps its traceback. Must not know anything of the package.
 """
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
 
 SIGPIPE_EXIT_STATUS = 141  # what a shell reports for a process that SIGPIPE ended
 # A name on the Hub has less than 100 characters; a list of files has about 7,000.
 MAX_WORD_CHARACTERS, MAX_MESSAGE_CHARACTERS = 400, 10_000
+# Libraries raise a RuntimeError with one of these where the system gives no memory; threads fail for want of a stack.
+HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "bad_alloc", os.strerror(errno.ENOMEM), "can't start new thread")
 
 
 class InputError(ValueError):
@@ -39,6 +45,16 @@ class HubError(InputError):
     """A name for which no model can be obtained."""
 
 
+def exhausted_memory(error: BaseException) -> str | None:
+    """Where memory ran out, "GPU" or "host", if that is what the error means."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "GPU"
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return "host"
+    told = isinstance(error, RuntimeError) and any(text in str(error) for text in HOST_MEMORY_ERRORS)
+    return "host" if told else None
+
+
 def silence_closed_stdout() -> int:
     """Call this after a BrokenPipeError on stdout; returns the exit status of the process.
 
@@ -48,14 +64,20 @@ def silence_closed_stdout() -> int:
     return SIGPIPE_EXIT_STATUS
 
 
+def print_to_stderr(line: str) -> None:
+    """Prints a line to stderr. Work goes on where nobody can read it: its reader has left, or its disk is full."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def shorten(text: str, limit: int) -> str:
     """`text` with its middle replaced by "…" if it has more than `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 + 1 :]}"
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of an error of another library, to quote in a one-line message."""
-    return next(iter(str(error).strip().splitlines()), "")
+    """The first line of an error of another library, to quote in a one-line message; its class if it has no text."""
+    return next(iter(str(error).strip().splitlines()), "" if isinstance(error, str) else type(error).__name__)
 
 
 def suggest(wrong: str, choices: Iterable[str]) -> str:

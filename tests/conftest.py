@@ -38,7 +38,7 @@ SLOW = (
     *("interop/test_exports", "kernels/test_row_sharding"),
     *("layers/test_activation_checkpointing", "layers/test_autocast", "layers/test_compile", "layers/test_fused"),
     *("layers/test_moe", "layers/test_saved_bytes", "training/test_against_transformers", "training/test_proof"),
-    *("training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),
+    *("stress/test_stress", "training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),
     *("training/checkpoints/test_saving", "training/data/test_embedded_stories", "training/reporting/test_curves"),
     *("training/reporting/test_loggers", "training/scaling/test_compilation", "training/scaling/test_fsdp"),
     *("training/scaling/test_lost_ranks", "weights/test_fuzz", "weights/test_sharded_loading"),

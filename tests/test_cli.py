@@ -1,6 +1,8 @@
 """The commands list, info, generate, export and verify: output, exit status and error messages."""
 
+import io
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -237,6 +239,70 @@ def test_a_closed_pipe_ends_the_command_without_a_traceback(monkeypatch, capsys)
         monkeypatch.setattr(sys, "stdout", unread)
         assert main(["info", "qwen2:tiny"]) == 141
     assert capsys.readouterr().err == ""  # closing the pipe, as Python does at exit, raised nothing
+
+
+def test_a_full_disk_behind_standard_output_is_one_line(monkeypatch, capsys):
+    """As in `ligermodels info qwen2:tiny > /dev/full`."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["info", "qwen2:tiny"]) == 2
+    assert capsys.readouterr().err == (
+        "ligermodels: standard output: not written: No space left on device; make room there\n"
+    )
+
+
+def test_characters_that_the_encoding_of_standard_output_lacks_are_escaped(monkeypatch):
+    """As with PYTHONIOENCODING=ascii."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert main(["info", "qwen2:tiny"]) == 0
+    assert b"for 1 \\xd7 2048 tokens" in printed.getvalue()
+
+
+def test_an_error_that_nobody_can_read_still_has_its_exit_status(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "write", lambda _: os.write(-1, b""))
+    assert main(["info", "qwen2:tinny"]) == 2
+
+
+CLOSING = "import os, sys; os.closerange(0, 3); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+@pytest.mark.slow
+def test_closed_standard_streams_change_nothing_else(tmp_path):
+    """As in `ligermodels export … <&- >&- 2>&-`: no file gets one of their descriptors, nor what is printed."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    ligermodels.export(ligermodels.create(LLAMA), source)
+    command = [sys.executable, "-m", "ligermodels", "export", str(source)]
+    assert subprocess.run([sys.executable, "-c", CLOSING, *command, str(out)]).returncode == 0
+    assert tensor_hashes(out) == tensor_hashes(source) and {path.name for path in tmp_path.iterdir()} == {
+        "source", "out",
+    }  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", CLOSING, *command, str(out)]).returncode == 2  # exists
+
+
+OUT_OF_MEMORY = {
+    "torch's allocator": lambda: torch.empty(2**58),
+    "Python's allocator": lambda: bytearray(2**60),
+    "C++": lambda: (_ for _ in ()).throw(RuntimeError("std::bad_alloc")),
+    "the system": lambda: mmap.mmap(-1, 2**60),
+}
+
+
+@pytest.mark.parametrize("allocate", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_host_memory_that_the_system_does_not_give_is_one_line(allocate, monkeypatch, capsys):
+    def describe(*_, **__):
+        next(allocate())
+
+    monkeypatch.setattr(cli.info, "describe", describe)
+    error = error_line(["info", "qwen2:tiny"], capsys)
+    assert error.startswith("ligermodels: out of memory on the host; take a smaller batch, prompt or dtype; ")
+
+
+def test_another_error_is_a_bug_and_keeps_its_traceback(monkeypatch):
+    for error in (RuntimeError("broken"), OSError(13, "Permission denied")):
+        monkeypatch.setattr(cli.info, "describe", lambda *_, error=error, **__: (_ for _ in ()).throw(error).send(None))
+        with pytest.raises(type(error)):
+            main(["info", "qwen2:tiny"])
 
 
 def error_line(arguments, capsys):

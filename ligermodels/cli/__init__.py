@@ -1,12 +1,14 @@
 """The command line. Each command has its own file, which adds its arguments to the parser and calls the library."""
 
+import io
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from ligermodels import __version__
 from ligermodels.cli.flags import UNUSABLE_INPUT, Parser
-from ligermodels.errors import InputError, first_line, silence_closed_stdout
+from ligermodels.errors import InputError, exhausted_memory, first_line, print_to_stderr, silence_closed_stdout
 
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
 # Command -> its file. Only the file of the given command is imported: `list` does not wait for torch.
@@ -22,6 +24,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2, after one line on stderr, for invalid input."""
+    prepare_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         args = build_parser(COMMANDS.keys() & set(arguments[:1]) or COMMANDS).parse_command(arguments)
@@ -30,16 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status or 0
     except InputError as error:
         return report_error(str(error))
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which only some commands import
-            raise
-        return report_error(
-            f"out of memory on the GPU; `ligermodels info` shows what a model needs: {first_line(error)}"
-        )
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         return silence_closed_stdout()
+    except Exception as error:
+        exhausted = exhausted_memory(error)
+        if exhausted:
+            advice = "take a smaller batch, prompt or dtype; `ligermodels info` shows what a model needs"
+            return report_error(f"out of memory on the {exhausted}; {advice}: {first_line(error)}")
+        if isinstance(error, OSError) and not can_print():
+            silence_closed_stdout()
+            return report_error(f"standard output: not written: {error.strerror}; make room there")
+        raise
 
 
 def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
@@ -54,5 +60,27 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
 
 def report_error(message: str) -> int:
     """Prints one line to stderr; returns the exit status for invalid input."""
-    print(f"ligermodels: {message}", file=sys.stderr)
+    print_to_stderr(f"ligermodels: {message}")
     return UNUSABLE_INPUT
+
+
+def prepare_streams() -> None:
+    """Makes printing work whatever the standard streams are.
+
+    /dev/null is opened in place of those that the caller has closed, as `>&-` does: Python has None in their place, and
+    the next file that is opened would get the lowest of their descriptors, with all that libraries print there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of characters that its encoding does not have
+
+
+def can_print() -> bool:
+    """Whether standard output can be written, with what was printed before."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True

@@ -96,10 +96,12 @@ def user_turns(prompt: str | None) -> Iterator[str]:
 def show(pieces: Iterator[str]) -> str:
     """Prints the pieces of a text as they are generated; returns the text."""
     text = ""
-    for piece in pieces:
-        print(piece, end="", flush=True)
-        text += piece
-    print()
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+            text += piece
+    finally:
+        print()  # an error is a line of its own
     return text
 
 

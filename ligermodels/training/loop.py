@@ -35,7 +35,7 @@ from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import check_logger_packages, open_loggers
-from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, read_metrics
+from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, is_validated
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
 from ligermodels.training.runs.contradictions import refuse_contradictions
@@ -55,6 +55,7 @@ from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.host_reads import read_async
 from ligermodels.training.scaling.out_of_memory import out_of_memory_advice
 from ligermodels.weights.loading import load_weights
+from ligermodels.weights.writing import failure
 
 TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -143,6 +144,9 @@ def train(config: TrainConfig) -> TrainResult:
     with ExitStack() as held:
         output = config.resume or new_folder(config.output, default_folder(config.title))
         held.enter_context(locked(output))
+        if config.resume is None:  # from here on --resume works; a resumed run writes its settings when it is restored
+            error = failure(write_settings, config, output / SETTINGS_FILE) if world.is_first else None
+            distributed.raise_on_all(error)
         held.enter_context(
             out_of_memory_advice(config, estimate, run.micro_batch_size, run.checkpointed_blocks, run.blocks)
         )
@@ -180,7 +184,7 @@ def train(config: TrainConfig) -> TrainResult:
 
         peak_of_one = peak_flops(world.device, config.dtype)
         loggers = open_loggers(config.log_to, output, settings(config), progress.step) if world.is_first else []
-        if world.is_first:
+        if config.resume and world.is_first:
             write_settings(config, output / SETTINGS_FILE)
         metrics = held.enter_context(
             Metrics(
@@ -197,11 +201,13 @@ def train(config: TrainConfig) -> TrainResult:
             begins = f"resumes after step {progress.step}" if progress.step else "has no checkpoint, starts again"
             metrics.say(f"{output}: {begins}")
         validate = partial(evaluate, model, data, run.micro_batch_size, world, metrics, stop)
-        if pretrained and not progress.step:
-            validate(progress.step)
+        validated = distributed.from_first(world.is_first and is_validated(output / METRICS_FILE, progress.step))
+        expected = validation_due(config, progress.step) if progress.step else pretrained is not None
 
         resume = resume_command(output, world)
-        stopped, exported = False, None
+        # A validation that a signal interrupts stops the run; it is made up for on resume, before the next step.
+        stopped = expected and not validated and not validate(progress.step)
+        exported = None
         while progress.step < config.steps and not stopped:
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
@@ -251,8 +257,9 @@ def train(config: TrainConfig) -> TrainResult:
             if stopped or due:
                 checkpoints.save(model, optimizer, progress)  # written in the background, during validation
                 metrics.resume_clock()
-            if progress.step % config.eval_every == 0 or progress.step == config.steps:
-                validate(progress.step)
+            if not stopped and validation_due(config, progress.step) and not validate(progress.step):
+                stopped = True
+                checkpoints.save(model, optimizer, progress)
 
         checkpoints.wait()
         metrics.finish()
@@ -266,9 +273,10 @@ def train(config: TrainConfig) -> TrainResult:
             for line in advice(config, world, exported, model.source, chats=chats):
                 metrics.say(line)
         if world.is_first:
-            draw_curves(output / METRICS_FILE, output / "curves.png", str(output), metrics.say)
+            draw_curves(metrics.records(), output / "curves.png", str(output), metrics.say)
         distributed.wait_for_all()
-    return TrainResult(model, read_metrics(output / METRICS_FILE), output, exported)
+        records = distributed.from_first(metrics.records())
+    return TrainResult(model, records, output, exported)
 
 
 def with_param_dtype(config: TrainConfig, world: World) -> TrainConfig:
@@ -280,6 +288,11 @@ def with_param_dtype(config: TrainConfig, world: World) -> TrainConfig:
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
     half = config.dtype == "bfloat16" and world.size == 1 and not config.lora_rank
     return replace(config, param_dtype=config.param_dtype or ("bfloat16" if half else "float32"))
+
+
+def validation_due(config: TrainConfig, step: int) -> bool:
+    """Whether a run validates after this step, which counts from 1."""
+    return step % config.eval_every == 0 or step == config.steps
 
 
 def export_run(model: CausalLM, data: Data, config: TrainConfig, output: Path, dtype: torch.dtype) -> Path:

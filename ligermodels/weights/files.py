@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -167,14 +168,24 @@ def safe_file(folder: Path, name: str) -> Path:
 
 @contextmanager
 def open_for_reading(file: Path) -> Iterator[BufferedReader]:
-    """The file, open for reading bytes. Raises CheckpointError if the system reports an error."""
+    """The file, open for reading bytes.
+
+    Raises CheckpointError if it is not a regular file, or if the system reports an error.
+    """
     try:
-        with file.open("rb") as stream:
+        with open(file, "rb", opener=open_without_waiting) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise CheckpointError(f"{file}: is not a regular file; replace it by the file, or remove it")
             yield stream
     except OSError as error:
         raise CheckpointError(
             f"{file}: cannot be read: {error.strerror}; check its permissions and its disk"
         ) from error
+
+
+def open_without_waiting(path: str, flags: int) -> int:
+    """Opens a file. Opening a pipe does not wait until a process writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

@@ -1,16 +1,20 @@
 """Writes a new folder atomically: it is complete, or it does not exist. Rank 0 writes; a single process does too.
 
-Everything is written to a temporary folder beside the final one, synced to disk, then renamed. A tensor is written
-block by block, so that the host never holds more than one block. File modes follow the user's umask. Knows files and
-blocks of tensors; must not know models or rules.
+Everything is written to a temporary folder beside the final one, synced to disk, then renamed. What a killed process
+leaves of it is removed by the next that writes the same folder; a lock shows whether its writer lives. A tensor is
+written block by block, so that the host never holds more than one block. File modes follow the user's umask. Knows
+files and blocks of tensors; must not know models or rules.
 """
 
+import errno
+import glob
 import json
 import os
 import shutil
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +24,11 @@ from torch import Tensor
 from ligermodels.distributed import is_first, raise_on_all
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import SAFETENSORS_DTYPES
+from ligermodels.weights.locking import lock_file
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+UNFINISHED_FOLDER = ".tmp-ligermodels-"  # in the name of a temporary folder; a user's own folder has no such name
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that have none
 
 
 class Entry(NamedTuple):
@@ -98,23 +105,78 @@ def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]]) ->
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder, renamed to `folder` at the end. After an error it is removed, with the parents it created."""
-    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    """A temporary folder, renamed to `folder` at the end. After an error it is removed, with the parents it created.
+
+    Raises CheckpointError if the folder cannot be written, or another process is writing it.
+    """
+    temporary = folder.with_name(f"{folder.name}{UNFINISHED_FOLDER}{socket.gethostname()}-{os.getpid()}")
     parents: list[Path] = []
     done = False
     try:
         parents += (parent for parent in folder.parents if not parent.exists())
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        commit(temporary, folder)
-        done = True
+        if parents:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        with only_writer(folder):
+            try:
+                temporary.mkdir()
+                yield temporary
+                commit(temporary, folder)
+                done = True
+            finally:
+                remove_path(temporary)
     except OSError as error:
         raise write_error(folder, error) from error
     finally:
         if not done:
-            shutil.rmtree(temporary, ignore_errors=True)
             remove_empty_folders(parents)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Lets one process at a time write a folder, and removes first what killed ones have left of it.
+
+    On a file system without locks neither is done. Raises CheckpointError if another process is writing the folder.
+    """
+    file = folder.with_name(f".{folder.name}.lock")
+    try:
+        lock = lock_file(file)
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"{folder}: is being written by {error.strerror}; wait for it, or choose another folder"
+        ) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        yield
+        return
+    with lock:
+        try:
+            for leftover in unfinished_folders(folder):
+                remove_path(leftover)
+            yield
+        finally:
+            remove_path(file)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed processes have left of a folder that they were writing."""
+    if any(unfinished_folders(folder)):
+        with only_writer(folder):
+            pass
+
+
+def unfinished_folders(folder: Path) -> list[Path]:
+    """The temporary folders of all processes that write this folder, or have been killed while they did."""
+    return list(folder.parent.glob(f"{glob.escape(folder.name)}{UNFINISHED_FOLDER}*"))
+
+
+def remove_path(path: Path) -> None:
+    """Removes a folder, a file or a link, as far as possible. What a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def commit(temporary: Path, folder: Path) -> None:
@@ -173,6 +235,15 @@ def write_safetensors(
 def block_bytes(block: Tensor) -> memoryview:
     """A block's bytes in row-major order; without a copy if it is contiguous on the host."""
     return block.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Writes a file atomically: whatever is killed when, it has its old content or the new one."""
+    temporary = file.with_name(f".{file.name}")
+    remove_path(temporary)
+    with temporary.open("xb") as stream:  # a new file: a link of that name is not followed
+        stream.write(content)
+    temporary.replace(file)
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:

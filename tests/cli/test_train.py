@@ -1,6 +1,7 @@
 """The flags of `ligermodels train`, the settings they make, and the files these are read from and written to."""
 
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -138,7 +139,7 @@ def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
         (["--model", "qwen2", "--steps", "5", "--profile", "6"], ["--profile 6: the run has 5 steps"]),
         (["--resume", "run", "--config", "x.toml"], ["leave out --config and --output"]),
         (["--resume", "run", "--output", "other"], ["leave out --config and --output"]),
-        (["--resume", "no-run"], ["no-run/train.toml: cannot be read: No such file"]),
+        (["--resume", "no-run"], ["no-run/train.toml: is missing: there is no run to resume; start one with --output"]),
     ],
 )
 def test_an_invalid_flag_is_refused_with_its_name_value_and_rule(argv, words):
@@ -199,6 +200,28 @@ def test_an_invalid_settings_file_is_refused_with_the_file_and_the_key(text, wor
 
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
     assert refusal("--config", str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b'model = "\xff"', "is not TOML: 'utf-8' codec can't decode byte 0xff"),
+        (b"learning_rate = 1e400", "learning_rate is 'inf'; must be a number above 0"),
+        (b"steps = 1e400", "steps is 'inf'; must be a whole number above zero"),
+        (b"steps = " + b"9" * 5000, "is not TOML: "),
+        (b"data = " + b"[" * 100_000 + b"]" * 100_000, "is not TOML: maximum recursion depth exceeded"),
+        (b"\0" * 100, "is not TOML: "),
+    ],
+)
+def test_a_damaged_train_toml_is_refused_with_its_name(content, fault, tmp_path):
+    (tmp_path / "train.toml").write_bytes(content)
+    assert refusal("--resume", str(tmp_path)).startswith(f"{tmp_path}/train.toml: {fault}")
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_train_toml_that_is_no_file_is_refused_without_waiting_for_a_pipe(make, tmp_path):
+    make(tmp_path / "train.toml")
+    assert refusal("--resume", str(tmp_path)) == f"{tmp_path}/train.toml: is not a regular file; replace it by the file"
 
 
 EVERYTHING = [
@@ -264,6 +287,16 @@ def test_only_settings_that_change_the_result_are_differences():
         "packing: off, was on",
     ]
     assert differences(settings(args), args) == []
+
+
+def test_train_toml_holds_every_character_that_utf_8_has_and_refuses_others(tmp_path):
+    names = ("".join(map(chr, [*range(1, 0x2100), 0xFFFF, 0x10FFFF])), "b")
+    config = dataclasses.replace(parse(), data=names)
+    write_settings(config, tmp_path / "train.toml")
+    assert config_from_file(tmp_path / "train.toml").data == names
+    with pytest.raises(InputError, match=r"^'data = \[\"\\udcff\"\]': is a name that is not UTF-8; rename the file"):
+        write_settings(dataclasses.replace(config, data=("\udcff",)), tmp_path / "other.toml")
+    assert not (tmp_path / "other.toml").exists()
 
 
 def test_train_toml_says_how_to_use_it(tmp_path):

@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 import ligermodels.cli  # noqa: F401  all that a run imports, once for all runs
 from ligermodels.training.data import embedded
+from ligermodels.training.reporting.metrics import read_metrics
+from tests.training.file_operations import FileOperations
 
 loop = importlib.import_module("ligermodels.training.loop")
 ROOT = Path(__file__).parents[2]
@@ -90,11 +92,12 @@ class Launcher:
         print(json.dumps(question), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
-    def start(self, *arguments, ranks=1, file_size=None, picture=False):
+    def start(self, *arguments, ranks=1, file_size=None, picture=False, watched=None, fatal=None):
         """Starts a run and returns it.
 
         file_size: limit of the size of a file, in bytes. picture: whether curves.png is drawn, which takes longer than
-        the training. torch.compile traces, but does not compile.
+        the training. watched: the folder whose file operations are counted; at the one with the number `fatal` the run
+        is killed. torch.compile traces, but does not compile.
         """
         self.count += 1
         output, errors = (self.folder / ".runs" / f"{self.count}.{name}" for name in ("out", "err"))
@@ -103,6 +106,7 @@ class Launcher:
         command = {
             "arguments": [str(argument) for argument in arguments], "folder": str(self.folder), "output": str(output),
             "errors": str(errors), "file_size": file_size, "picture": picture,
+            "watched": watched, "fatal": fatal,
         }  # fmt: skip
         environments = [{}] if ranks == 1 else self.rank_environments(ranks)
         processes = [self.ask(**command, environment=environment) for environment in environments]
@@ -134,7 +138,7 @@ def losses(folder):
 
 
 def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder / "metrics.jsonl")
 
 
 def weights(folder):
@@ -159,6 +163,8 @@ def child(command):
         loop.draw_curves = lambda *_: None
     sys.argv = ["train.py", *command["arguments"]]
     status = 0
+    if command["watched"]:
+        operations = FileOperations(command["watched"], command["fatal"])
     try:
         runpy.run_path(str(TRAIN), run_name="__main__")
     except SystemExit as end:
@@ -167,6 +173,8 @@ def child(command):
         traceback.print_exc()
         status = 1
     finally:
+        if command["watched"]:
+            print(f"{operations.seen} file operations")
         sys.stdout.flush()
         os._exit(status)
 

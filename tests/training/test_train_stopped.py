@@ -1,5 +1,6 @@
 """Runs of train.py that are stopped, killed or fail: what is left of them, and how they go on."""
 
+import dataclasses
 import json
 import math
 import os
@@ -14,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
+from ligermodels.training import TrainConfig, train
 from ligermodels.training.data.embedded_stories import stories
-from tests.training.launching import ROOT, TRAIN, losses, records, weights
+from ligermodels.training.runs.settings import config_of_run
+from tests.training.launching import ROOT, TRAIN, loop, losses, records, weights
 
 RUN = ["--data", "own.txt", "--steps", "16", "--batch-size", "2", "--sequence-length", "64", "--warmup", "2"]
 LLAMA = ["--model", "llama", *RUN]
@@ -147,6 +150,91 @@ def test_a_killed_run_resumes_bit_exactly_from_its_last_checkpoint(undisturbed, 
     assert losses(one) == losses(undisturbed) and steps_of(one) == list(range(1, 17))
     kept = [path.name for path in sorted((one / "checkpoints").iterdir())]
     assert kept == ["step-000009", "step-000012", "step-000015"]
+
+
+def test_a_run_that_was_killed_before_its_first_step_starts_by_either_command(straight, launcher):
+    """It has its lock and its settings, and has loaded no weights."""
+    for name, command in (("same", [*LLAMA, "--output", "same"]), ("resumed", ["--resume", "resumed"])):
+        folder = launcher.folder / name
+        folder.mkdir()
+        for file in ("lock", "train.toml"):
+            shutil.copy(straight / file, folder)
+        launcher.succeed(*command)
+        assert weights(folder) == weights(straight) and losses(folder) == losses(straight)
+
+
+SEPARATED = ["--data", "separated.jsonl", "--steps", "6", "--eval-every", "2", "--checkpoint-every", "3"]
+SEPARATED += ["--model", "llama", "--batch-size", "2", "--sequence-length", "64", "--keep-checkpoints", "9"]
+
+
+@pytest.fixture(scope="module")
+def separated(launcher):
+    """A run on texts with Unicode's own line ends, which are in its samples too."""
+    lines = [{"text": "\u2028".join(text.split()[:40])} for text, _ in stories(5, 100)]
+    (launcher.folder / "separated.jsonl").write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    launcher.succeed(*SEPARATED, "--output", "separated")
+    return launcher.folder / "separated"
+
+
+def validations(folder):
+    return [record for record in records(folder) if "validation_loss" in record]
+
+
+def killed_after(step, folder, name):
+    """A copy of a finished run, as if it had been killed after a step and its checkpoint, within the validation."""
+    copy = copied(folder, name)
+    shutil.rmtree(copy / "model")
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    lines = [json.dumps(record) for record in records(copy) if record["step"] < step or record.get("loss")]
+    (copy / "metrics.jsonl").write_text("\n".join(lines) + f'\n{{"step": {step}, "validation_lo')
+    return copy
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_every_validation_of_a_killed_run_is_there_once_after_a_resume(step, separated, launcher):
+    assert [record["step"] for record in validations(separated)] == [2, 4, 6]
+    assert any("\u2028" in record["sample"] for record in validations(separated))
+    killed = killed_after(step, separated, f"separated-{step}")
+    launcher.succeed("--resume", killed.name)
+    assert validations(killed) == validations(separated) and losses(killed) == losses(separated)
+    assert steps_of(killed) == [1, 2, 3, 4, 5, 6] and weights(killed) == weights(separated)
+
+
+def test_a_last_validation_is_made_up_for_without_an_export_and_then_the_run_is_finished(separated, launcher):
+    killed = killed_after(6, separated, "unvalidated")
+    launcher.succeed("--resume", killed.name, "--no-export")
+    assert validations(killed) == validations(separated)
+    again = launcher.run("--resume", killed.name, "--no-export")
+    assert again.status == 2 and "it has taken 6 steps already; give more --steps with --allow-changes" in again.stderr
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_signal_during_a_validation_stops_the_run_there_and_the_validation_is_repeated(
+    separated, launcher, tmp_path, monkeypatch
+):
+    """Of the first and of the last one: a run that would go on could never make up for it."""
+    monkeypatch.chdir(launcher.folder)
+    evaluate, folder = loop.evaluate, tmp_path / "signalled"
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments)
+
+    flags = dict(zip(SEPARATED[::2], SEPARATED[1::2], strict=True))
+    given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
+    config = TrainConfig(**{name: int(value) if value.isdecimal() else value for name, value in given.items()})
+    config = dataclasses.replace(config, output=folder)
+    for step, calls in ((2, [interrupted]), (4, [evaluate, interrupted]), (6, [evaluate, interrupted])):
+        queue = iter(calls)  # a resumed run begins with the validation that was interrupted
+        monkeypatch.setattr(loop, "evaluate", lambda *arguments, queue=queue: next(queue)(*arguments))
+        result = train(config)
+        assert result.exported is None and [r["step"] for r in result.metrics if "loss" in r] == [*range(1, step + 1)]
+        config = config_of_run(folder)
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    train(config)
+    assert validations(folder) == validations(separated) and losses(folder) == losses(separated)
 
 
 def test_all_ranks_stop_at_a_loss_that_is_not_finite_and_resume_without_that_step(straight, launcher):

@@ -9,7 +9,6 @@ Knows files and tensors by name. Must not know models.
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,10 +23,11 @@ from torch.futures import Future
 
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import DOWNLOAD_AGAIN, open_for_reading, read_header, read_json, safe_file
-from ligermodels.weights.writing import Entry, commit, sync, write_json, write_safetensors
+from ligermodels.weights.writing import Entry, commit, remove_path, sync, write_json, write_safetensors
 
 MANIFEST, RECORD = "manifest.json", "training.json"
 FORMAT = 1
+TRAINING_FIELDS = {"progress": dict, "settings": dict, "ranks": int, "device": str, "optimizer": str, "frozen": dict}
 TEMPORARY = ".tmp"
 STEP = re.compile(r"step-(\d{6,})")
 
@@ -50,13 +50,13 @@ def remove_checkpoint(checkpoint: Path) -> None:
     """Renames a checkpoint to a temporary name, then removes it: a partly removed one never has a final name."""
     temporary = checkpoint.with_name(checkpoint.name + TEMPORARY)
     checkpoint.rename(temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_path(temporary)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes the temporary folders that killed runs have left."""
+    """Removes the temporary folders that killed runs have left, and whatever else has such a name."""
     for path in folder.glob(f"step-*{TEMPORARY}"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_path(path)
 
 
 class HostCopyPlanner(DefaultSavePlanner):
@@ -167,14 +167,21 @@ def verified_file(checkpoint: Path, name: str, manifest: Mapping[str, Any]) -> P
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """Returns training.json: progress, settings, format version. Raises CheckpointError."""
+    """Returns training.json: progress, settings, format version. Raises CheckpointError, also for a missing field."""
     file = verified_file(checkpoint, RECORD, read_manifest(checkpoint))
     record = read_json(file)
     if record.get("format") != FORMAT:
         raise CheckpointError(
             f"{file}: format is {record.get('format')!r}, but this version reads {FORMAT}; use that which wrote it"
         )
+    for name, kind in TRAINING_FIELDS.items():
+        if type(record.get(name)) is not kind:
+            raise damaged_field(file, name, record.get(name))
     return record
+
+
+def damaged_field(file: Path, name: str, value: Any) -> CheckpointError:
+    return CheckpointError(f"{file}: field {name} is {value!r}, which no run writes; {fallback_hint(file.parent)}")
 
 
 def fallback_hint(checkpoint: Path) -> str:

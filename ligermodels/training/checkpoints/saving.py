@@ -203,6 +203,7 @@ class Checkpoints:
         record = files.read_record(checkpoint)
         self.frozen = state.frozen_weights(model)
         check_same_run(checkpoint, record, type(optimizer).__name__, self.frozen)
+        progress = read_progress(checkpoint, record["progress"])
         tensors = state.trained_weights(model) | state.optimizer_state(model, optimizer)
         reader = HuggingFaceStorageReader(str(checkpoint))
         stored = reader.read_metadata().state_dict_metadata
@@ -221,7 +222,18 @@ class Checkpoints:
                 f"data order are exact on {world_size()} x {self.device.type}, random numbers (dropout) start anew"
             )
         self.committed = checkpoint
-        return Progress(**record["progress"])
+        return progress
+
+
+def read_progress(checkpoint: Path, values: Mapping[str, Any]) -> Progress:
+    """The progress stored in a checkpoint. Raises CheckpointError unless it has all fields and is that of its step."""
+    for field in dataclasses.fields(Progress):
+        value = values.get(field.name)
+        if not isinstance(value, field.type) or isinstance(value, bool) or value < 0:  # type: ignore[arg-type]
+            raise files.damaged_field(checkpoint / files.RECORD, f"progress.{field.name}", value)
+    if values.keys() > vars(Progress()).keys() or values["step"] != files.checkpoint_step(checkpoint):
+        raise files.damaged_field(checkpoint / files.RECORD, "progress", dict(values))
+    return Progress(**values)
 
 
 def first_failure(failure: CheckpointException) -> BaseException:

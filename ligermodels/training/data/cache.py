@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -67,8 +66,6 @@ def code_hash() -> str:
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     with exclusive_lock(folder.with_suffix(".lock")):
         if not folder.exists():
-            for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a run that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
             try:
                 with atomic_folder(folder) as temporary:
                     fill(temporary)

@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 from tqdm import tqdm
 
 from ligermodels.distributed import is_first
+from ligermodels.errors import print_to_stderr
 from ligermodels.units import byte_size, duration
 
 SILENT_SECONDS = 3.0  # before anything is shown
@@ -22,7 +23,7 @@ Item = TypeVar("Item")
 
 def print_status(line: str) -> None:
     if is_first():
-        print(line, file=sys.stderr, flush=True)
+        print_to_stderr(line)
 
 
 class ReadingProgress:

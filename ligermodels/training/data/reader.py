@@ -137,6 +137,11 @@ class SourceReader:
         end = described_end(file)
         if end is None and self.folder is None:
             raise InputError(f"{file.with_suffix('.json')}: must give end_of_text, because the model has no tokenizer")
+        if end is not None and end >= self.vocab_size:
+            raise InputError(
+                f"{file.with_suffix('.json')}: field end_of_text is {end}, outside the model's vocabulary of "
+                f"{self.vocab_size}: no document would end"
+            )
         return self.tokenizer[1] if end is None else end
 
     def cache_key(self, files: Sequence[Path], **others: Any) -> dict[str, Any]:

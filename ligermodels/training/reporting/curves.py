@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ligermodels.training.reporting.metrics import read_metrics
-
 INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, PURPLE, TEAL = "#2f6fde", "#e8590c", "#2b8a3e", "#7048e8", "#0b7285"
 WINDOWS = 60  # number of disjoint median windows in a run
@@ -25,12 +23,11 @@ PLOT_STYLE: Any = {
 Series = tuple[list[int], list[float]]
 
 
-def draw_curves(metrics_file: Path, picture: Path, title: str, say: Callable[[str], Any]) -> None:
+def draw_curves(records: Sequence[dict[str, Any]], picture: Path, title: str, say: Callable[[str], Any]) -> None:
     """Writes a PNG. Writes nothing if no step was recorded or matplotlib is missing.
 
-    say: receives one line if matplotlib is missing. A last line of the file that a full disk cut off is ignored.
+    records: of metrics.jsonl. say: receives one line if matplotlib is missing.
     """
-    records = read_metrics(metrics_file)
     losses = series(records, "loss")
     if not losses[0]:
         return
@@ -54,7 +51,7 @@ def draw_curves(metrics_file: Path, picture: Path, title: str, say: Callable[[st
 
 def series(records: Sequence[dict[str, Any]], name: str) -> Series:
     """Returns (steps, values) of the records that have a number of this name."""
-    pairs = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    pairs = [(record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 

@@ -19,19 +19,21 @@ SAMPLE_TOKENS = 40
 @torch.no_grad()
 def evaluate(
     model: CausalLM, data: Data, micro_batch_size: int, world: World, metrics: Metrics, stop: Stop, step: int
-) -> None:
+) -> bool:
     """Computes and reports the validation loss, the accuracy on questions and a sample. Every rank calls it.
 
     data: its validation rows, tokenizer and questions. micro_batch_size: rows per forward pass of a rank. stop: if a
-    signal requests a stop, validation ends early and reports nothing. step: the step to report.
+    signal requests a stop, validation ends early and reports nothing. step: the step to report. Returns whether
+    validation was completed, the same on all ranks.
     """
     model.eval()
     loss = validation_loss(model, data.validation, micro_batch_size, world, stop)
     if loss is not None:
-        metrics.validation(step, loss, data.floor)
         with torch.compiler.set_stance("force_eager"):  # otherwise every prompt length would be compiled
-            report_generation(model, data, step, metrics)
+            answers, sample = correct_answers(model, data), greedy_sample(model, data)
+        metrics.validation(step, loss, data.floor, answers=answers, sample=sample)
     model.train()
+    return loss is not None
 
 
 def validation_loss(
@@ -64,13 +66,17 @@ def start_stop_check(stop: Stop, world: World) -> Callable[[], bool]:
     return lambda: read()[0] > 0
 
 
-def report_generation(model: CausalLM, data: Data, step: int, metrics: Metrics) -> None:
-    """Reports the accuracy on questions and a greedy sample, as far as the data have a tokenizer and questions."""
+def correct_answers(model: CausalLM, data: Data) -> tuple[int, int] | None:
+    """How many of the data's questions are answered correctly, and how many there are; None without any."""
+    if data.tokenizer is None or not data.questions:
+        return None
+    return count_correct_answers(model, data.tokenizer, data.questions), len(data.questions)
+
+
+def greedy_sample(model: CausalLM, data: Data) -> str | None:
+    """The first question, or the beginning of a validation text, and its continuation; None without a tokenizer."""
     if data.tokenizer is None:
-        return
-    if data.questions:
-        correct = count_correct_answers(model, data.tokenizer, data.questions)
-        metrics.accuracy(step, correct, len(data.questions))
+        return None
     prompt = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.sample_prompt()
     new = generate(model, [prompt], max_new_tokens=SAMPLE_TOKENS)[0]
-    metrics.sample(step, f"{data.tokenizer.decode(prompt)} | {data.tokenizer.decode(new)}")
+    return f"{data.tokenizer.decode(prompt)} | {data.tokenizer.decode(new)}"

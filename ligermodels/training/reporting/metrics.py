@@ -1,8 +1,8 @@
 """Monitoring of a run: a progress bar (or lines, without a terminal), metrics.jsonl, and the loggers.
 
-Every line of metrics.jsonl is an object with "step", which counts from 1. Steps, validations, samples and accuracies
-are one line each. A number that is not finite is null. The loggers get the same records. Must not know how a step is
-computed.
+Every line of metrics.jsonl is an object with "step", which counts from 1. A step is one line, and so is a validation
+with its sample and its accuracy: the file has all of it or nothing. A number that is not finite is null. The loggers
+get the same records. Must not know how a step is computed.
 """
 
 import json
@@ -20,9 +20,11 @@ from typing import Any, Self, TextIO
 import torch
 from tqdm import tqdm
 
-from ligermodels.errors import InputError, silence_closed_stdout
+from ligermodels.errors import CheckpointError, InputError, silence_closed_stdout
 from ligermodels.training.reporting.loggers import Logger
 from ligermodels.units import counted, duration, memory_size
+from ligermodels.weights.files import open_for_reading, parse_json
+from ligermodels.weights.writing import replace_file
 
 METRICS_FILE = "metrics.jsonl"
 UNTIMED_STEPS = 2  # the first steps of a process compile and allocate
@@ -136,22 +138,35 @@ class Metrics:
         texts = [", ".join(choice) for choice in choices]
         return next((text for text in texts if len(text) <= room), texts[-1])
 
-    def validation(self, step: int, loss: float, floor: float | None = None) -> None:
-        """Records a validation. loss, floor: nats per supervised token. floor: the entropy of the data, if known."""
+    def validation(
+        self,
+        step: int,
+        loss: float,
+        floor: float | None = None,
+        *,
+        answers: tuple[int, int] | None = None,
+        sample: str | None = None,
+    ) -> None:
+        """Records a validation, as one record.
+
+        loss, floor: nats per supervised token. floor: the entropy of the data, if known. answers: how many questions
+        the model answered correctly, and how many there are. sample: a prompt and its continuation.
+        """
         perplexity = math.inf if loss > MAX_EXPONENT else math.exp(loss)
-        record = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity}
-        self.write(record | ({} if floor is None else {"floor": floor}))
+        record: dict[str, Any] = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity}
         gap = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:.3f}"
-        self.say(f"step {step}: validation loss {loss:.3f} nats/token{gap}, perplexity {perplexity:.4g}")
-
-    def sample(self, step: int, text: str) -> None:
-        self.write({"step": step, "sample": text})
-        self.say(f"step {step}: {text}")
-
-    def accuracy(self, step: int, correct: int, questions: int) -> None:
-        """Records how many questions the model answered correctly."""
-        self.write({"step": step, "correct": correct, "questions": questions})
-        self.say(f"step {step}: {correct} of {questions} questions answered correctly")
+        lines = [f"validation loss {loss:.3f} nats/token{gap}, perplexity {perplexity:.4g}"]
+        if floor is not None:
+            record["floor"] = floor
+        if answers is not None:
+            record["correct"], record["questions"] = answers
+            lines.append(f"{answers[0]} of {answers[1]} questions answered correctly")
+        if sample is not None:
+            record["sample"] = sample
+            lines.append(sample)
+        self.write(record)
+        for line in lines:
+            self.say(f"step {step}: {line}")
 
     def say(self, line: str) -> None:
         """Prints a line, above the progress bar. The time before it does not count as training time.
@@ -188,6 +203,14 @@ class Metrics:
             self.write_failed = True
         for logger in self.loggers:
             logger.write(record)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The records of the metrics file, in order, also if it was renamed or removed during the run."""
+        if not self.file:
+            return []
+        with open(os.dup(self.file.fileno()), "rb") as stream:
+            stream.seek(0)
+            return parse_records(stream.read(), Path(self.file.name))
 
     def finish(self) -> None:
         """Closes the progress bar and prints the summary, if there were steps. Later lines appear below."""
@@ -233,34 +256,54 @@ def is_not_finite(value: Any) -> bool:
 
 
 def reopen_metrics(path: Path, done: int) -> TextIO:
-    """Opens the metrics file to append to it after `done` steps. Removes later records and a truncated last line."""
-    lines = path.read_text(encoding="utf-8").splitlines() if done and path.exists() else []
-    if lines and not is_json(lines[-1]):
-        lines.pop()
-    kept = [line for number, line in enumerate(lines, 1) if record_step(line, f"{path}:{number}") <= done]
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
-    return path.open("a", encoding="utf-8")
+    """Opens the metrics file to append to it after `done` steps. Removes later records and a truncated last line.
 
-
-def is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def record_step(line: str, place: str) -> int:
-    """Returns the step of a line of metrics.jsonl. Raises InputError, which names its place, if it has none."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f'{place}: not a JSON object with "step"; remove the line') from error
+    Raises InputError if the file cannot be read, or a line is damaged.
+    """
+    data = metrics_bytes(path) if done and os.path.lexists(path) else b""
+    kept = [
+        line
+        for line, record in zip(complete_lines(data), parse_records(data, path), strict=True)
+        if record["step"] <= done
+    ]
+    replace_file(path, b"".join(line + b"\n" for line in kept))
+    return path.open("a+", encoding="utf-8")
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl. A last line that a full disk cut off is ignored."""
-    lines = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """The records of a run's metrics.jsonl. A last line that a kill or a full disk cut off is ignored.
+
+    Raises InputError if the file cannot be read, or a line is damaged.
+    """
+    return parse_records(metrics_bytes(file), file)
+
+
+def is_validated(file: Path, step: int) -> bool:
+    """Whether the metrics file has the validation after this step; False if there is no file."""
+    records = read_metrics(file) if os.path.lexists(file) else []
+    return any(record["step"] == step and "validation_loss" in record for record in records)
+
+
+def metrics_bytes(file: Path) -> bytes:
+    with open_for_reading(file) as stream:
+        return stream.read()
+
+
+def complete_lines(data: bytes) -> list[bytes]:
+    """The lines that have their end, which is "\\n" alone: a text may contain any other of Unicode's line ends."""
+    return data.split(b"\n")[:-1]
+
+
+def parse_records(data: bytes, file: Path) -> list[dict[str, Any]]:
+    """The records of the complete lines. Raises InputError, which names the file and the line, if one is damaged."""
+    return [parse_metrics_line(line, f"{file}:{number}") for number, line in enumerate(complete_lines(data), 1)]
+
+
+def parse_metrics_line(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record = parse_json(line, Path(place))
+    except CheckpointError as error:
+        raise InputError(f"{place}: not a JSON object; remove the line") from error
+    if type(record.get("step")) is not int:
+        raise InputError(f"{place}: field step is {record.get('step')!r}, not a whole number; remove the line")
+    return record

@@ -1,10 +1,8 @@
 """The folder of a run and its lock: one run at a time may use it. Must not know what the files in it hold."""
 
 import errno
-import fcntl
 import itertools
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +10,19 @@ from typing import TextIO
 
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError
-from ligermodels.weights.writing import failure, in_use, remove_empty_folders, write_error
+from ligermodels.weights.locking import lock_file
+from ligermodels.weights.writing import (
+    failure,
+    in_use,
+    remove_empty_folders,
+    remove_leftovers,
+    remove_path,
+    write_error,
+)
 
 LOCK, CHECKPOINTS, MODEL, ADAPTER = "lock", "checkpoints", "model", "adapter"  # names in the folder
+# A run writes these before it loads weights or takes a step: a folder that has nothing else holds no work yet.
+FIRST_FILES = {LOCK, ".train.toml", "train.toml"}
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
@@ -23,12 +31,13 @@ def locked(folder: Path) -> Iterator[None]:
     """Holds the lock of a run's folder. Every rank calls; rank 0 has the lock.
 
     The operating system releases the lock when the process ends, however it ends. The lock file stays, with the host
-    and process that last held it, unless the run has written nothing else: then the folder is removed again.
+    and process that last held it, unless a new run fails before it takes a step: then its folder is removed again.
     Raises InputError on all ranks where another run holds the folder or it cannot be written; later, where the disk is
-    full.
+    full or a path in the folder cannot be used.
     """
     held: list[TextIO] = []
     created = [path for path in (folder, *folder.parents) if not path.exists()]
+    new = bool(created) or not in_use(folder)
     error = failure(lambda: held.append(acquire(folder))) if is_first() else None
     raise_on_all(error)
     try:
@@ -36,33 +45,38 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise write_error(folder, error) from error
+        if error.filename and Path(error.filename).is_relative_to(folder):
+            raise InputError(f"{error.filename}: cannot be used: {error.strerror}; remove it, or rename it") from error
         raise
     finally:
         for file in held:
-            if [path.name for path in folder.iterdir()] == [LOCK]:
-                (folder / LOCK).unlink()
-                remove_empty_folders(created)
-            file.close()
+            with file:
+                if new and has_first_files_alone(folder):
+                    for path in folder.iterdir():
+                        remove_path(path)
+                    remove_empty_folders(created)
 
 
 def acquire(folder: Path) -> TextIO:
-    """The folder's lock file, open; closing it releases the lock."""
+    """The folder's lock file, open; closing it releases the lock. Removes what killed runs have left of an export."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        lock = lock_file(folder / LOCK)
+    except BlockingIOError as error:
+        raise InputError(
+            f"{folder}: in use by {error.strerror}; wait for it, stop it, or choose another --output"
+        ) from error
     except OSError as error:
         raise write_error(folder, error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        holder = file.read(200).strip() or "another process"
-        file.close()
-        raise InputError(f"{folder}: in use by {holder}; wait for it, stop it, or choose another --output") from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
+    for exported in (MODEL, ADAPTER):
+        remove_leftovers(folder / exported)
+    return lock
+
+
+def has_first_files_alone(folder: Path) -> bool:
+    """Whether the folder has a run's lock, and no file that a run writes once it has loaded its weights."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return LOCK in names and names <= FIRST_FILES
 
 
 def default_folder(model: str) -> Path:
@@ -74,7 +88,8 @@ def default_folder(model: str) -> Path:
 def new_folder(wanted: Path | None, default: Path) -> Path:
     """The folder of a new run: `wanted`, else the first of default, default-2, default-3, … that does not exist.
 
-    Every rank calls, and gets what rank 0 finds. Raises InputError on all ranks where `wanted` exists.
+    Every rank calls, and gets what rank 0 finds. Raises InputError on all ranks where `wanted` exists, unless it was
+    left by a run that ended before it had loaded its weights.
     """
     if wanted is not None:
         raise_on_all(failure(refuse_used, wanted) if is_first() else None)
@@ -84,5 +99,9 @@ def new_folder(wanted: Path | None, default: Path) -> Path:
 
 
 def refuse_used(folder: Path) -> None:
-    if in_use(folder):
+    try:
+        used = in_use(folder) and not has_first_files_alone(folder)
+    except OSError as error:
+        raise write_error(folder, error) from error
+    if used:
         raise InputError(f"{folder}: exists already; give another --output, or resume it with --resume {folder}")

@@ -7,6 +7,7 @@ from typing import Any
 from ligermodels.errors import InputError
 from ligermodels.training.checkpoints.files import checkpoint_step, committed_steps
 from ligermodels.training.config import TrainConfig
+from ligermodels.training.reporting.metrics import METRICS_FILE, is_validated
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL
 from ligermodels.training.runs.settings import SETTINGS_FILE, differences, read_settings
 from ligermodels.units import counted
@@ -35,7 +36,7 @@ def refuse_resuming(config: TrainConfig) -> None:
                 f"--resume {config.resume}: the run is finished; {another}move {config.resume / exported} away to "
                 "resume from the last checkpoint"
             )
-    if steps >= config.steps and config.no_export:
+    if steps >= config.steps and config.no_export and is_validated(config.resume / METRICS_FILE, steps):
         raise InputError(
             f"--resume {config.resume}: it has taken {counted(steps, 'step')} already; give more --steps with "
             "--allow-changes, or --no-export off"
@@ -49,7 +50,7 @@ def last_step(output: Path) -> int:
 
 def refuse_other_data(config: TrainConfig, saved: Mapping[str, Any] | None, fingerprint: str) -> None:
     """saved: the settings in the newest checkpoint. Raises InputError where it was trained on other data."""
-    if saved and saved["data_fingerprint"] != fingerprint and not config.allow_changes:
+    if saved is not None and saved.get("data_fingerprint") != fingerprint and not config.allow_changes:
         raise InputError(
             f"--resume {config.resume}: the data have changed: documents, their order or their tokens differ; restore "
             "them, or add --allow-changes"

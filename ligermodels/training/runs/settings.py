@@ -14,6 +14,7 @@ from typing import Any
 
 from ligermodels.errors import InputError, first_line, suggest_closest
 from ligermodels.training.config import FIELDS, TrainConfig, parsed_item, type_of
+from ligermodels.weights.writing import replace_file
 
 SETTINGS_FILE = "train.toml"
 # These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
@@ -31,7 +32,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: is not TOML: {first_line(error)}") from error
 
 
@@ -42,7 +43,15 @@ def config_from_file(file: Path, **changes: Any) -> TrainConfig:
 
 
 def config_of_run(folder: Path, **changes: Any) -> TrainConfig:
-    """The settings that resume the run in `folder`: those of its train.toml, with `changes` in their place."""
+    """The settings that resume the run in `folder`: those of its train.toml, with `changes` in their place.
+
+    Raises InputError if the folder has no train.toml: a run writes it before it loads weights or takes a step.
+    """
+    file = folder / SETTINGS_FILE
+    if not os.path.lexists(file):
+        raise InputError(f"{file}: is missing: there is no run to resume; start one with --output {folder}")
+    if not file.is_file():
+        raise InputError(f"{file}: is not a regular file; replace it by the file")
     return config_from_file(folder / SETTINGS_FILE, **changes, resume=folder)
 
 
@@ -89,16 +98,24 @@ def as_json_value(value: Any) -> Any:
 
 
 def write_settings(config: TrainConfig, file: Path) -> None:
-    """Writes a run's train.toml. It is enough to start the same run again from the same working directory."""
+    """Writes a run's train.toml. It is enough to start the same run again from the same working directory.
+
+    Raises InputError for the name of a file that is not UTF-8: TOML cannot hold it.
+    """
     lines = [f"{name} = {as_toml(value)}" for name, value in settings(config).items()]
     header = "# All settings of this run. The same run in a new folder: ligermodels train --config train.toml"
-    temporary = file.with_name(f".{file.name}")
-    temporary.write_text("\n".join([header, *lines, ""]), encoding="utf-8")
-    os.replace(temporary, file)  # atomic: a run that is killed here can still be resumed
+    try:
+        content = "\n".join([header, *lines, ""]).encode()
+    except UnicodeEncodeError as error:
+        line = error.object.count("\n", 0, error.start)
+        raise InputError(f"{lines[line - 1]!a}: is a name that is not UTF-8; rename the file or folder") from error
+    replace_file(file, content)
 
 
 def as_toml(value: str | bool | int | float | list[str]) -> str:
-    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML allows no control character
 
 
 def differences(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -47,7 +47,7 @@ def signals() -> Iterator[Stop]:
             redirect_to_devnull(terminals)
         if is_first():
             again = "; press Ctrl-C again to exit at once" if number == signal.SIGINT else ""
-            os.write(2, f"\n{signal.Signals(number).name}: stopping after this step{again}\n".encode())
+            tell(f"\n{signal.Signals(number).name}: stopping after this step{again}\n")
 
     recorded = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -81,7 +81,7 @@ def ending_when_stuck(recorded: list[signal.Signals], awake: threading.Event) ->
             if not awake.wait(PATIENCE):
                 lost = f"still waiting for other ranks after {PATIENCE} s: one of them is lost"
                 remedy = "--resume continues from the last checkpoint"
-                os.write(2, f"rank {rank()}: signalled to stop, and {lost}; {remedy}\n".encode())
+                tell(f"rank {rank()}: signalled to stop, and {lost}; {remedy}\n")
                 os._exit(1)  # nothing else ends a wait inside a library
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -95,6 +95,15 @@ def ending_when_stuck(recorded: list[signal.Signals], awake: threading.Event) ->
         thread.join()
         os.close(read)
         os.close(write)
+
+
+def tell(text: str) -> None:
+    """Writes to stderr, past Python's buffer, which the signal may have interrupted.
+
+    Ctrl-C also ends the process that reads a pipe, such as `tee`: the run saves its state nevertheless.
+    """
+    with suppress(OSError):
+        os.write(2, text.encode())
 
 
 def redirect_to_devnull(descriptors: list[int]) -> None:

@@ -1,11 +1,13 @@
-"""The error message for an out-of-memory error on a GPU: the memory that a step needs, and flags that reduce it."""
+"""The error message for an out-of-memory error of a run: the memory that a step needs, and flags that reduce it."""
 
+import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from ligermodels.errors import InputError, first_line
+from ligermodels.errors import InputError, exhausted_memory, first_line
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator
 from ligermodels.units import memory_size
@@ -15,13 +17,21 @@ from ligermodels.units import memory_size
 def out_of_memory_advice(
     config: TrainConfig, estimate: MemoryEstimator, micro_batch_size: int, checkpointed_blocks: int, blocks: int
 ) -> Iterator[None]:
-    """Turns an out-of-memory error of the GPU into an InputError, also if it happens on one rank only.
+    """Turns an out-of-memory error of the GPU or the host into an InputError, also if it happens on one rank only.
 
     Its arguments are those of `out_of_memory_message`.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        exhausted = exhausted_memory(error)
+        if exhausted is None:
+            raise
+        if exhausted == "host" and torch.cuda.is_available():
+            raise InputError(
+                f"out of host memory, which holds the data, and copies of weights and optimizer states while they are "
+                f"saved: end other processes, or use fewer ranks on this host. {first_line(error)}"
+            ) from error
         sizes = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": checkpointed_blocks, "blocks": blocks}
         raise InputError(out_of_memory_message(error, config, estimate, **sizes)) from error
 
@@ -35,7 +45,7 @@ def out_of_memory_message(
     checkpointed_blocks: int,
     blocks: int,
 ) -> str:
-    """Returns one line.
+    """Returns one line, about the GPU, or the host where there is no GPU.
 
     estimate: see MemoryEstimator. micro_batch_size: rows per forward pass of a rank. checkpointed_blocks: how many of
     the model's `blocks` have activation checkpointing.
@@ -43,10 +53,11 @@ def out_of_memory_message(
     needed = estimate(checkpointed_blocks=checkpointed_blocks)
     parts = ", ".join(f"{name} {memory_size(size)}" for name, size in needed.parts.items() if size)
     flags = memory_saving_flags(config, estimate, micro_batch_size, checkpointed_blocks, blocks)
+    place = "GPU" if torch.cuda.is_available() else "host"
     return (
-        f"out of GPU memory with --micro-batch-size {micro_batch_size} --sequence-length {config.sequence_length}, "
+        f"out of {place} memory with --micro-batch-size {micro_batch_size} --sequence-length {config.sequence_length}, "
         f"activation checkpointing on {checkpointed_blocks} of {blocks} blocks: a step needs about "
-        f"{memory_size(needed.peak)} ({parts}), the GPU has {memory_size(total_memory())}; to use less: "
+        f"{memory_size(needed.peak)} ({parts}), the {place} has {memory_size(total_memory())}; to use less: "
         f"{'; '.join(flags)}. {first_line(error)}"
     )
 
@@ -81,4 +92,8 @@ def memory_saving_flags(
 
 
 def total_memory() -> int:
-    return torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0
+    """Bytes of the GPU; without one those of the host, or fewer where the process may not have them (`ulimit -v`)."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties().total_memory
+    host, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), resource.getrlimit(resource.RLIMIT_AS)[0]
+    return host if limit == resource.RLIM_INFINITY else min(host, limit)

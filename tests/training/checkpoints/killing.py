@@ -7,7 +7,6 @@ thread, so that it can fork a child in milliseconds.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import random
@@ -23,6 +22,7 @@ import torch
 from ligermodels.training.checkpoints import Checkpoints, Progress, files
 from ligermodels.training.runs.folder import locked
 from tests.training.checkpoints.checkpointing import new_run, state_of, train
+from tests.training.file_operations import kill_self_at_fsync
 
 STEPS = 12
 
@@ -49,12 +49,6 @@ def digest(model, optimizer):
     return hashed.hexdigest()
 
 
-def kill_self_at(call):
-    """Kills this process at the given call of fsync, counted from 1."""
-    calls, fsync = itertools.count(1), os.fsync
-    os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == call else fsync(descriptor)
-
-
 class Child:
     """A forked run and the lines that it has reported."""
 
@@ -67,7 +61,7 @@ class Child:
             status = 1
             try:
                 if fatal:
-                    kill_self_at(fatal)
+                    kill_self_at_fsync(fatal)
                 train_to_the_end(folder, lambda line: os.write(write, f"{line}\n".encode()))
                 status = 0
             except BaseException:

@@ -103,6 +103,56 @@ def test_the_error_names_missing_and_unexpected_files(tmp_path):
         restore(tmp_path, *run)
 
 
+def edit_record(checkpoint, change):
+    """Edits training.json, and its hash in the manifest."""
+    record = json.loads((checkpoint / "training.json").read_text())
+    change(record)
+    (checkpoint / "training.json").write_text(json.dumps(record))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["training.json"] = files.manifest_entry(checkpoint / "training.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        *((lambda record, name=name: record.pop(name), f"{name} is None") for name in files.TRAINING_FIELDS),
+        *(
+            (lambda record, name=name: record.update({name: [1]}), rf"{name} is \[1\]")
+            for name in files.TRAINING_FIELDS
+        ),
+        (lambda record: record["progress"].pop("rows"), r"progress\.rows is None"),
+        (lambda record: record["progress"].update(rows="3"), r"progress\.rows is '3'"),
+        (lambda record: record["progress"].update(tokens=-1), r"progress\.tokens is -1"),
+        (lambda record: record["progress"].update(seconds=True), r"progress\.seconds is True"),
+        (lambda record: record["progress"].update(step=2), r"progress is \{'step': 2"),
+        (lambda record: record["progress"].update(more=2), r"progress is \{"),
+    ],
+)
+def test_an_edited_record_with_a_matching_hash_is_refused_before_anything_changes(change, fault, tmp_path):
+    save(tmp_path, *new_run(), step=1)
+    edit_record(tmp_path / "step-000001", change)
+    run = new_run(seed=2)
+    before = {name: value.clone() for name, value in state_of(*run).items()}
+    with pytest.raises(CheckpointError, match=rf"training\.json: field {fault}.*; remove \S+ to resume from"):
+        restore(tmp_path, *run)
+    assert_same(state_of(*run), before)
+
+
+@pytest.mark.parametrize("left", ["file", "link", "folder"])
+def test_whatever_has_the_name_of_an_unfinished_checkpoint_is_removed_and_no_link_is_written_through(left, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    unfinished = tmp_path / "checkpoints/step-000001.tmp"
+    unfinished.parent.mkdir()
+    {"file": unfinished.touch, "folder": unfinished.mkdir, "link": lambda: unfinished.symlink_to("../elsewhere")}[
+        left
+    ]()
+    save(tmp_path / "checkpoints", *new_run(), step=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+    restore(tmp_path / "checkpoints", *new_run())
+
+
 def test_a_format_of_another_version_is_rejected(tmp_path, monkeypatch):
     run = new_run()
     with monkeypatch.context() as later:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ligermodels.errors import InputError
 from ligermodels.training.data import cache
 from ligermodels.training.data.cache import cache_folder, cached_folder, cached_folders
+from ligermodels.weights.writing import UNFINISHED_FOLDER
 
 
 def fill_and_note(folder):
@@ -79,7 +80,7 @@ def test_the_error_for_a_cache_that_is_not_writable_names_the_remedy(tmp_path, m
 def test_only_the_leftovers_of_a_killed_run_are_removed(cache_of_its_own):
     folder = cached_folder({}, fill_and_note)
     others = folder.with_name("another.tmp-7")
-    shutil.move(folder, folder.with_name(f"{folder.name}.tmp-123456"))
+    shutil.move(folder, folder.with_name(f"{folder.name}{UNFINISHED_FOLDER}host-123456"))
     others.mkdir()
     assert (cached_folder({}, fill_and_note) / "content").read_text() == "whole"
     assert {file.name for file in cache_folder().iterdir() if file.is_dir()} == {folder.name, others.name}

@@ -211,6 +211,7 @@ def test_the_documents_of_token_files_end_with_the_end_of_text_token(tmp_path, f
         (b"", GOOD, r"a\.bin: contains no tokens"),
         (b"\x01\x00" * 4, '{"dtype": "uint16", "end_of_text": "x"}', r"a\.json: field end_of_text is 'x'"),
         (b"\x01\x00" * 4, '{"dtype": "uint16"}', r"a\.json: must give end_of_text"),
+        (b"\x01\x00" * 4, '{"dtype": "uint16", "end_of_text": 300}', r"a\.json: field end_of_text is 300, outside"),
         (b"\x01\x00" * 70_000 + b"\x2c\x01", GOOD, r"a\.bin: token 70000 has the id 300, .* vocabulary of 300"),
     ],
 )  # fmt: skip

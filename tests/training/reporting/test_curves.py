@@ -1,6 +1,5 @@
 """curves.png: the running median, the curves that are drawn, and a missing matplotlib."""
 
-import json
 import math
 import sys
 
@@ -35,8 +34,7 @@ def drawn_pixels(folder, records):
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    draw_curves(folder / "metrics.jsonl", folder / "curves.png", "a run", fail_on)
+    draw_curves(records, folder / "curves.png", "a run", fail_on)
     pixels = imread(folder / "curves.png")[..., :3]
     assert pixels.shape[0] > 800 and pixels.shape[1] > 1200
     colours = {name: getattr(curves, name) for name in ("BLUE", "ORANGE", "GREEN", "PURPLE", "TEAL")}
@@ -69,15 +67,13 @@ def test_a_single_step_is_drawn_as_a_point(tmp_path):
 
 
 def test_without_a_step_nothing_is_drawn(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "lo')  # cut off by a full disk
-    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", "a run", fail_on)
+    draw_curves([{"step": 1, "loss": None}], tmp_path / "curves.png", "a run", fail_on)
     assert not (tmp_path / "curves.png").exists()
 
 
 def test_without_matplotlib_nothing_is_drawn_and_one_line_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(step(1)) + "\n")
     lines = []
-    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", "a run", lines.append)
+    draw_curves([step(1)], tmp_path / "curves.png", "a run", lines.append)
     assert lines == ["curves.png not drawn: pip install matplotlib"]
     assert not (tmp_path / "curves.png").exists()

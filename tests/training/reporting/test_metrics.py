@@ -11,7 +11,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.training.reporting import metrics as module
-from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
+from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, is_validated, read_metrics
 
 CPU = torch.device("cpu")
 
@@ -28,31 +28,30 @@ def clock(monkeypatch):
 
 
 def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
 
 
 def run(folder, steps, **options):
     return Metrics(folder, steps=steps, tokens_per_step=100, device=CPU, **options)
 
 
-def test_steps_validations_samples_and_accuracies_are_one_json_object_each(tmp_path, capsys):
+def test_a_step_is_one_json_object_and_so_is_a_validation_with_its_sample_and_accuracy(tmp_path, capsys):
     with run(tmp_path / "run", 2) as metrics:
         metrics.step(1, loss=2.5, grad_norm=1.5, learning_rate=0.1)
         metrics.step(2, loss=2.25, grad_norm=1.25, learning_rate=0.2)
-        metrics.validation(2, loss=0.71, floor=0.56)
-        metrics.sample(2, "Once upon a time | there was ü")
-        metrics.accuracy(2, 58, 60)
+        metrics.validation(2, loss=0.71, floor=0.56, answers=(58, 60), sample="Once upon a time | there was ü")
     first, second, *others = records(tmp_path / "run")
     assert first == {"step": 1, "loss": 2.5, "grad_norm": 1.5, "learning_rate": 0.1}
     assert second == {"step": 2, "loss": 2.25, "grad_norm": 1.25, "learning_rate": 0.2}
     assert others == [
-        {"step": 2, "validation_loss": 0.71, "validation_perplexity": math.exp(0.71), "floor": 0.56},
-        {"step": 2, "sample": "Once upon a time | there was ü"},
-        {"step": 2, "correct": 58, "questions": 60},
-    ]
+        {
+            "step": 2, "validation_loss": 0.71, "validation_perplexity": math.exp(0.71), "floor": 0.56,
+            "correct": 58, "questions": 60, "sample": "Once upon a time | there was ü",
+        },
+    ]  # fmt: skip
     out = capsys.readouterr().out
     assert "step 2: validation loss 0.710 nats/token, floor 0.560, gap 0.150, perplexity 2.034" in out
-    assert "step 2: 58 of 60 questions answered correctly" in out
+    assert "step 2: 58 of 60 questions answered correctly\nstep 2: Once upon a time | there was ü\n" in out
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
@@ -225,6 +224,73 @@ def test_the_error_names_a_damaged_line_of_a_resumed_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')
     with pytest.raises(InputError, match=r"metrics\.jsonl:2: .*remove the line"):
         run(tmp_path, 9, done=2)
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\r", "\x0b", "\x0c", "\x1c"], ids=ascii)
+def test_a_sample_may_contain_every_line_end_of_unicode(end, tmp_path):
+    with run(tmp_path, 2) as metrics:
+        metrics.validation(1, 0.5, sample=f"one{end}two")
+    with run(tmp_path, 2, done=1) as metrics:
+        metrics.step(2, 1.0, 1.0, 0.1)
+        assert metrics.records() == read_metrics(tmp_path / METRICS_FILE) == records(tmp_path)
+    assert [r.get("sample") for r in records(tmp_path)] == [f"one{end}two", None]
+
+
+DAMAGE = {
+    "invalid UTF-8": b'{"step": 1, "sample": "\xff"}\n',
+    "a number beyond every float": b'{"step": 1e400}\n',
+    "a number beyond 64 bits": b'{"step": %d}\n' % 10**30,
+    "deep lists": b'{"step": 1, "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+    "a list": b"[1]\n",
+    "no step": b'{"loss": 1}\n',
+    "a step that is true": b'{"step": true}\n',
+    "zero bytes": b"\0" * 20 + b"\n",
+}
+
+
+@pytest.mark.parametrize("line", DAMAGE.values(), ids=DAMAGE)
+def test_the_error_names_a_line_that_cannot_be_read(line, tmp_path):
+    (tmp_path / METRICS_FILE).write_bytes(b'{"step": 1}\n' + line + b'{"step": 2}\n')
+    for read in (lambda: run(tmp_path, 9, done=2), lambda: read_metrics(tmp_path / METRICS_FILE)):
+        with pytest.raises(InputError, match=rf"{METRICS_FILE}:2: .*remove the line"):
+            read()
+
+
+@pytest.mark.parametrize("make, fault", [(os.mkdir, "Is a directory"), (os.mkfifo, "is not a regular file")])
+def test_a_metrics_file_that_is_no_file_is_refused(make, fault, tmp_path):
+    make(tmp_path / METRICS_FILE)
+    for read in (lambda: run(tmp_path, 9, done=2), lambda: read_metrics(tmp_path / METRICS_FILE)):
+        with pytest.raises(InputError, match=f"{METRICS_FILE}: .*{fault}"):
+            read()
+
+
+def test_the_records_stay_when_their_file_is_removed_during_the_run(tmp_path):
+    with run(tmp_path, 2) as metrics:
+        metrics.step(1, 1.0, 1.0, 0.1)
+        (tmp_path / METRICS_FILE).unlink()
+        metrics.step(2, 0.5, 1.0, 0.1)
+        assert [record["loss"] for record in metrics.records()] == [1.0, 0.5]
+        metrics.step(3, 0.25, 1.0, 0.1)
+        assert [record["loss"] for record in metrics.records()] == [1.0, 0.5, 0.25]
+
+
+def test_a_metrics_file_is_not_written_through_a_link_of_its_temporary_name(tmp_path):
+    (tmp_path / "elsewhere").write_text("mine")
+    (tmp_path / f".{METRICS_FILE}").symlink_to("elsewhere")
+    with run(tmp_path, 1) as metrics:
+        metrics.step(1, 1.0, 1.0, 0.1)
+    assert (tmp_path / "elsewhere").read_text() == "mine" and len(records(tmp_path)) == 1
+
+
+def test_a_validation_is_known_by_its_whole_record(tmp_path):
+    assert not is_validated(tmp_path / METRICS_FILE, 3)
+    with run(tmp_path, 9) as metrics:
+        metrics.step(3, 1.0, 1.0, 0.1)
+        metrics.validation(2, 0.1)
+    assert [is_validated(tmp_path / METRICS_FILE, step) for step in (2, 3)] == [True, False]
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 3, "validation_loss": 0.1')  # where the process was killed
+    assert not is_validated(tmp_path / METRICS_FILE, 3)
 
 
 def test_loggers_get_every_record_and_are_closed_when_the_run_fails(tmp_path):

@@ -33,6 +33,14 @@ def test_a_signal_is_recorded_and_the_handlers_are_restored(number, capfd):
     assert f"{number.name}: stopping after this step" in capfd.readouterr().err
 
 
+def test_a_signal_is_recorded_when_the_reader_of_stderr_has_left(monkeypatch):
+    """As in `python train.py … 2>&1 | tee log`, where Ctrl-C ends both."""
+    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None))
+    with signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+
+
 def test_under_nohup_a_closed_terminal_stops_nothing():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with signals() as stop:

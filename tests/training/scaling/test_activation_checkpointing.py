@@ -97,11 +97,22 @@ def test_the_message_names_batch_size_length_estimate_and_flags_that_use_less_me
 
 def test_an_out_of_memory_error_ends_the_run_with_the_message_and_other_errors_pass_unchanged(model):
     config = TrainConfig(sequence_length=64, dtype="bfloat16", lora_rank=8)
-    line = r"^out of GPU memory with --micro-batch-size 4 .*, activation checkpointing on 1 of 6 blocks: .*tried 2 GiB$"
+    place = "GPU" if DEVICE == "cuda" else "host"
+    line = rf"^out of {place} memory with --micro-batch-size 4 .*, activation checkpointing on 1 of 6 blocks: .*2 GiB$"
     cases = ((torch.OutOfMemoryError, InputError, line), (RuntimeError, RuntimeError, "^tried 2"))
     for error, raised, message in cases:
         with pytest.raises(raised, match=message), out_of_memory_advice(config, estimator(model), 4, 1, BLOCKS):
             raise error("tried 2 GiB")
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**58), lambda: bytearray(2**60)], ids=["torch", "Python"])
+def test_host_memory_that_the_system_does_not_give_ends_the_run_with_the_message(allocate, model):
+    config = TrainConfig(sequence_length=64)
+    advice = out_of_memory_advice(config, estimator(model), 4, 1, BLOCKS)
+    with pytest.raises(InputError, match=r"^out of host memory") as refused, advice:
+        allocate()
+    assert "\n" not in str(refused.value)
+    assert DEVICE == "cuda" or "--micro-batch-size 2 (" in str(refused.value)
 
 
 def test_the_message_names_no_flag_that_is_already_set(model):

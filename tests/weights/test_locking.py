@@ -1,0 +1,55 @@
+"""Locks of files: one holder at a time, also where a holder removes the file."""
+
+import os
+import signal
+
+import pytest
+
+from ligermodels.weights import locking
+from ligermodels.weights.locking import lock_file
+
+
+def test_a_second_lock_is_refused_with_its_holder_until_the_first_is_closed(tmp_path):
+    file = tmp_path / "lock"
+    with lock_file(file), pytest.raises(BlockingIOError) as refused:
+        lock_file(file)
+    assert refused.value.strerror == file.read_text().strip() == f"process {os.getpid()} on {os.uname().nodename}"
+    lock_file(file).close()
+
+
+def test_the_lock_of_a_killed_process_is_free_and_its_text_is_replaced(tmp_path):
+    file = tmp_path / "lock"
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = lock_file(file)  # noqa: F841
+        os.write(writing, b"held")
+        signal.pause()
+    os.read(reading, 4)
+    with pytest.raises(BlockingIOError, match=f"process {child} on "):
+        lock_file(file)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with lock_file(file):
+        assert file.read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+
+
+def test_a_file_that_its_holder_removed_before_it_could_be_locked_is_made_anew(tmp_path, monkeypatch):
+    file, take = tmp_path / "lock", locking.take
+
+    def after_the_holder_has_left(lock):
+        monkeypatch.setattr(locking, "take", take)
+        file.unlink()
+        take(lock)
+
+    monkeypatch.setattr(locking, "take", after_the_holder_has_left)
+    with lock_file(file), pytest.raises(BlockingIOError):
+        lock_file(file)
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "elsewhere").write_text("mine")
+    (tmp_path / "lock").symlink_to("elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        lock_file(tmp_path / "lock")
+    assert (tmp_path / "elsewhere").read_text() == "mine"
