@@ -158,6 +158,7 @@ def experts_beyond_count(folder):
     change_json(folder / CONFIG, num_experts=4096)
 
 
+LONG, NESTED = b"x" * 3_000_000, b"[" * 150 + b"]" * 150
 for kept in (0, 5, 40, 5000, -1):
     fault(f"1 truncated to {kept}", rewrite(WEIGHTS, lambda content, kept=kept: content[:kept]), WEIGHTS)
 fault("1 truncated shard", index(lambda weight_map: dict.fromkeys(weight_map, "a.safetensors")), INDEX, "a.safetensors")
@@ -172,6 +173,7 @@ for length in (100_000_001, 2**60, 2**63, 2**64 - 1):
     fault(f"3 header of {length} bytes", damage, WEIGHTS, f"header of {length} bytes")
 fault("3 header nested deeply", header_bytes(b'{"a":' + b"[" * 200_000), WEIGHTS, 'field "a"', "nested too deeply")
 fault("3 header nested a little too deeply", header_bytes(b'{"a":' + b"[" * 101 + b"]" * 101 + b"}"), WEIGHTS, '"a"')
+fault("3 header nested behind a long text", header_bytes(b'{"a":"' + LONG + b'","b":' + NESTED + b"}"), WEIGHTS, '"b"')
 fault("3 header of a million tiny tensors", header_bytes(tiny_tensors(200_000)), WEIGHTS, "JSON values, more than")
 fault("4 Git LFS pointer", text_in(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid"), WEIGHTS, "git lfs pull")
 fault("4 Git LFS pointer for JSON", text_in(CONFIG, "version https://git-lfs.github.com"), CONFIG, "git lfs pull")
@@ -252,11 +254,12 @@ for text, *words in (
     ('{"hidden_size": 1, {…}}', "field hidden_size", "more than once"),
     ('{"a": {"b": "c"}, "rope_scaling": ' + DEEP + ", {…}}", 'field "rope_scaling"', "nested too deeply"),
     ('{"rope_scaling": ' + '{"x": ' * 200_000 + "}", 'field "rope_scaling"', "nested too deeply"),
+    ('{"a": "' + LONG.decode() + '", "b": ' + NESTED.decode() + ", {…}}", 'field "b"', "nested too deeply"),
     ('{"a": [' + "0," * 1_000_000 + "0], {…}}", "JSON values, more than"),
 ):
     fault(f"14 config.json {text[:40]!r}", text_in(CONFIG, text), CONFIG, *words)
 fault("14 config.json in UTF-16", rewrite(CONFIG, lambda text: text.decode().encode("utf-16")), CONFIG, "position 0")
-fault("14 config.json without end", rewrite(CONFIG, lambda _: b"{" + b" " * 100_000_000), CONFIG, "bytes of JSON")
+fault("14 config.json without end", rewrite(CONFIG, lambda _: b"{" + b" " * 100_000_000), CONFIG, "100000000 bytes")
 fault("14 generation_config.json", lambda folder: (folder / "generation_config.json").write_text("{"), "generation_con")
 for fields, *words in (
     ({"model_type": "lama"}, "model_type", "'lama'", "did you mean 'llama'?", "qwen2"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.template_process import PROCESS
-from ligermodels.weights.files import read_json, safe_file
+from ligermodels.weights.reading import read_json, safe_file
 
 TEMPLATE_FILE, TEMPLATE_FOLDER, TEMPLATE_JSON_FILE = (
     "chat_template.jinja",

@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 
 from ligermodels.errors import CheckpointError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.weights.files import parse_json, safe_file
+from ligermodels.weights.reading import parse_json, safe_file
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ligermodels.weights.files import read_json, safe_file
+from ligermodels.weights.reading import read_json, safe_file
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, safe_file
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
 from ligermodels.weights.loading import FLOAT_DTYPES
 from ligermodels.weights.mapping import BASE_LAYER, Piece, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule
+from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import full_tensor, reshard
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
 

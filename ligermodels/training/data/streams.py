@@ -15,7 +15,7 @@ from typing import BinaryIO, TextIO
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.packages import import_package
-from ligermodels.weights.files import refuse_text
+from ligermodels.weights.reading import refuse_text
 
 HEAD_BYTES = 64
 
