@@ -22,8 +22,8 @@ from tokenizers.models import BPE
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.tokenizer.growth import refuse_growth
-from ligermodels.weights.reading import read_bytes, read_json, safe_file
+from ligermodels.tokenizer.growth import MAX_TOKEN_CHARACTERS, refuse_growth, refuse_long_tokens
+from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
@@ -100,10 +100,6 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     named = add_tokens(folder, tokenizer, config, padding.get("pad_token"))
     if not has_json:
         add_bos_and_eos(tokenizer, config, named)
-    try:
-        refuse_growth(tokenizer)
-    except InputError as error:
-        raise CheckpointError(f"{folder / (TOKENIZER_FILE if has_json else VOCABULARY_FILE)}: {error}") from None
     side = config.get("padding_side", str, padding.get("direction", "right"))
     if side not in ("left", "right"):
         raise config.error("padding_side", side, "must be 'left' or 'right'")
@@ -130,7 +126,14 @@ def read_vocabulary(folder: Path, name: str, separators: bytes) -> bytes:
 
 def from_json(folder: Path) -> tokenizers.Tokenizer:
     data = read_vocabulary(folder, TOKENIZER_FILE, b",[{")
-    return checked_call(folder / TOKENIZER_FILE, NOT_A_TOKENIZER, tokenizers.Tokenizer.from_buffer, data)
+    tokenizer = checked_call(folder / TOKENIZER_FILE, NOT_A_TOKENIZER, tokenizers.Tokenizer.from_buffer, data)
+    try:
+        refuse_growth(tokenizer)
+        if longest_gap(data) > MAX_TOKEN_CHARACTERS:  # listing the vocabulary takes half as long as reading it
+            refuse_long_tokens(tokenizer)
+    except InputError as error:
+        raise CheckpointError(f"{folder / TOKENIZER_FILE}: {error}") from None
+    return tokenizer
 
 
 def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
@@ -149,8 +152,9 @@ def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
     if kind.removesuffix("Fast") not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
         known = f"without {TOKENIZER_FILE} only GPT2Tokenizer and Qwen2Tokenizer are read from {VOCABULARY_FILE}"
         raise config.error("tokenizer_class", kind, f"{known}: {HOW_TO_CONVERT}")
-    for name, separators in ((VOCABULARY_FILE, b",[{"), (MERGES_FILE, b"\n")):
-        read_vocabulary(folder, name, separators)
+    vocabulary, _ = read_vocabulary(folder, VOCABULARY_FILE, b",[{"), read_vocabulary(folder, MERGES_FILE, b"\n")
+    if longest_gap(vocabulary) > MAX_TOKEN_CHARACTERS:
+        raise CheckpointError(f"{folder / VOCABULARY_FILE}: a token has more than {MAX_TOKEN_CHARACTERS} characters")
     files = (str(folder / VOCABULARY_FILE), str(folder / MERGES_FILE))
     tokenizer = tokenizers.Tokenizer(checked_call(folder / VOCABULARY_FILE, NOT_A_TOKENIZER, BPE.from_file, *files))
     prefix = config.get("add_prefix_space", bool, False)
@@ -260,17 +264,21 @@ def added_tokens(
     for content in file.values:
         index = file.get(content, int, None)
         if index not in known:
-            yield index, AddedToken(content, normalized=content not in special, special=content in special)
+            is_special = content in special
+            yield index, parse_token(file, content, content, normalized=not is_special, special=is_special)
 
 
 def parse_token(file: JsonFields, field: str, value: Any, **defaults: bool) -> AddedToken:
     """A token from its text, or from an object with its content and flags. Raises CheckpointError."""
     token = {"content": value} if isinstance(value, str) else value
-    if isinstance(token, dict) and isinstance(token.get("content"), str) and token["content"]:
+    if isinstance(token, dict) and isinstance(content := token.get("content"), str):
         flags = {flag: token[flag] for flag in TOKEN_FLAGS if flag in token}
-        if all(isinstance(flag, bool) for flag in flags.values()):
-            return AddedToken(token["content"], **(flags | defaults))
-    raise file.error(field, value, "must be a token's text, or an object with its content and flags")
+        if 0 < len(content) <= MAX_TOKEN_CHARACTERS and all(isinstance(flag, bool) for flag in flags.values()):
+            return AddedToken(content, **(flags | defaults))
+    rule = (
+        f"must be a token's text of at most {MAX_TOKEN_CHARACTERS} characters, or an object with its content and flags"
+    )
+    raise file.error(field, value, rule)
 
 
 def add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: JsonFields, named: dict[str, str]) -> None:

@@ -46,6 +46,10 @@ def refuse_growth(tokenizer: tokenizers.Tokenizer) -> None:
                 f"field {name} may make a text {factor:g} times as long and {added:g} longer; at most {MAX_FACTOR} "
                 f"times and {MAX_ADDED} are supported"
             )
+
+
+def refuse_long_tokens(tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises InputError if a token has more than MAX_TOKEN_CHARACTERS."""
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     if longest > MAX_TOKEN_CHARACTERS:
         raise InputError(f"a token has {longest} characters, more than {MAX_TOKEN_CHARACTERS}")

@@ -11,9 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ligermodels.errors import CheckpointError
 
@@ -61,6 +63,14 @@ def read_bytes(file: Path, at_most: int) -> bytes:
     if len(data) > at_most:
         raise CheckpointError(f"{file}: has more than {at_most} bytes, the most that are read; {DOWNLOAD_AGAIN}")
     return data
+
+
+def read_text(file: Path, at_most: int) -> str:
+    """The text of a UTF-8 file, with every line ending as \\n. Raises CheckpointError, also if it has more bytes."""
+    try:
+        return TextIOWrapper(BytesIO(read_bytes(file, at_most)), encoding="utf-8").read()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: is not UTF-8 text: {error}") from None
 
 
 def refuse_text(file: Path, start: bytes) -> None:
@@ -154,3 +164,14 @@ def deepest_field(data: bytes) -> str:
         if depth == 1 and plain.startswith(b'"', start):
             field = slice(*token.span())
     return data[field].decode()
+
+
+def longest_gap(data: bytes) -> int:
+    """The bytes between two quotes of a JSON text, at most: no string in it is longer."""
+    quotes = np.flatnonzero(np.frombuffer(without_escapes(data), np.uint8) == ord('"'))
+    return int(np.diff(quotes).max(initial=0))
+
+
+def without_escapes(data: bytes) -> bytes:
+    """A JSON text with escaped quotes and backslashes overwritten, so that each quote begins or ends a string."""
+    return data.replace(rb"\\", b"__").replace(rb"\"", b"__")

@@ -281,9 +281,19 @@ BROKEN = {
         },
         "merges.txt: has 30001 values, more than 30000",
     ),
+    "a named token that is too long": (
+        {"tokenizer_config.json": {"pad_token": "x" * 4097}},
+        "xxx; must be a token's text of at most 4096 characters",
+    ),
     "a token that is too long": (
-        {"tokenizer_config.json": {"pad_token": "x" * 5000}},
-        "tokenizer.json: a token has 5000 characters, more than 4096",
+        {
+            "tokenizer.json": {
+                "version": "1.0",
+                "added_tokens": [],
+                "model": {"type": "WordLevel", "vocab": {"a": 0, '"' * 4097: 1}, "unk_token": "a"},
+            }
+        },
+        "tokenizer.json: a token has 4097 characters, more than 4096",
     ),
     "config no JSON": ({"tokenizer_config.json": b"{"}, "tokenizer_config.json: not JSON"),
     "a token's kind": (
