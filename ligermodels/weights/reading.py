@@ -46,7 +46,8 @@ def safe_file(folder: Path, name: str) -> Path:
 
 @contextmanager
 def open_for_reading(file: Path) -> Iterator[BufferedReader]:
-    """The file, open for reading bytes. Raises CheckpointError if the system reports an error."""
+    """The file, open for reading bytes. Raises CheckpointError if it is not regular, or the system reports an error."""
+    refuse_irregular(file)
     try:
         with file.open("rb") as stream:
             yield stream
@@ -54,6 +55,12 @@ def open_for_reading(file: Path) -> Iterator[BufferedReader]:
         raise CheckpointError(
             f"{file}: cannot be read: {error.strerror}; check its permissions and its disk"
         ) from error
+
+
+def refuse_irregular(file: Path) -> None:
+    """Raises CheckpointError for a pipe, a device or the like: opening it could block, or reading it never end."""
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise CheckpointError(f"{file}: is not a regular file; replace it by one")
 
 
 def read_bytes(file: Path, at_most: int) -> bytes:
@@ -94,9 +101,8 @@ def parse_json(data: bytes, file: Path, *, may_be_huge: Container[str] = ()) -> 
     may_be_huge: fields whose numbers may be larger; they are parsed as infinity.
     Raises CheckpointError naming the file and the field.
     """
-    values = sum(map(data.count, (b",", b"[", b"{")))  # an upper bound, known before parsing
-    if values > MAX_JSON_VALUES:
-        raise CheckpointError(f"{file}: {values} JSON values, more than {MAX_JSON_VALUES}; {DOWNLOAD_AGAIN}")
+    if has_more_values(data, MAX_JSON_VALUES):
+        raise CheckpointError(f"{file}: has more than {MAX_JSON_VALUES} JSON values; {DOWNLOAD_AGAIN}")
     repeated: list[str] = []
 
     def fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -164,6 +170,22 @@ def deepest_field(data: bytes) -> str:
         if depth == 1 and plain.startswith(b'"', start):
             field = slice(*token.span())
     return data[field].decode()
+
+
+def has_more_values(data: bytes, limit: int) -> bool:
+    """Whether a JSON text has more than `limit` values, which is known without parsing it, or as many strings."""
+    if separators(data) <= limit:
+        return False
+    plain = without_escapes(data)
+    if plain.count(b'"') > 4 * limit:  # each value may have a name
+        return True
+    outside_strings = b"".join(plain.split(b'"')[::2])
+    return separators(outside_strings) > limit
+
+
+def separators(data: bytes) -> int:
+    """Commas and opening brackets; a JSON text has at most one value more."""
+    return sum(map(data.count, (b",", b"[", b"{")))
 
 
 def longest_gap(data: bytes) -> int:
