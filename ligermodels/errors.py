@@ -22,9 +22,8 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        message = shorten(message, MAX_MESSAGE_CHARACTERS)
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-        super().__init__(" ".join(shorten(word, MAX_WORD_CHARACTERS) for word in text.split(" ")))
+        words = printable(shorten(message, MAX_MESSAGE_CHARACTERS)).split(" ")
+        super().__init__(" ".join(shorten(word, MAX_WORD_CHARACTERS) for word in words))
 
 
 class ConfigError(InputError):
@@ -46,6 +45,11 @@ def silence_closed_stdout() -> int:
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return SIGPIPE_EXIT_STATUS
+
+
+def printable(text: str) -> str:
+    """`text` with line breaks, terminal controls and other characters that do not print escaped, as \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(text: str, limit: int) -> str:

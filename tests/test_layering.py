@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "architectures": {"configs", "layers", "weights"},
     "tokenizer": {"errors", "weights"},
     "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer"},
-    "generation": {"errors", "layers"},
+    "generation": {"errors", "layers", "weights"},
     "training": {
         *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
         *("tokenizer", "memory"),

@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.cli import export, generate, info, listing, train, verify
 from ligermodels.cli.flags import UNUSABLE_INPUT, Parser
-from ligermodels.errors import InputError, first_line, silence_closed_stdout
+from ligermodels.errors import InputError, first_line, printable, silence_closed_stdout
 
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
 
@@ -42,5 +42,5 @@ def build_parser() -> Parser:
 
 def report_error(message: str) -> int:
     """Prints one line to stderr; returns the exit status for invalid input."""
-    print(f"ligermodels: {message}", file=sys.stderr)
+    print(printable(f"ligermodels: {message}"), file=sys.stderr)
     return UNUSABLE_INPUT

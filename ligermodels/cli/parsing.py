@@ -9,6 +9,7 @@ import torch
 
 from ligermodels import hub
 from ligermodels.cli.flags import Parser
+from ligermodels.errors import printable
 from ligermodels.layers.decoder import CausalLM
 
 DTYPE_CHOICES = ("float32", "bfloat16", "float16")
@@ -25,6 +26,11 @@ def add_command(
     )  # fmt: skip
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def print_line(line: str) -> None:
+    """Prints a line. Parts of it may come from a file: characters that would control the terminal are escaped."""
+    print(printable(line))
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ add_eos_token are used only without it. Truncation and padding settings of token
 models.
 """
 
+import re
 import types
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE = "special_tokens_map.json", "added_tokens.json"
 MAX_FILE_BYTES = 100_000_000  # three times the largest known file, Gemma 3's
 MAX_VALUES = 3_000_000  # likewise one and a half times; `tokenizers` needs 300 bytes for each entry of a vocabulary
+TOKEN_ID = re.compile("[0-9]{1,10}")  # the library's ids have 32 bits
 NO_LIMIT = 10**9  # a model_max_length of this or more means that there is no limit
 HOW_TO_CONVERT = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes tokenizer.json"
 # Tokens that tokenizer.json lacks get ids in this order.
@@ -251,7 +253,7 @@ def listed_tokens(config: JsonFields) -> Iterator[tuple[int, AddedToken]]:
     """The tokens of added_tokens_decoder, with their ids."""
     for index, token in config.get("added_tokens_decoder", dict, {}).items():
         field = f"added_tokens_decoder.{index}"
-        if not index.isdecimal():
+        if not TOKEN_ID.fullmatch(index):
             raise config.error(field, token, "the name of the field must be the token's id")
         yield int(index), parse_token(config, field, token)
 

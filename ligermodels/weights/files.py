@@ -31,6 +31,7 @@ from ligermodels.weights.reading import (
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HASH_BLOCK_BYTES = 4 * 2**20
+MAX_FILE_NAME_BYTES = 255  # the limit of file systems; pathlib raises an error for a longer name
 MAX_DIMENSIONS = 64  # torch's limit
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -121,7 +122,8 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     if not weight_map:
         raise CheckpointError(f"{index}: weight_map names no tensor; {DOWNLOAD_AGAIN}")
     for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
+        too_long = len(shard.encode("utf-8", "surrogatepass")) > MAX_FILE_NAME_BYTES
+        if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors") or too_long:
             raise CheckpointError(f"{index}: weight_map names {shard!r}, not a .safetensors file of the same folder")
     return weight_map
 

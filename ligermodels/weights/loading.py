@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ligermodels.distributed import is_first
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, printable
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule
@@ -69,7 +69,8 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     transfers = (local_transfer(*shards[piece.parameter], piece, stored[piece.tensor]) for piece in plan.pieces)
     run_transfers(filter(None, transfers), f"Loading {folder.name}", quiet=not is_first())
     if plan.unexpected and is_first():
-        warnings.warn(f"{folder}: ignored, the model has no place for them: {shortened(plan.unexpected)}", stacklevel=2)
+        ignored = f"ignored, the model has no place for them: {shortened(plan.unexpected)}"
+        warnings.warn(printable(f"{folder}: {ignored}"), stacklevel=2)
 
 
 def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> LoadPlan:
