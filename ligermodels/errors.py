@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
-import torch
-
 SIGPIPE_EXIT_STATUS = 141  # what a shell reports for a process that SIGPIPE ended
 # A name on the Hub has less than 100 characters; a list of files has about 7,000.
 MAX_WORD_CHARACTERS, MAX_MESSAGE_CHARACTERS = 400, 10_000
@@ -28,9 +26,8 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        message = shorten(message, MAX_MESSAGE_CHARACTERS)
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-        super().__init__(" ".join(shorten(word, MAX_WORD_CHARACTERS) for word in text.split(" ")))
+        words = printable(shorten(message, MAX_MESSAGE_CHARACTERS)).split(" ")
+        super().__init__(" ".join(shorten(word, MAX_WORD_CHARACTERS) for word in words))
 
 
 class ConfigError(InputError):
@@ -47,7 +44,7 @@ class HubError(InputError):
 
 def exhausted_memory(error: BaseException) -> str | None:
     """Where memory ran out, "GPU" or "host", if that is what the error means."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":  # torch's; not imported for it
         return "GPU"
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return "host"
@@ -68,6 +65,11 @@ def print_to_stderr(line: str) -> None:
     """Prints a line to stderr. Work goes on where nobody can read it: its reader has left, or its disk is full."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """`text` with line breaks, terminal controls and other characters that do not print escaped, as \x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(text: str, limit: int) -> str:

@@ -35,3 +35,8 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def is_whole_number(text: str) -> bool:
+    """Whether a text is a whole number from 0 on in at most 18 digits; Python refuses to parse thousands of them."""
+    return text.isascii() and text.isdecimal() and len(text) <= 18

@@ -24,6 +24,7 @@ from tests.refusals import refusal_of
 from tests.weights.raw_files import change_header, change_json, safetensors_bytes
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+GENERATION = "generation_config.json"
 NORM = "model.norm.weight"
 FAULTS = {}  # name -> (damage to a folder, words that the message must contain)
 
@@ -158,6 +159,7 @@ def experts_beyond_count(folder):
     change_json(folder / CONFIG, num_experts=4096)
 
 
+LONG, NESTED = b"x" * 3_000_000, b"[" * 150 + b"]" * 150
 for kept in (0, 5, 40, 5000, -1):
     fault(f"1 truncated to {kept}", rewrite(WEIGHTS, lambda content, kept=kept: content[:kept]), WEIGHTS)
 fault("1 truncated shard", index(lambda weight_map: dict.fromkeys(weight_map, "a.safetensors")), INDEX, "a.safetensors")
@@ -172,7 +174,10 @@ for length in (100_000_001, 2**60, 2**63, 2**64 - 1):
     fault(f"3 header of {length} bytes", damage, WEIGHTS, f"header of {length} bytes")
 fault("3 header nested deeply", header_bytes(b'{"a":' + b"[" * 200_000), WEIGHTS, 'field "a"', "nested too deeply")
 fault("3 header nested a little too deeply", header_bytes(b'{"a":' + b"[" * 101 + b"]" * 101 + b"}"), WEIGHTS, '"a"')
-fault("3 header of a million tiny tensors", header_bytes(tiny_tensors(200_000)), WEIGHTS, "JSON values, more than")
+fault("3 header nested behind a long text", header_bytes(b'{"a":"' + LONG + b'","b":' + NESTED + b"}"), WEIGHTS, '"b"')
+fault(
+    "3 header of a million tiny tensors", header_bytes(tiny_tensors(200_000)), WEIGHTS, "more than 1000000 JSON values"
+)
 fault("4 Git LFS pointer", text_in(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid"), WEIGHTS, "git lfs pull")
 fault("4 Git LFS pointer for JSON", text_in(CONFIG, "version https://git-lfs.github.com"), CONFIG, "git lfs pull")
 for page in ("<!DOCTYPE html><html>", "\n<html>", '<?xml version="1.0"?><Error>'):
@@ -207,7 +212,7 @@ for path in ("../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..\
     change = lambda weight_map, path=path: weight_map | {NORM: path}  # noqa: E731
     fault(f"6 index names {path!r}", index(change), INDEX, "weight_map", repr(path))
 fault("6 index names a NUL", index(lambda weight_map: {NORM: "a\0.safetensors"}), INDEX, r"a\x00.safetensors")
-fault("6 index names what no system could", index(lambda _: {NORM: "a" * 5000 + ".safetensors"}), INDEX, "missing")
+fault("6 index names what no system could", index(lambda _: {NORM: "a" * 5000 + ".safetensors"}), INDEX, "aaa…aaa")
 fault("6 index names half a character", index(lambda _: {NORM: "\ud800.safetensors"}), INDEX, r"\ud800")
 fault("6 index names a number", index(lambda weight_map: weight_map | {NORM: 1}), INDEX, "weight_map")
 fault("6 index names nothing", index(lambda _: {}), INDEX, "weight_map")
@@ -252,12 +257,17 @@ for text, *words in (
     ('{"hidden_size": 1, {…}}', "field hidden_size", "more than once"),
     ('{"a": {"b": "c"}, "rope_scaling": ' + DEEP + ", {…}}", 'field "rope_scaling"', "nested too deeply"),
     ('{"rope_scaling": ' + '{"x": ' * 200_000 + "}", 'field "rope_scaling"', "nested too deeply"),
-    ('{"a": [' + "0," * 1_000_000 + "0], {…}}", "JSON values, more than"),
+    ('{"a": "' + LONG.decode() + '", "b": ' + NESTED.decode() + ", {…}}", 'field "b"', "nested too deeply"),
+    ('{"a": [' + "0," * 1_000_000 + "0], {…}}", "more than 1000000 JSON values"),
 ):
     fault(f"14 config.json {text[:40]!r}", text_in(CONFIG, text), CONFIG, *words)
 fault("14 config.json in UTF-16", rewrite(CONFIG, lambda text: text.decode().encode("utf-16")), CONFIG, "position 0")
-fault("14 config.json without end", rewrite(CONFIG, lambda _: b"{" + b" " * 100_000_000), CONFIG, "bytes of JSON")
+fault("14 config.json without end", rewrite(CONFIG, lambda _: b"{" + b" " * 100_000_000), CONFIG, "100000000 bytes")
 fault("14 generation_config.json", lambda folder: (folder / "generation_config.json").write_text("{"), "generation_con")
+for end in ([[1]], {"a": 1}, [1, None], "2", 1.5, True, -1, [2, -1]):
+    fault(f"16 eos_token_id {end}", config(eos_token_id=end), CONFIG, f"eos_token_id is {end!r}; must be a token id")
+    damage = lambda folder, end=end: (folder / GENERATION).write_text(json.dumps({"eos_token_id": end}))  # noqa: E731
+    fault(f"16 eos_token_id {end} to generate with", damage, GENERATION, f"eos_token_id is {end!r}; must be a token id")
 for fields, *words in (
     ({"model_type": "lama"}, "model_type", "'lama'", "did you mean 'llama'?", "qwen2"),
     ({"model_type": None}, "model_type", "None"),
@@ -332,6 +342,26 @@ def test_a_damaged_folder_is_refused(name, folder, capsys):
     out, err = capsys.readouterr()
     assert not out and err == f"ligermodels: {message}\n"
     assert sorted(folder.rglob("*")) == before
+
+
+def test_a_file_name_that_no_system_has_is_refused_without_weights_too(folder, capsys):
+    index(lambda _: {NORM: "a" * 5000 + ".safetensors"})(folder)
+    assert main(["info", str(folder)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and f"{INDEX}: weight_map names 'aaa" in err
+
+
+def test_names_in_files_cannot_control_the_terminal(folder, capsys):
+    """In the output of a command and in warnings; errors are tested above."""
+    index(lambda weight_map: weight_map | {"x": "\x1b[2J\r\n.safetensors"})(folder)
+    assert main(["info", str(folder)]) == 0
+    out, _ = capsys.readouterr()
+    assert r"\x1b[2J\r\n.safetensors" in out and out.replace("\n", "").isprintable()
+    save_file({"\x1b[2J": torch.ones(1)}, folder / "\x1b[2J\r\n.safetensors")
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    change_json(folder / INDEX, weight_map=weight_map | {"\x1b[2J": weight_map.pop("x")})
+    with pytest.warns(UserWarning, match=r"has no place for them: \\x1b\[2J$"):
+        ligermodels.load(folder, allow_unexpected=True)
 
 
 def test_unexpected_tensors_are_ignored_if_that_is_allowed(folder, healthy):

@@ -8,7 +8,14 @@ from importlib import import_module
 
 from ligermodels import __version__
 from ligermodels.cli.flags import UNUSABLE_INPUT, Parser
-from ligermodels.errors import InputError, exhausted_memory, first_line, print_to_stderr, silence_closed_stdout
+from ligermodels.errors import (
+    InputError,
+    exhausted_memory,
+    first_line,
+    print_to_stderr,
+    printable,
+    silence_closed_stdout,
+)
 
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
 # Command -> its file. Only the file of the given command is imported: `list` does not wait for torch.
@@ -60,7 +67,7 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
 
 def report_error(message: str) -> int:
     """Prints one line to stderr; returns the exit status for invalid input."""
-    print_to_stderr(f"ligermodels: {message}")
+    print_to_stderr(printable(f"ligermodels: {message}"))
     return UNUSABLE_INPUT
 
 

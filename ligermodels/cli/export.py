@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ligermodels import hub
 from ligermodels.cli.flags import Commands, add_command
-from ligermodels.cli.parsing import add_adapter, add_dtype, add_revision, load_with_adapter
+from ligermodels.cli.parsing import add_adapter, add_dtype, add_revision, load_with_adapter, print_line
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.units import byte_size, counted
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes
@@ -34,4 +34,4 @@ def run(args: argparse.Namespace) -> None:
     also = functools.partial(replace_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
     hub.export(model, args.output, dtype=args.dtype, max_shard_size=args.max_shard_size, also=also)
     sizes = [file.stat().st_size for file in args.output.glob("*.safetensors")]
-    print(f"{args.output}: {byte_size(sum(sizes))} of weights in {counted(len(sizes), 'file')}")
+    print_line(f"{args.output}: {byte_size(sum(sizes))} of weights in {counted(len(sizes), 'file')}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ligermodels.errors import InputError, suggest_closest
+from ligermodels.units import is_whole_number
 
 UNUSABLE_INPUT = 2  # exit status
 Commands = Any  # the return type of add_subparsers, which argparse does not export
@@ -74,7 +75,7 @@ def whole_number(least: int, rule: str) -> Callable[[str], int]:
     """A whole number from `least` on, which `rule` says in words."""
 
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        if not is_whole_number(text) or int(text) < least:
             raise argparse.ArgumentTypeError(f"is {text!r}; must be {rule}")
         return int(text)
 

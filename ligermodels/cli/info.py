@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 
 from ligermodels.cli.flags import Commands, add_command, positive
-from ligermodels.cli.parsing import add_dtype, add_revision
+from ligermodels.cli.parsing import add_dtype, add_revision, print_line
 from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora
@@ -30,9 +30,9 @@ def add_to(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     described = describe(args.model, dtype=args.dtype, revision=args.revision)
-    print(args.model)
+    print_line(args.model)
     for label, value in (*fact_lines(described), *memory_lines(described, args)):
-        print(f"  {label:12} {value}".rstrip())
+        print_line(f"  {label:12} {value}".rstrip())
 
 
 def fact_lines(described: Description) -> Iterator[tuple[str, str]]:

@@ -7,10 +7,16 @@ from typing import Any
 import torch
 
 from ligermodels import hub
+from ligermodels.errors import printable
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.units import counted
 
 DTYPE_CHOICES = ("float32", "bfloat16", "float16")
+
+
+def print_line(line: str) -> None:
+    """Prints a line. Parts of it may come from a file: characters that would control the terminal are escaped."""
+    print(printable(line))
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ligermodels.cli.flags import Commands, add_command, positive
-from ligermodels.cli.parsing import add_device
+from ligermodels.cli.parsing import add_device, print_line
 
 
 def add_to(commands: Commands) -> None:
@@ -23,6 +23,6 @@ def run(args: argparse.Namespace) -> int:
 
     certificate = verify(args.model, args.output, device=args.device, new_tokens=args.tokens)
     for check in certificate.checks:
-        print(f"{check.outcome:8} {check.name}: {check.result}")
-    print(f"{certificate.page}: {'passed' if certificate.passed else 'failed'}")
+        print_line(f"{check.outcome:8} {check.name}: {check.result}")
+    print_line(f"{certificate.page}: {'passed' if certificate.passed else 'failed'}")
     return 0 if certificate.passed else 1

@@ -89,12 +89,13 @@ class Config:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """config.json as it was read, with the present values of the fields and the defaults that it omits."""
-        return copy.deepcopy(dict(self.raw) | self.present_values())
+        """config.json as it was read, with the present values of the fields and the defaults that it omits.
 
-    def present_values(self) -> dict[str, Any]:
-        """The fields of config.json as they are now."""
-        return {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
+        The fields of a multimodal model are those of its text_config.
+        """
+        fields = {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
+        parts = {"text_config": self.raw["text_config"] | fields} if "text_config" in self.raw else fields
+        return copy.deepcopy(dict(self.raw) | parts)
 
     def to_json_string(self) -> str:
         """`to_dict` as JSON, for loggers that record a model's configuration."""

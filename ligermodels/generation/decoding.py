@@ -8,6 +8,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.generation.sampling import sample_tokens
+from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, end_of_text_ids
 from ligermodels.weights.module import HubModule
 
 
@@ -106,7 +107,6 @@ def pad_right(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
 
 def model_stop_tokens(model: HubModule) -> set[int]:
     """eos_token_id of generation_config.json, which has more of them for chat models; else that of config.json."""
-    eos = model.generation_config.get("eos_token_id", model.config.raw.get("eos_token_id"))
-    if eos is None:
-        return set()
-    return set(eos) if isinstance(eos, list) else {eos}
+    if "eos_token_id" in model.generation_config:
+        return set(end_of_text_ids(model.generation_config, GENERATION_CONFIG_FILE))
+    return set(end_of_text_ids(model.config.raw, CONFIG_FILE))

@@ -393,7 +393,7 @@ class TransformersModel(PreTrainedModel, GenerationMixin):
     def values_of(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state dict by names of parameters. Raises InputError if one is missing."""
         values = dict(state_dict)
-        accept_hub_names(self.bare, values, "")
+        accept_hub_names(self.bare, values, "", {})
         missing = [name for name, _ in self.named_parameters() if name not in values]
         if missing:
             raise InputError(f"save_pretrained: state_dict has no {missing[0]}, one of {len(missing)} that are missing")

@@ -34,8 +34,9 @@ class LinearWeights(NamedTuple):
 
 def is_plain(projection: nn.Module) -> TypeGuard[nn.Linear | PackedLinear]:
     """Whether a projection does nothing but a product with its weight, of which it may have given parts a name."""
-    whole = is_unmodified(projection, nn.Linear) or (is_unmodified(projection, PackedLinear) and projection.is_whole)
-    return whole and not is_quantised(projection.weight)
+    if is_unmodified(projection, PackedLinear):
+        return projection.is_whole and not is_quantised(projection.weight)
+    return is_unmodified(projection, nn.Linear) and not is_quantised(projection.weight)
 
 
 def is_quantised(weight: Tensor) -> bool:

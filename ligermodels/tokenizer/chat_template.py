@@ -12,7 +12,7 @@ from typing import Any
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.template_process import PROCESS
-from ligermodels.weights.files import read_json, safe_file
+from ligermodels.weights.reading import read_json, read_text, safe_file
 
 TEMPLATE_FILE, TEMPLATE_FOLDER, TEMPLATE_JSON_FILE = (
     "chat_template.jinja",
@@ -25,14 +25,23 @@ CONTINUE_MARK = (
     "CONTINUE_FROM_HERE_5b1c0e9d "  # letters survive any filter; the space tells whether the message was stripped
 )
 MAX_ERROR_CHARACTERS = 500
+MAX_TEMPLATE_BYTES = 10**6  # the largest on the Hub have 60 kB
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's Jinja source. origin: its file and field, for errors."""
+    """A template's Jinja source. origin: its file and field, for errors.
+
+    Raises InputError for a source that is too long: compiling it would take a thousand times its memory.
+    """
 
     source: str
     origin: str
+
+    def __post_init__(self) -> None:
+        if len(self.source) > MAX_TEMPLATE_BYTES:
+            size = f"{len(self.source)} characters, more than {MAX_TEMPLATE_BYTES}"
+            raise InputError(f"{self.origin}: has {size}; it is not a chat template")
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,7 @@ def template_files(folder: Path) -> Iterator[tuple[str, ChatTemplate]]:
     names = [TEMPLATE_FILE] if (folder / TEMPLATE_FILE).exists() else []
     for name in (*names, *sorted(str(file.relative_to(folder)) for file in (folder / TEMPLATE_FOLDER).glob("*.jinja"))):
         file = safe_file(folder, name)
-        try:
-            source = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file}: is not UTF-8 text: {error}") from None
+        source = read_text(file, MAX_TEMPLATE_BYTES)
         yield DEFAULT_TEMPLATE if name == TEMPLATE_FILE else file.stem, ChatTemplate(source, str(file))
 
 

@@ -10,32 +10,39 @@ add_eos_token are used only without it. Truncation and padding settings of token
 models.
 """
 
+import re
 import types
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from ligermodels.errors import CheckpointError, first_line
+from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.weights.files import parse_json, safe_file
+from ligermodels.tokenizer.growth import MAX_TOKEN_CHARACTERS, refuse_growth, refuse_long_tokens
+from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE = "special_tokens_map.json", "added_tokens.json"
-MAX_FILE_BYTES = 500_000_000  # ten times the largest known file
+MAX_FILE_BYTES = 100_000_000  # three times the largest known file, Gemma 3's
+MAX_VALUES = 3_000_000  # likewise one and a half times; `tokenizers` needs 300 bytes for each entry of a vocabulary
+TOKEN_ID = re.compile("[0-9]{1,10}")  # the library's ids have 32 bits
 NO_LIMIT = 10**9  # a model_max_length of this or more means that there is no limit
 HOW_TO_CONVERT = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes tokenizer.json"
 # Tokens that tokenizer.json lacks get ids in this order.
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NOT_A_TOKENIZER = "not a tokenizer that `tokenizers` can read"
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class JsonFields:
     def read(cls, folder: Path, name: str) -> "JsonFields":
         if not (folder / name).exists():
             return cls(folder / name, {})
-        values = parse_json(read_bytes(folder, name), folder / name, may_be_huge=("model_max_length",))
+        values = read_json(safe_file(folder, name), may_be_huge=("model_max_length",))
         return cls(folder / name, {field: value for field, value in values.items() if value is not None})
 
     def get(self, field: str, kind: type | types.UnionType, default: Any) -> Any:
@@ -109,17 +116,26 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     )
 
 
-def read_bytes(folder: Path, name: str) -> bytes:
+def read_vocabulary(folder: Path, name: str, separators: bytes) -> bytes:
+    """The content of a file with a vocabulary. separators: bytes that come at least as often as its entries."""
     file = safe_file(folder, name)
-    size = file.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise CheckpointError(f"{file}: has {size} bytes, more than {MAX_FILE_BYTES}; it is not a tokenizer file")
-    return file.read_bytes()
+    data = read_bytes(file, MAX_FILE_BYTES)
+    values = sum(data.count(separator) for separator in separators)
+    if values > MAX_VALUES:
+        raise CheckpointError(f"{file}: has {values} values, more than {MAX_VALUES}; it is not a tokenizer file")
+    return data
 
 
 def from_json(folder: Path) -> tokenizers.Tokenizer:
-    data = read_bytes(folder, TOKENIZER_FILE)
-    return build_or_refuse(folder / TOKENIZER_FILE, lambda: tokenizers.Tokenizer.from_buffer(data))
+    data = read_vocabulary(folder, TOKENIZER_FILE, b",[{")
+    tokenizer = checked_call(folder / TOKENIZER_FILE, NOT_A_TOKENIZER, tokenizers.Tokenizer.from_buffer, data)
+    try:
+        refuse_growth(tokenizer)
+        if longest_gap(data) > MAX_TOKEN_CHARACTERS:  # listing the vocabulary takes half as long as reading it
+            refuse_long_tokens(tokenizer)
+    except InputError as error:
+        raise CheckpointError(f"{folder / TOKENIZER_FILE}: {error}") from None
+    return tokenizer
 
 
 def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
@@ -138,8 +154,11 @@ def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
     if kind.removesuffix("Fast") not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
         known = f"without {TOKENIZER_FILE} only GPT2Tokenizer and Qwen2Tokenizer are read from {VOCABULARY_FILE}"
         raise config.error("tokenizer_class", kind, f"{known}: {HOW_TO_CONVERT}")
-    files = [str(safe_file(folder, name)) for name in (VOCABULARY_FILE, MERGES_FILE)]
-    tokenizer = tokenizers.Tokenizer(build_or_refuse(folder / VOCABULARY_FILE, lambda: BPE.from_file(*files)))
+    vocabulary, _ = read_vocabulary(folder, VOCABULARY_FILE, b",[{"), read_vocabulary(folder, MERGES_FILE, b"\n")
+    if longest_gap(vocabulary) > MAX_TOKEN_CHARACTERS:
+        raise CheckpointError(f"{folder / VOCABULARY_FILE}: a token has more than {MAX_TOKEN_CHARACTERS} characters")
+    files = (str(folder / VOCABULARY_FILE), str(folder / MERGES_FILE))
+    tokenizer = tokenizers.Tokenizer(checked_call(folder / VOCABULARY_FILE, NOT_A_TOKENIZER, BPE.from_file, *files))
     prefix = config.get("add_prefix_space", bool, False)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
@@ -157,17 +176,20 @@ def split_as_qwen2(tokenizer: tokenizers.Tokenizer, add_prefix_space: bool = Fal
     tokenizer.decoder = decoders.ByteLevel()
 
 
-def build_or_refuse(file: Path, build: Callable[[], Any]) -> Any:
-    """Builds an object of the `tokenizers` library from a file. Raises CheckpointError if the library fails.
+def checked_call(file: Path, fault: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Calls the `tokenizers` library. Raises CheckpointError, which names the file and `fault`, if the library fails.
 
-    The library raises plain Exception; a panic raises PanicException, which is not a subclass of Exception.
+    The library raises plain Exception; a panic raises PanicException, which is not a subclass of Exception. TypeError
+    and OverflowError are raised unchanged: the caller's arguments are wrong, not the file.
     """
     try:
-        return build()
+        return call(*arguments, **options)
+    except (TypeError, OverflowError):
+        raise
     except BaseException as error:
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        raise CheckpointError(f"{file}: not a tokenizer that `tokenizers` can read: {first_line(error)}") from error
+        raise CheckpointError(f"{file}: {fault}: {first_line(error)}") from error
 
 
 def refuse_clean_up(tokenizer: tokenizers.Tokenizer, config: JsonFields) -> None:
@@ -231,7 +253,7 @@ def listed_tokens(config: JsonFields) -> Iterator[tuple[int, AddedToken]]:
     """The tokens of added_tokens_decoder, with their ids."""
     for index, token in config.get("added_tokens_decoder", dict, {}).items():
         field = f"added_tokens_decoder.{index}"
-        if not index.isdecimal():
+        if not TOKEN_ID.fullmatch(index):
             raise config.error(field, token, "the name of the field must be the token's id")
         yield int(index), parse_token(config, field, token)
 
@@ -244,17 +266,21 @@ def added_tokens(
     for content in file.values:
         index = file.get(content, int, None)
         if index not in known:
-            yield index, AddedToken(content, normalized=content not in special, special=content in special)
+            is_special = content in special
+            yield index, parse_token(file, content, content, normalized=not is_special, special=is_special)
 
 
 def parse_token(file: JsonFields, field: str, value: Any, **defaults: bool) -> AddedToken:
     """A token from its text, or from an object with its content and flags. Raises CheckpointError."""
     token = {"content": value} if isinstance(value, str) else value
-    if isinstance(token, dict) and isinstance(token.get("content"), str) and token["content"]:
+    if isinstance(token, dict) and isinstance(content := token.get("content"), str):
         flags = {flag: token[flag] for flag in TOKEN_FLAGS if flag in token}
-        if all(isinstance(flag, bool) for flag in flags.values()):
-            return AddedToken(token["content"], **(flags | defaults))
-    raise file.error(field, value, "must be a token's text, or an object with its content and flags")
+        if 0 < len(content) <= MAX_TOKEN_CHARACTERS and all(isinstance(flag, bool) for flag in flags.values()):
+            return AddedToken(content, **(flags | defaults))
+    rule = (
+        f"must be a token's text of at most {MAX_TOKEN_CHARACTERS} characters, or an object with its content and flags"
+    )
+    raise file.error(field, value, rule)
 
 
 def add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: JsonFields, named: dict[str, str]) -> None:

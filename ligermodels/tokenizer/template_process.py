@@ -16,9 +16,11 @@ from typing import Any
 
 from ligermodels.errors import InputError
 
-SECONDS = 5.0
+SECONDS = 5.0  # of processor time, which other load on the machine does not count towards
+ELAPSED_SECONDS = 60.0
 CHARACTERS = 10_000_000
 MEMORY_BYTES = 2**29
+OUT_OF_MEMORY = 3  # the worker's exit status if it cannot even read a request or write a reply
 MAX_REPLY_BYTES = 6 * CHARACTERS + 2**20  # a control character takes six bytes in JSON
 
 
@@ -34,7 +36,8 @@ class TemplateProcess:
 
         Raises InputError if the variables are not JSON values.
         """
-        request = {"template": template, "variables": variables, "seconds": SECONDS, "characters": CHARACTERS}
+        limits = {"seconds": SECONDS, "elapsed_seconds": ELAPSED_SECONDS, "characters": CHARACTERS}
+        request = {"template": template, "variables": variables, **limits}
         try:
             line = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -48,7 +51,12 @@ class TemplateProcess:
             if reply.endswith(b"\n"):
                 return json.loads(reply.decode("utf-8", "surrogatepass"))
             status = self.stop()
-        reason = f"takes more than {SECONDS:g} seconds" if status == -signal.SIGPROF else f"ends with status {status}"
+        reasons = {
+            -signal.SIGPROF: f"takes more than {SECONDS:g} seconds",
+            -signal.SIGALRM: f"does not end within {ELAPSED_SECONDS:g} seconds",
+            OUT_OF_MEMORY: "needs more memory than the limit",
+        }
+        reason = reasons.get(status, f"ends with status {status}")
         return {"error": f"the process that renders it {reason}", "line": None}
 
     def exchange(self, request: bytes) -> bytes:
@@ -69,7 +77,7 @@ class TemplateProcess:
         if self.process is None:
             worker = Path(__file__).with_name("template_worker.py")
             # -P: do not search the script's folder for imports; it has modules with common names.
-            command = [sys.executable, "-P", str(worker), str(MEMORY_BYTES)]
+            command = [sys.executable, "-P", str(worker), str(MEMORY_BYTES), str(OUT_OF_MEMORY)]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self.process
 

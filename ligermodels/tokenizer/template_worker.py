@@ -1,12 +1,12 @@
 """The worker process that renders chat templates. `template_process.py` starts it; it imports nothing of the package.
 
 A template is an untrusted program from the Hub. Jinja's sandbox blocks access to Python's internals. The operating
-system limits the process: it is killed after a limit of CPU time, gets a limited address space, and cannot open files
-or sockets. These limits also hold within a single call, such as a huge power, a padding to gigabytes or the comparison
-of two deeply nested lists.
+system limits the process: it is killed after a limit of CPU time or of elapsed time, gets a limited address space, and
+cannot open files or sockets. These limits also hold within a single call, such as a huge power, a padding to gigabytes
+or the comparison of two deeply nested lists.
 
-Requests and replies are lines of JSON on stdin and stdout: the reply to {template, variables, seconds, characters} is
-{text, spans} or {error, line}.
+Requests and replies are lines of JSON on stdin and stdout: the reply to {template, variables, seconds, elapsed_seconds,
+characters} is {text, spans} or {error, line}.
 """
 
 import functools
@@ -120,10 +120,11 @@ FIRST_USES = '{{ "x" | pprint | wordwrap }}{{ strftime_now("%c") }}'
 
 
 def handle_request(request: bytes) -> dict[str, Any]:
-    """The reply to a request. The time limit starts here."""
+    """The reply to a request. The time limits start here."""
     try:
         fields = json.loads(request)
-        signal.setitimer(signal.ITIMER_PROF, fields["seconds"])  # SIGPROF has no handler, so it ends the process
+        signal.setitimer(signal.ITIMER_PROF, fields["seconds"])  # these signals have no handler: they end the process
+        signal.setitimer(signal.ITIMER_REAL, fields["elapsed_seconds"])
         return render_template(fields["template"], fields["variables"], fields["characters"])
     except MemoryError as error:
         return {"error": "needs more memory than the limit", "line": line_of(error)}
@@ -165,11 +166,15 @@ def serve() -> None:
     """Answers requests until stdin is closed."""
     for request in iter(sys.stdin.buffer.readline, b""):
         reply = json.dumps(handle_request(request), ensure_ascii=False)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
         sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
         sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    set_limits(int(sys.argv[1]))
-    serve()
+    set_limits(memory=int(sys.argv[1]))
+    try:
+        serve()
+    except MemoryError:
+        sys.exit(int(sys.argv[2]))

@@ -1,15 +1,16 @@
 """The tokenizer: encodes and decodes text, pads batches and renders chats, on top of the `tokenizers` library."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Encoding
 from torch import Tensor
 
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, Rendered, choose_template, render_chat
-from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, TokenizerFiles, read_tokenizer
+from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, T, TokenizerFiles, checked_call, read_tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete character
 
@@ -74,22 +75,34 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. add_special_tokens: add the tokens before and after a text, such as bos."""
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError:
-            raise encoding_error([text]) from None
+        return self.call_encoder(self.tokenizer.encode, [text], text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encodes each text as `encode` does, on all cores."""
         texts = list(texts)
-        try:
-            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except TypeError:
-            raise encoding_error(texts) from None
+        encode = self.tokenizer.encode_batch_fast
+        encodings = self.call_encoder(encode, texts, texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Encoding]:
+        """As `encode_batch`, with the offsets of the tokens in characters of their text."""
+        texts = list(texts)
+        return self.call_encoder(self.tokenizer.encode_batch, texts, texts, add_special_tokens=add_special_tokens)
+
+    def call_encoder(self, encode: Callable[..., T], texts: Sequence[str], *arguments: Any, **options: Any) -> T:
+        """encode: a function of the library. texts: those to encode, for errors. Raises InputError."""
+        try:
+            return checked_call(self.file, "cannot encode this text", encode, *arguments, **options)
+        except TypeError:
+            raise encoding_error(texts) from None
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        """The text of token ids. Raises InputError for an id that is not a number from 0 to 2³²."""
+        options = {"skip_special_tokens": skip_special_tokens}
+        try:
+            return checked_call(self.file, "cannot decode these tokens", self.tokenizer.decode, ids, **options)
+        except (TypeError, OverflowError) as error:
+            raise InputError(f"ids: cannot be decoded: {first_line(error)}; must be token ids") from None
 
     def decode_stream(self, *, skip_special_tokens: bool = True) -> "DecodeStream":
         return DecodeStream(self, self.special_ids if skip_special_tokens else frozenset())
@@ -151,7 +164,7 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Token ids, and the assistant mask: whether each token has text of a {% generation %} block."""
         rendered = self.render(messages, **options)
-        encoding = self.tokenizer.encode(rendered.text, add_special_tokens=False)
+        [encoding] = self.encode_with_offsets([rendered.text], add_special_tokens=False)
         mask = [any(begin < stop and end > start for start, stop in rendered.spans) for begin, end in encoding.offsets]
         return encoding.ids, mask
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ligermodels.errors import InputError, suggest_closest
 from ligermodels.hub import list_architectures
+from ligermodels.units import is_whole_number
 
 DEFAULT_SIZE = "tiny"
 
@@ -218,7 +219,7 @@ def words_of(kind: type, rule: Constraint | None) -> str:
 
 
 def parse_int(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdecimal() else None
+    return int(text) if is_whole_number(text) else None
 
 
 def parse_float(text: str) -> float | None:

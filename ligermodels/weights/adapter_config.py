@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.weights.files import read_json, safe_file
+from ligermodels.weights.reading import read_json, safe_file
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"

@@ -28,10 +28,11 @@ from ligermodels.weights.adapter_config import (
     target_names,
 )
 from ligermodels.weights.exporting import hub_tensors
-from ligermodels.weights.files import StoredTensor, read_header, safe_file, shortened
+from ligermodels.weights.files import StoredTensor, read_header, shortened
 from ligermodels.weights.loading import FLOAT_DTYPES
 from ligermodels.weights.mapping import Piece, is_lora_parameter, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule
+from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import copy_local_shard, reshard
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from ligermodels.weights.files import read_json, safe_file
+from ligermodels.errors import CheckpointError
+from ligermodels.weights.reading import read_json, safe_file
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -34,14 +35,34 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The folder's config.json. Raises CheckpointError naming the file and the field."""
-    return read_json(safe_file(Path(folder), CONFIG_FILE))
+    return read_checked(Path(folder), CONFIG_FILE)
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
     """The folder's generation_config.json; empty if it has none. Raises CheckpointError as read_config does."""
     if not os.path.lexists(Path(folder) / GENERATION_CONFIG_FILE):
         return {}
-    return read_json(safe_file(Path(folder), GENERATION_CONFIG_FILE))
+    return read_checked(Path(folder), GENERATION_CONFIG_FILE)
+
+
+def read_checked(folder: Path, name: str) -> dict[str, Any]:
+    """A configuration whose end-of-text tokens are valid: they are used long after the file was read."""
+    file = safe_file(folder, name)
+    raw = read_json(file)
+    end_of_text_ids(raw, file)
+    return raw
+
+
+def end_of_text_ids(raw: Mapping[str, Any], origin: Path | str) -> list[int]:
+    """The token ids in the field eos_token_id; none if it is missing or null.
+
+    origin: names the configuration in errors. Raises CheckpointError.
+    """
+    field = raw.get("eos_token_id")
+    ids = [] if field is None else field if isinstance(field, list) else [field]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise CheckpointError(f"{origin}: eos_token_id is {field!r}; must be a token id, or a list of them")
+    return ids
 
 
 def both_spellings(raw: dict[str, Any], alternative_names: Mapping[str, str] | None = None) -> dict[str, Any]:

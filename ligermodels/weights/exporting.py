@@ -1,5 +1,7 @@
 """Exports a model to a folder that transformers 4 and 5 and vLLM read: the inverse of loading, over the same pieces.
 
+Tensors get the names that they were loaded under. A folder of which only transformers 5 knows the names, such as one
+that its save_pretrained(save_original_format=False) wrote, therefore stays one.
 At most one parameter is gathered at a time, and the host holds at most one block of it. Low-rank updates are merged and
 dtypes are converted block by block. Files other than weights are copied from the folder that the model was loaded from.
 Knows parameters, rules and folders; must not know model families.
@@ -19,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, safe_file
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
 from ligermodels.weights.loading import float_dtype
 from ligermodels.weights.mapping import BASE_LAYER, Piece, foreign_adapters, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule
+from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import full_tensor, reshard
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
 
@@ -94,7 +97,7 @@ def export_weights(
     # Larger dtypes first, so that every tensor is aligned to its dtype.
     names = [name for name, _ in model.named_parameters()]
     parameters = {name: values[name] for name in sorted(names, key=lambda name: -values[name].itemsize)}
-    pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.weight_rules())
+    pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.export_rules())
     entries = [Entry(piece.tensor, dtype or parameters[piece.parameter].dtype, piece.shape) for piece in pieces]
     tensors = hub_tensors(model, parameters, pieces, dtype)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ligermodels.distributed import is_first
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule
@@ -34,11 +34,13 @@ DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DT
 class LoadPlan:
     """Which tensors of a checkpoint fill which boxes of a model's parameters.
 
+    rules: of the layout that the checkpoint has.
     copies: tied tensors that the checkpoint stores a second time -> the tensor that each must equal.
     unexpected: tensors that the model has no place for.
     """
 
     checkpoint: Checkpoint
+    rules: tuple[Rule, ...]
     pieces: list[Piece]
     copies: Mapping[str, str]
     unexpected: list[str]
@@ -56,7 +58,8 @@ def load_weights(model: HubModule, folder: str | Path, *, allow_unexpected: bool
     """Fills the parameters of `model` from the safetensors files of `folder`, on their device and in their dtype.
 
     model: its parameters may be DTensors, but must not be on the meta device.
-    The folder may have any of the model's layouts. If no layout is complete, errors refer to the Hub's own layout.
+    The folder may have any of the model's layouts, and an export then has the same. If no layout is complete, errors
+    refer to the Hub's own layout.
     A tied tensor may be stored twice if both copies are equal. Stale rotary buffers are ignored.
     allow_unexpected: ignore tensors that the model has no place for, with a warning that names them.
     Raises CheckpointError, before anything is copied, if the folder is damaged or a tensor is missing, unexpected, of
@@ -77,8 +80,10 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     shards = {name: shard_and_offset(parameter) for name, parameter in model.named_parameters()}
     transfers = (local_transfer(*shards[piece.parameter], piece, stored[piece.tensor]) for piece in plan.pieces)
     run_transfers(filter(None, transfers), f"Loading {folder.name}", quiet=not is_first())
+    model.loaded_rules = plan.rules
     if plan.unexpected and is_first():
-        warnings.warn(f"{folder}: ignored, the model has no place for them: {shortened(plan.unexpected)}", stacklevel=2)
+        ignored = f"ignored, the model has no place for them: {shortened(plan.unexpected)}"
+        warnings.warn(printable(f"{folder}: {ignored}"), stacklevel=2)
 
 
 def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> LoadPlan:
@@ -89,7 +94,7 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
     known = pieces.keys() | copies.keys()
     unexpected = [name for name in checkpoint.tensors if name not in known and not STALE_BUFFERS.fullmatch(name)]
     refuse_mismatched_tensors(checkpoint, pieces, [] if allow_unexpected else unexpected)
-    return LoadPlan(checkpoint, planned, copies, unexpected)
+    return LoadPlan(checkpoint, rules, planned, copies, unexpected)
 
 
 def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule, ...], list[Piece]]:

@@ -23,6 +23,7 @@ class HubModule(nn.Module):
     hub_class: written as config.json's `architectures` if the raw configuration has none; the model's name in its repr.
     source: the folder that the model was loaded from, None for a new model.
     generation_config: the content of its generation_config.json.
+    loaded_rules: of the layout that the weights were loaded from, None for a new model.
     """
 
     hub_class: ClassVar[str]
@@ -32,6 +33,7 @@ class HubModule(nn.Module):
         self.config = config
         self.source: Path | None = None
         self.generation_config: dict[str, Any] = {}
+        self.loaded_rules: tuple[Rule, ...] | None = None
         self.register_state_dict_post_hook(remove_tied_copies)
         self.register_load_state_dict_pre_hook(accept_hub_names)
 
@@ -65,11 +67,12 @@ class HubModule(nn.Module):
         return ()
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """Further checkpoint layouts that loading accepts, such as the in-memory layout of transformers 5.
-
-        An export always writes the layout of `weight_rules`.
-        """
+        """Further checkpoint layouts that loading accepts, such as the in-memory layout of transformers 5."""
         return ()
+
+    def export_rules(self) -> tuple[Rule, ...]:
+        """The layout that an export writes: that of the loaded checkpoint, of a new model that of `weight_rules`."""
+        return self.weight_rules() if self.loaded_rules is None else self.loaded_rules
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -24,7 +24,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import DOWNLOAD_AGAIN, Checkpoint, StoredTensor
+from ligermodels.weights.files import Checkpoint, StoredTensor
+from ligermodels.weights.reading import DOWNLOAD_AGAIN
 
 BUFFER_BYTES = 16 * 2**20
 THREADS = 8

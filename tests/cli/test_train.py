@@ -104,6 +104,7 @@ def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
         (["--steps", "-3"], ["--steps: is '-3'; must be a whole number above zero"]),
         (["--steps", "1.5"], ["--steps: is '1.5'"]),
         (["--steps"], ["--steps: expected one argument"]),
+        (["--steps", "9" * 5000], ["--steps: is '999", "must be a whole number above zero"]),
         (["--warmup", "x"], ["--warmup: is 'x'; must be a whole number, 0 or more"]),
         (["--sequence-length", "1"], ["--sequence-length: is '1'; must be a whole number above 1"]),
         (["--learning-rate", "0"], ["--learning-rate: is '0'; must be a number above 0"]),

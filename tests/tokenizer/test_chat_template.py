@@ -1,6 +1,7 @@
 """Conversations are rendered as transformers renders them; faulty templates and messages are refused."""
 
 import json
+import os
 
 import jinja2
 import pytest
@@ -8,6 +9,7 @@ from transformers import AutoTokenizer
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.tokenizer import Tokenizer
+from tests.refusals import limited_to
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import write_folder
 
@@ -189,6 +191,17 @@ def test_a_missing_template_is_an_error(tokenizer):
 def test_templates_of_the_wrong_kind_are_refused(tmp_path, template, reason):
     with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {reason}"):
         Tokenizer.from_folder(write_folder(tmp_path, "qwen", template))
+
+
+@pytest.mark.parametrize("place", ["config", "jinja"])
+def test_a_template_that_is_too_long_is_refused(tmp_path, place):
+    folder = write_folder(tmp_path, "qwen", "x" * 1_000_001 if place == "config" else None)
+    if place == "jinja":
+        (folder / "chat_template.jinja").touch()
+        os.truncate(folder / "chat_template.jinja", 10**10)
+    reason = {"config": "field chat_template: has 1000001 characters", "jinja": "has more than 1000000 bytes"}[place]
+    with limited_to(10, 64), pytest.raises(InputError, match=reason):
+        Tokenizer.from_folder(folder)
 
 
 def test_a_template_that_is_not_utf8_or_links_out_of_the_folder_is_refused(tmp_path):

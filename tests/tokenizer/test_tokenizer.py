@@ -5,7 +5,7 @@ import random
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 import ligermodels
@@ -269,8 +269,32 @@ BROKEN = {
     "truncated": ({"tokenizer.json": b'{"version": "1.0", "mod'}, "tokenizer.json: not a tokenizer that `tokenizers`"),
     "a Git LFS pointer": ({"tokenizer.json": b"version https://git-lfs"}, "tokenizer.json: not a tokenizer that"),
     "no UTF-8": ({"tokenizer.json": b"\xff"}, "tokenizer.json: not a tokenizer that `tokenizers` can read"),
-    "nested": ({"tokenizer.json": b"[" * 10**6}, "tokenizer.json: not a tokenizer that `tokenizers` can read"),
-    "too large": ({"tokenizer.json": b" " * 100_001}, "tokenizer.json: has 100001 bytes, more than 100000"),
+    "nested": ({"tokenizer.json": b"[" * 20_000}, "tokenizer.json: not a tokenizer that `tokenizers` can read"),
+    "too large": ({"tokenizer.json": b" " * 100_001}, "tokenizer.json: has more than 100000 bytes"),
+    "too many values": ({"tokenizer.json": b",[{" * 10_001}, "tokenizer.json: has 30003 values, more than 30000"),
+    "a vocabulary that is too large": (
+        {
+            "tokenizer.json": None,
+            "vocab.json": {"a": 0},
+            "merges.txt": b"a a\n" * 30_001,
+            "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"},
+        },
+        "merges.txt: has 30001 values, more than 30000",
+    ),
+    "a named token that is too long": (
+        {"tokenizer_config.json": {"pad_token": "x" * 4097}},
+        "xxx; must be a token's text of at most 4096 characters",
+    ),
+    "a token that is too long": (
+        {
+            "tokenizer.json": {
+                "version": "1.0",
+                "added_tokens": [],
+                "model": {"type": "WordLevel", "vocab": {"a": 0, '"' * 4097: 1}, "unk_token": "a"},
+            }
+        },
+        "tokenizer.json: a token has 4097 characters, more than 4096",
+    ),
     "config no JSON": ({"tokenizer_config.json": b"{"}, "tokenizer_config.json: not JSON"),
     "a token's kind": (
         {"tokenizer_config.json": {"bos_token": 3}},
@@ -284,6 +308,14 @@ BROKEN = {
     "an id's kind": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"x": {"content": "<x>"}}}},
         "field added_tokens_decoder.x is {'content': '<x>'}; the name of the field must be the token's id",
+    ),
+    "an id of thousands of digits": (
+        {"tokenizer_config.json": {"added_tokens_decoder": {"9" * 5000: {"content": "<x>"}}}},
+        "the name of the field must be the token's id",
+    ),
+    "an id in other digits": (
+        {"tokenizer_config.json": {"added_tokens_decoder": {"\u0663": {"content": "<x>"}}}},
+        "the name of the field must be the token's id",
     ),
     "ids that do not agree": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}},
@@ -305,6 +337,7 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_an_error_names_the_broken_file_and_field(tmp_path, monkeypatch, fault):
     monkeypatch.setattr(tokenizer_files, "MAX_FILE_BYTES", 100_000 if fault == "too large" else 10**8)
+    monkeypatch.setattr(tokenizer_files, "MAX_VALUES", 30_000)
     files, reason = BROKEN[fault]
     folder = write_folder(tmp_path, "qwen")
     for name, content in files.items():
@@ -315,7 +348,7 @@ def test_an_error_names_the_broken_file_and_field(tmp_path, monkeypatch, fault):
     with pytest.raises(CheckpointError) as refused:
         Tokenizer.from_folder(folder)
     assert str(refused.value).startswith(str(folder)) and reason in str(refused.value)
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
 
 
 def test_a_panic_of_the_library_becomes_a_checkpoint_error(tmp_path):
@@ -344,6 +377,50 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (tmp_path / "model" / "tokenizer.json").symlink_to(tmp_path / "elsewhere" / "tokenizer.json")
     with pytest.raises(CheckpointError, match=r"model/tokenizer\.json: is a link that leads out of the folder"):
         Tokenizer.from_folder(tmp_path / "model")
+
+
+def from_model(folder, model, **components):
+    """A tokenizer with this model, read from a folder. components: normalizer, decoder and the like."""
+    tokenizer = tokenizers.Tokenizer(model)
+    for name, component in components.items():
+        setattr(tokenizer, name, component)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Tokenizer.from_folder(folder)
+
+
+WITHOUT_UNKNOWN = {
+    "word level": models.WordLevel({"a": 0}),
+    "unigram": models.Unigram([("a", -1.0)]),
+    "word piece": models.WordPiece({"a": 0}, unk_token="[UNK]"),
+}
+
+
+@pytest.mark.parametrize("model", WITHOUT_UNKNOWN)
+def test_a_text_that_needs_an_unknown_token_is_refused_where_there_is_none(tmp_path, model):
+    tokenizer = from_model(tmp_path, WITHOUT_UNKNOWN[model])
+    assert tokenizer.encode("a") == [0]
+    refusal = rf"^{tmp_path / 'tokenizer.json'}: cannot encode this text: .*(\[UNK\]|unk_id)"
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(CheckpointError, match=refusal):
+            encode("b")
+    with pytest.raises(CheckpointError, match=refusal):
+        tokenizer.encode_with_offsets(["a", "b"])
+
+
+def test_a_panic_of_the_library_at_a_text_is_an_error_that_names_the_file(tmp_path):
+    """Oniguruma gives up after ten million steps of backtracking, and the library panics."""
+    words = pre_tokenizers.Split(tokenizers.Regex("(a|a)*$"), behavior="isolated")
+    tokenizer = from_model(tmp_path, models.WordLevel({"a": 0}, unk_token="a"), pre_tokenizer=words)
+    assert tokenizer.encode("aab") == [0]
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot encode this text: Onig: .*retry-limit"):
+        tokenizer.encode("a" * 60 + "b")
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [None]])
+def test_ids_that_are_no_token_ids_are_refused(tmp_path, ids):
+    tokenizer = from_model(tmp_path, models.WordLevel({"a": 0}, unk_token="a"))
+    with pytest.raises(InputError, match=r"^ids: cannot be decoded: .*; must be token ids"):
+        tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("texts", [["a", 3], ["a", "b\ud83d"]])

@@ -219,7 +219,7 @@ def test_a_renamed_field_is_exported_under_both_names(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == RAW | {"local_experts": 3, "experts": 3}
 
 
-def test_a_model_loaded_from_another_layout_is_exported_in_the_hubs_own_layout(tmp_path):
+def test_a_model_loaded_from_another_layout_is_exported_in_that_layout(tmp_path):
     model = randomized(Tiny())
     (tmp_path / "in").mkdir()
     other = {re.sub("^model", "model.language_model", name): x.detach() for name, x in model.named_parameters()}
@@ -227,7 +227,16 @@ def test_a_model_loaded_from_another_layout_is_exported_in_the_hubs_own_layout(t
     loaded = Tiny()
     load_weights(loaded, tmp_path / "in")
     export_weights(loaded, tmp_path / "out")
-    same_bits(read_all(tmp_path / "out"), hub_state(model))
+    same_bits(read_all(tmp_path / "out"), other)
+    load_weights(loaded, write_hub(model, tmp_path / "hub"))
+    export_weights(loaded, tmp_path / "again")
+    same_bits(read_all(tmp_path / "again"), hub_state(model))
+
+
+def write_hub(model, folder):
+    folder.mkdir()
+    save_file({name: x.contiguous() for name, x in hub_state(model).items()}, folder / SINGLE_FILE)
+    return folder
 
 
 def test_a_folder_in_use_is_refused_and_not_changed(tmp_path):

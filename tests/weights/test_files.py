@@ -98,18 +98,3 @@ def test_an_error_names_the_file_that_was_truncated_while_it_was_hashed(folder):
     last = max(stored.values(), key=lambda tensor: tensor.begin)
     with pytest.raises(CheckpointError, match=f"{folder / SINGLE_FILE}: truncated while it was read"):
         files.sha256_of(last)
-
-
-def test_a_file_in_a_subfolder_may_be_a_link_only_into_the_hub_cache(tmp_path):
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0a", tmp_path / "models--a--b" / "blobs"
-    (snapshot / "templates").mkdir(parents=True)
-    blobs.mkdir()
-    for name, place in {"own.jinja": blobs, "stolen.jinja": tmp_path}.items():
-        (place / "blob").write_text("x")
-        (snapshot / "templates" / name).symlink_to(place / "blob")
-    assert files.safe_file(snapshot, "templates/own.jinja").read_text() == "x"
-    with pytest.raises(CheckpointError, match=r"templates/stolen\.jinja: is a link that leads out of the folder"):
-        files.safe_file(snapshot, "templates/stolen.jinja")
-    (snapshot / "elsewhere").symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match="is a link that leads out"):
-        files.safe_file(snapshot, "elsewhere/blob")

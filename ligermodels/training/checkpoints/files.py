@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import DOWNLOAD_AGAIN, open_for_reading, read_header, read_json, safe_file
+from ligermodels.weights.files import read_header
+from ligermodels.weights.reading import DOWNLOAD_AGAIN, open_for_reading, read_json, safe_file
 from ligermodels.weights.writing import Entry, commit, remove_path, sync, write_json, write_safetensors
 
 MANIFEST, RECORD = "manifest.json", "training.json"

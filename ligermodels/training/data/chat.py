@@ -99,7 +99,7 @@ def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[i
 def completion_documents(completions: Iterable[Completion], tokenizer: Tokenizer, end: int) -> Iterator[Document]:
     """Supervised are the tokens that contain a character of the completion, and the end-of-text token."""
     for batch in record_batches(completions):
-        encodings = tokenizer.tokenizer.encode_batch([prompt + completion for prompt, completion, _ in batch])
+        encodings = tokenizer.encode_with_offsets([prompt + completion for prompt, completion, _ in batch])
         for (prompt, _, place), encoding in zip(batch, encodings, strict=True):
             ids = encoding.ids[:-1] if encoding.ids[-1:] == [end] else encoding.ids
             supervised = [stop > len(prompt) for _, stop in encoding.offsets[: len(ids)]]
@@ -119,7 +119,7 @@ def conversation_documents(
             bad_lines.attempt(render_conversation, conversation, tokenizer, special) or [] for conversation in batch
         )
         chats = list(itertools.chain.from_iterable(rendered))
-        encodings = tokenizer.tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        encodings = tokenizer.encode_with_offsets([chat.text for chat in chats], add_special_tokens=False)
         for chat, encoding in zip(chats, encodings, strict=True):
             document = bad_lines.attempt(chat_document, chat, encoding, end)
             if document is not None:

@@ -1,8 +1,8 @@
-"""File formats: JSON lines, JSON arrays, parquet (read by pyarrow) and Hub datasets (read by `datasets`), as records.
+"""File formats: JSON lines, JSON arrays and Hub datasets (read by `datasets`), as records. Parquet is in parquet.py.
 
 No file is read into memory as a whole. Of a JSON array, no more is held than its longest element needs. A line that is
-not JSON is one bad line; in an array, everything after such an error is lost, so it ends reading. pyarrow and datasets
-are imported on first use. This module knows nothing about tokens.
+not JSON is one bad line; in an array, everything after such an error is lost, so it ends reading. `datasets` is
+imported on first use. This module knows nothing about tokens.
 """
 
 import codecs
@@ -16,6 +16,7 @@ from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import (
     ACCEPTED_FIELDS,
+    MAX_RECORD_VALUES,
     RECORD_FIELDS,
     RECORD_FORMATS,
     BadLines,
@@ -24,8 +25,9 @@ from ligermodels.training.data.records import (
 )
 from ligermodels.training.data.streams import describe_invalid_utf8, open_stream, open_text_stream, refuse_placeholder
 from ligermodels.training.packages import import_package
+from ligermodels.weights.reading import has_more_values
 
-MAX_RECORD_BYTES = 2**28  # of a JSON line; for an array element, characters
+MAX_RECORD_BYTES = 2**26  # of a JSON line, decompressed; for an array element, characters
 CHUNK_CHARACTERS = 2**16
 DECODER = json.JSONDecoder()
 JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
@@ -33,7 +35,7 @@ SURROGATE_ESCAPE, SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud
 JSON_LAYOUTS = "the file must have one object per line, or be one array of objects"
 HUB_PREFIX = "hub:"
 COLON_OUTSIDE_BRACKETS = re.compile(r":(?![^\[]*\])")
-TABLE_BATCH_ROWS = 1024
+TABLE_BATCH_ROWS = 64  # a row may have megabytes
 
 
 def read_json_file(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
@@ -65,11 +67,13 @@ def numbered_lines(file: Path, progress: ReadingProgress) -> Iterator[tuple[int,
 
 
 def parse_json_line(line: bytes, place: str) -> Record:
+    refuse_many_values(line, place)
     try:
         text = line.decode()
         value = json.loads(text)
     except UnicodeDecodeError as error:
-        raise InputError(describe_invalid_utf8(place, line, error)) from None
+        column = len(line[: error.start].decode()) + 1
+        raise InputError(describe_invalid_utf8(f"{place}:{column}", error)) from None
     except json.JSONDecodeError as error:
         raise InputError(f"{place}:{error.colno}: not JSON: {error.msg}; {JSON_LAYOUTS}") from None
     except (ValueError, RecursionError) as error:
@@ -131,9 +135,14 @@ class JSONScanner:
         self.peek()
         while True:
             error, value, end = try_decode(self.buffer, self.position, place)
-            complete = error is None and end < len(self.buffer)
-            if complete or len(self.buffer) - self.position > MAX_RECORD_BYTES or not self.read_more():
+            if error is None and end < len(self.buffer):
                 break
+            if len(self.buffer) - self.position > MAX_RECORD_BYTES:
+                raise InputError(f"{place}: has more than {MAX_RECORD_BYTES:,} characters; {JSON_LAYOUTS}")
+            if not self.read_more():
+                break
+            if len(self.buffer) - self.position > MAX_RECORD_VALUES:  # a shorter text has fewer values
+                refuse_many_values(self.buffer[self.position :].encode("utf-8", "surrogatepass"), place)
         if error:
             column = error.pos - self.position + 1
             raise InputError(f"{place}: not JSON at character {column}: {error.msg}; the rest of the file is not read")
@@ -151,6 +160,12 @@ def try_decode(text: str, start: int, place: str) -> tuple[json.JSONDecodeError 
         raise unsupported_json(place, error) from None
 
 
+def refuse_many_values(text: bytes, place: str) -> None:
+    """Raises InputError, before it is parsed, for a JSON text whose values would take gigabytes."""
+    if has_more_values(text, MAX_RECORD_VALUES):
+        raise InputError(f"{place}: has more than {MAX_RECORD_VALUES:,} JSON values; {JSON_LAYOUTS}")
+
+
 def unsupported_json(place: str, error: Exception) -> InputError:
     """For valid JSON that Python does not decode: numbers of thousands of digits, and very deep nesting."""
     return InputError(f"{place}: JSON that cannot be decoded: {first_line(error)}")
@@ -158,30 +173,13 @@ def unsupported_json(place: str, error: Exception) -> InputError:
 
 def parse_json_record(value: Any, text: str, place: str) -> Record:
     """text: the JSON text of the value."""
-    if SURROGATE_ESCAPE.search(text) and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+    try:
+        halved = SURROGATE_ESCAPE.search(text) and SURROGATE.search(json.dumps(value, ensure_ascii=False))
+    except RecursionError as error:
+        raise unsupported_json(place, error) from None
+    if halved:
         raise InputError(f"{place}: has half of a surrogate pair, such as \\ud83d alone, which is not a character")
     return parse_record(value, place)
-
-
-def read_parquet(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
-    return read_table(parquet_batches(file, progress), str(file), bad_lines)
-
-
-def parquet_batches(file: Path, progress: ReadingProgress) -> Iterator[list[dict[str, Any]]]:
-    pyarrow = import_package("pyarrow", str(file))
-    parquet = import_package("pyarrow.parquet", str(file))
-    try:
-        with file.open("rb") as stream:
-            refuse_placeholder(file, stream)
-        table = parquet.ParquetFile(file, pre_buffer=False)  # pre_buffer keeps everything read until the end
-        columns = record_columns(table.schema_arrow.names, str(file))
-        done, rows, size = 0, table.metadata.num_rows, file.stat().st_size
-        progress.follow(lambda: size * done // rows)
-        for batch in table.iter_batches(TABLE_BATCH_ROWS, columns=columns):
-            yield batch.to_pylist()
-            done += batch.num_rows
-    except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"{file}: not a parquet file that pyarrow can read: {first_line(error)}") from error
 
 
 def read_hub_dataset(name: str, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:

@@ -18,7 +18,7 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerFiles, split_as_qwen2
-from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
+from ligermodels.weights.config_file import CONFIG_FILE, end_of_text_ids, read_config, read_generation_config
 
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 0
 START_OF_TURN = "<|im_start|>"
@@ -85,9 +85,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def read_tokenizer_and_end(folder: Path) -> tuple[Tokenizer, int]:
     """The tokenizer of a model folder, and its end-of-text token: the first eos_token_id of config.json, otherwise of
     generation_config.json. Raises InputError if neither gives one."""
-    end = (read_generation_config(folder) | read_config(folder)).get("eos_token_id")
-    if isinstance(end, list) and end:
-        end = end[0]
-    if not isinstance(end, int):
-        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is {end!r}; it must be the end-of-text token")
-    return Tokenizer.from_folder(folder), end
+    configs = read_config(folder), read_generation_config(folder)
+    ends = [token for config in configs for token in end_of_text_ids(config, folder)]
+    if not ends:
+        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is missing; it must be the end-of-text token")
+    return Tokenizer.from_folder(folder), ends[0]

@@ -17,8 +17,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ligermodels.errors import InputError
+from ligermodels.weights.reading import has_more_values
 
 RECORD_EXAMPLE = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
+MAX_RECORD_VALUES = 2_000_000  # JSON values of a record; one that Python has parsed takes 50 to 250 bytes
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
@@ -231,6 +233,8 @@ def parse_tools(value: Any) -> list[Any] | None:
 
 
 def parse_json_string(text: str, field: str) -> Any:
+    if has_more_values(text.encode("utf-8", "surrogatepass"), MAX_RECORD_VALUES):
+        raise InputError(f"field {field} is a string of more than {MAX_RECORD_VALUES:,} JSON values")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats import HUB_PREFIX, read_hub_dataset, read_json_file, read_parquet
+from ligermodels.training.data.formats import HUB_PREFIX, read_hub_dataset, read_json_file
+from ligermodels.training.data.parquet import read_parquet
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines, Conversation, Record, Text
 from ligermodels.training.data.streams import DECOMPRESSORS, open_text_stream

@@ -4,6 +4,7 @@ Text is UTF-8; a byte order mark at the start of a file is dropped. A damaged or
 reading reaches the damage. This module knows nothing about records.
 """
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ from typing import BinaryIO, TextIO
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.packages import import_package
-from ligermodels.weights.files import refuse_text
+from ligermodels.weights.reading import refuse_irregular, refuse_text
 
 HEAD_BYTES = 64
+REREAD_BYTES = 2**20
 
 
 def gunzip(raw: BinaryIO, file: Path) -> BufferedReader:
@@ -39,6 +41,7 @@ def open_stream(file: Path, progress: ReadingProgress) -> Iterator[BufferedReade
     Raises InputError if the file cannot be opened, or if reading it fails inside the context.
     """
     decompress = DECOMPRESSORS.get(file.suffix.lower())
+    refuse_irregular(file)
     try:
         with file.open("rb") as raw:
             progress.follow(raw.tell)
@@ -74,15 +77,24 @@ def open_text_stream(file: Path, progress: ReadingProgress) -> Iterator[TextIO]:
 
 def find_invalid_utf8(file: Path, progress: ReadingProgress) -> str:
     """Reads a file again, and describes the first byte that is not UTF-8 with its line and column."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line, column = 1, 1
     with open_stream(file, progress) as stream:
-        for number, line in enumerate(stream, 1):
+        while True:
+            block = stream.read(REREAD_BYTES)
             try:
-                line.decode()
+                valid, found = decoder.decode(block, final=not block), None
             except UnicodeDecodeError as error:
-                return describe_invalid_utf8(f"{file}:{number}", line, error)
-    return f"{file}: is not UTF-8"
+                valid, found = error.object[: error.start].decode(), error
+            before, newline, last = valid.rpartition("\n")
+            if newline:
+                line, column = line + before.count("\n") + 1, 1
+            column += len(last)
+            if found:
+                return describe_invalid_utf8(f"{file}:{line}:{column}", found)
+            if not block:
+                return f"{file}: is not UTF-8"
 
 
-def describe_invalid_utf8(place: str, line: bytes, error: UnicodeDecodeError) -> str:
-    column = len(line[: error.start].decode()) + 1
-    return f"{place}:{column}: byte 0x{line[error.start]:02x} is not UTF-8 ({error.reason})"
+def describe_invalid_utf8(place: str, error: UnicodeDecodeError) -> str:
+    return f"{place}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"

@@ -6,7 +6,6 @@ Documents end with the end-of-text token: the one in the .json, which a .npy may
 This module knows nothing about text.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ import numpy as np
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.store import TokenStore, document_hashes, map_file, refuse_unknown_ids
+from ligermodels.weights.reading import read_json, refuse_irregular
 
+MAX_HEADER_BYTES = 10_000  # numpy's own limit
 INDEX_ARRAYS = {"offsets": np.int64, "hashes": np.uint64}
 READ_TOKENS = 2**22  # read at a time
 TOKEN_FILE_EXAMPLE = '{"dtype": "uint16", "end_of_text": 0}'
@@ -49,15 +50,27 @@ def open_indexed(tokens: np.ndarray, place: str, folder: Path) -> TokenStore:
 
 def open_tokens(file: Path) -> np.memmap:
     """The tokens of a .npy or .bin file: [N] integers, memory-mapped. Raises InputError naming the file."""
+    refuse_irregular(file)
     try:
-        tokens = np.load(file, mmap_mode="r") if file.suffix.lower() == ".npy" else open_raw(file)
-    except (OSError, ValueError) as error:
+        tokens = open_npy(file) if file.suffix.lower() == ".npy" else open_raw(file)
+    except InputError:
+        raise
+    except Exception as error:  # numpy parses a header as Python source, and raises whatever that raises
         raise InputError(f"{file}: cannot be read as tokens: {first_line(error)}") from error
     if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise InputError(f"{file}: must be a one-dimensional array of integers, the token ids")
     if not len(tokens):
         raise InputError(f"{file}: contains no tokens")
     return tokens
+
+
+def open_npy(file: Path) -> np.memmap:
+    with file.open("rb") as stream:
+        size_bytes = 2 if np.lib.format.read_magic(stream) == (1, 0) else 4
+        size = int.from_bytes(stream.read(size_bytes), "little")
+    if size > MAX_HEADER_BYTES:  # numpy reads a header before it checks its size
+        raise InputError(f"{file}: has a header of {size} bytes, more than {MAX_HEADER_BYTES}; it is not a .npy file")
+    return np.lib.format.open_memmap(file, mode="r")
 
 
 def open_raw(file: Path) -> np.memmap:
@@ -82,13 +95,7 @@ def open_raw(file: Path) -> np.memmap:
 def read_description(file: Path) -> dict[str, Any]:
     """The content of the .json beside a token file; empty if there is none."""
     description = file.with_suffix(".json")
-    try:
-        value = json.loads(description.read_text()) if description.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{description}: not JSON: {first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{description}: must be an object such as {TOKEN_FILE_EXAMPLE}")
-    return value
+    return read_json(description) if description.exists() else {}
 
 
 def described_end(file: Path) -> int | None:

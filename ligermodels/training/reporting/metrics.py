@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ligermodels.errors import CheckpointError, InputError, silence_closed_stdout
 from ligermodels.training.reporting.loggers import Logger
 from ligermodels.units import counted, duration, memory_size
-from ligermodels.weights.files import open_for_reading, parse_json
+from ligermodels.weights.reading import open_for_reading, parse_json
 from ligermodels.weights.writing import replace_file
 
 METRICS_FILE = "metrics.jsonl"

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import formats, sources
+from ligermodels.training.data import formats, parquet, sources
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
 from tests.training.data.source_files import (
@@ -121,6 +121,66 @@ def test_a_line_that_is_too_long_is_refused_before_it_is_read_as_a_whole(tmp_pat
     assert len(read(write(tmp_path / "a.jsonl", b'{"text": "a2345678"}'))) == 1
     with pytest.raises(InputError, match=r"b\.jsonl:2: has more than 20 bytes"):
         read(write(tmp_path / "b.jsonl", b'{"text": "a"}', b" " * 30), allowed=9)
+
+
+def test_a_json_value_of_too_many_values_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "MAX_RECORD_VALUES", 50)
+    monkeypatch.setattr(formats, "CHUNK_CHARACTERS", 20)
+    commas = {"text": "[{,\\" * 100}
+    assert len(read(write(tmp_path / "a.jsonl", commas))) == len(read(write(tmp_path / "a.json", [commas]))) == 1
+    for many in ([[]] * 60, [{}] * 60, [0] * 60, [""] * 200, {f"{i}": 0 for i in range(60)}):
+        record = {"text": "a", "more": many}
+        monkeypatch.setattr(formats.json, "loads", None)
+        with pytest.raises(InputError, match=r"b\.jsonl:2: has more than 50 JSON values"):
+            read(write(tmp_path / "b.jsonl", b"", record))
+        monkeypatch.undo()
+        monkeypatch.setattr(formats, "MAX_RECORD_VALUES", 50)
+        monkeypatch.setattr(formats, "CHUNK_CHARACTERS", 20)
+        with pytest.raises(InputError, match=r"b\.json: element 2: has more than 50 JSON values"):
+            read(write(tmp_path / "b.json", [{"text": "a"}, record]))
+
+
+def test_an_array_element_that_is_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr(formats, "CHUNK_CHARACTERS", 20)
+    assert len(read(write(tmp_path / "a.json", [{"text": "a" * 50}] * 9))) == 9
+    with pytest.raises(InputError, match=r"b\.json: element 2: has more than 100 characters"):
+        read(write(tmp_path / "b.json", [{"text": "a"}, {"text": "a" * 200}]), allowed=9)
+
+
+def test_nesting_that_python_can_decode_and_not_encode_is_a_bad_line(tmp_path):
+    """Which of the two fails depends on the depth of the stack, so that a range of depths is tried."""
+    depths = range(sys.getrecursionlimit() - 300, sys.getrecursionlimit() + 10, 7)
+    lines = [b'{"text": "\\ud83d\\ude00", "more": ' + b"[" * depth + b"]" * depth + b"}" for depth in depths]
+    bad_lines = BadLines(len(lines))
+    read_counting(write(tmp_path / "a.jsonl", b'{"text": "a"}', *lines), bad_lines)
+    assert 0 < bad_lines.skipped < len(lines)
+
+
+def test_the_rows_of_a_parquet_dictionary_are_decoded_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "MAX_BATCH_BYTES", 100_000)
+    one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 50, pyarrow.int32()), pyarrow.array(["x" * 30_000]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": one}), tmp_path / "a.parquet", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 30_000
+    held = []
+    for batch in parquet.parquet_batches(tmp_path / "a.parquet", ReadingProgress("", None)):
+        held.append(len(batch))
+        assert all(row == {"text": "x" * 30_000} for row in batch)
+    assert sum(held) == 50 and max(held) == 3
+    assert [record.place for record in read(tmp_path / "a.parquet")][-1] == f"{tmp_path}/a.parquet: row 50"
+    monkeypatch.setattr(parquet, "MAX_BATCH_BYTES", 20_000)
+    with pytest.raises(InputError, match=r"a\.parquet: row 1: has more than 20,000 bytes"):
+        read(tmp_path / "a.parquet")
+
+
+def test_strings_within_lists_count_towards_the_size_of_a_parquet_row(tmp_path, monkeypatch):
+    rows = [messages(USER, ANSWER), messages(*[USER, ANSWER | {"content": "x" * 1000}] * 20)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    monkeypatch.setattr(parquet, "MAX_BATCH_BYTES", 30_000)
+    assert len(read(tmp_path / "a.parquet")) == 2
+    monkeypatch.setattr(parquet, "MAX_BATCH_BYTES", 15_000)
+    with pytest.raises(InputError, match=r"a\.parquet: row 2: has more than 15,000 bytes"):
+        read(tmp_path / "a.parquet")
 
 
 def test_null_fields_of_parquet_rows_are_dropped(tmp_path):

@@ -97,5 +97,5 @@ def test_the_end_of_text_token_comes_from_config_json_then_generation_config_jso
     config.write_text("{}")
     assert read_tokenizer_and_end(tmp_path)[1] == 0
     (tmp_path / "generation_config.json").unlink()
-    with pytest.raises(InputError, match=r"config\.json: eos_token_id is None"):
+    with pytest.raises(InputError, match=r"config\.json: eos_token_id is missing"):
         read_tokenizer_and_end(tmp_path)

@@ -206,7 +206,7 @@ def test_the_documents_of_token_files_end_with_the_end_of_text_token(tmp_path, f
         (b"\x01\x00" * 4, "{}", r"a\.json: field dtype is None; a\.bin needs this file"),
         (b"\x01\x00" * 4, None, r"a\.json: field dtype is None; a\.bin needs this file"),
         (b"\x01\x00" * 4, "{dtype", r"a\.json: not JSON"),
-        (b"\x01\x00" * 4, "[]", r"a\.json: must be an object"),
+        (b"\x01\x00" * 4, "[]", r"a\.json: holds list, not a JSON object"),
         (b"\x01\x00\x01", GOOD, r"a\.bin: has 3 bytes, not a multiple of the 2"),
         (b"", GOOD, r"a\.bin: contains no tokens"),
         (b"\x01\x00" * 4, '{"dtype": "uint16", "end_of_text": "x"}', r"a\.json: field end_of_text is 'x'"),

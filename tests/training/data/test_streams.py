@@ -1,7 +1,9 @@
 """Files as streams: decompressed, decoded, never held in memory as a whole, and refused if damaged."""
 
 import json
+import os
 import random
+import re
 import tracemalloc
 
 import pyarrow
@@ -9,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import progress, sources
+from ligermodels.training.data import progress, sources, streams, token_files
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines, Text
 from tests.training.data.source_files import COMPRESS, read, write
@@ -42,6 +44,83 @@ def test_the_error_for_invalid_utf8_names_line_and_column_in_any_piece_of_a_text
     name = write(tmp_path / "a.txt", b"line", *[b"some line"] * 2000, "äö".encode() + b"\xe4 x", b"end")
     with pytest.raises(InputError, match=r"a\.txt:2002:3: byte 0xe4 is not UTF-8 \(invalid continuation byte\)"):
         read(name, allowed=9)
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 2**20])
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (b"\xff", "1:1: byte 0xff"),
+        (b"\xef\xbb\xbfa\xff", "1:3: byte 0xff"),
+        ("ä\nö".encode() + b"\xc3", "2:2: byte 0xc3"),
+        ("a\n\n日本".encode() + b"\xe6\x97 b\n", "3:3: byte 0xe6"),
+    ],
+)
+def test_the_place_of_invalid_utf8_does_not_depend_on_the_blocks(tmp_path, monkeypatch, content, place, block):
+    monkeypatch.setattr(streams, "REREAD_BYTES", block)
+    with pytest.raises(InputError, match=rf"a\.txt:{place} is not UTF-8"):
+        read(write(tmp_path / "a.txt", content))
+
+
+def test_a_line_without_end_is_not_held_in_memory_to_find_its_invalid_byte(tmp_path):
+    name = write(tmp_path / "a.txt.gz", COMPRESS[".gz"](b" " * 20_000_000 + b"\xff"))
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"a\.txt\.gz:1:20000001: byte 0xff is not UTF-8"):
+        for record in sources.read_records(name, BadLines(0), ReadingProgress("", None)):
+            assert record
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10_000_000
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt.gz", ".parquet", ".npy", ".bin"])
+def test_a_pipe_is_not_opened(tmp_path, suffix):
+    os.mkfifo(tmp_path / f"a{suffix}")
+    reader = token_files.open_tokens if suffix in sources.TOKEN_SUFFIXES else read_one
+    with pytest.raises(InputError, match=rf"a{re.escape(suffix)}: is not a regular file"):
+        reader(tmp_path / f"a{suffix}")
+    with pytest.raises(InputError, match="no file, folder or glob pattern matches"):
+        read(tmp_path / f"a{suffix}")
+
+
+def read_one(file):
+    return list(sources.READERS[sources.suffix_of(file)](file, BadLines(0), ReadingProgress("", None)))
+
+
+def test_a_pipe_beside_a_token_file_is_not_opened(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(4))
+    os.mkfifo(tmp_path / "a.json")
+    with pytest.raises(InputError, match=r"a\.json: is not a regular file"):
+        token_files.open_tokens(tmp_path / "a.bin")
+
+
+def npy(header, version=1):
+    size = len(header).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + size + header
+
+
+SHAPE = b"{'descr': '<u2', 'fortran_order': False, 'shape': (%b)}"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (npy(SHAPE % (b"(" * 200 + b"1" + b",)" * 200)), "cannot be read as tokens: "),
+        (npy(SHAPE % (b"-" * 3000 + b"1,")), "cannot be read as tokens: "),
+        (npy(SHAPE % (b"9" * 5000 + b",")), "cannot be read as tokens: "),
+        (npy(SHAPE % b"9999999999999999999,"), "cannot be read as tokens: "),
+        (npy(SHAPE % b"9,"), "cannot be read as tokens: "),
+        (npy(b"\0" * 50), "cannot be read as tokens: "),
+        (b"PK\3\4" + bytes(100), "cannot be read as tokens: the magic string is not correct"),
+        (b"", "cannot be read as tokens: "),
+        (npy(b" " * 10_001), "has a header of 10001 bytes, more than 10000"),
+        (npy(b"", 2)[:8] + b"\xff" * 4, "has a header of 4294967295 bytes, more than 10000"),
+    ],
+)
+def test_the_header_of_a_npy_file_is_bounded_and_may_be_anything(tmp_path, content, reason):
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(InputError, match=rf"a\.npy: {reason}"):
+        token_files.open_tokens(tmp_path / "a.npy")
 
 
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst"])
