@@ -21,6 +21,7 @@ from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.packed import PackedLinear
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
 
@@ -276,7 +277,7 @@ def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
 def width(projection: nn.Module) -> int:
     """Output features of a linear, with or without LoRA."""
     base = projection.base_layer if isinstance(projection, LoRALinear) else projection
-    assert isinstance(base, nn.Linear)
+    assert isinstance(base, nn.Linear | PackedLinear)
     return base.out_features
 
 

@@ -13,6 +13,7 @@ from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.layers.fused import apply_linear, norm_then_linear
 from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.packed import PackingModule
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Positions:
     max_seqlen: int | None = None
 
 
-class Attention(nn.Module):
+class Attention(PackingModule):
     """Grouped-query attention (GQA) with RoPE.
 
     Weights: qkv_proj [(Hq + 2 Hkv) D, H], the rows of all query heads first, then all keys, then all values;

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
+from ligermodels.errors import InputError
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.kernels.attention import document_ids
@@ -21,10 +22,10 @@ from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
-from ligermodels.layers.fused import is_intercepted
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
+from ligermodels.layers.packed import AdaptableModule, is_intercepted, name_parts
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.layers.row_layout import AlignedRows, PackedRows, align, split_at_restarts, unpad
 from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
@@ -152,11 +153,13 @@ class LMHead(nn.Linear):
         return linear_cross_entropy(input, self.weight, targets, **options)
 
 
-class CausalLM(HubModule, ABC):
+class CausalLM(AdaptableModule, HubModule, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
     accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch,
     loss_type = "ForCausalLM"  # and counts the labels that are targets
+    is_gradient_checkpointing = False  # PEFT need not make embeddings require gradients: ours is not reentrant
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}  # PEFT reads it with the config
     Config: ClassVar[type[AnyConfig]] = AnyConfig
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
 
@@ -165,11 +168,22 @@ class CausalLM(HubModule, ABC):
         self.model = Decoder(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
+        name_parts(self, self.weight_rules())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises InputError if the head is given an adapter: PEFT's "all-linear" would give it one."""
+        if name == "lm_head" and hasattr(value, "base_layer"):
+            raise InputError(
+                "lm_head cannot have an adapter, which PEFT's 'all-linear' includes: set exclude_modules=['lm_head'], "
+                "or train it as a whole, with modules_to_save=['lm_head']"
+            )
+        super().__setattr__(name, value)
 
     def tie_weights(self) -> None:
-        """Makes head and embedding one parameter, if the config ties them."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        """Makes head and embedding one parameter, if the config ties them and neither was wrapped or replaced."""
+        embedding, head = self.model.embed_tokens, self.lm_head
+        if self.config.tie_word_embeddings and isinstance(embedding, nn.Embedding) and isinstance(head, LMHead):
+            head.weight = embedding.weight
 
     def _apply(self, fn, recurse=True):
         """Ties the weights again: to_empty() from the meta device creates a separate parameter for each name."""
@@ -195,6 +209,10 @@ class CausalLM(HubModule, ABC):
 
     def set_output_embeddings(self, head: nn.Module) -> None:
         self.lm_head = cast(LMHead, head)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **inputs: Any) -> dict[str, Any]:
+        """The arguments of `forward`; a method that PEFT expects of causal language models."""
+        return {"input_ids": input_ids} | inputs
 
     @abstractmethod
     def layer(self, config: Any, index: int) -> Block:

@@ -1,11 +1,12 @@
 """Chooses between a fused autograd node and the unfused operations. No other file makes this choice.
 
-A fused node reads the weights of a plain `nn.Linear`, with or without LoRA. The unfused operations run where the
-projection is another module (float8), has hooks, or has active LoRA dropout. Both paths give the same numbers.
+A fused node reads the weights of a plain `nn.Linear` or a whole `PackedLinear`, with or without LoRA. The unfused
+operations run where the projection is another module (float8, PEFT), has hooks, has been taken apart, or has active
+LoRA dropout. Both paths give the same numbers.
 Must not know what a projection is used for.
 """
 
-from typing import NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,7 @@ from ligermodels.kernels.linear import LowRank, low_rank_linear
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.norm import RMSNorm
-
-Kind = TypeVar("Kind", bound=nn.Module)
+from ligermodels.layers.packed import PackedLinear, is_unmodified
 
 
 class LinearWeights(NamedTuple):
@@ -28,26 +28,16 @@ class LinearWeights(NamedTuple):
     low_rank: LowRank | None
 
 
-def is_intercepted(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's forward: it has hooks, or a forward of its own."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in vars(module)
-
-
-def is_unmodified(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Whether a module is exactly of this class, not of a subclass, and nothing intercepts its calls."""
-    return type(module) is kind and not is_intercepted(module)
+def is_plain(projection: nn.Module) -> TypeGuard[nn.Linear | PackedLinear]:
+    """Whether a projection does nothing but a product with its weight, of which it may have given parts a name."""
+    return is_unmodified(projection, nn.Linear) or (is_unmodified(projection, PackedLinear) and projection.is_whole)
 
 
 def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights | None:
     """The weights for a fused node; None if the projection must be called as a module. dtype: of its input."""
-    if is_unmodified(projection, nn.Linear):
+    if is_plain(projection):
         return LinearWeights(projection.weight, projection.bias, None)
-    if (
-        is_unmodified(projection, LoRALinear)
-        and is_unmodified(projection.base_layer, nn.Linear)
-        and not projection.dropout_active
-    ):
+    if is_unmodified(projection, LoRALinear) and is_plain(projection.base_layer) and not projection.dropout_active:
         return LinearWeights(projection.base_layer.weight, projection.base_layer.bias, projection.low_rank(dtype))
     return None
 

@@ -5,7 +5,7 @@ Must not know any architecture, or how adapters are stored.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,16 +16,24 @@ from ligermodels.kernels.linear import Columns
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.moe import Experts, LoRAExperts, MoE
-from ligermodels.weights.adapter_config import matches_suffix
+from ligermodels.layers.packed import PackedLinear, PackedPart
+from ligermodels.weights.adapter_config import (
+    ALL_LINEAR,
+    adapter_config_from,
+    is_targeted,
+    matches_suffix,
+    rank_and_alpha,
+)
 from ligermodels.weights.adapters import LoRASettings, Packed
 from ligermodels.weights.mapping import Rule, pieces_of, plan_pieces
 
 BLOCKS = "model.layers"
-ALL_LINEAR, EXPERTS = "all-linear", "experts"
+EXPERTS = "experts"
 
 
 def add_lora(
     model: CausalLM,
+    config: Any = None,
     *,
     rank: int = 16,
     alpha: float = 32.0,
@@ -35,6 +43,8 @@ def add_lora(
 ) -> None:
     """Adds LoRA to a model, in place, and freezes all other parameters.
 
+    config: a PEFT `LoraConfig`, which stands for rank, alpha, dropout and targets. Fields that would change the result
+    and are not supported are refused by name.
     targets: names of projections on the Hub, such as ("q_proj", "v_proj"). Use a longer path where several projections
     share a name, as in "shared_expert.up_proj". "all-linear" stands for the projections of attention and of all dense
     and shared feed-forward layers; "experts" for both projections of all routed experts, which do not support dropout.
@@ -43,6 +53,10 @@ def add_lora(
     The model may be on the meta device: after `to_empty`, `CausalLM.initialize` or `initialize_lora` sets the initial
     values. Shard the model after this call, not before. Raises InputError.
     """
+    if config is not None:
+        if (rank, alpha, dropout, targets) != (16, 32.0, 0.0, ALL_LINEAR):
+            raise InputError("add_lora: pass either a config, or rank, alpha, dropout and targets")
+        return insert_lora(model, settings_from(adapter_config_from(config), model, dtype))
     if not (isinstance(rank, int) and rank > 0 and alpha > 0 and 0 <= dropout < 1):
         raise InputError(
             f"add_lora: rank {rank}, alpha {alpha}, dropout {dropout}: rank must be a whole number above 0, alpha must "
@@ -57,6 +71,47 @@ def add_lora(
     insert_lora(model, settings)
 
 
+def settings_from(config: Mapping[str, Any], model: CausalLM, dtype: torch.dtype | None) -> dict[str, LoRASettings]:
+    """The LoRA that a configuration in PEFT's format describes, by linear. Raises InputError."""
+    settings, dropout = {}, float(config.get("lora_dropout", 0.0))
+    for linear, columns in targeted_columns(config, model).items():
+        strengths = {rank_and_alpha(config, name) for name in columns}
+        if len(strengths) > 1:
+            raise InputError(
+                f"rank_pattern and alpha_pattern must give the same values to {', '.join(columns)}: "
+                "they are one packed linear here"
+            )
+        ((rank, alpha),) = strengths
+        settings[linear] = LoRASettings(tuple(columns.values()), rank, alpha, dropout, dtype)
+    return settings
+
+
+def targeted_columns(config: Mapping[str, Any], model: CausalLM) -> dict[str, Mapping[str, tuple[int, int]]]:
+    """For each module that target_modules and target_parameters select, the selected columns by their names."""
+    targets, parameters = config["target_modules"], config.get("target_parameters") or []
+    linears, stacked = linear_projections(model, tuple(model.weight_rules())), expert_projections(model)
+    names = {name for packed in linears.values() for name in packed.columns}
+    if targets == ALL_LINEAR and stacked:
+        raise InputError(f"target_modules: {targets!r} includes the routers of this model; name the projections")
+    for target in targets if isinstance(targets, list) else ():
+        check_target(target, names, model)
+    experts = {p.parameter or "" for p in stacked.values()}
+    for parameter in parameters:
+        if not any(matches_suffix(name, [parameter]) for name in experts):
+            raise InputError(f"target_parameters: {parameter!r} is not the projection of routed experts")
+    chosen = {name for name in experts if matches_suffix(name, parameters)}
+    if chosen and (config.get("lora_dropout") or chosen != experts):
+        raise InputError("target_parameters: must be both projections of all routed experts, without lora_dropout")
+    columns: dict[str, Mapping[str, tuple[int, int]]] = {
+        linear: {name: span for name, span in packed.columns.items() if is_targeted(config, name)}
+        for linear, packed in linears.items()
+    }
+    columns |= {linear: packed.columns for linear, packed in stacked.items() if packed.parameter in chosen}
+    if not any(columns.values()):
+        raise InputError(f"target_modules: {targets!r} selects no projection that can have LoRA")
+    return {linear: spans for linear, spans in columns.items() if spans}
+
+
 def insert_lora(model: CausalLM, settings: Mapping[str, LoRASettings]) -> None:
     """Adds LoRA to the named projections and freezes all other parameters.
 
@@ -64,6 +119,8 @@ def insert_lora(model: CausalLM, settings: Mapping[str, LoRASettings]) -> None:
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InputError("the model is sharded; add LoRA before sharding it")
+    if hasattr(model, "peft_config"):
+        raise InputError("the model has adapters of PEFT; merge them with merge_and_unload(), or add these with PEFT")
     if any(lora_modules(model)):
         raise InputError("the model has LoRA already; export it merged and load that, or start from the base")
     model.requires_grad_(False)
@@ -91,8 +148,10 @@ def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Pa
     """The linears of the blocks whose names end in `_proj`; the names of routers do not."""
     found = {}
     for name, module in model.get_submodule(BLOCKS).named_modules(prefix=BLOCKS):
-        if name.endswith("_proj") and isinstance(module, nn.Linear | LoRALinear):
+        if name.endswith("_proj") and isinstance(module, nn.Linear | PackedLinear | LoRALinear):
             base = module.base_layer if isinstance(module, LoRALinear) else module
+            if isinstance(base, PackedPart) or base.weight is None:
+                continue  # a packed linear has the weight, or its parts have it
             pieces = pieces_of(f"{name}.weight", tuple(base.weight.shape), rules)
             columns = {p.tensor.removesuffix(".weight"): (p.index[0].start, p.index[0].stop) for p in pieces}
             found[name] = Packed(base.in_features, columns)

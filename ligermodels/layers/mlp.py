@@ -5,9 +5,10 @@ from torch import Tensor, nn
 from ligermodels.configs.base import Config
 from ligermodels.layers.fused import gated_activation_then_linear, norm_then_linear
 from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.packed import PackingModule
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(PackingModule):
     """down_proj(activation(gate) * up). gate_up_proj [2 I, H] has the gate's rows first; down_proj [H, I].
 
     intermediate_size: I; None for the config's value.

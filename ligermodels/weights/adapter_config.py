@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.files import read_json, safe_file
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+ALL_LINEAR = "all-linear"
 MODULE_NAME = re.compile(r"\^?[\w.-]+")
 
 # Fields that do not change the result: how the update was initialised, and its targets, which the tensors show. Any
@@ -49,6 +50,7 @@ READ_FIELDS = {
     "target_parameters",
     "use_rslora",
 }
+NEW_ADAPTER_FIELDS = {"init_lora_weights": True, "inference_mode": False}
 PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}
 SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others also change the base weights
 
@@ -59,15 +61,31 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The folder's adapter_config.json with PEFT's defaults. Raises CheckpointError naming the file and the field."""
     file = safe_file(folder, ADAPTER_CONFIG_FILE)
     config = PEFT_DEFAULTS | read_json(file)
-    refuse_unsupported(config, file)
+    refuse_unsupported(config, file, CheckpointError)
     return config
 
 
-def refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
-    """Raises CheckpointError for the first field that is unsupported or has an invalid value."""
+def adapter_config_from(config: Any) -> dict[str, Any]:
+    """The fields of a PEFT `LoraConfig` for a new adapter, as in adapter_config.json.
+
+    Raises InputError for the first field that is unsupported or has an invalid value.
+    """
+    fields = PEFT_DEFAULTS | config.to_dict()
+    for name in ("target_modules", "exclude_modules", "target_parameters"):
+        if isinstance(fields.get(name), set | tuple):
+            fields[name] = sorted(fields[name])
+    refuse_unsupported(fields, type(config).__name__, InputError)
+    for name, value in NEW_ADAPTER_FIELDS.items():
+        if fields.get(name, value) is not value:
+            raise InputError(f"{type(config).__name__}: {name} is {fields[name]!r}; a new adapter needs {value}")
+    return fields
+
+
+def refuse_unsupported(config: Mapping[str, Any], source: Path | str, error: type[InputError]) -> None:
+    """Raises the error for the first field that is unsupported or has an invalid value. source: named in the error."""
 
     def refuse(field: str, rule: str) -> None:
-        raise CheckpointError(f"{file}: {field} is {config.get(field)!r}; {rule}")
+        raise error(f"{source}: {field} is {config.get(field)!r}; {rule}")
 
     for field in sorted(config.keys() - READ_FIELDS - IGNORED_FIELDS):
         if config[field]:
@@ -129,6 +147,23 @@ def target_names(config: Mapping[str, Any]) -> list[str] | None:
     restricted = config.get("exclude_modules") or config.get("layers_to_transform") is not None
     targets = config["target_modules"]
     return targets if isinstance(targets, list) and not restricted else None
+
+
+def is_targeted(config: Mapping[str, Any], module: str) -> bool:
+    """Whether the configuration's target_modules select a module, as PEFT does it. "all-linear" selects all."""
+    targets, excluded = config["target_modules"], config.get("exclude_modules") or ()
+    if re.fullmatch(excluded, module) if isinstance(excluded, str) else matches_suffix(module, excluded):
+        return False
+    if isinstance(targets, str):
+        return targets.lower() == ALL_LINEAR or re.fullmatch(targets, module) is not None
+    layers = config.get("layers_to_transform")
+    if not matches_suffix(module, targets or ()) or layers is None or layers == []:
+        return matches_suffix(module, targets or ())
+    patterns = config.get("layers_pattern") or r"[^.]*"
+    names = [patterns] if isinstance(patterns, str) else patterns
+    numbered = (re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module) for name in names)
+    index = next((int(found[1]) for found in numbered if found), None)
+    return index in ([layers] if isinstance(layers, int) else layers)
 
 
 def matches_suffix(module: str, names: Collection[str]) -> bool:

@@ -21,7 +21,7 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, safe_file
 from ligermodels.weights.loading import FLOAT_DTYPES
-from ligermodels.weights.mapping import BASE_LAYER, Piece, plan_pieces
+from ligermodels.weights.mapping import BASE_LAYER, Piece, foreign_adapters, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule
 from ligermodels.weights.sharding import full_tensor, reshard
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
@@ -87,6 +87,8 @@ def export_weights(
     if dtype is not None and dtype not in FLOAT_DTYPES:
         raise InputError(f"dtype is {dtype}; must be one of {', '.join(map(str, FLOAT_DTYPES))}")
     limit = size_in_bytes(max_shard_size)
+    if adapted := foreign_adapters(name for name, _ in model.named_parameters()):
+        raise InputError(f"{adapted[0]} has an adapter of PEFT: merge it first, with merge_and_unload()")
     if values is None:
         reshard(model)
         values = dict(model.named_parameters())

@@ -23,6 +23,7 @@ Shape = tuple[int, ...]
 # A linear that LoRA wraps becomes the wrapper's `base_layer`. Rules use the names without it.
 BASE_LAYER = ".base_layer."
 UPDATE_SUFFIXES = (".lora_A", ".lora_B")
+WRAPPED = re.compile(r"(.+?)\.(base_layer|original_module|modules_to_save)\.")  # by LoRA, ours or PEFT's
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,14 @@ def plan_pieces(
 def is_lora_parameter(name: str) -> bool:
     """Whether a parameter belongs to a low-rank update (LoRA)."""
     return name.endswith(UPDATE_SUFFIXES)
+
+
+def foreign_adapters(parameters: Iterable[str]) -> list[str]:
+    """The names of modules that another library has wrapped, found by the names of the model's parameters."""
+    names = list(parameters)
+    ours = {f"{name.rpartition('.')[0]}." for name in names if is_lora_parameter(name)}
+    wrapped = dict.fromkeys(found[1] for found in map(WRAPPED.match, names) if found)
+    return [name for name in wrapped if not any(owner.startswith(f"{name}.") for owner in ours)]
 
 
 def pieces_of(name: str, shape: Shape, rules: Iterable[Rule]) -> Iterable[Piece]:

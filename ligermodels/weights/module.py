@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.weights.mapping import Piece, Rule, plan_pieces
+from ligermodels.weights.mapping import Piece, Rule, foreign_adapters, plan_pieces
 
 
 class HubModule(nn.Module):
@@ -73,10 +73,13 @@ def remove_tied_copies(model: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def accept_hub_names(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook of load_state_dict: packs tensors with the Hub's names, and completes tied parameters."""
+    """A hook of load_state_dict: packs tensors with the Hub's names, and completes tied parameters.
+
+    A model with adapters of another library takes only the names of its own parameters.
+    """
     assert isinstance(model, HubModule)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if not all(prefix + name in state_dict for name in shapes):
+    if not foreign_adapters(shapes) and not all(prefix + name in state_dict for name in shapes):
         for rules in (model.weight_rules(), *model.other_weight_rules()):
             if pack_state_dict(state_dict, prefix, plan_pieces(shapes, rules)):
                 break

@@ -9,6 +9,7 @@ import ligermodels
 from ligermodels.kernels.linear import LowRank
 from ligermodels.layers.fused import fusible_weights
 from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.packed import PackedLinear
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import adapt
@@ -46,7 +47,7 @@ def record_inputs(linear, seen):
 def scale_all(model):
     """Replaces every linear by a ScaledLinear."""
     for module in model.model.modules():
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, PackedLinear):
             module.__class__ = ScaledLinear
 
 
@@ -78,7 +79,7 @@ def test_a_linear_with_a_hook_takes_the_unfused_path_with_equal_gradients():
 
     def hook_all(model):
         for module in model.model.modules():
-            if isinstance(module, nn.Linear):
+            if type(module) in (nn.Linear, PackedLinear):
                 record_inputs(module, seen)
 
     assert_equal(gradients(hook_all), gradients(), PARAMETERS)

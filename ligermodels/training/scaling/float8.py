@@ -11,6 +11,7 @@ from torch import nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers.lora_targets import BLOCKS
+from ligermodels.layers.packed import PackedLinear, PackedPart
 from ligermodels.training.packages import import_package
 
 MIN_CAPABILITY = (8, 9)
@@ -27,6 +28,9 @@ def convert(model: nn.Module, device: torch.device) -> int:
     torchao = import_package("torchao.float8", "--float8")
     blocks = model.get_submodule(BLOCKS)
     names = {name for name, module in blocks.named_modules() if is_convertible(module, name)}
+    for name in names:
+        if isinstance(packed := blocks.get_submodule(name), PackedLinear):
+            blocks.set_submodule(name, packed.as_linear())
     if not names:
         raise InputError(f"float8: no linear of the blocks has sizes that are multiples of {SIZE_MULTIPLE}; omit it")
     torchao.convert_to_float8_training(
@@ -39,8 +43,10 @@ def convert(model: nn.Module, device: torch.device) -> int:
 
 def is_convertible(module: nn.Module, name: str) -> bool:
     """Whether a module is a linear to convert. With LoRA this is the base layer; the factors are too small."""
-    if not isinstance(module, nn.Linear) or not name.removesuffix(".base_layer").endswith("_proj"):
+    if not isinstance(module, nn.Linear | PackedLinear) or not name.removesuffix(".base_layer").endswith("_proj"):
         return False
+    if isinstance(module, PackedPart) or module.weight is None:
+        return False  # either the packed linear is converted, or its parts are
     return module.in_features % SIZE_MULTIPLE == 0 and module.out_features % SIZE_MULTIPLE == 0
 
 
