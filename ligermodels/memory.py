@@ -114,7 +114,7 @@ def count_parameters(model: CausalLM) -> Parameters:
     inactive = 0
     for module in model.modules():
         if isinstance(module, MoE):
-            num_experts = module.gate.out_features
+            num_experts = module.gate.num_experts
             inactive += elements(module.experts.parameters()) * (num_experts - module.experts_per_token) // num_experts
     return Parameters(total, total - inactive, model.model.embed_tokens.weight.numel())
 

@@ -4,6 +4,7 @@ Must not know any family.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
@@ -64,6 +65,23 @@ class LoRAExperts(nn.Module):
         )  # fmt: skip
 
 
+class Router(nn.Module):
+    """Scores of E experts, weight [E, H]. It is no `nn.Linear`, which tools would adapt or quantise with all others."""
+
+    def __init__(self, config: Config, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
+        nn.init.normal_(self.weight, 0.0, config.initializer_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, H] -> logits [tokens, E]."""
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight.shape[1]}, num_experts={self.num_experts}"
+
+
 class MoE(nn.Module):
     """Top-k routed experts and, if shared_intermediate_size is given, a shared expert with a sigmoid gate.
 
@@ -83,7 +101,7 @@ class MoE(nn.Module):
         super().__init__()
         self.experts_per_token = experts_per_token
         self.normalize = normalize
-        self.gate = nn.Linear(config.hidden_size, num_experts, bias=False)
+        self.gate = Router(config, num_experts)
         self.experts = Experts(config, intermediate_size=intermediate_size, num_experts=num_experts)
         self.shared_expert = self.shared_expert_gate = None
         if shared_intermediate_size is not None:

@@ -47,6 +47,14 @@ CONFIGS = {
     "the Hub packs as we do": ("phi3", {}, lambda: lora("qkv_proj", "gate_up_proj")),
     "the Hub packs one": ("glm", {}, lambda: lora("q_proj", "gate_up_proj")),
     "attention of experts": ("qwen3_moe", {}, lambda: lora("q_proj", "o_proj")),
+    **{
+        f"all-linear of {family}": (
+            family,
+            {},
+            lambda: lora(target_modules="all-linear", exclude_modules=["lm_head"]),
+        )
+        for family in ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
+    },
     "routed experts": ("mixtral", {}, lambda: lora("q_proj", target_parameters=EXPERTS)),
     "one projection of experts": ("qwen3_moe", {}, lambda: lora(target_parameters=EXPERTS[:1], target_modules=[])),
     "shared expert": ("qwen2_moe", {}, lambda: lora("v_proj", "shared_expert.up_proj")),

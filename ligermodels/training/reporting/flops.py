@@ -76,7 +76,7 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> int:
 def matrix_flops(model: CausalLM) -> int:
     """Returns the FLOPs per token of the matrix products. Of a mixture of experts, k of E experts count."""
     routed = {
-        id(weight): (moe.experts_per_token, moe.gate.out_features)
+        id(weight): (moe.experts_per_token, moe.gate.num_experts)
         for moe in model.modules()
         if isinstance(moe, MoE)
         for weight in moe.experts.parameters()
