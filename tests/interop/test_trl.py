@@ -1,8 +1,12 @@
-"""TRL's trainers train our models with their face as they train transformers' own with the same weights."""
+"""TRL's trainers train our models with their face as they train transformers' own with the same weights.
+
+All weights, or LoRA of PEFT that has the same initial values.
+"""
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -10,6 +14,8 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from tests.interop.models import KINDS, VOCABULARY
 
 TOLERANCE = 1e-5  # relative and absolute: of fp32 sums in another order
+WEIGHTS = ["all weights", "LoRA"]
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 WORDS = ["[pad]", "[bos]", "[eos]", "<user>", "<assistant>", *(f"w{n}" for n in range(5, VOCABULARY))]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% if m.role == 'assistant' %}[eos] {% endif %}"
 TEMPLATE += "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -64,6 +70,23 @@ def records(trainer, names):
     return torch.tensor([[float(step[name]) for name in names] for step in steps], dtype=torch.float64)
 
 
+def adapters(weights):
+    if weights == "all weights":
+        return {}
+    return {"peft_config": LoraConfig(r=4, target_modules=PROJECTIONS, init_lora_weights=False, task_type="CAUSAL_LM")}
+
+
+def seeded(trainer_class, *arguments, **options):
+    """A trainer whose adapters have values that depend on their names alone."""
+    trainer = trainer_class(*arguments, **options)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_" in name:
+                generator = torch.Generator().manual_seed(sum(map(ord, name)))
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return trainer
+
+
 def assert_same(make, names, tolerance=TOLERANCE):
     got, expected = (records(make(kind), names) for kind in ("face", "transformers"))
     assert len(expected) == 2
@@ -81,24 +104,33 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize("case", SFT)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_sft_equals_that_of_transformers_own_model(case, family, folders, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "weights", "case"),
+    [
+        *((family, "all weights", case) for family in ("llama", "qwen3_moe") for case in SFT),
+        *((family, "LoRA", case) for family in ("llama", "qwen3_moe") for case in ("text", "packed", "checkpointed")),
+        *(("gemma2", weights, "packed") for weights in WEIGHTS),
+    ],
+)
+def test_sft_equals_that_of_transformers_own_model(family, weights, case, folders, tokenizer, tmp_path):
     data, options = SFT[case]
 
     def make(kind):
-        arguments = SFTConfig(**settings(tmp_path, **options))
-        return SFTTrainer(KINDS[kind](folders[family]), arguments, train_dataset=data, processing_class=tokenizer)
+        model, arguments = KINDS[kind](folders[family]), SFTConfig(**settings(tmp_path, **options))
+        return seeded(SFTTrainer, model, arguments, train_dataset=data, processing_class=tokenizer, **adapters(weights))
 
     assert_same(make, ["loss", "grad_norm", "entropy", "mean_token_accuracy"])
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_dpo_equals_that_of_transformers_own_model(family, folders, tokenizer, tmp_path):
+def test_dpo_equals_that_of_transformers_own_model(family, folders, tokenizer, tmp_path, weights):
     def make(kind):
         model, reference = (KINDS[kind](folders[family]) for _ in range(2))
-        arguments = DPOConfig(**settings(tmp_path))
-        return DPOTrainer(model, reference, args=arguments, train_dataset=PREFERENCES, processing_class=tokenizer)
+        options = {"train_dataset": PREFERENCES, "processing_class": tokenizer, "args": DPOConfig(**settings(tmp_path))}
+        return seeded(
+            DPOTrainer, model, reference if weights == "all weights" else None, **options, **adapters(weights)
+        )
 
     assert_same(make, ["loss", "grad_norm", "rewards/margins", "logits/chosen"])
 
@@ -107,14 +139,16 @@ def count_even_words(completions, **_):
     return [float(sum(int(word[1:]) % 2 == 0 for word in text.split() if word[0] == "w")) for text in completions]
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_grpo_equals_that_of_transformers_own_model(family, folders, tokenizer, tmp_path):
+def test_grpo_equals_that_of_transformers_own_model(family, folders, tokenizer, tmp_path, weights):
     """With the same samples: rewards depend on each."""
 
     def make(kind):
         sampling = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1, "per_device_train_batch_size": 4}
         arguments = GRPOConfig(**settings(tmp_path, **sampling))
         model = KINDS[kind](folders[family])
-        return GRPOTrainer(model, count_even_words, args=arguments, train_dataset=PROMPTS, processing_class=tokenizer)
+        options = {"args": arguments, "train_dataset": PROMPTS, "processing_class": tokenizer}
+        return seeded(GRPOTrainer, model, count_even_words, **options, **adapters(weights))
 
     assert_same(make, ["loss", "grad_norm", "reward", "kl", "completions/mean_length"])

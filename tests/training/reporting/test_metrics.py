@@ -256,11 +256,11 @@ def test_the_error_names_a_line_that_cannot_be_read(line, tmp_path):
             read()
 
 
-@pytest.mark.parametrize("make, fault", [(os.mkdir, "Is a directory"), (os.mkfifo, "is not a regular file")])
-def test_a_metrics_file_that_is_no_file_is_refused(make, fault, tmp_path):
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_metrics_file_that_is_no_file_is_refused(make, tmp_path):
     make(tmp_path / METRICS_FILE)
     for read in (lambda: run(tmp_path, 9, done=2), lambda: read_metrics(tmp_path / METRICS_FILE)):
-        with pytest.raises(InputError, match=f"{METRICS_FILE}: .*{fault}"):
+        with pytest.raises(InputError, match=f"{METRICS_FILE}: is not a regular file"):
             read()
 
 
