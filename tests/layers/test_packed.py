@@ -111,6 +111,7 @@ def test_a_replaced_part_is_used_and_trained(replace):
     after = loss(model)
     after.backward()
     assert (after - before).abs() > 1e-4 and layer.self_attn.k_proj.weight.grad.any()
+    assert (layer.self_attn.qkv_proj.weight is None) is (replace is setattr)  # an optimizer has no stale weight
 
 
 def test_reading_a_weight_or_training_a_part_gives_it_parameters_in_the_same_memory():
