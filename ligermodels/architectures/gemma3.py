@@ -1,6 +1,5 @@
 """Gemma 3: Gemma 2 with QK-norm instead of softcaps, five sliding-window layers to one full, and two kinds of RoPE."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -46,10 +45,6 @@ class Gemma3MultimodalConfig(Gemma3Config):
         config.reject_if_set("final_logit_softcapping")
         config.raw = dict(raw)
         return config
-
-    def to_dict(self) -> dict[str, Any]:
-        text = dict(self.raw.get("text_config", {})) | self.present_values()
-        return copy.deepcopy(dict(self.raw) | {"text_config": text})
 
 
 BASE = {"model_type": "gemma3_text"}

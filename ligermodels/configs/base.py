@@ -90,11 +90,10 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """config.json as it was read, with the present values of the fields and the defaults that it omits."""
-        return copy.deepcopy(dict(self.raw) | self.present_values())
-
-    def present_values(self) -> dict[str, Any]:
-        """The fields of config.json as they are now."""
-        return {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
+        fields = {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
+        if "text_config" in self.raw:  # a multimodal model, whose fields are read from there
+            fields = {"text_config": dict(self.raw["text_config"]) | fields}
+        return copy.deepcopy(dict(self.raw) | fields)
 
     def to_json_string(self) -> str:
         """`to_dict` as JSON, for loggers that record a model's configuration."""
