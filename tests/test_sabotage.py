@@ -76,7 +76,7 @@ SCORES = {
         f"{DECODER}:CausalLM.logits", "logits if softcap is None else", "logits if True else", "gemma2-final-softcap"
     ),
     "softcap of the loss dropped": Sabotage(
-        f"{DECODER}:CausalLM.loss", "softcap=self.config.logit_softcap", "softcap=None", "gemma2-final-softcap"
+        f"{DECODER}:CausalLM.loss", '"softcap": config.logit_softcap', '"softcap": None', "gemma2-final-softcap"
     ),
     "query_pre_attn_scalar ignored": Sabotage(
         f"{FEATURES}:SoftcapConfig.attention_scale",
@@ -224,10 +224,10 @@ EXPERTS = {
         f"{CONFIG}:Config.from_dict", "cls.alternative_names.get(name, name)", "name", "qwen3_moe-num-local-experts"
     ),
     "load-balancing loss dropped": Sabotage(
-        f"{DECODER}:CausalLM.forward", "config.output_router_logits", "False", "mixtral-aux-loss"
+        f"{DECODER}:CausalLM.loss", "config.output_router_logits", "False", "mixtral-aux-loss"
     ),
     "load-balancing loss not weighted": Sabotage(
-        f"{DECODER}:CausalLM.forward", "config.router_aux_loss_coef * ", "", "qwen3_moe-aux-loss"
+        f"{DECODER}:CausalLM.loss", "config.router_aux_loss_coef * ", "", "qwen3_moe-aux-loss"
     ),
     "load-balancing loss as a mean over the top k": Sabotage(
         f"{MOE}:load_balancing_loss", "chosen.mean(0) *", "chosen.mean(0) / k *", "granitemoe-aux-loss"
@@ -272,12 +272,12 @@ MODEL = {
         f"{FEATURES}:MultiplierConfig.logit_scale", "1.0 / self.logits_scaling", "1.0", "granite-logits-scaling"
     ),
     "logits_scaling ignored in the loss": Sabotage(
-        f"{DECODER}:CausalLM.loss", "logit_scale=self.config.logit_scale", "logit_scale=1.0", "granite-logits-scaling"
+        f"{DECODER}:CausalLM.loss", '"logit_scale": config.logit_scale', '"logit_scale": 1.0', "granite-logits-scaling"
     ),
-    "gemma: embeddings unscaled": Sabotage(f"{DECODER}:Decoder.embed", "self.embedding_scale == 1.0", "True", "gemma"),
+    "gemma: embeddings unscaled": Sabotage(f"{DECODER}:Decoder.scale", "self.embedding_scale == 1.0", "True", "gemma"),
     "labels not shifted": Sabotage(f"{DECODER}:next_tokens", "labels[:, 1:], (0, 1)", "labels, (0, 0)", "llama"),
     "padding row trained": Sabotage(
-        f"{DECODER}:Decoder.embed",
+        f"{DECODER}:Decoder.forward",
         "self.embed_tokens(input_ids)",
         "torch.nn.functional.embedding(input_ids, self.embed_tokens.weight)",
         "llama-padding",
