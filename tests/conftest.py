@@ -38,6 +38,8 @@ SLOW = (
     *("kernels/test_grouped_gemm", "kernels/test_linear_cross_entropy", "kernels/test_qk_norm_rope"),
     *("interop/test_exports", "kernels/test_row_sharding"),
     *("layers/test_activation_checkpointing", "layers/test_autocast", "layers/test_compile", "layers/test_fused"),
+    *("interop/test_accelerate", "interop/test_distributed_tools", "interop/test_lightning"),
+    *("interop/test_torch_tools", "layers/test_forward"),
     *("layers/test_moe", "layers/test_saved_bytes", "training/test_against_transformers", "training/test_proof"),
     *("stress/test_stress", "training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),
     *("training/checkpoints/test_saving", "training/data/test_embedded_stories", "training/reporting/test_curves"),

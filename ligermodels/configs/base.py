@@ -94,8 +94,9 @@ class Config:
         The fields of a multimodal model are those of its text_config.
         """
         fields = {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
-        parts = {"text_config": self.raw["text_config"] | fields} if "text_config" in self.raw else fields
-        return copy.deepcopy(dict(self.raw) | parts)
+        if "text_config" in self.raw:
+            fields = {"text_config": dict(self.raw["text_config"]) | fields}
+        return copy.deepcopy(dict(self.raw) | fields)
 
     def to_json_string(self) -> str:
         """`to_dict` as JSON, for loggers that record a model's configuration."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def row_layout(
     return None
 
 
+@_disable_dynamo  # one break of a compiled graph, instead of one at each value that is read
 def unpad(attention_mask: Tensor, shape: tuple[int, int]) -> PackedRows | None:
     """Every row's tokens as a document; None if there is no padding. Reads the mask on the host.
 
@@ -128,6 +130,7 @@ def unpad(attention_mask: Tensor, shape: tuple[int, int]) -> PackedRows | None:
     return pack(mask.flatten().nonzero()[:, 0], lengths[lengths > 0], shape, attention_mask.device)
 
 
+@_disable_dynamo
 def split_at_restarts(position_ids: Tensor, shape: tuple[int, int]) -> PackedRows | None:
     """A document wherever positions do not continue; None if they continue in every row. Reads them on the host.
 
