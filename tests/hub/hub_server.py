@@ -131,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.requests.append(Request(self.command, unquote(url.path), self.token, self.headers.get("Range")))
         self.fault = self.server.next_fault(self.command, unquote(url.path))
         if gate := self.server.gates.get((self.command, url.path.rpartition("/")[2])):
-            gate.wait(timeout=20)
+            gate.wait()
         if self.fault and self.fault.status:
             return self.refuse(self.fault.status, "", "spoiled")
         api = re.fullmatch(r"/api/models/(.+)/(revision|tree)/([^/]+)/?", url.path)

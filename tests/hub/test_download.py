@@ -476,7 +476,7 @@ def test_two_processes_download_each_file_once(repository, files):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=60)
+        process.join()
     assert [process.exitcode for process in processes] == [0, 0]
     assert repository.bytes_sent(largest) == len(largest)
     folder = hub.resolve(NAME)

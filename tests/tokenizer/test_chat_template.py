@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.tokenizer import Tokenizer
-from tests.refusals import limited_to
+from tests.refusals import limited_memory
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import write_folder
 
@@ -200,7 +200,7 @@ def test_a_template_that_is_too_long_is_refused(tmp_path, place):
         (folder / "chat_template.jinja").touch()
         os.truncate(folder / "chat_template.jinja", 10**10)
     reason = {"config": "field chat_template: has 1000001 characters", "jinja": "has more than 1000000 bytes"}[place]
-    with limited_to(10, 64), pytest.raises(InputError, match=reason):
+    with limited_memory(64), pytest.raises(InputError, match=reason):
         Tokenizer.from_folder(folder)
 
 

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from tests.training.file_operations import FileOperations
 loop = importlib.import_module("ligermodels.training.loop")
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "train.py"
-TIMEOUT = 240  # seconds, after which a run is killed
+TIMEOUT = 800  # seconds, after which a run is killed
 
 
 class Run:
@@ -114,9 +113,7 @@ class Launcher:
 
     def rank_environments(self, ranks):
         """Returns the variables that torchrun would set for each rank. The rendezvous store is in this process."""
-        self.store = dist.TCPStore(
-            "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         common = {
             "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",

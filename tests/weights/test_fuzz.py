@@ -18,11 +18,11 @@ from ligermodels.errors import InputError
 from ligermodels.weights.files import open_checkpoint
 from ligermodels.weights.loading import select_layout
 from tests.cases import CASES
-from tests.refusals import limited_to
+from tests.refusals import limited_memory
 from tests.weights.raw_files import safetensors_bytes
 
 SEEDS, GROUPS = 240, 4
-SECONDS, MIB = 0.5, 64
+MIB = 64
 FAMILIES = (
     "llama",
     "llama-tied",
@@ -92,7 +92,7 @@ def check(seed: int, folders: list[Path]) -> str:
 
 
 def outcome(folder: Path) -> str:
-    with limited_to(SECONDS, MIB):
+    with limited_memory(MIB):
         try:
             model = ligermodels.load(folder)
         except InputError as error:

@@ -25,6 +25,7 @@ from tests.training.checkpoints.checkpointing import new_run, state_of, train
 from tests.training.file_operations import kill_self_at_fsync
 
 STEPS = 12
+GIVE_UP = 600  # seconds
 
 
 def train_to_the_end(folder, report):
@@ -84,7 +85,7 @@ class Child:
 
     def kill(self):
         os.kill(self.process, signal.SIGKILL)
-        self.listen(60)
+        self.listen(GIVE_UP)
 
     def end(self):
         """Returns whether the process was killed, and its exit status."""
@@ -101,7 +102,7 @@ def main(folder, kills, seed):
     undisturbed: list[str] = []
     train_to_the_end(folder / "undisturbed", undisturbed.append)  # imports all lazy parts of torch before the forks
     begun, child = time.monotonic(), Child(folder / "timed")
-    child.listen(60, "committed")
+    child.listen(GIVE_UP, "committed")
     usual = time.monotonic() - begun
     child.kill()
     child.end()
@@ -113,7 +114,7 @@ def main(folder, kills, seed):
             left = kills - outcome["kills"]
             saving = left and chance.random() < 0.5
             child = Child(run, fatal=chance.randrange(1, 20) if saving else None)
-            if child.listen(chance.uniform(0.0, 2.5 * usual) if left and not saving else 60):
+            if child.listen(chance.uniform(0.0, 2.5 * usual) if left and not saving else GIVE_UP):
                 child.kill()
             killed, status = child.end()
             assert killed or status == 0, child.text

@@ -11,6 +11,7 @@ from ligermodels.errors import InputError
 from ligermodels.training.runs.folder import locked
 from ligermodels.training.runs.stopping import signals
 
+GIVE_UP = 600  # seconds
 NOTED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
@@ -53,7 +54,7 @@ def test_a_run_whose_terminal_is_closed_can_still_print():
     child, terminal = pty.fork()
     if child == 0:
         try:
-            signal.alarm(30)  # a signal that is not noted ends it
+            signal.alarm(GIVE_UP)  # otherwise a child that notes no signal would outlive the tests
             with signals() as stop:
                 os.write(1, b".")
                 while not stop.requested:

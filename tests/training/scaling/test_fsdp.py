@@ -41,7 +41,7 @@ def torchrun(ranks, *command, folder=ROOT, interpret=False):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     command = [*launcher, *command]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def workers(ranks, tmp_path, runs, interpret=False):
