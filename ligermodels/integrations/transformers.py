@@ -160,7 +160,7 @@ class TransformersModel(PreTrainedModel, GenerationMixin):
         """A model with random weights, of torch's default dtype and on its default device; or the face of `model`."""
         super().__init__(config)
         if model is None:
-            seed = int(torch.randint(2**31, ()))  # from torch's generator, which the user may have seeded
+            seed = int(torch.randint(2**31, (), device="cpu"))  # from torch's generator, which the user may have seeded
             dtype, device = torch.get_default_dtype(), torch.get_default_device()
             model = create(config.to_dict(), dtype=dtype, device=device, seed=seed)
         self.__dict__["bare"] = model  # not a submodule: it has the same submodules

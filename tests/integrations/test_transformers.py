@@ -80,6 +80,23 @@ def test_copies_and_pickles_are_models_of_their_own(case):
         assert (other.lm_head.weight is other.get_input_embeddings().weight) == CASES[case]["tie_word_embeddings"]
 
 
+@pytest.mark.parametrize("case", ["llama", "llama-tied"])
+def test_a_model_without_memory_gets_it_by_to_empty(case):
+    source = wrap(ligermodels.create(CASES[case])).eval()
+    with torch.device("meta"):
+        model = TransformersModel.from_config(source.config)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    model.to_empty(device="cpu").eval().load_state_dict(source.state_dict())
+    assert torch.equal(model(IDS).logits, source(IDS).logits)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == CASES[case]["tie_word_embeddings"]
+
+
+def test_a_step_compiles_with_equal_numbers():
+    model = wrap(ligermodels.create(LLAMA))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(IDS, labels=IDS).loss, model(IDS, labels=IDS).loss)
+
+
 def test_training_with_labels_makes_no_logits_unless_asked():
     model = wrap(ligermodels.create(LLAMA)).train()
     assert model(IDS, labels=IDS).logits is None
