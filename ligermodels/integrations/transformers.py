@@ -417,7 +417,7 @@ def wrap(model: CausalLM) -> TransformersModel:
     return MODEL_CLASSES[config.model_type](config, model)
 
 
-def register_models() -> None:
+def register() -> None:
     """Makes `AutoModelForCausalLM` return these models for our families, in the whole process.
 
     Whatever loads its model by that class then gets ours: pipelines, lm-eval, scripts.
@@ -426,8 +426,8 @@ def register_models() -> None:
         AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
 
 
-def unregister_models() -> None:
-    """Undoes `register_models`."""
+def unregister() -> None:
+    """Undoes `register`."""
     for model_class in MODEL_CLASSES.values():
         AutoModelForCausalLM._model_mapping._extra_content.pop(model_class.config_class, None)
 

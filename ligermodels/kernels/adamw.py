@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import register, runs_kernels, widen
+from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel
 
 ADAMW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernel supports
@@ -109,7 +109,7 @@ def _fake_(param, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, weight_decay
     return None
 
 
-adamw_update_ = register(
+adamw_update_ = register_op(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float lr, float beta1,"
     " float beta2, float eps, float weight_decay, Tensor step, Tensor? grad_scale, Tensor? found_inf) -> ()",
     _launch_,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.cross_entropy_rows import RowResults, empty_results, launch_cross_entropy
-from ligermodels.kernels.dispatch import Node, is_last_use, is_traced, register, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, is_last_use, is_traced, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import as_rows
 from ligermodels.kernels.loss_reduction import REDUCTIONS, mean_factor, reduce_losses, reduce_rows, target_weights
 from ligermodels.kernels.rescale import scale_gradient_
@@ -174,13 +174,13 @@ def _fake_backward(logits, *others):
 
 OPTIONS = "int ignore_index, float? softcap, float logit_scale, float z_loss, float label_smoothing"
 RESULTS = "Tensor loss, Tensor lse, Tensor probability, Tensor row_metrics"
-cross_entropy_forward = register(
+cross_entropy_forward = register_op(
     "cross_entropy(Tensor logits, Tensor targets, Tensor? class_weight, bool metrics, bool token_scaling,"
     f" {OPTIONS}) -> ({RESULTS})",
     _launch_forward,
     _fake_forward,
 )
-cross_entropy_backward = register(
+cross_entropy_backward = register_op(
     "cross_entropy_backward(Tensor logits, Tensor targets, Tensor? class_weight, Tensor lse, Tensor scale,"
     f" Tensor? factor, Tensor? row_metrics, Tensor? dentropy, {OPTIONS}) -> Tensor dlogits",
     _launch_backward,

@@ -70,7 +70,7 @@ def is_last_use(*tensors: Tensor) -> bool:
     return not is_traced(tensors) and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def register(
+def register_op(
     schema: str, launcher: Callable[..., Any], fake: Callable[..., Any], sharding: RowSharding | None = None
 ) -> Callable[..., Any]:
     """Registers the op `ligermodels::<schema>` and returns the function that calls it.

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
-from ligermodels.kernels.dispatch import Node, autocast, is_last_use, register, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, autocast, is_last_use, register_op, runs_kernels, widen
 from ligermodels.kernels.gated_activation import activate, check_gate_up, gated_activation_reference
 from ligermodels.kernels.grouped_gemm import grouped_weight_gradient
 from ligermodels.kernels.grouped_low_rank import (
@@ -181,12 +181,12 @@ def _fake_product_backward(dproduct, gate_up, weight, row, activation, input_gra
     return dgate_up, dweight, dproduct.new_empty(*dproduct.shape) if emit else None
 
 
-experts_product = register(
+experts_product = register_op(
     "experts_product(Tensor gate_up, Tensor weight, Tensor row, str activation) -> Tensor",
     _launch_product,
     _fake_product,
 )
-experts_product_backward = register(
+experts_product_backward = register_op(
     "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, Tensor row, str activation,"
     " bool input_grad, bool weight_grad, bool emit) -> (Tensor dgate_up, Tensor dweight, Tensor product)",
     _launch_product_backward,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, is_last_use, promoted_dtype, register, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, is_last_use, promoted_dtype, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.row_sharding import RowSharding
@@ -321,28 +321,28 @@ def _fake_separate_backward(dy, gate, up, activation, gate_multiplier, down_mult
 
 PACKED_SHARDING = RowSharding({"gate_up": 0, "y": 0, "dy": 0, "dgate_up": 0})
 SEPARATE_SHARDING = RowSharding({"gate": 0, "up": 0, "y": 0, "dy": 0, "dgate": 0, "dup": 0}, columns=True)
-gated_activation_forward = register(
+gated_activation_forward = register_op(
     "gated_activation(Tensor gate_up, str activation, float gate_multiplier=1.0, float down_multiplier=1.0)"
     " -> (Tensor y)",
     _launch_forward,
     _fake_forward,
     PACKED_SHARDING,
 )
-gated_activation_backward = register(
+gated_activation_backward = register_op(
     "gated_activation_backward(Tensor dy, Tensor gate_up, str activation, int emit, float gate_multiplier=1.0,"
     " float down_multiplier=1.0) -> (Tensor dgate_up, Tensor y)",
     _launch_backward,
     _fake_backward,
     PACKED_SHARDING,
 )
-separate_gated_activation_forward = register(
+separate_gated_activation_forward = register_op(
     "separate_gated_activation(Tensor gate, Tensor up, str activation, float gate_multiplier, float down_multiplier)"
     " -> (Tensor y)",
     _launch_separate_forward,
     _fake_separate_forward,
     SEPARATE_SHARDING,
 )
-separate_gated_activation_backward = register(
+separate_gated_activation_backward = register_op(
     "separate_gated_activation_backward(Tensor dy, Tensor gate, Tensor up, str activation, float gate_multiplier,"
     " float down_multiplier, int gate_grad, int up_grad) -> (Tensor dgate, Tensor dup)",
     _launch_separate_backward,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.dispatch import register, runs_kernels
+from ligermodels.kernels.dispatch import register_op, runs_kernels
 from ligermodels.kernels.launch import cdiv, kernel
 
 GROUPED_MM_CAPABILITIES = (9, 10)  # major compute capabilities for which torch has a grouped kernel
@@ -223,13 +223,15 @@ def _fake_weight_gradient(dy, x, offsets):
     return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
 
 
-_forward = register("grouped_gemm(Tensor x, Tensor weight, Tensor offsets) -> Tensor", _launch_forward, _fake_forward)
-_input_gradient = register(
+_forward = register_op(
+    "grouped_gemm(Tensor x, Tensor weight, Tensor offsets) -> Tensor", _launch_forward, _fake_forward
+)
+_input_gradient = register_op(
     "grouped_gemm_input_gradient(Tensor dy, Tensor weight, Tensor offsets) -> Tensor",
     _launch_input_gradient,
     _fake_input_gradient,
 )
-_weight_gradient = register(
+_weight_gradient = register_op(
     "grouped_gemm_weight_gradient(Tensor dy, Tensor x, Tensor offsets) -> Tensor",
     _launch_weight_gradient,
     _fake_weight_gradient,

@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, register, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.norm_tiles import (
     SMALL_M_ROWS,
@@ -203,13 +203,13 @@ def _fake_backward(dy, x, stats, weight, input_grad, weight_grad, bias_grad):
 
 
 LAYER_NORM_SHARDING = RowSharding({"x": 0, "y": 0, "stats": 1, "dy": 0, "dx": 0})
-layer_norm_forward = register(
+layer_norm_forward = register_op(
     "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor y, Tensor stats)",
     _launch_forward,
     _fake_forward,
     LAYER_NORM_SHARDING,
 )
-layer_norm_backward = register(
+layer_norm_backward = register_op(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor stats, Tensor weight, int input_grad,"
     " int weight_grad, int bias_grad) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _launch_backward,

@@ -49,7 +49,7 @@ from ligermodels.kernels.cross_entropy import (
     run_reference,
 )
 from ligermodels.kernels.cross_entropy_rows import RowResults, empty_results, launch_cross_entropy
-from ligermodels.kernels.dispatch import Node, autocast, is_traced, register, runs_kernels
+from ligermodels.kernels.dispatch import Node, autocast, is_traced, register_op, runs_kernels
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.logits_chunks import (
     chunks_of_logits,
@@ -211,18 +211,18 @@ _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? c
 _SAVED = "Tensor scale, Tensor? row_metrics, Tensor? dentropy"
 _NEEDED = "bool hidden_grad, bool weight_grad, bool bias_grad"
 _GRADIENTS = "Tensor dhidden, Tensor dweight, Tensor dbias"
-linear_cross_entropy_forward = register(
+linear_cross_entropy_forward = register_op(
     f"linear_cross_entropy({_INPUTS}, {_NEEDED}, bool metrics, bool token_scaling, {OPTIONS})"
     f" -> ({RESULTS}, {_GRADIENTS})",
     _launch_forward,
     _fake_forward,
 )
-linear_cross_entropy_backward = register(
+linear_cross_entropy_backward = register_op(
     f"linear_cross_entropy_backward({_INPUTS}, Tensor lse, {_SAVED}, {_NEEDED}, {OPTIONS}) -> ({_GRADIENTS})",
     _launch_backward,
     _fake_backward,
 )
-linear_cross_entropy_low_memory = register(
+linear_cross_entropy_low_memory = register_op(
     f"linear_cross_entropy_low_memory({_INPUTS}, Tensor? lse, {_SAVED}, {_NEEDED}, bool metrics, bool token_scaling,"
     f" {OPTIONS}) -> ({RESULTS}, {_GRADIENTS})",
     _launch_low_memory,

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import register
+from ligermodels.kernels.dispatch import register_op
 from ligermodels.kernels.launch import Launcher, kernel
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 
@@ -115,12 +115,12 @@ def _fake_reduce(losses, targets, class_weight, ignore_index, mean):
     return losses.new_empty(()), losses.new_empty(())
 
 
-mean_factor = register(
+mean_factor = register_op(
     "mean_factor(Tensor targets, Tensor? class_weight, int ignore_index) -> Tensor factor",
     _launch_mean_factor,
     _fake_mean_factor,
 )
-reduce_losses = register(
+reduce_losses = register_op(
     "reduce_losses(Tensor losses, Tensor targets, Tensor? class_weight, int ignore_index, bool mean)"
     " -> (Tensor total, Tensor factor)",
     _launch_reduce,

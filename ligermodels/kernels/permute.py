@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import register
+from ligermodels.kernels.dispatch import register_op
 from ligermodels.kernels.gated_activation import split_row
 from ligermodels.kernels.launch import kernel
 
@@ -107,8 +107,8 @@ def _fake_unpermute(rows, row):
     return rows.new_empty(row.shape[0], rows.shape[1])
 
 
-sort_by_expert = register(
+sort_by_expert = register_op(
     "sort_by_expert(Tensor expert_index, SymInt num_experts) -> (Tensor row, Tensor offsets)", _launch_sort, _fake_sort
 )
-permute = register("permute(Tensor x, Tensor row) -> Tensor", _launch_permute, _fake_permute)
-unpermute = register("unpermute(Tensor rows, Tensor row) -> Tensor", _launch_unpermute, _fake_unpermute)
+permute = register_op("permute(Tensor x, Tensor row) -> Tensor", _launch_permute, _fake_permute)
+unpermute = register_op("unpermute(Tensor rows, Tensor row) -> Tensor", _launch_unpermute, _fake_unpermute)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, register, runs_kernels
+from ligermodels.kernels.dispatch import Node, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel, multiprocessors
 from ligermodels.kernels.partial_sums import sum_partials
 from ligermodels.kernels.qkv_heads import (
@@ -340,13 +340,13 @@ def _fake_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, eps, offset, i
     return tuple(x.new_empty(x.shape) if needed else None for x, needed in wanted)
 
 
-qk_norm_rope_forward = register(
+qk_norm_rope_forward = register_op(
     "qk_norm_rope(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, int num_heads,"
     " int num_kv_heads, float eps, float offset) -> Tensor",
     _launch_forward,
     _fake_forward,
 )
-qk_norm_rope_backward = register(
+qk_norm_rope_backward = register_op(
     "qk_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos,"
     " Tensor sin, float eps, float offset, bool input_grad, bool q_grad, bool k_grad)"
     " -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)",

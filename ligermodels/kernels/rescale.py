@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import is_traced, register
+from ligermodels.kernels.dispatch import is_traced, register_op
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
@@ -139,14 +139,14 @@ def rescale_(x: Tensor, scale: Tensor) -> None:
 
 # x [rows, N] with unit stride along N; scale fp32, one element or [rows] of any stride; other fp32, one element
 # -> out [rows, N] contiguous, of `dtype`.
-rescale = register(
+rescale = register_op(
     "rescale(Tensor x, Tensor scale, Tensor? other, float factor, ScalarType dtype) -> Tensor out",
     _launch_rescale,
     lambda x, scale, other, factor, dtype: x.new_empty(x.shape, dtype=dtype),
 )
 
 # x [rows of x, N], y [rows of y, N], both contiguous; scale and other fp32, one element each.
-rescale_pair = register(
+rescale_pair = register_op(
     "rescale_pair(Tensor x, Tensor y, Tensor scale, Tensor other, float factor, ScalarType dtype)"
     " -> (Tensor x_out, Tensor y_out)",
     _launch_rescale_pair,

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, promoted_dtype, register, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, promoted_dtype, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.norm_tiles import (
     SMALL_M_ROWS,
@@ -280,20 +280,20 @@ def _fake_backward(dy, dhidden, hidden, rstd, weight, offset, input_grad, weight
 
 
 NORM_SHARDING = RowSharding(dict.fromkeys(("x", "residual", "y", "hidden", "rstd", "dy", "dhidden", "dx"), 0))
-rms_norm_forward = register(
+rms_norm_forward = register_op(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset, ScalarType? dtype=None) -> (Tensor y, Tensor rstd)",
     _launch_rms_norm,
     _fake_rms_norm,
     NORM_SHARDING,
 )
-add_rms_norm_forward = register(
+add_rms_norm_forward = register_op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, ScalarType? dtype=None)"
     " -> (Tensor y, Tensor hidden, Tensor rstd)",
     _launch_add_rms_norm,
     _fake_add_rms_norm,
     NORM_SHARDING,
 )
-rms_norm_backward = register(
+rms_norm_backward = register_op(
     "rms_norm_backward(Tensor dy, Tensor? dhidden, Tensor hidden, Tensor rstd, Tensor? weight, float offset,"
     " int input_grad, int weight_grad, int emit) -> (Tensor dx, Tensor dweight, Tensor y)",
     _launch_backward,

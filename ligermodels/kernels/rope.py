@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, is_traced, register, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, is_traced, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.qkv_heads import (
@@ -210,12 +210,12 @@ def _fake_backward(dq, dk, dv, cos, sin, interleaved):
     return dq.new_empty(batch, length, (num_heads + 2 * dk.shape[2]) * head_size)
 
 
-rope_forward = register(
+rope_forward = register_op(
     "rope(Tensor qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, bool interleaved) -> Tensor",
     _launch_forward,
     _fake_forward,
 )
-rope_backward = register(
+rope_backward = register_op(
     "rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
     _launch_backward,
     _fake_backward,

@@ -13,8 +13,8 @@ from ligermodels.errors import InputError
 from ligermodels.integrations.transformers import (
     MODEL_CLASSES,
     TransformersModel,
-    register_models,
-    unregister_models,
+    register,
+    unregister,
     wrap,
 )
 from ligermodels.layers.decoder import LMHead
@@ -189,7 +189,7 @@ def test_fields_passed_to_from_pretrained_change_the_model(folder):
 
 
 def test_register_models_serves_the_auto_class(folder):
-    register_models()
+    register()
     try:
         for model in (
             AutoModelForCausalLM.from_pretrained(
@@ -199,7 +199,7 @@ def test_register_models_serves_the_auto_class(folder):
         ):
             assert isinstance(model, TransformersModel) and model.dtype == torch.bfloat16
     finally:
-        unregister_models()
+        unregister()
     assert not isinstance(AutoModelForCausalLM.from_pretrained(folder), TransformersModel)
 
 
