@@ -376,4 +376,5 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         raise RuntimeError("ligermodels: torch.jit.trace is not supported; use torch.compile or torch.export")
     for name, value in options.items():
         if value is not None and (name not in FIXED_OPTIONS or value != FIXED_OPTIONS[name]):
-            raise TypeError(f"forward: {name}={value!r} is not supported; leave it out")
+            given = name if isinstance(value, Tensor) else f"{name}={value!r}"
+            raise TypeError(f"forward: {given} is not supported; leave it out")
