@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import _register_namedtuple
 
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
@@ -52,6 +53,10 @@ class CausalLMOutput(NamedTuple):
         if isinstance(key, str):
             return self._asdict()[key]
         return tuple(value for value in self if value is not None)[key]
+
+
+# Under this name torch.export.save writes the type of a program's output.
+_register_namedtuple(CausalLMOutput, serialized_type_name="ligermodels.CausalLMOutput")
 
 
 class DecoderOutput(NamedTuple):

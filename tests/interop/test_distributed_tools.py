@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from ligermodels.kernels import launch
 from tests.interop.tiny import MODELS, TIED, batch, build
 
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -165,6 +166,7 @@ def test_a_distributed_checkpoint_of_a_plain_model(name, tmp_path):
 
 def on_two_ranks(rank, file):
     torch.set_num_threads(1)
+    launch.interpreting = False  # a process of its own: the fixture of conftest.py has not run here
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     for name in ("gemma2", "qwen3_moe"):
         model = build(name)

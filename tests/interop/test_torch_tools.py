@@ -70,9 +70,8 @@ def test_torch_func_computes_gradients_per_sample_and_directional_derivatives(na
     torch.testing.assert_close(derivative, expected, rtol=1e-3, atol=1e-4, check_dtype=False)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
-def test_compiled_models_give_equal_gradients(name):
-    model = build(name)
+def test_a_compiled_model_gives_equal_gradients():
+    model = build("gemma2")
     expected = step(model)
     model.compile(backend="aot_eager", fullgraph=True)
     assert_same_step(model, expected)
