@@ -30,6 +30,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.hub.models import base_model_name, create, load_folder, resolve
 from ligermodels.layers.decoder import CausalLM, LMHead, refuse_options
+from ligermodels.layers.packed import AdaptableModule
 from ligermodels.layers.row_layout import batch_shape, hub_offsets
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE, read_config
 from ligermodels.weights.exporting import export_weights
@@ -142,7 +143,7 @@ class Backbone:
         return MoeModelOutputWithPast(hidden, hidden_states=tuple(states) or None, router_logits=routers)
 
 
-class TransformersModel(PreTrainedModel, GenerationMixin):
+class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
     """A bare model, `bare`, as a `PreTrainedModel`. `from_pretrained` and `from_config` make one of any family.
 
     Parameters have the names and shapes of the bare model; `load_state_dict` also takes the Hub's, and

@@ -465,7 +465,7 @@ OPS = {
         draw=partial(weighted_cross_entropy_case, inplace=True, **SCALED), small=(257,), real=((50257,), (262144,))
     ),
     "linear_cross_entropy, weighted": Op(
-        draw=partial(weighted_linear_cross_entropy_case, **SCALED), small=(17, 33), real=((64, 262144),),
+        draw=partial(weighted_linear_cross_entropy_case, **SCALED), small=(33, 129), real=((64, 262144),),
         products=(2, 1, 1, 0),
     ),
     "linear_cross_entropy by rows, weighted": Op(
