@@ -29,6 +29,8 @@ DTYPES = torch.float32, torch.bfloat16
 NORM_SHAPES = (4096, 1024), (4096, 4096), (1000, 5120)
 GATED_SHAPES = (4096, 1024), (2048, 14336)
 ROPE_SHAPES = (2, 1024, 32, 8, 128), (1, 1000, 8, 2, 64)
+LOSS_SHAPES = (4096, 32000), (512, 128256)
+HEAD_SHAPES = (4096, 1024, 32000), (512, 2048, 128256)
 EXPERT_SHAPES = (512, 256, 384, 8, 2), (1024, 512, 256, 32, 4)
 
 
@@ -70,6 +72,15 @@ def draw_rope(batch, length, heads, kv_heads, size):
     phases = torch.arange(length)[:, None] * 10000.0 ** -(torch.arange(0, size, 2) / size)
     tables = [torch.cat((x, x), -1)[None].to(DEVICE, torch.float64) for x in (phases.cos(), phases.sin())]
     return {"q": normal(batch, heads, length, size), "k": normal(batch, kv_heads, length, size)}, tables
+
+
+def draw_loss(rows, vocabulary):
+    return {"logits": normal(rows, vocabulary)}, [torch.randint(vocabulary, (rows,), device=DEVICE)]
+
+
+def draw_head(rows, hidden, vocabulary):
+    leaves = {"hidden": normal(rows, hidden), "weight": normal(vocabulary, hidden, scale=hidden**-0.5)}
+    return leaves, [torch.randint(vocabulary, (rows,), device=DEVICE)]
 
 
 def draw_experts(tokens, hidden, inner, num_experts, k):
@@ -117,6 +128,12 @@ def liger_gated_with_multipliers():
     return lambda gate, up: LigerSiLUMulFunction.apply(gate, up, 0.75, 1.5)
 
 
+def liger_linear_cross_entropy():
+    from liger_kernel.transformers import functional
+
+    return lambda hidden, weight, targets: functional.liger_fused_linear_cross_entropy(hidden, weight, targets)
+
+
 def liger_experts():
     from liger_kernel.ops import LigerFusedMoEFunction
 
@@ -160,6 +177,13 @@ COMPARISONS = {
     "rope": Comparison(
         ROPE_SHAPES, draw_rope, lambda q, k, *tables: (rotate(q, *tables), rotate(k, *tables)),
         liger_function("liger_rope"), ops.apply_rotary_pos_emb,
+    ),
+    "cross_entropy": Comparison(
+        LOSS_SHAPES, draw_loss, F.cross_entropy, liger_function("liger_cross_entropy"), ops.cross_entropy
+    ),
+    "linear_cross_entropy": Comparison(
+        HEAD_SHAPES, draw_head, lambda hidden, weight, targets: F.cross_entropy(hidden @ weight.T, targets),
+        liger_linear_cross_entropy, ops.linear_cross_entropy,
     ),
     "experts": Comparison(
         EXPERT_SHAPES, draw_experts, pytorch_experts, liger_experts,

@@ -156,6 +156,8 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     bare: CausalLM
+    config: PreTrainedConfig
+    generation_config: GenerationConfig
 
     def __init__(self, config: PreTrainedConfig, model: CausalLM | None = None) -> None:
         """A model with random weights, of torch's default dtype and on its default device; or the face of `model`."""

@@ -242,7 +242,7 @@ def add_parts(parent: PackingModule, name: str, rows: dict[str, slice]) -> None:
         setattr(parent, part, PackedPart(packed, its_rows))
 
 
-class AdaptableModule(nn.Module):
+class AdaptableModule:
     """Base class of models that PEFT adapts: packed linears keep up with what it sets and deletes, `peft_config`."""
 
     @property
@@ -256,13 +256,13 @@ class AdaptableModule(nn.Module):
     def peft_config(self, configs: dict[str, Any]) -> None:
         """PEFT has added adapters: what is trained of packed linears (biases) gets the Hub's names, too."""
         vars(self)["_peft_config"] = configs
-        take_apart_trained(self)
+        take_apart_trained(cast(nn.Module, self))
 
     @peft_config.deleter
     def peft_config(self) -> None:
         """PEFT has merged or removed its adapters: the linears that it took apart are packed again."""
         del vars(self)["_peft_config"]
-        put_together(self)
+        put_together(cast(nn.Module, self))
 
 
 def take_apart_trained(model: nn.Module) -> None:
