@@ -10,10 +10,12 @@ import lm_eval
 import pytest
 import torch
 import transformers
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoConfig, AutoTokenizer
 
 import ligermodels
+from ligermodels.integrations.transformers import wrap
 from tests.interop.folders import export_with_tokenizer, new_tokenizer, tiny_model
 
 FAMILIES = ligermodels.list_architectures()
@@ -72,26 +74,42 @@ def test_the_text_generation_pipeline_continues_as_generate_does(exported):
     assert result["generated_text"] == new_tokenizer().decode(tokens) != ""
 
 
-def test_lm_eval_scores_answers_as_the_model_does(exported, tmp_path, monkeypatch):
-    model, folder = exported
+def scores(tmp_path, monkeypatch, model, **arguments):
+    """The log-likelihood of every answer by lm-eval, by question and answer."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     task = TASK | {"dataset_kwargs": {"data_files": {"test": str(file)}}}
-    arguments = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
     no_other_tasks = TaskManager(include_defaults=False)  # reading the list of all takes a minute
-    results = lm_eval.simple_evaluate(
-        "hf", model_args=arguments, tasks=[task], bootstrap_iters=0, task_manager=no_other_tasks
-    )
-    scores = {
-        (sample["doc"]["question"], answer): response[0]
+    results = lm_eval.simple_evaluate(model, tasks=[task], bootstrap_iters=0, task_manager=no_other_tasks, **arguments)
+    return {
+        (sample["doc"]["question"], answer): float(response[0])
         for sample in results["samples"]["offline"]
         for answer, (response,) in zip(sample["doc"]["choices"], sample["resps"], strict=True)
     }
-    for question in QUESTIONS:
-        for answer in question["choices"]:
-            expected = log_likelihood(model, question["question"], f" {answer}")
-            assert float(scores[question["question"], answer]) == pytest.approx(expected, rel=1e-5)
+
+
+def expected_scores(model):
+    return {
+        (question["question"], answer): log_likelihood(model, question["question"], f" {answer}")
+        for question in QUESTIONS
+        for answer in question["choices"]
+    }
+
+
+def test_lm_eval_scores_answers_as_the_model_does(exported, tmp_path, monkeypatch):
+    model, folder = exported
+    arguments = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
+    found = scores(tmp_path, monkeypatch, "hf", model_args=arguments)
+    assert found == pytest.approx(expected_scores(model), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama", "mistral", "qwen3_moe"])
+def test_lm_eval_scores_the_face_as_the_model(family, tmp_path, monkeypatch):
+    model = tiny_model(family)
+    tokenizer = AutoTokenizer.from_pretrained(export_with_tokenizer(model, tmp_path / "out"))
+    evaluated = HFLM(pretrained=wrap(model), tokenizer=tokenizer)
+    assert scores(tmp_path, monkeypatch, evaluated) == pytest.approx(expected_scores(model), rel=1e-5)
 
 
 def test_vllm_knows_the_class_that_an_export_names(exported):

@@ -17,6 +17,7 @@ from ligermodels.training.config import FIELDS, TrainConfig, parsed_item, type_o
 from ligermodels.weights.writing import replace_file
 
 SETTINGS_FILE = "train.toml"
+MAX_SETTINGS_BYTES = 40_000  # tomllib takes the square of the time for a key of many parts: five seconds for this many
 # These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
 NOT_SETTINGS = ("output", "resume", "allow_changes")
 # These leave the result of training unchanged, except for rounding where sums are taken in another order.
@@ -29,7 +30,13 @@ WITHOUT_EFFECT_ON_RESULT = (
 def read_settings(file: Path) -> dict[str, Any]:
     """The content of a TOML file. Raises InputError."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
+        with file.open("rb") as stream:
+            content = stream.read(MAX_SETTINGS_BYTES + 1)
+        if len(content) > MAX_SETTINGS_BYTES:
+            raise InputError(f"{file}: has more than {MAX_SETTINGS_BYTES:,} bytes; settings are a few lines")
+        return tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
