@@ -81,7 +81,7 @@ class PackedLinear(nn.Module):
     @property
     def is_whole(self) -> bool:
         """Whether the product with the packed weight is all that its parts would do."""
-        if self._parameters["weight"] is None:  # `self.weight` would take longer than all of the rest
+        if self._parameters.get("weight", self) is None:  # fast; parametrized, it has no such key
             return False
         modules = self._parent[0]._modules
         for name in self.rows:

@@ -268,6 +268,7 @@ def test_weight_norm_changes_nothing_at_first(name, normalise):
     model = build(name)
     expected = step(model)[0]
     for module in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        assert module.weight is not None  # a part of a packed linear has its weight from now on
         normalise(module)
     torch.testing.assert_close(step(model)[0], expected)
     torch.testing.assert_close(step(model.double())[0].float(), expected)
@@ -406,6 +407,6 @@ def test_torchao_quantisation_aware_training(name):
     quantization.quantize_(model, qat.QATConfig(weight_config=fake, step="prepare"))
     loss, gradients = step(model)
     assert 0 < abs(loss - expected) < 0.1
-    assert "model.layers.0.self_attn.qkv_proj.weight" in gradients
+    assert "model.layers.0.self_attn.q_proj.weight" in gradients  # quantised by itself, as on the Hub's model
     quantization.quantize_(model, qat.QATConfig(step="convert"))
     torch.testing.assert_close(step(model)[0], expected)
