@@ -158,9 +158,8 @@ def test_an_untied_model_without_a_stored_head_is_refused(folder):
 
 
 def test_a_model_that_lost_its_tie_is_refused(folder):
-    with torch.device("meta"):
-        model = tied()
-    model.to_empty(device="cpu")  # creates a separate parameter for each name
+    model = tied()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         load_weights(model, folder)
 
