@@ -72,35 +72,40 @@ class TrainConfig:
     revision: str | None = setting("model", None, "branch, tag or commit of a Hub id")
 
     data: tuple[str, ...] | None = setting("data", None, "training data", metavar="SPEC",
-        shown="the stories if the model has their vocabulary size, else random")
+        shown="the embedded stories for a new tiny model")
     validation_data: tuple[str, ...] | None = setting("data", None, "validation data", metavar="SPEC",
         shown="a part of --data")
     validation_fraction: float | None = setting("data", None, "fraction of --data that is held out for validation",
         FRACTION, shown="0.01, of large data at most about 131,000 tokens")
-    sequence_length: int = setting("data", 256, "tokens per sequence", LENGTH)
+    sequence_length: int | None = setting("data", None, "tokens per sequence", LENGTH,
+        shown="2048, or the longest document's if shorter; tiny: 256")
     packing: bool = setting("data", True, "sequence packing with document masking")
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
 
-    steps: int = setting("training", 2200, "optimizer steps", POSITIVE)
-    batch_size: int = setting("training", 4, "global batch: sequences per step, over all ranks and "
-        "micro-batches", POSITIVE)
+    epochs: float | None = setting("training", None, "passes over the data", ABOVE_ZERO,
+        shown="3 for chats and completions, 1 for text; tiny: by its steps")
+    steps: int | None = setting("training", None, "optimizer steps, in place of --epochs", POSITIVE,
+        shown="by the epochs; tiny: 2200")
+    batch_size: int | None = setting("training", None, "global batch: sequences per step, over all ranks and "
+        "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/20 of the data; tiny: 4")
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
-        "batch is gradient accumulation", POSITIVE, shown="no accumulation")
+        "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation")
     optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit needs torchao")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, 1/width")
     schedule: Literal["cosine", "linear", "wsd"] = setting("training", "cosine", "wsd: warmup, stable, decay")
-    warmup: int = setting("training", 30, "steps of linear warmup", COUNT)
+    warmup: int | None = setting("training", None, "steps of linear warmup", COUNT, shown="3 % of the steps; tiny: 30")
     weight_decay: float = setting("training", 0.1, "not applied to norms, biases and embeddings", NOT_NEGATIVE)
     max_grad_norm: float = setting("training", 1.0, "gradient clipping; inf: none", NORM)
-    dtype: Literal["float32", "tf32", "bfloat16"] = setting("training", "float32", "compute dtype")
+    dtype: Literal["float32", "tf32", "bfloat16"] | None = setting("training", None, "compute dtype",
+        shown="bfloat16 on a GPU, else float32; tiny: float32")
     param_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the trained parameters",
         shown="bfloat16 for --dtype bfloat16 on one process without LoRA, else float32")
     float8: bool = setting("training", False, "float8 matrix products in the blocks, through torchao; needs --compile")
-    activation_checkpointing: Literal["none", "auto", "full"] = setting("training", "none", "blocks that keep "
-        "only their inputs for the backward pass; auto: as few as fit into memory")
+    activation_checkpointing: Literal["none", "auto", "full"] | None = setting("training", None, "blocks that keep "
+        "only their inputs for the backward pass; auto: as few as fit into memory", shown="auto; tiny: none")
     compile: bool = setting("training", False, "torch.compile each block")
     seed: int = setting("training", 0, "seed of new weights, data order and dropout", SEED)
 
@@ -124,15 +129,16 @@ class TrainConfig:
     on_nan: Literal["stop", "skip"] = setting("run", "stop", "at a loss or gradient norm that is not finite")
     dp_replicate: int = setting("run", 1, "HSDP: model replicas, each sharded over ranks / replicas ranks", POSITIVE)
 
-    eval_every: int = setting("monitoring", 550, "steps between validations", POSITIVE)
+    eval_every: int | None = setting("monitoring", None, "steps between validations", POSITIVE,
+        shown="a tenth of the steps; tiny: 550")
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = setting("monitoring", (), "loggers beside metrics.jsonl; "
         "without it nothing is sent anywhere")
     profile: int | None = setting("monitoring", None, "trace three steps from this one on", POSITIVE, metavar="STEP")
     # fmt: on
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            self._set(field.name, checked_value(field, getattr(self, field.name)))
+        for name, field in FIELDS.items():
+            self._set(name, checked_value(field, getattr(self, name)))
         family, colon, size = (self.model or "").partition(":")
         if colon and family in list_architectures():
             self._set("model", family)
@@ -145,9 +151,37 @@ class TrainConfig:
         object.__setattr__(self, name, value)
 
     @property
+    def has_new_weights(self) -> bool:
+        """Whether the model is a family, not a checkpoint."""
+        return self.model in list_architectures()
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether the model is a new one of the smallest preset, whose defaults suit the embedded data."""
+        return self.has_new_weights and self.size == DEFAULT_SIZE
+
+    @property
     def title(self) -> str:
         """The model as `model` takes it: a family with its size, where that is not the default."""
         return f"{self.model}" if self.size == DEFAULT_SIZE else f"{self.model}:{self.size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(TrainConfig):
+    """The settings of a run, with those chosen that were not given (runs/defaults.py).
+
+    The micro-batch size may still be None: it depends on the devices, and a run may resume on others.
+    """
+
+    sequence_length: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    warmup: int
+    dtype: Literal["float32", "tf32", "bfloat16"]
+    param_dtype: Literal["float32", "bfloat16"]
+    activation_checkpointing: Literal["none", "auto", "full"]
+    eval_every: int
 
 
 @functools.cache

@@ -20,17 +20,17 @@ import torch
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.hub import create, export, export_adapter, list_architectures, resolve
+from ligermodels.hub import create, export, export_adapter, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.training.checkpoints import Checkpoints, Progress
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.data import Data, count_supervised, open_data
+from ligermodels.training.config import RunConfig, TrainConfig
+from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
 from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, save_tokenizer
 from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.training.optimizers.schedules import default_learning_rate, learning_rate
+from ligermodels.training.optimizers.schedules import learning_rate
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.flops import peak_flops
@@ -38,7 +38,8 @@ from ligermodels.training.reporting.loggers import check_logger_packages, open_l
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, is_validated
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
-from ligermodels.training.runs.contradictions import refuse_contradictions
+from ligermodels.training.runs.contradictions import refuse_contradictions, refuse_unused_profile
+from ligermodels.training.runs.defaults import completed, precision, schedule, with_choices
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
 from ligermodels.training.runs.rescue import rescued
@@ -53,6 +54,7 @@ from ligermodels.training.scaling.activation_checkpointing import (
 )
 from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.host_reads import read_async
+from ligermodels.training.scaling.micro_batches import micro_batch_size_of
 from ligermodels.training.scaling.out_of_memory import out_of_memory_advice
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.writing import failure
@@ -76,7 +78,7 @@ class TrainResult:
 class Run(NamedTuple):
     """A run before it allocates any memory: its model on the meta device, its data, its plan."""
 
-    config: TrainConfig
+    config: RunConfig
     pretrained: Path | None  # the folder of the weights to start from
     model: CausalLM
     data: Data
@@ -101,11 +103,12 @@ def prepare(config: TrainConfig, world: World) -> Run:
     refuse_resuming(config)
 
     # The model, without its weights yet. Frozen weights are stored in the compute dtype.
-    is_family = config.model in list_architectures()
-    pretrained = None if is_family else resolve(str(config.model), revision=config.revision)
-    config = with_param_dtype(config, world)
-    compute_dtype, param_dtype = TORCH_DTYPES[config.dtype], TORCH_DTYPES[str(config.param_dtype)]
-    size = config.size if is_family else None
+    pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
+    config, chosen = with_choices(config, precision(config, world))
+    # Whether fp32 products use tf32 is set in torch, for the process.
+    torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
+    compute_dtype, param_dtype = TORCH_DTYPES[str(config.dtype)], TORCH_DTYPES[str(config.param_dtype)]
+    size = config.size if config.has_new_weights else None
     dtype = compute_dtype if config.lora_rank else param_dtype
     model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta")
     if config.lora_rank:
@@ -114,17 +117,26 @@ def prepare(config: TrainConfig, world: World) -> Run:
             targets=config.lora_targets, dtype=param_dtype,
         )  # fmt: skip
 
-    # The data, and the memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
-    data = open_data(config, pretrained, model.config.vocab_size, world)
+    # The data, and the settings that depend on it.
+    data = open_data(config, pretrained, model.config.vocab_size, model.config.max_position_embeddings)
+    config, more = with_choices(config, schedule(config, data, model.config.hidden_size, world))
+    config = completed(config)
+    refuse_short_epoch(data, config.batch_size)
+    refuse_unused_profile(config)
+
+    # The memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
     build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
     estimate = memory_needs(model, build(model), config, world, compute_dtype)
+    micro_batch_size = micro_batch_size_of(config, world, len(model.model.layers), estimate)
+    estimate = partial(estimate, batch_size=micro_batch_size)
     checkpointed_blocks = apply_activation_checkpointing(model, config.activation_checkpointing, world, estimate)
     reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
     estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
     made = make_plan(
         model, config, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
+        lengths=data.lengths, micro_batch_size=micro_batch_size, chosen=[*chosen, *more],
         checkpointed_blocks=checkpointed_blocks, memory=estimate(checkpointed_blocks=checkpointed_blocks),
     )  # fmt: skip
     return Run(config, pretrained, model, data, build, estimate, reshard_after_forward, made)
@@ -176,8 +188,6 @@ def train(config: TrainConfig) -> TrainResult:
         model.train()
 
         optimizer = build(model)
-        width, lora = model.config.hidden_size, config.lora_rank is not None
-        peak = config.learning_rate or default_learning_rate(width, pretrained=pretrained is not None, lora=lora)
         say = print if world.is_first else lambda line: None
         progress = (checkpoints.restore(model, optimizer, say) if config.resume else None) or Progress()
         before = progress.seconds
@@ -195,7 +205,7 @@ def train(config: TrainConfig) -> TrainResult:
         )  # fmt: skip
         traced = config.profile if world.is_first else None
         profiler = held.enter_context(StepProfiler(traced, output / "trace.json.gz", world.device, metrics.say))
-        for line in (run.line, *(f"warning: {warning}" for warning in run.warnings)):
+        for line in (run.line, *run.notes, *(f"warning: {warning}" for warning in run.warnings)):
             metrics.say(line)
         if config.resume:
             begins = f"resumes after step {progress.step}" if progress.step else "has no checkpoint, starts again"
@@ -211,7 +221,7 @@ def train(config: TrainConfig) -> TrainResult:
         while progress.step < config.steps and not stopped:
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
-            batches = data.training.micro_batches(progress.rows, config.batch_size, config.micro_batch_size, world)
+            batches = data.training.micro_batches(progress.rows, config.batch_size, run.micro_batch_size, world)
             count = distributed.total(torch.stack([count_supervised(batch) for batch in batches]).sum())
             loss = torch.zeros((), device=world.device)
             for number, batch in enumerate(batches, 1):
@@ -224,7 +234,7 @@ def train(config: TrainConfig) -> TrainResult:
             notes = [torch.full_like(loss, float(note)) for note in (stop.requested, checkpoints.failed)]
             totals, norm = distributed.total(torch.stack([loss, *notes])), fsdp.gradient_norm(model)
             read = read_async(torch.cat([totals, norm[None]]))
-            rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, peak)
+            rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, config.learning_rate)
             set_learning_rate(optimizer, rate)
             clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
             optimizer.zero_grad()
@@ -279,18 +289,7 @@ def train(config: TrainConfig) -> TrainResult:
     return TrainResult(model, records, output, exported)
 
 
-def with_param_dtype(config: TrainConfig, world: World) -> TrainConfig:
-    """The settings with the dtype of the trained parameters chosen: LoRA's are few enough for fp32.
-
-    Whether fp32 products use tf32 is set in torch, for the process. The parameter dtype is a setting of the run from
-    here on: it resumes with the same on any number of ranks.
-    """
-    torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
-    half = config.dtype == "bfloat16" and world.size == 1 and not config.lora_rank
-    return replace(config, param_dtype=config.param_dtype or ("bfloat16" if half else "float32"))
-
-
-def validation_due(config: TrainConfig, step: int) -> bool:
+def validation_due(config: RunConfig, step: int) -> bool:
     """Whether a run validates after this step, which counts from 1."""
     return step % config.eval_every == 0 or step == config.steps
 

@@ -1,6 +1,6 @@
 """Training data: from the names given to --data to batches on a device."""
 
 from ligermodels.training.data.batches import Batch, TrainingRows, ValidationRows, count_supervised
-from ligermodels.training.data.opening import Data, open_data
+from ligermodels.training.data.opening import Data, open_data, refuse_short_epoch
 
-__all__ = ["Batch", "Data", "TrainingRows", "ValidationRows", "count_supervised", "open_data"]
+__all__ = ["Batch", "Data", "TrainingRows", "ValidationRows", "count_supervised", "open_data", "refuse_short_epoch"]

@@ -115,6 +115,16 @@ class TrainingRows:
         return sum(rows.tokens for rows in self.sources)
 
     @property
+    def length(self) -> int:
+        """The number of tokens of a row, with padding."""
+        return self.sources[0].length
+
+    @property
+    def completion_only(self) -> bool:
+        """Whether any document has a mask, as chats and prompts with completions do."""
+        return any(part.store.supervised is not None for rows in self.sources for part in rows.parts)
+
+    @property
     def fingerprint(self) -> str:
         """A hash of all rows: a cursor has the same meaning only for rows with the same fingerprint."""
         parts = [part.fingerprint for rows in self.sources for part in rows.parts]
@@ -139,8 +149,7 @@ class TrainingRows:
         entries = self.mixture.entries(cursor, batch_size)
         starts = [(number * world.size + world.rank) * size for number in range(accumulation_steps)]
         batches = [self.rows(entries[start : start + size]) for start in starts]
-        length = self.sources[0].length
-        return [collate(rows, length, self.packing, world.device) for rows in batches]
+        return [collate(rows, self.length, self.packing, world.device) for rows in batches]
 
     def rows(self, entries: Sequence[tuple[int, int]]) -> list[list[Segment]]:
         return [self.sources[source].segments(row) for source, row in entries]

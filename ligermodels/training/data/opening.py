@@ -9,12 +9,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from ligermodels.distributed import World
+import numpy as np
+
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.batches import TrainingRows, ValidationRows, split_global_batch
+from ligermodels.training.data.batches import TrainingRows, ValidationRows
 from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, RANDOM, Question
 from ligermodels.training.data.packing import pack_documents
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
@@ -22,60 +24,105 @@ from ligermodels.training.data.sources import SourceSpec, parse_spec
 from ligermodels.training.data.split import Selection, exclude_validation
 from ligermodels.units import counted
 
+DEFAULT_SEQUENCE_LENGTH = 2048
+MOST_DOCUMENTS = 0.99  # a sequence length that would hold so many as a whole is shown
 TITLES = {"stories": "the embedded stories", "chats": "the embedded chats", RANDOM: "random tokens"}
+
+
+class DocumentLengths(NamedTuple):
+    """The lengths in tokens of the training documents.
+
+    cut: how many are longer than a row, and cut into pieces. holds_most: the length that 99 % do not exceed.
+    """
+
+    documents: int
+    longest: int
+    cut: int
+    holds_most: int
 
 
 @dataclass(frozen=True)
 class Data:
     """The data of a run.
 
-    tokenizer: the model's or a new one; None if none was needed. new_tokenizer: the same if it was trained on the data,
-    because the model has none. floor: the lowest validation loss that any model can reach, in nats per supervised
-    token; None if it is not known. questions: (prompt, answer) on the validation documents, of embedded data only.
+    names: of the sources. tokenizer: the model's or a new one; None if none was needed. new_tokenizer: the same if it
+    was trained on the data, because the model has none. floor: the lowest validation loss that any model can reach, in
+    nats per supervised token; None if it is not known. questions: (prompt, answer) on the validation documents, of
+    embedded data only.
     """
 
+    names: str
     description: str
     training: TrainingRows
     validation: ValidationRows
+    lengths: DocumentLengths
     tokenizer: Tokenizer | None
     new_tokenizer: Tokenizer | None
     floor: float | None
     questions: list[Question] | None
 
 
-def open_data(config: TrainConfig, folder: Path | None, vocab_size: int, world: World) -> Data:
+def open_data(config: TrainConfig, folder: Path | None, vocab_size: int, positions: int) -> Data:
     """Opens the data of a run. Every rank must call this, and gets the same data.
 
     folder: the model's folder, whose tokenizer is used; None trains a new tokenizer on the data. vocab_size: the
-    model's, and the largest size of a new tokenizer. Raises InputError for data that cannot be read, that is too
-    little, or that does not fit the model.
+    model's, and the largest size of a new tokenizer. positions: the model's max_position_embeddings. Without a
+    sequence length in `config`, rows are as long as the longest document, at most DEFAULT_SEQUENCE_LENGTH and
+    positions. Raises InputError for data that cannot be read, that is too little, or that does not fit the model.
     """
-    specs = [parse_spec(text) for text in config.data or [default_source(vocab_size)]]
+    specs = [parse_spec(text) for text in config.data or [default_source(config, vocab_size)]]
     weights = mixture_weights(specs)
-    reader = SourceReader([spec.name for spec in specs], folder, vocab_size, config)
+    longest_row = config.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, positions)
+    reader = SourceReader([spec.name for spec in specs], folder, vocab_size, config, longest_row)
     sources = [reader.documents(spec.name, split=not config.validation_data) for spec in specs]
-    names = [unweighted_name(text) for text in config.validation_data or []]
-    validation_sources = [reader.documents(name, split=False) for name in names] or sources
+    separate = [unweighted_name(text) for text in config.validation_data or []]
+    validation_sources = [reader.documents(name, split=False) for name in separate] or sources
     reader.refuse_too_many_bad_lines()
 
     held_out = [part for source in validation_sources for part in source.validation]
     kept = [exclude_validation(source.training, held_out) for source in sources]
     excluded = sum(len(part) for source in sources for part in source.training) - sum(map(len, itertools.chain(*kept)))
+    names = " ".join(spec.name for spec in specs)
+    refuse_no_documents(specs, kept)
+    sizes = np.concatenate([part.ends - part.begins for part in itertools.chain(*kept)])
+    length = config.sequence_length or min(longest_row, int(sizes.max()))
     packing = config.packing and any(spec.name != RANDOM for spec in specs)
-    pack = functools.partial(pack_documents, length=config.sequence_length, packing=packing)
+    pack = functools.partial(pack_documents, length=length, packing=packing)
     mixed = kept if weights else [list(itertools.chain(*kept))]
     training = TrainingRows([pack(parts) for parts in mixed], weights or [1.0], config.seed, packing)
     validation = ValidationRows(pack(held_out), packing)
-    refuse_too_little(config, specs, training, world)
+    if packing and training.tokens < length:
+        raise InputError(
+            f"--data {names}: has {counted(training.tokens, 'token')} for training, less than one row; lower "
+            f"--sequence-length {length}, or give more data"
+        )
     questions = [question for source in validation_sources for question in source.questions]
     return Data(
-        describe_data(specs, reader.skipped, excluded), training, validation, reader.used_tokenizer,
-        reader.new_tokenizer, validation_floor(validation_sources, held_out), questions or None,
+        names, describe_data(specs, reader.skipped, excluded), training, validation, document_lengths(sizes, length),
+        reader.used_tokenizer, reader.new_tokenizer, validation_floor(validation_sources, held_out), questions or None,
     )  # fmt: skip
 
 
-def default_source(vocab_size: int) -> str:
-    return "stories" if vocab_size == EMBEDDED_VOCABULARY else RANDOM
+def default_source(config: TrainConfig, vocab_size: int) -> str:
+    """The source of a run without data: the embedded stories for a new model that has their vocabulary size."""
+    if config.has_new_weights and vocab_size == EMBEDDED_VOCABULARY:
+        return "stories"
+    raise InputError(
+        f"--data is missing: what {config.title} is to be trained on, a file, a folder or hub:NAME; "
+        f"--data {RANDOM} trains on random tokens, to measure speed and memory"
+    )
+
+
+def refuse_no_documents(specs: Sequence[SourceSpec], kept: Sequence[Sequence[Selection]]) -> None:
+    for spec, parts in zip(specs, kept, strict=True):
+        if not any((part.ends - part.begins > 1).any() for part in parts):
+            raise InputError(f"--data {spec.name}: has no document of two or more tokens outside the validation split")
+
+
+def document_lengths(sizes: np.ndarray, length: int) -> DocumentLengths:
+    """sizes: of the training documents in tokens [D]. length: of a row."""
+    holds_most = int(np.quantile(sizes, MOST_DOCUMENTS, method="higher"))
+    return DocumentLengths(len(sizes), int(sizes.max()), int((sizes > length).sum()), holds_most)
 
 
 def mixture_weights(specs: Sequence[SourceSpec]) -> list[float] | None:
@@ -116,20 +163,10 @@ def describe_data(specs: Sequence[SourceSpec], skipped: int, excluded: int) -> s
     return " + ".join(names) + (f" ({', '.join(notes)})" if notes else "")
 
 
-def refuse_too_little(config: TrainConfig, specs: Sequence[SourceSpec], training: TrainingRows, world: World) -> None:
-    """Raises InputError if the training rows do not fill a step, or if ranks cannot share a global batch."""
-    split_global_batch(config.batch_size, config.micro_batch_size, world)
-    names = " ".join(spec.name for spec in specs)
-    for source, spec in zip(training.sources, specs, strict=False):
-        if not len(source):
-            raise InputError(f"--data {spec.name}: has no document of two or more tokens outside the validation split")
-    if training.packing and training.tokens < config.sequence_length:
+def refuse_short_epoch(data: Data, batch_size: int) -> None:
+    """Raises InputError if the training rows do not fill a step of `batch_size` rows."""
+    if len(data.training) < batch_size:
         raise InputError(
-            f"--data {names}: has {counted(training.tokens, 'token')} for training, less than one row; lower "
-            f"--sequence-length {config.sequence_length}, or give more data"
-        )
-    if len(training) < config.batch_size:
-        raise InputError(
-            f"--data {names}: fills {counted(len(training), 'row')} of {config.sequence_length} tokens for training, "
-            f"but a step takes {config.batch_size}; lower --batch-size or --sequence-length, or give more data"
+            f"--data {data.names}: fills {counted(len(data.training), 'row')} of {data.training.length} tokens for "
+            f"training, but a step takes {batch_size}; lower --batch-size or --sequence-length, or give more data"
         )

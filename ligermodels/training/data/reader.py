@@ -59,12 +59,15 @@ class SourceDocuments:
 class SourceReader:
     """Opens sources by name, with one tokenizer for all text: the model's, or a new one if the model has none.
 
-    skipped: the number of bad lines so far. used_tokenizer: the tokenizer, None until there is text. new_tokenizer: the
-    same if it is a new one.
+    row_length: tokens of a row of random data. skipped: the number of bad lines so far. used_tokenizer: the tokenizer,
+    None until there is text. new_tokenizer: the same if it is a new one.
     """
 
-    def __init__(self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig) -> None:
+    def __init__(
+        self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig, row_length: int
+    ) -> None:
         self.names, self.folder, self.vocab_size, self.config = names, folder, vocab_size, config
+        self.row_length = row_length
         self.skipped = 0
         self.used_tokenizer: Tokenizer | None = None
         self.new_tokenizer: Tokenizer | None = None
@@ -81,7 +84,7 @@ class SourceReader:
             )
             return SourceDocuments([training], [validation], dataset.nats, dataset.questions)
         if name == RANDOM:
-            training, validation, nats = random_tokens(self.vocab_size, self.config.sequence_length)
+            training, validation, nats = random_tokens(self.vocab_size, self.row_length)
             return SourceDocuments([training], [validation], nats, [])
         stores = self.stores(name)
         if not split:

@@ -13,7 +13,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.tokenizer.files import has_tokenizer
-from ligermodels.training.config import TrainConfig
+from ligermodels.training.config import RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.runs.folder import ADAPTER
 from ligermodels.training.runs.settings import SETTINGS_FILE
@@ -21,7 +21,7 @@ from ligermodels.training.runs.settings import SETTINGS_FILE
 SCRIPT = "train.py"
 
 
-def advice(config: TrainConfig, world: World, exported: Path, base: Path | None, *, chats: bool) -> list[str]:
+def advice(config: RunConfig, world: World, exported: Path, base: Path | None, *, chats: bool) -> list[str]:
     """Lines for the user; the first says what was saved.
 
     exported: the model's or the adapter's folder, inside that of the run. base: the folder of the pretrained model;
@@ -65,7 +65,7 @@ def is_script() -> bool:
     return Path(sys.argv[0]).name.endswith(SCRIPT)
 
 
-def runs_on_two(config: TrainConfig, world: World) -> bool:
+def runs_on_two(config: RunConfig, world: World) -> bool:
     """Whether a run on one device can also run on two of this host."""
     try:
         split_global_batch(config.batch_size, config.micro_batch_size, World(world.device, size=2))

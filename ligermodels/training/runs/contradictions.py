@@ -1,7 +1,6 @@
 """Settings that contradict each other, refused before any file is read and any memory is allocated."""
 
 from ligermodels.errors import InputError
-from ligermodels.hub import list_architectures
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TrainConfig
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
 from ligermodels.units import counted
@@ -15,7 +14,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError("--allow-changes goes with --resume, which is missing")
     if config.model is None:
         raise InputError("--model is missing: a family, a Hub id or a folder; --model list shows the families")
-    is_family = config.model in list_architectures()
+    is_family = config.has_new_weights
     if config.size != DEFAULT_SIZE and not is_family:
         raise InputError(
             f"--size {config.size} goes with a family, which {config.model} is not; --model list shows them"
@@ -24,8 +23,11 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError(
             f"--revision {config.revision} goes with a Hub id; {config.model} is a family, with new weights"
         )
-    if config.profile and config.profile > config.steps:
-        raise InputError(f"--profile {config.profile}: the run has {counted(config.steps, 'step')}; name one of them")
+    if config.epochs and config.steps:
+        raise InputError(
+            f"--epochs {config.epochs:g} and --steps {config.steps} both set the length of the run: leave one out"
+        )
+    refuse_unused_profile(config)
     if config.validation_fraction is not None:
         refuse_unused_fraction(config)
     if config.optimizer == "adamw8bit" and config.optimizer_state_dtype:
@@ -40,6 +42,12 @@ def refuse_contradictions(config: TrainConfig) -> None:
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if config.lora_rank is None and unused:
         raise InputError(f"--{unused[0].replace('_', '-')} goes with --lora-rank, which is missing")
+
+
+def refuse_unused_profile(config: TrainConfig) -> None:
+    """Raises InputError if the profiled step is none of the run's, as far as their number is known."""
+    if config.profile and config.steps and config.profile > config.steps:
+        raise InputError(f"--profile {config.profile}: the run has {counted(config.steps, 'step')}; name one of them")
 
 
 def refuse_unused_fraction(config: TrainConfig) -> None:

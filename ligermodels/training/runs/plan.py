@@ -25,8 +25,9 @@ from ligermodels.memory import (
     training_memory,
 )
 from ligermodels.training.checkpoints.files import committed_steps
-from ligermodels.training.config import TrainConfig
+from ligermodels.training.config import RunConfig
 from ligermodels.training.data.batches import split_global_batch
+from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.folder import CHECKPOINTS
@@ -42,11 +43,13 @@ class Plan:
     """The numbers of a run that is about to start.
 
     rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
-    once. checkpointed_blocks: blocks with activation checkpointing, of `blocks`. memory: of one rank. flops: per token.
-    positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
+    once. lengths: of the training documents. micro_batch_size: sequences per forward pass of a rank. chosen: a line for
+    each setting that was not given. checkpointed_blocks: blocks with activation checkpointing, of `blocks`. memory: of
+    one rank. flops: per token. positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint,
+    about.
     """
 
-    config: TrainConfig
+    config: RunConfig
     world: World
     parameters: Parameters
     trained: int
@@ -54,6 +57,9 @@ class Plan:
     rows: int
     passes: Sequence[float]
     validation_rows: int
+    lengths: DocumentLengths
+    micro_batch_size: int
+    chosen: Sequence[str]
     flops: int
     memory: TrainingMemory
     checkpointed_blocks: int
@@ -66,13 +72,9 @@ class Plan:
         return self.config.batch_size * self.config.sequence_length
 
     @property
-    def micro_batch_size(self) -> int:
-        return split_global_batch(self.config.batch_size, self.config.micro_batch_size, self.world)[1]
-
-    @property
     def accumulated(self) -> int:
         """Micro-batches per step of a rank: gradient accumulation."""
-        return split_global_batch(self.config.batch_size, self.config.micro_batch_size, self.world)[0]
+        return split_global_batch(self.config.batch_size, self.micro_batch_size, self.world)[0]
 
     @property
     def epochs(self) -> list[float]:
@@ -127,8 +129,28 @@ class Plan:
                 yield f"  {part}", f"{memory_size(size):>10}"
         total = device_memory(self.world.device)
         yield "  peak", f"{memory_size(self.memory.peak):>10}" + (f" of {memory_size(total)}" if total else "")
+        if self.cut:
+            yield "cut", self.cut
+        for line in self.chosen:
+            yield "chosen", line
         for warning in self.warnings:
             yield "warning", warning
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user may not expect: settings that were chosen, and documents that are cut."""
+        return [*(f"chosen: {line}" for line in self.chosen), *([f"cut: {self.cut}"] if self.cut else [])]
+
+    @property
+    def cut(self) -> str:
+        """How many documents are longer than a row; empty for none."""
+        lengths, length = self.lengths, self.config.sequence_length
+        if not lengths.cut:
+            return ""
+        return (
+            f"{lengths.cut:,} of {counted(lengths.documents, 'document')} are longer than --sequence-length {length} "
+            f"and are cut into pieces; {lengths.holds_most} holds 99 % of them whole"
+        )
 
     @property
     def exported(self) -> int:
@@ -186,13 +208,16 @@ class Plan:
 
 def make_plan(
     model: CausalLM,
-    config: TrainConfig,
+    config: RunConfig,
     world: World,
     *,
     description: str,
     rows: int,
     passes: Sequence[float],
     validation_rows: int,
+    lengths: DocumentLengths,
+    micro_batch_size: int,
+    chosen: Sequence[str],
     checkpointed_blocks: int,
     memory: TrainingMemory,
 ) -> Plan:
@@ -205,8 +230,8 @@ def make_plan(
     checkpoint = sum(parameter.nbytes for parameter in trained) + states
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
-        flops_per_token(model, config.sequence_length), memory, checkpointed_blocks, len(model.model.layers),
-        model.config.max_position_embeddings, checkpoint,
+        lengths, micro_batch_size, chosen, flops_per_token(model, config.sequence_length), memory, checkpointed_blocks,
+        len(model.model.layers), model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 
 
@@ -241,15 +266,15 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_needs(
-    model: CausalLM, optimizer: AdamW, config: TrainConfig, world: World, dtype: torch.dtype
+    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype
 ) -> MemoryEstimator:
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
+    The result takes the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
-    _, micro_batch_size = split_global_batch(config.batch_size, config.micro_batch_size, world)
     return functools.partial(
-        training_memory, model, batch_size=micro_batch_size, sequence_length=config.sequence_length, dtype=dtype,
+        training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
     )  # fmt: skip

@@ -36,7 +36,12 @@ def refuse_resuming(config: TrainConfig) -> None:
                 f"--resume {config.resume}: the run is finished; {another}move {config.resume / exported} away to "
                 "resume from the last checkpoint"
             )
-    if steps >= config.steps and config.no_export and is_validated(config.resume / METRICS_FILE, steps):
+    if (
+        config.steps
+        and steps >= config.steps
+        and config.no_export
+        and is_validated(config.resume / METRICS_FILE, steps)
+    ):
         raise InputError(
             f"--resume {config.resume}: it has taken {counted(steps, 'step')} already; give more --steps with "
             "--allow-changes, or --no-export off"

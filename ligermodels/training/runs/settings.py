@@ -46,6 +46,9 @@ def read_settings(file: Path) -> dict[str, Any]:
 def config_from_file(file: Path, **changes: Any) -> TrainConfig:
     """The settings of a TOML file, with `changes` in their place. Raises InputError that names the file and the key."""
     values = read_values(file)
+    for name, other in (("epochs", "steps"), ("steps", "epochs")):
+        if changes.get(name) is not None:
+            values.pop(other, None)  # both set the length of the run
     return TrainConfig(**(values | changes))
 
 

@@ -66,5 +66,10 @@ def usable_memory(world: World) -> float:
         return float("inf")
     free, _ = torch.cuda.mem_get_info(world.device)
     cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
-    least = smallest(torch.tensor(float(free + cached), dtype=torch.float64, device=world.device))
+    return usable_share(free + cached, world)
+
+
+def usable_share(memory: int, world: World) -> float:
+    """Returns the bytes that a step can use on every rank. memory: bytes of this rank's GPU."""
+    least = smallest(torch.tensor(float(memory), dtype=torch.float64, device=world.device))
     return (USABLE_MEMORY if world.size == 1 else USABLE_MEMORY_SHARDED) * least.item() - LIBRARY_BYTES

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 
 from ligermodels.errors import InputError, exhausted_memory, first_line
-from ligermodels.training.config import TrainConfig
+from ligermodels.training.config import RunConfig
 from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator
 from ligermodels.units import memory_size
 
 
 @contextmanager
 def out_of_memory_advice(
-    config: TrainConfig, estimate: MemoryEstimator, micro_batch_size: int, checkpointed_blocks: int, blocks: int
+    config: RunConfig, estimate: MemoryEstimator, micro_batch_size: int, checkpointed_blocks: int, blocks: int
 ) -> Iterator[None]:
     """Turns an out-of-memory error of the GPU or the host into an InputError, also if it happens on one rank only.
 
@@ -38,7 +38,7 @@ def out_of_memory_advice(
 
 def out_of_memory_message(
     error: BaseException,
-    config: TrainConfig,
+    config: RunConfig,
     estimate: MemoryEstimator,
     *,
     micro_batch_size: int,
@@ -63,7 +63,7 @@ def out_of_memory_message(
 
 
 def memory_saving_flags(
-    config: TrainConfig, estimate: MemoryEstimator, micro_batch_size: int, checkpointed_blocks: int, blocks: int
+    config: RunConfig, estimate: MemoryEstimator, micro_batch_size: int, checkpointed_blocks: int, blocks: int
 ) -> Iterator[str]:
     """Yields flags that reduce memory and are not set yet, those that cost the least speed or quality first.
 
