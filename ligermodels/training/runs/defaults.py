@@ -1,0 +1,117 @@
+"""Settings that a run chooses where none are given, to fit its model, its data and its devices; each with its reason.
+
+A new model of the smallest preset has the settings that suit the embedded data. For all others the precision is chosen
+before the model is created, the rest when the data is tokenised and packed. Must not know how the settings are used.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from ligermodels.distributed import World
+from ligermodels.training.config import RunConfig, TrainConfig
+from ligermodels.training.data import Data
+from ligermodels.training.optimizers.schedules import default_learning_rate
+
+TINY = {
+    "dtype": "float32", "sequence_length": 256, "batch_size": 4, "warmup": 30, "eval_every": 550,
+    "activation_checkpointing": "none",
+}  # fmt: skip
+TINY_STEPS = 2200
+SFT_EPOCHS, TEXT_EPOCHS = 3, 1
+SFT_TOKENS_PER_STEP, TEXT_TOKENS_PER_STEP = 2**15, 2**17
+MIN_STEPS_PER_EPOCH = 20  # small data has smaller batches: every epoch should have some updates
+WARMUP_FRACTION = 0.03
+VALIDATIONS = 10
+
+
+class Choice(NamedTuple):
+    """reason: why the value was chosen; empty where it is a constant."""
+
+    value: Any
+    reason: str = ""
+
+
+def with_choices(config: TrainConfig, choices: Mapping[str, Choice]) -> tuple[TrainConfig, list[str]]:
+    """The settings with `choices` for those that are not given, and a line for each choice that has a reason."""
+    made = {name: choice for name, choice in choices.items() if getattr(config, name) is None}
+    lines = [
+        f"--{name.replace('_', '-')} {shown(choice.value)}: {choice.reason}"
+        for name, choice in made.items()
+        if choice.reason
+    ]
+    return replace(config, **{name: choice.value for name, choice in made.items()}), lines
+
+
+def shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def precision(config: TrainConfig, world: World) -> dict[str, Choice]:
+    """The compute dtype and the dtype of the trained parameters, and all that a new tiny model has.
+
+    The parameter dtype is a setting of the run from here on: it resumes with the same on any number of ranks.
+    """
+    tiny = {name: Choice(value) for name, value in TINY.items()} if config.is_tiny else {}
+    on_gpu = world.device.type == "cuda"
+    dtype = Choice("bfloat16", "the model is on a GPU") if on_gpu else Choice("float32", "the model is on a CPU")
+    chosen = tiny | ({} if config.is_tiny else {"dtype": dtype})
+    computed = config.dtype or chosen["dtype"].value
+    half = computed == "bfloat16" and world.size == 1 and not config.lora_rank
+    return chosen | {"param_dtype": Choice("bfloat16" if half else "float32")}
+
+
+def schedule(config: TrainConfig, data: Data, hidden_size: int, world: World) -> dict[str, Choice]:
+    """The batch, the steps, the learning rate and what follows from them. hidden_size: of the model."""
+    length, rows, sft = data.training.length, len(data.training), data.training.completion_only
+    batch = fitting_batch_size(rows, length, SFT_TOKENS_PER_STEP if sft else TEXT_TOKENS_PER_STEP, world)
+    steps = run_length(config, rows, config.batch_size or batch.value, sft=sft)
+    taken = config.steps or steps.value
+    rate = default_learning_rate(hidden_size, pretrained=not config.has_new_weights, lora=config.lora_rank is not None)
+    trained = "new weights" if config.has_new_weights else "LoRA" if config.lora_rank else "full fine-tuning"
+    return {
+        "sequence_length": Choice(length, length_reason(data, length)),
+        "batch_size": batch,
+        "steps": steps,
+        "learning_rate": Choice(rate, "" if config.is_tiny else trained),
+        "warmup": Choice(min(math.ceil(WARMUP_FRACTION * taken), taken - 1), f"{WARMUP_FRACTION:.0%} of the steps"),
+        "eval_every": Choice(math.ceil(taken / VALIDATIONS), f"{VALIDATIONS} validations"),
+        "activation_checkpointing": Choice("auto", "as much as memory demands"),
+    }
+
+
+def length_reason(data: Data, length: int) -> str:
+    return (
+        "the longest document" if length == data.lengths.longest else f"the longest has {data.lengths.longest:,} tokens"
+    )
+
+
+def fitting_batch_size(rows: int, length: int, tokens: int, world: World) -> Choice:
+    """A global batch of at most `tokens` tokens, less for small data. Each rank has a power of two, which divides well
+    into micro-batches."""
+    budget, share = tokens // length, rows // MIN_STEPS_PER_EPOCH
+    reason = (
+        f"at most {tokens:,} tokens a step" if budget <= share else f"at least {MIN_STEPS_PER_EPOCH} steps an epoch"
+    )
+    of_rank = max(1, min(budget, share) // world.size)
+    return Choice(2 ** (of_rank.bit_length() - 1) * world.size, reason)
+
+
+def run_length(config: TrainConfig, rows: int, batch_size: int, *, sft: bool) -> Choice:
+    """The number of steps. An epoch is as many rows as all sources have together."""
+    if config.is_tiny and config.epochs is None:
+        return Choice(TINY_STEPS)
+    epochs = config.epochs or (SFT_EPOCHS if sft else TEXT_EPOCHS)
+    reason = "" if config.epochs else " of chats or completions" if sft else " of text"
+    return Choice(math.ceil(epochs * rows / batch_size), f"{counted_epochs(epochs)}{reason}")
+
+
+def counted_epochs(epochs: float) -> str:
+    return f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
+
+
+def completed(config: TrainConfig) -> RunConfig:
+    """The settings of a run, when all are chosen. Steps replace epochs."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return RunConfig(**(values | {"epochs": None}))

@@ -1,0 +1,43 @@
+"""The micro-batch size of a run that gives none: as many sequences at once as are useful and fit into memory.
+
+It depends on the kind of the devices alone, not on their free memory: a run that resumes on the same devices takes the
+same, and is bit-exact. Must not know the data.
+"""
+
+import torch
+
+from ligermodels.distributed import World
+from ligermodels.training.config import RunConfig
+from ligermodels.training.data.batches import split_global_batch
+from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator, usable_share
+
+MOST_TOKENS = {"cuda": 2**14, "cpu": 2**12}  # of a micro-batch; more are not faster
+FEWEST_TOKENS = 2**12  # a GPU is slower with fewer, more than by activation checkpointing
+
+
+def micro_batch_size_of(config: RunConfig, world: World, blocks: int, estimate: MemoryEstimator) -> int:
+    """The given micro-batch size, or the largest that divides a rank's share of the global batch and fits into memory.
+
+    On a GPU, a size with which no block needs activation checkpointing comes first, unless it is small. blocks: of the
+    model. Raises InputError if ranks cannot share the global batch equally.
+    """
+    share = split_global_batch(config.batch_size, config.micro_batch_size, world)[1]
+    if config.micro_batch_size or config.is_tiny:
+        return share
+    most = MOST_TOKENS[world.device.type] // config.sequence_length
+    sizes = [size for size in range(min(share, max(1, most)), 0, -1) if share % size == 0]
+    if world.device.type != "cuda":
+        return sizes[0]
+    usable = usable_share(torch.cuda.get_device_properties(world.device).total_memory, world)
+    fits = {
+        (size, count): estimate(batch_size=size, checkpointed_blocks=count).peak <= usable
+        for size in sizes
+        for count in (0, blocks)
+    }
+    large = [size for size in sizes if size * config.sequence_length >= FEWEST_TOKENS]
+    options = {
+        "none": [(size, 0) for size in sizes],
+        "auto": [*((size, 0) for size in large), *((size, blocks) for size in sizes)],
+        "full": [(size, blocks) for size in sizes],
+    }
+    return next((size for size, count in options[config.activation_checkpointing] if fits[size, count]), 1)
