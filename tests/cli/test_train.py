@@ -22,13 +22,13 @@ from ligermodels.training.runs.settings import config_from_file, differences, re
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
     "model": None, "size": "tiny", "revision": None, "data": None, "validation_data": None,
-    "validation_fraction": None, "sequence_length": 256, "packing": True, "allow_bad_lines": 0, "steps": 2200,
-    "batch_size": 4, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
-    "learning_rate": None, "schedule": "cosine", "warmup": 30, "weight_decay": 0.1, "max_grad_norm": 1.0,
-    "dtype": "float32", "param_dtype": None, "float8": False, "activation_checkpointing": "none", "compile": False,
+    "validation_fraction": None, "sequence_length": None, "packing": True, "allow_bad_lines": 0, "epochs": None,
+    "steps": None, "batch_size": None, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
+    "learning_rate": None, "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
+    "dtype": None, "param_dtype": None, "float8": False, "activation_checkpointing": None, "compile": False,
     "seed": 0, "lora_rank": None, "lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": ("all-linear",),
     "lora_export": "merged", "output": None, "resume": None, "allow_changes": False, "checkpoint_every": 0,
-    "keep_checkpoints": 2, "no_export": False, "on_nan": "stop", "dp_replicate": 1, "eval_every": 550, "log_to": (),
+    "keep_checkpoints": 2, "no_export": False, "on_nan": "stop", "dp_replicate": 1, "eval_every": None, "log_to": (),
     "profile": None,
 }  # fmt: skip
 OF_THE_COMMAND = ("config", "dry_run")
@@ -68,7 +68,7 @@ def test_every_flag_is_in_the_help_which_shows_defaults_and_examples(capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0 and "examples: ligermodels train --model qwen2 " in out
     assert all(f" --{name.replace('_', '-')} " in out for name in (*FLAGS, *OF_THE_COMMAND))
-    assert "(default: 2200)" in out and "(default: on)" in out and "(default: all-linear)" in out.replace("- ", "-")
+    assert "(default: 1.0)" in out and "(default: on)" in out and "(default: all-linear)" in out.replace("- ", "-")
     assert "None" not in out and "False" not in out
 
 
@@ -82,7 +82,7 @@ def test_model_list_prints_what_ligermodels_list_prints(capsys):
 def test_a_family_may_name_its_size_as_info_takes_it():
     args = parse_arguments(["--model", "llama:8b"])
     assert (args.model, args.size) == ("llama", "8b")
-    assert parse_arguments(["--model", "C:folder"]).model == "C:folder"
+    assert parse_arguments(["--model", "C:folder", "--data", "my.jsonl"]).model == "C:folder"
 
 
 @pytest.mark.parametrize("given", [["q_proj,v_proj"], ["q_proj", "v_proj"], ["q_proj,", "v_proj"]])
@@ -137,6 +137,12 @@ def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
         ),
         (["--model", "some/model", "--size", "8b"], ["--size 8b goes with a family, which some/model is not"]),
         (["--model", "qwen2", "--revision", "main"], ["--revision main goes with a Hub id"]),
+        (["--model", "some/model"], ["--data is missing: a file, a folder or hub:NAME that some/model is trained on"]),
+        (
+            ["--model", "qwen2", "--steps", "5", "--epochs", "1"],
+            ["--epochs 1 and --steps 5 both set the length of the"],
+        ),
+        (["--model", "qwen2", "--epochs", "0"], ["--epochs: is '0'; must be a number above 0"]),
         (["--model", "qwen2", "--steps", "5", "--profile", "6"], ["--profile 6: the run has 5 steps"]),
         (["--resume", "run", "--config", "x.toml"], ["leave out --config and --output"]),
         (["--resume", "run", "--output", "other"], ["leave out --config and --output"]),
@@ -262,7 +268,7 @@ def test_a_resumed_run_takes_its_own_settings_and_folder(tmp_path):
     args = parse_arguments(["--resume", str(tmp_path), "--steps", "9", "--eval-every", "3"])
     assert args.output == args.resume == tmp_path
     assert (args.model, args.learning_rate, args.steps, args.lora_rank) == ("qwen2", 1e-5, 9, 8)
-    assert differences(read_settings(tmp_path / "train.toml"), args) == ["steps: 9, was 2200"]
+    assert differences(read_settings(tmp_path / "train.toml"), args) == ["steps: 9, was not set"]
 
 
 def test_only_settings_that_change_the_result_are_differences():

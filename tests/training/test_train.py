@@ -19,11 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import ligermodels
 from ligermodels import load_tokenizer
 from ligermodels.cli import main
-from ligermodels.distributed import World
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.optimizers.schedules import learning_rate
-from tests.training.launching import TRAIN, loop, losses, records, weights
+from tests.training.launching import TRAIN, losses, records, weights
 
 SMALL = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
 LLAMA = ["--model", "llama", "--data", "own.txt", *SMALL]
@@ -194,29 +193,6 @@ def test_every_flag_that_should_change_the_losses_does(run, flag, unchanged, lau
     launcher.succeed(*run, *flag, "--no-export", "--output", name)
     got, expected = losses(launcher.folder / name), unchanged["fine" if run is FINE else "new"]
     assert got != expected and got == pytest.approx(expected, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "weights", "lora_rank", "ranks", "expected"),
-    [
-        ("float32", None, None, 1, ("highest", "float32", "float32")),
-        ("tf32", None, None, 1, ("high", "float32", "float32")),
-        ("bfloat16", None, None, 1, ("highest", "bfloat16", "bfloat16")),
-        ("bfloat16", None, None, 2, ("highest", "bfloat16", "float32")),
-        ("bfloat16", None, 8, 1, ("highest", "bfloat16", "float32")),
-        ("bfloat16", "bfloat16", 8, 2, ("highest", "bfloat16", "bfloat16")),
-        ("float32", "bfloat16", None, 1, ("highest", "float32", "bfloat16")),
-    ],
-)
-def test_the_parameter_dtype_follows_the_compute_dtype_lora_and_the_ranks(dtype, weights, lora_rank, ranks, expected):
-    config = TrainConfig(model="llama", dtype=dtype, param_dtype=weights, lora_rank=lora_rank)
-    before = torch.get_float32_matmul_precision()
-    try:
-        config = loop.with_param_dtype(config, World(torch.device("cpu"), size=ranks))
-        assert torch.get_float32_matmul_precision() == expected[0]
-        assert (loop.TORCH_DTYPES[config.dtype], config.param_dtype) == (getattr(torch, expected[1]), expected[2])
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def test_lora_is_kept_in_fp32_over_a_base_in_bfloat16(base, launcher):

@@ -115,7 +115,7 @@ def test_changed_settings_are_listed_and_refused_without_allow_changes(stopped, 
     refused = launcher.run(*change)
     assert refused.status == 2
     assert refused.stderr == (
-        "ligermodels: --resume changed: learning_rate: 0.001, was not set: keep the setting, or add --allow-changes\n"
+        "ligermodels: --resume changed: learning_rate: 0.001, was 0.0045: keep the setting, or add --allow-changes\n"
     )
     unfit = launcher.run(*change, "--param-dtype", "bfloat16", "--optimizer", "muon", "--allow-changes")
     other = "optimizer: muon, was adamw; param_dtype: bfloat16, was float32"

@@ -107,9 +107,13 @@ def default_source(config: TrainConfig, vocab_size: int) -> str:
     """The source of a run without data: the embedded stories for a new model that has their vocabulary size."""
     if config.has_new_weights and vocab_size == EMBEDDED_VOCABULARY:
         return "stories"
-    raise InputError(
-        f"--data is missing: what {config.title} is to be trained on, a file, a folder or hub:NAME; "
-        f"--data {RANDOM} trains on random tokens, to measure speed and memory"
+    raise missing_data(config)
+
+
+def missing_data(config: TrainConfig) -> InputError:
+    return InputError(
+        f"--data is missing: a file, a folder or hub:NAME that {config.title} is trained on; --data {RANDOM} trains on "
+        "random tokens, to measure speed and memory"
     )
 
 

@@ -2,6 +2,7 @@
 
 from ligermodels.errors import InputError
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TrainConfig
+from ligermodels.training.data.opening import missing_data
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
 from ligermodels.units import counted
 
@@ -42,6 +43,8 @@ def refuse_contradictions(config: TrainConfig) -> None:
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if config.lora_rank is None and unused:
         raise InputError(f"--{unused[0].replace('_', '-')} goes with --lora-rank, which is missing")
+    if not config.data and not is_family:
+        raise missing_data(config)
 
 
 def refuse_unused_profile(config: TrainConfig) -> None:

@@ -83,7 +83,9 @@ def schedule(config: TrainConfig, data: Data, hidden_size: int, world: World) ->
 
 def length_reason(data: Data, length: int) -> str:
     return (
-        "the longest document" if length == data.lengths.longest else f"the longest has {data.lengths.longest:,} tokens"
+        "the longest document"
+        if length == data.lengths.longest
+        else f"the longest document has {data.lengths.longest:,} tokens"
     )
 
 

@@ -4,7 +4,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.training.runs import advice as module
 from ligermodels.training.runs.advice import advice, resume_command
-from tests.cli.test_train import parse_arguments
+from tests.training.runs.configs import run_config
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GENERATE = '  ligermodels generate run/model --prompt "Once upon a time"'
@@ -24,7 +24,7 @@ def here(tmp_path, monkeypatch):
 
 
 def advised(here, *argv, saved="model", world=None, chats=False):
-    args = parse_arguments(["--model", "base", *argv])
+    args = run_config("--model", "base", *argv)
     folder = (here / "run" / saved).relative_to(here)
     return advice(args, world or World(CPU), folder, here / "base", chats=chats)
 

@@ -8,25 +8,33 @@ import torch
 import ligermodels
 from ligermodels.distributed import World
 from ligermodels.memory import training_memory
+from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs import plan as module
 from ligermodels.training.runs.folder import default_folder
 from ligermodels.training.runs.plan import make_plan
 from ligermodels.units import memory_size
-from tests.cli.test_train import parse_arguments
+from tests.training.runs.configs import run_config
 
 CPU = torch.device("cpu")
 
 
-def planned(*argv, rank=None, rows=1000, passes=None, world=None, validation_rows=10, checkpointed_blocks=0):
-    args = parse_arguments(["--model", "llama", *argv])
+WHOLE = DocumentLengths(documents=200, longest=256, cut=0, holds_most=240)
+
+
+def planned(
+    *argv, rank=None, rows=1000, passes=None, world=None, validation_rows=10, checkpointed_blocks=0, lengths=WHOLE,
+    chosen=(),
+):  # fmt: skip
+    args = run_config("--model", "llama", *argv)
     model = ligermodels.create("llama", size="tiny", device="meta")
     if rank:
         ligermodels.add_lora(model, rank=rank)
     memory = training_memory(model, 4, args.sequence_length, torch.float32)
     return model, make_plan(
         model, args, world or World(CPU), description="my.jsonl", rows=rows, passes=passes or [rows],
-        validation_rows=validation_rows, checkpointed_blocks=checkpointed_blocks, memory=memory,
+        validation_rows=validation_rows, lengths=lengths, micro_batch_size=args.micro_batch_size or args.batch_size,
+        chosen=chosen, checkpointed_blocks=checkpointed_blocks, memory=memory,
     )  # fmt: skip
 
 
@@ -162,6 +170,14 @@ def test_bfloat16_gives_a_warning_on_a_cpu_without_bf16_instructions(machine, in
     warning = "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
     assert planned(*half)[1].warnings == [warning] * slow
     assert planned("--steps", "250")[1].warnings == planned(*half, world=World(torch.device("cuda")))[1].warnings == []
+
+
+def test_cut_documents_and_chosen_settings_are_shown():
+    chosen, cut = "--steps 30: 3 epochs of chats", "--sequence-length 256 and are cut into pieces; 512 holds 99 %"
+    _, whole = planned("--steps", "250", lengths=WHOLE._replace(cut=3, holds_most=512), chosen=[chosen])
+    assert whole.notes == [f"chosen: {chosen}", f"cut: 3 of 200 documents are longer than {cut} of them whole"]
+    assert f"  chosen        {chosen}" in whole.text() and "  cut           3 of 200 documents are" in whole.text()
+    assert planned("--steps", "250")[1].notes == []
 
 
 def test_in_a_mixture_each_source_has_epochs_of_its_own():

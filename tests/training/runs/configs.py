@@ -1,0 +1,13 @@
+"""The settings of a run from flags, with the defaults of a tiny model for those that are not given."""
+
+from ligermodels.training.config import RunConfig
+from ligermodels.training.runs.defaults import TINY, TINY_STEPS, Choice, completed, with_choices
+from tests.cli.test_train import parse_arguments
+
+
+def run_config(*argv: str) -> RunConfig:
+    values = {**TINY, "steps": TINY_STEPS, "learning_rate": 4.5e-3, "param_dtype": "float32"}
+    config, _ = with_choices(
+        parse_arguments(["--data", "my.jsonl", *argv]), {name: Choice(value) for name, value in values.items()}
+    )
+    return completed(config)
