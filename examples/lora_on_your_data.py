@@ -1,6 +1,6 @@
 """LoRA on conversations of your own, from Python: train an adapter, look at its metrics, chat with it.
 
-    python examples/lora_on_your_data.py --model Qwen/Qwen3-8B --data chats.jsonl --dtype bfloat16
+    python examples/lora_on_your_data.py --model Qwen/Qwen3-8B --data chats.jsonl
     python examples/lora_on_your_data.py                       a tiny model and 60 small chats, on a CPU in seconds
 
 A line of the data: {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
@@ -16,8 +16,7 @@ from ligermodels.training import TrainConfig, train
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", help="a Hub id or a folder; without it, a tiny model is made first")
 parser.add_argument("--data", default="chats.jsonl")
-parser.add_argument("--dtype", default="float32")
-parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--epochs", type=float, default=3)
 parser.add_argument("--output", type=Path, default=Path("runs/lora"))
 args = parser.parse_args()
 
@@ -28,11 +27,11 @@ if not args.model:  # stands in for a pretrained model: a tiny one, trained for 
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns]
     Path(args.data).write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
-# Only what the assistant says is learned; sequences are packed; the base model stays as it is.
+# Only what the assistant says is learned; sequences are packed; the base model stays as it is. Precision, sequence
+# length and batch fit the data and the device.
 config = TrainConfig(
-    model=args.model, data=args.data, dtype=args.dtype, output=args.output, steps=args.steps, warmup=2,
-    batch_size=2, sequence_length=128, eval_every=args.steps,
-    lora_rank=16, lora_alpha=32, lora_targets=["q_proj", "k_proj", "v_proj", "o_proj"], lora_export="adapter",
+    model=args.model, data=args.data, epochs=args.epochs, output=args.output, lora_rank=16, lora_export="adapter",
+    lora_targets=["q_proj", "k_proj", "v_proj", "o_proj"],
 )  # fmt: skip
 result = train(config)
 losses = [record["validation_loss"] for record in result.metrics if "validation_loss" in record]
