@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ligermodels.errors import InputError, suggest_closest
 from ligermodels.hub import list_architectures
+from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.units import is_whole_number
 
 DEFAULT_SIZE = "tiny"
@@ -79,6 +80,8 @@ class TrainConfig:
         FRACTION, shown="0.01, of large data at most about 131,000 tokens")
     sequence_length: int = setting("data", 256, "tokens per sequence", LENGTH)
     packing: bool = setting("data", True, "sequence packing with document masking")
+    chat_template: str | None = setting("data", None, "the chat template that renders chats and is exported: a Jinja "
+        f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own")
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
 
     steps: int = setting("training", 2200, "optimizer steps", POSITIVE)

@@ -36,6 +36,7 @@ from ligermodels.training.data.new_tokenizer import (
 )
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines, Record
+from ligermodels.training.data.run_tokenizer import use_template
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, TOKEN_SUFFIXES, find_files, read_records, suffix_of
 from ligermodels.training.data.split import Selection, all_documents, default_fraction, split_documents
 from ligermodels.training.data.store import TokenStore, open_store, write_store
@@ -68,6 +69,8 @@ class SourceReader:
         self.skipped = 0
         self.used_tokenizer: Tokenizer | None = None
         self.new_tokenizer: Tokenizer | None = None
+        if config.chat_template is not None:
+            self.tokenizer  # noqa: B018  read now: a template that does not fit is refused before any data are read
 
     def documents(self, name: str, *, split: bool) -> SourceDocuments:
         """split: whether to hold out a part for validation; otherwise both sides have all documents.
@@ -150,13 +153,17 @@ class SourceReader:
 
     @functools.cached_property
     def tokenizer(self) -> tuple[Tokenizer, int]:
-        """The tokenizer and the end-of-text token."""
+        """The tokenizer, with the chat template of the run, and the end-of-text token."""
         names = [name for name in self.names if name not in BUILT_IN_SOURCES]
         if self.folder and (names or has_tokenizer(self.folder)):
-            self.used_tokenizer, end = read_tokenizer_and_end(self.folder)
-            return self.used_tokenizer, end
-        self.used_tokenizer = self.new_tokenizer = self.trained_tokenizer(names)
-        return self.used_tokenizer, END_OF_TEXT_ID
+            tokenizer, end = read_tokenizer_and_end(self.folder)
+        else:
+            tokenizer, end = self.trained_tokenizer(names), END_OF_TEXT_ID
+            self.new_tokenizer = tokenizer
+        if self.config.chat_template is not None:
+            use_template(tokenizer, self.config.chat_template)
+        self.used_tokenizer = tokenizer
+        return tokenizer, end
 
     def trained_tokenizer(self, names: Sequence[str]) -> Tokenizer:
         """A tokenizer trained on these sources; without any, as all data is embedded, on the embedded corpus."""

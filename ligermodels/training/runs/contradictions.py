@@ -3,6 +3,7 @@
 from ligermodels.errors import InputError
 from ligermodels.hub import list_architectures
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TrainConfig
+from ligermodels.training.data.embedded import RANDOM
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
 from ligermodels.units import counted
 
@@ -26,6 +27,8 @@ def refuse_contradictions(config: TrainConfig) -> None:
         )
     if config.profile and config.profile > config.steps:
         raise InputError(f"--profile {config.profile}: the run has {counted(config.steps, 'step')}; name one of them")
+    if config.chat_template is not None and {parse_spec(text).name for text in config.data or []} == {RANDOM}:
+        raise InputError(f"--chat-template {config.chat_template}: --data {RANDOM} has no text; leave one of them out")
     if config.validation_fraction is not None:
         refuse_unused_fraction(config)
     if config.optimizer == "adamw8bit" and config.optimizer_state_dtype:
