@@ -29,8 +29,10 @@ THREE_ROLES = r"""
 TAKE_TURNS = r"""
 {%- set has_system = messages[0].role == 'system' %}
 {%- set turns = messages[1:] if has_system else messages %}
-{%- for message in turns if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}
-    {{- raise_exception('after an optional system message, user and assistant must take turns') }}
+{%- for message in turns %}
+    {%- if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}
+        {{- raise_exception('after an optional system message, user and assistant must take turns') }}
+    {%- endif %}
 {%- endfor %}"""
 
 # The first that fits a tokenizer is the one to propose for it.

@@ -22,8 +22,9 @@ from ligermodels.training.runs.settings import config_from_file, differences, re
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
     "model": None, "size": "tiny", "revision": None, "data": None, "validation_data": None,
-    "validation_fraction": None, "sequence_length": 256, "packing": True, "allow_bad_lines": 0, "steps": 2200,
-    "batch_size": 4, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
+    "validation_fraction": None, "sequence_length": 256, "packing": True, "chat_template": None,
+    "allow_bad_lines": 0, "steps": 2200, "batch_size": 4,
+    "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
     "learning_rate": None, "schedule": "cosine", "warmup": 30, "weight_decay": 0.1, "max_grad_norm": 1.0,
     "dtype": "float32", "param_dtype": None, "float8": False, "activation_checkpointing": "none", "compile": False,
     "seed": 0, "lora_rank": None, "lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": ("all-linear",),
@@ -127,6 +128,10 @@ def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
             ["--validation-fraction is a part of --data", "leave one out"],
         ),
         (["--model", "qwen2", "--validation-fraction", "0.1"], ["random have validation data of their own"]),
+        (
+            ["--model", "qwen2", "--data", "random", "--chat-template", "chatml"],
+            ["--chat-template chatml: --data random has no text"],
+        ),
         (
             ["--model", "qwen2", "--data", "stories=0.5", "chats=0.5", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of files in --data", "leave it out"],
