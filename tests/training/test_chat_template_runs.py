@@ -9,7 +9,7 @@ import ligermodels
 from ligermodels.cli import main
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training import TrainConfig, train
+from ligermodels.training import TrainConfig, plan, train
 from tests.tokenizer.folders import write_folder
 
 QUESTION, ANSWER = {"role": "user", "content": "Paris?"}, {"role": "assistant", "content": "It's 21 degrees."}
@@ -59,6 +59,18 @@ def test_an_export_renders_chats_by_the_template_and_stops_at_the_end_of_a_turn(
     new = reference.generate(**prompt, max_new_tokens=64, do_sample=False)[0, len(ids) :].tolist()
     answer = ours.encode("It's 21 degrees.", add_special_tokens=False)
     assert new == [*answer, end_of_turn]
+
+
+def test_a_template_that_no_record_uses_is_said(settings, tmp_path, capsys):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "Paris?", "completion": " It\'s 21 degrees."}\n' * 60)
+    plan(TrainConfig(**settings, chat_template="tulu"))
+    assert capsys.readouterr().err == ""
+    plan(TrainConfig(**settings | {"data": str(texts), "validation_data": None}, chat_template="tulu"))
+    assert capsys.readouterr().err == (
+        "warning: --chat-template tulu: no record of --data is a chat; the template is exported, but the model does "
+        "not learn it\n"
+    )
 
 
 def test_an_adapter_carries_the_template(settings, tmp_path):

@@ -57,6 +57,7 @@ def open_data(config: TrainConfig, folder: Path | None, vocab_size: int, world: 
     names = [unweighted_name(text) for text in config.validation_data or []]
     validation_sources = [reader.documents(name, split=False) for name in names] or sources
     reader.refuse_too_many_bad_lines()
+    reader.warn_of_unused_template()
 
     held_out = [part for source in validation_sources for part in source.validation]
     kept = [exclude_validation(source.training, held_out) for source in sources]

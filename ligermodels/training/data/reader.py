@@ -7,7 +7,8 @@ about rows.
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ from ligermodels.training.data.new_tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.records import BadLines, Record
+from ligermodels.training.data.progress import ReadingProgress, print_status
+from ligermodels.training.data.records import BadLines, Conversation, Record
 from ligermodels.training.data.run_tokenizer import use_template
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, TOKEN_SUFFIXES, find_files, read_records, suffix_of
 from ligermodels.training.data.split import Selection, all_documents, default_fraction, split_documents
@@ -60,13 +61,13 @@ class SourceDocuments:
 class SourceReader:
     """Opens sources by name, with one tokenizer for all text: the model's, or a new one if the model has none.
 
-    skipped: the number of bad lines so far. used_tokenizer: the tokenizer, None until there is text. new_tokenizer: the
-    same if it is a new one.
+    skipped, chats: the numbers of bad lines and of conversations so far. used_tokenizer: the tokenizer, None until
+    there is text. new_tokenizer: the same if it is a new one.
     """
 
     def __init__(self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig) -> None:
         self.names, self.folder, self.vocab_size, self.config = names, folder, vocab_size, config
-        self.skipped = 0
+        self.skipped, self.chats = 0, 0
         self.used_tokenizer: Tokenizer | None = None
         self.new_tokenizer: Tokenizer | None = None
         if config.chat_template is not None:
@@ -116,14 +117,17 @@ class SourceReader:
         tokenizer, end = self.tokenizer
 
         def fill(folder: Path) -> None:
-            bad_lines = BadLines(self.config.allow_bad_lines)
+            bad_lines, kinds = BadLines(self.config.allow_bad_lines), Counter[type]()
             with ReadingProgress(f"Tokenising {title}", size) as progress:
-                documents = tokenize_records(read(bad_lines, progress), tokenizer, end, bad_lines)
+                records = count_kinds(read(bad_lines, progress), kinds)
+                documents = tokenize_records(records, tokenizer, end, bad_lines)
                 write_store(progress.track(documents), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad_lines.skipped))
+            (folder / "chats").write_text(str(kinds[Conversation]))
 
         folder = cached_folder(key | {"tokenizer": tokenizer_hash(tokenizer), "end": end}, fill)
         self.skipped += int((folder / "skipped").read_text())
+        self.chats += int((folder / "chats").read_text())
         return open_store(folder)
 
     def token_file_stores(self, files: Sequence[Path]) -> list[TokenStore]:
@@ -203,6 +207,21 @@ class SourceReader:
             raise InputError(
                 f"--data: {counted(self.skipped, 'bad line')}, but --allow-bad-lines {self.config.allow_bad_lines}"
             )
+
+    def warn_of_unused_template(self) -> None:
+        """Prints a warning if all sources together have no conversation that --chat-template could render."""
+        if self.config.chat_template is not None and not self.chats:
+            print_status(
+                f"warning: --chat-template {self.config.chat_template}: no record of --data is a chat; the template is "
+                "exported, but the model does not learn it"
+            )
+
+
+def count_kinds(records: Iterable[Record], kinds: Counter[type]) -> Iterator[Record]:
+    """The records, counted by their types while they are read."""
+    for record in records:
+        kinds[type(record)] += 1
+        yield record
 
 
 def input_files(name: str) -> list[Path]:

@@ -35,7 +35,7 @@ from ligermodels.weights.reading import read_text
 from ligermodels.weights.writing import write_json
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-QUESTION, ANSWER = "QUESTION", "ANSWER"  # found in the rendered text
+QUESTION, ANSWER = "QUESTION5b1c", "ANSWER5b1c"  # texts that no template contains
 
 
 def use_template(tokenizer: Tokenizer, name_or_file: str) -> None:

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
+from ligermodels.training.data.new_tokenizer import train_tokenizer
 from ligermodels.training.data.run_tokenizer import end_of_turn, generation_config, use_template, write_tokenizer
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import write_folder
@@ -117,6 +118,17 @@ def test_an_export_has_the_template_alone_and_all_else_as_it_was(tmp_path):
         assert ours.templates.keys() == {"default"}
         text = "<s><|user|>\nHi!\n<|assistant|>\nHello.</s>"
         assert ours.render_chat_template(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False) == text
-    write_tokenizer(tmp_path / "base", base, None, None, {})
+    write_tokenizer(base, base, None, None, {})
     assert json.loads((base / "tokenizer_config.json").read_text()) == described
     assert not (base / "generation_config.json").exists()
+
+
+def test_a_new_tokenizer_is_written_with_the_template_of_the_run(tmp_path):
+    new = train_tokenizer(["Hi! Hello. " * 20], 300)
+    use_template(new, "zephyr")
+    config = generation_config(new, None, is_new=True, chats=True)
+    write_tokenizer(tmp_path, None, new, new.chat_template, config)
+    text = "<|user|>\nHi!<|endoftext|>\n<|assistant|>\nHello.<|endoftext|>\n"
+    for tokenizer in (Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
+        assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": [0, 2]}
