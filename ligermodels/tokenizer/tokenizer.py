@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from tokenizers import Encoding
@@ -146,8 +146,20 @@ class Tokenizer:
         """A conversation as text. Options and errors are those of `apply_chat_template`."""
         return self.render(messages, **options).text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """A conversation as token ids, rendered by the folder's chat template.
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[True] = True, **options: Any
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], **options: Any
+    ) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool = True, **options: Any
+    ) -> list[int] | str:
+        """A conversation as token ids, rendered by the folder's chat template; as text if `tokenize` is false.
 
         messages: objects with role and content, such as {"role": "user", "content": "…"}. Options, all by keyword:
         tools: JSON schemas of functions. documents: objects with title and text.
@@ -157,7 +169,8 @@ class Tokenizer:
         All other options are variables of the template.
         Raises InputError if the template is missing or broken, refuses the messages, or exceeds a limit.
         """
-        return self.encode(self.render_chat_template(messages, **options), add_special_tokens=False)
+        text = self.render_chat_template(messages, **options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def apply_chat_template_with_mask(
         self, messages: Sequence[Mapping[str, Any]], **options: Any

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ligermodels.errors import InputError, suggest_closest
 from ligermodels.hub import list_architectures
+from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.units import is_whole_number
 
 DEFAULT_SIZE = "tiny"
@@ -80,6 +81,8 @@ class TrainConfig:
     sequence_length: int | None = setting("data", None, "tokens per sequence", LENGTH,
         shown="2048, or the longest document's if shorter; tiny: 256")
     packing: bool = setting("data", True, "sequence packing with document masking")
+    chat_template: str | None = setting("data", None, "the chat template that renders chats and is exported: a Jinja "
+        f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own")
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
 
     epochs: float | None = setting("training", None, "passes over the data", ABOVE_ZERO,

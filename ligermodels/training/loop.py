@@ -27,7 +27,7 @@ from ligermodels.layers.lora_targets import add_lora
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
-from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, save_tokenizer
+from ligermodels.training.data.run_tokenizer import generation_config, write_tokenizer
 from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.schedules import learning_rate
@@ -152,6 +152,8 @@ def train(config: TrainConfig) -> TrainResult:
     world = distributed.start()
     config, pretrained, model, data, build, estimate, reshard_after_forward, run = prepare(config, world)
     compute_dtype = TORCH_DTYPES[config.dtype]
+    has_template = data.tokenizer is not None and bool(data.tokenizer.templates)
+    chats = config.chat_template is not None or (has_template and data.validation.completion_only)
 
     with ExitStack() as held:
         output = config.resume or new_folder(config.output, default_folder(config.title))
@@ -182,8 +184,9 @@ def train(config: TrainConfig) -> TrainResult:
             load_weights(model, pretrained)
             initialize_lora(model, torch.Generator(world.device).manual_seed(config.seed))
             model.source = pretrained
-        if data.new_tokenizer:
-            model.generation_config = GENERATION_CONFIG
+        model.generation_config = generation_config(
+            data.tokenizer, pretrained, is_new=data.new_tokenizer is not None, chats=chats
+        )
         torch.manual_seed(config.seed + world.rank)  # dropout
         model.train()
 
@@ -279,7 +282,6 @@ def train(config: TrainConfig) -> TrainResult:
         elif not config.no_export:
             with rescued(checkpoints, model, optimizer, progress, resume):
                 exported = export_run(model, data, config, output, compute_dtype)
-            chats = data.validation.completion_only and data.tokenizer is not None and bool(data.tokenizer.templates)
             for line in advice(config, world, exported, model.source, chats=chats):
                 metrics.say(line)
         if world.is_first:
@@ -296,7 +298,11 @@ def validation_due(config: RunConfig, step: int) -> bool:
 
 def export_run(model: CausalLM, data: Data, config: TrainConfig, output: Path, dtype: torch.dtype) -> Path:
     """Writes the model, or the LoRA adapter alone, into the run's folder; returns where."""
-    also = partial(save_tokenizer, data.new_tokenizer) if data.new_tokenizer else None
+    template = data.tokenizer.chat_template if data.tokenizer and config.chat_template else None
+    also = partial(
+        write_tokenizer, source=model.source, new=data.new_tokenizer, template=template,
+        generation_config=model.generation_config,
+    )  # fmt: skip
     if config.lora_rank and config.lora_export == "adapter":
         export_adapter(model, output / ADAPTER, also=also)
         return output / ADAPTER

@@ -22,7 +22,7 @@ from ligermodels.training.runs.settings import config_from_file, differences, re
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
     "model": None, "size": "tiny", "revision": None, "data": None, "validation_data": None,
-    "validation_fraction": None, "sequence_length": None, "packing": True, "allow_bad_lines": 0, "epochs": None,
+    "validation_fraction": None, "sequence_length": None, "packing": True, "chat_template": None, "allow_bad_lines": 0, "epochs": None,
     "steps": None, "batch_size": None, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
     "learning_rate": None, "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
     "dtype": None, "param_dtype": None, "float8": False, "activation_checkpointing": None, "compile": False,
@@ -127,6 +127,10 @@ def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
             ["--validation-fraction is a part of --data", "leave one out"],
         ),
         (["--model", "qwen2", "--validation-fraction", "0.1"], ["random have validation data of their own"]),
+        (
+            ["--model", "qwen2", "--data", "random", "--chat-template", "chatml"],
+            ["--chat-template chatml: --data random has no text"],
+        ),
         (
             ["--model", "qwen2", "--data", "stories=0.5", "chats=0.5", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of files in --data", "leave it out"],

@@ -27,6 +27,7 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import choose_template
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Record, Text
+from ligermodels.training.data.run_tokenizer import template_advice
 from ligermodels.training.data.store import Document
 
 TOKENIZATION_RECORDS = 1024  # tokenised at a time
@@ -113,8 +114,10 @@ def conversation_documents(
     special = tuple(token.content for token in added if token.special)
     for batch in record_batches(conversations):
         if not tokenizer.templates:
-            remedy = "put its chat_template.jinja there, or give texts, or prompts with completions"
-            raise InputError(f"{batch[0].place}: {tokenizer.file.parent} has no chat template for messages; {remedy}")
+            raise InputError(
+                f"{batch[0].place}: {tokenizer.file.parent} has no chat template for messages; "
+                f"{template_advice(tokenizer)}"
+            )
         rendered = (
             bad_lines.attempt(render_conversation, conversation, tokenizer, special) or [] for conversation in batch
         )
@@ -148,13 +151,16 @@ def render_conversation(
         whole = tokenizer.render(messages, tools=tools)
         if not whole.spans:
             return render_turn_by_turn(conversation, supervised, whole.text, tokenizer, special)
+        spans = whole.spans
         if supervised != answers:
-            raise InputError(
-                "field messages: a weight of 0 cannot be used with a chat template that has {% generation %}"
-            )
+            if len(spans) != len(answers):
+                raise InputError(
+                    "field messages: a weight of 0 needs a chat template with one {% generation %} block per answer"
+                )
+            spans = tuple(span for index, span in zip(answers, spans, strict=True) if index in supervised)
     except InputError as error:
         raise InputError(f"{place}: {error}") from None
-    return [RenderedChat(whole.text, whole.spans, True, place)]
+    return [RenderedChat(whole.text, spans, True, place)]
 
 
 def render_turn_by_turn(

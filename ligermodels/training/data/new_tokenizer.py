@@ -16,9 +16,16 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerFiles, split_as_qwen2
-from ligermodels.weights.config_file import CONFIG_FILE, end_of_text_ids, read_config, read_generation_config
+from ligermodels.weights.config_file import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    end_of_text_ids,
+    read_config,
+    read_generation_config,
+)
 
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 0
 START_OF_TURN = "<|im_start|>"
@@ -26,28 +33,6 @@ END_OF_TURN, END_OF_TURN_ID = "<|im_end|>", 2
 SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)  # their ids are 0, 1, 2
 NAMED_TOKENS = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
 GENERATION_CONFIG = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": [END_OF_TEXT_ID, END_OF_TURN_ID]}
-CHATML = """\
-{%- if tools %}
-    {{- raise_exception('this chat template does not support tools; use a model whose template does') }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.tool_calls %}
-        {{- raise_exception('this chat template does not support tool calls; use a model whose template does') }}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}
-            {{- message.content + '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\\n' }}
-    {%- else %}
-        {{- message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -64,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END_OF_TEXT_ID)]
     )
-    template = ChatTemplate(CHATML, "the embedded chat template")
+    template = ChatTemplate(BUILT_IN_TEMPLATES["chatml"], "the chat template chatml")
     return Tokenizer(
         TokenizerFiles(Path(TOKENIZER_FILE), tokenizer, NAMED_TOKENS, "right", None, {DEFAULT_TEMPLATE: template})
     )
@@ -75,11 +60,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
     By that generation_config.json, generation stops at the end of a text and at the end of an assistant's turn.
     """
-    others = {"additional_special_tokens": [START_OF_TURN, END_OF_TURN], "chat_template": CHATML}
+    others = {"additional_special_tokens": [START_OF_TURN, END_OF_TURN], "chat_template": tokenizer.chat_template}
     describe = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED_TOKENS, **others}
     (folder / TOKENIZER_FILE).write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(describe, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
+    (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
 
 
 def read_tokenizer_and_end(folder: Path) -> tuple[Tokenizer, int]:

@@ -78,6 +78,7 @@ def open_data(config: TrainConfig, folder: Path | None, vocab_size: int, positio
     separate = [unweighted_name(text) for text in config.validation_data or []]
     validation_sources = [reader.documents(name, split=False) for name in separate] or sources
     reader.refuse_too_many_bad_lines()
+    reader.warn_of_unused_template()
 
     held_out = [part for source in validation_sources for part in source.validation]
     kept = [exclude_validation(source.training, held_out) for source in sources]

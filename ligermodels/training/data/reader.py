@@ -7,7 +7,8 @@ about rows.
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ from ligermodels.training.data.new_tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.records import BadLines, Record
+from ligermodels.training.data.progress import ReadingProgress, print_status
+from ligermodels.training.data.records import BadLines, Conversation, Record
+from ligermodels.training.data.run_tokenizer import use_template
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, TOKEN_SUFFIXES, find_files, read_records, suffix_of
 from ligermodels.training.data.split import Selection, all_documents, default_fraction, split_documents
 from ligermodels.training.data.store import TokenStore, open_store, write_store
@@ -59,8 +61,8 @@ class SourceDocuments:
 class SourceReader:
     """Opens sources by name, with one tokenizer for all text: the model's, or a new one if the model has none.
 
-    row_length: tokens of a row of random data. skipped: the number of bad lines so far. used_tokenizer: the tokenizer,
-    None until there is text. new_tokenizer: the same if it is a new one.
+    row_length: tokens of a row of random data. skipped, chats: the numbers of bad lines and of conversations so far.
+    used_tokenizer: the tokenizer, None until there is text. new_tokenizer: the same if it is a new one.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class SourceReader:
     ) -> None:
         self.names, self.folder, self.vocab_size, self.config = names, folder, vocab_size, config
         self.row_length = row_length
-        self.skipped = 0
+        self.skipped, self.chats = 0, 0
         self.used_tokenizer: Tokenizer | None = None
         self.new_tokenizer: Tokenizer | None = None
+        if config.chat_template is not None:
+            self.tokenizer  # noqa: B018  read now: a template that does not fit is refused before any data are read
 
     def documents(self, name: str, *, split: bool) -> SourceDocuments:
         """split: whether to hold out a part for validation; otherwise both sides have all documents.
@@ -116,14 +120,17 @@ class SourceReader:
         tokenizer, end = self.tokenizer
 
         def fill(folder: Path) -> None:
-            bad_lines = BadLines(self.config.allow_bad_lines)
+            bad_lines, kinds = BadLines(self.config.allow_bad_lines), Counter[type]()
             with ReadingProgress(f"Tokenising {title}", size) as progress:
-                documents = tokenize_records(read(bad_lines, progress), tokenizer, end, bad_lines)
+                records = count_kinds(read(bad_lines, progress), kinds)
+                documents = tokenize_records(records, tokenizer, end, bad_lines)
                 write_store(progress.track(documents), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad_lines.skipped))
+            (folder / "chats").write_text(str(kinds[Conversation]))
 
         folder = cached_folder(key | {"tokenizer": tokenizer_hash(tokenizer), "end": end}, fill)
         self.skipped += int((folder / "skipped").read_text())
+        self.chats += int((folder / "chats").read_text())
         return open_store(folder)
 
     def token_file_stores(self, files: Sequence[Path]) -> list[TokenStore]:
@@ -153,13 +160,17 @@ class SourceReader:
 
     @functools.cached_property
     def tokenizer(self) -> tuple[Tokenizer, int]:
-        """The tokenizer and the end-of-text token."""
+        """The tokenizer, with the chat template of the run, and the end-of-text token."""
         names = [name for name in self.names if name not in BUILT_IN_SOURCES]
         if self.folder and (names or has_tokenizer(self.folder)):
-            self.used_tokenizer, end = read_tokenizer_and_end(self.folder)
-            return self.used_tokenizer, end
-        self.used_tokenizer = self.new_tokenizer = self.trained_tokenizer(names)
-        return self.used_tokenizer, END_OF_TEXT_ID
+            tokenizer, end = read_tokenizer_and_end(self.folder)
+        else:
+            tokenizer, end = self.trained_tokenizer(names), END_OF_TEXT_ID
+            self.new_tokenizer = tokenizer
+        if self.config.chat_template is not None:
+            use_template(tokenizer, self.config.chat_template)
+        self.used_tokenizer = tokenizer
+        return tokenizer, end
 
     def trained_tokenizer(self, names: Sequence[str]) -> Tokenizer:
         """A tokenizer trained on these sources; without any, as all data is embedded, on the embedded corpus."""
@@ -199,6 +210,21 @@ class SourceReader:
             raise InputError(
                 f"--data: {counted(self.skipped, 'bad line')}, but --allow-bad-lines {self.config.allow_bad_lines}"
             )
+
+    def warn_of_unused_template(self) -> None:
+        """Prints a warning if all sources together have no conversation that --chat-template could render."""
+        if self.config.chat_template is not None and not self.chats:
+            print_status(
+                f"warning: --chat-template {self.config.chat_template}: no record of --data is a chat; the template is "
+                "exported, but the model does not learn it"
+            )
+
+
+def count_kinds(records: Iterable[Record], kinds: Counter[type]) -> Iterator[Record]:
+    """The records, counted by their types while they are read."""
+    for record in records:
+        kinds[type(record)] += 1
+        yield record
 
 
 def input_files(name: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from ligermodels.errors import InputError
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TrainConfig
+from ligermodels.training.data.embedded import RANDOM
 from ligermodels.training.data.opening import missing_data
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
 from ligermodels.units import counted
@@ -29,6 +30,8 @@ def refuse_contradictions(config: TrainConfig) -> None:
             f"--epochs {config.epochs:g} and --steps {config.steps} both set the length of the run: leave one out"
         )
     refuse_unused_profile(config)
+    if config.chat_template is not None and {parse_spec(text).name for text in config.data or []} == {RANDOM}:
+        raise InputError(f"--chat-template {config.chat_template}: --data {RANDOM} has no text; leave one of them out")
     if config.validation_fraction is not None:
         refuse_unused_fraction(config)
     if config.optimizer == "adamw8bit" and config.optimizer_state_dtype:

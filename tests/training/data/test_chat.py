@@ -141,8 +141,12 @@ def test_an_answer_of_weight_zero_is_context_only(tmp_path):
     ):
         documents_of(tokenizer, conversation(ASKED, SAID | {"weight": 0}))
     marked = tokenizer_of(tmp_path / "b", "smollm 3")
+    (last,) = documents_of(marked, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
+    assert supervised_texts(marked, last) == [f"<|im_start|>assistant\n{SAID['content']}<|im_end|>\n"]
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}a{% endgeneration %}"
+    marked = tokenizer_of(tmp_path / "c", "qwen 2", source=source)
     with pytest.raises(
-        InputError, match=r"d\.jsonl:1: .*a weight of 0 cannot be used with a chat template that has {% gen"
+        InputError, match=r"d\.jsonl:1: .*a weight of 0 needs a chat template with one {% generation %} block per ans"
     ):
         documents_of(marked, conversation(*TURNS[:3], SAID_AGAIN | {"weight": 0}))
 
@@ -201,7 +205,8 @@ def test_a_conversation_without_a_usable_answer_is_an_error_and_counts_as_a_bad_
 def test_a_missing_chat_template_is_an_error_that_allow_bad_lines_does_not_skip(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "qwen 2", source=None)
     with pytest.raises(
-        InputError, match=rf"^d\.jsonl:1: {tmp_path} has no chat template for messages; put its chat_te"
+        InputError,
+        match=rf"^d\.jsonl:1: {tmp_path} has no chat template for messages; use --chat-template chatml, or tulu,",
     ):
         documents_of(tokenizer, conversation(*TURNS), allowed=9)
 
