@@ -148,7 +148,7 @@ def measure(provider: str, model_name: str, batch: int, length: int, checkpointi
     attention = getattr(model.config, "_attn_implementation", None)
     optimizer = make_optimizer(provider, model)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
-    inputs = {"input_ids": ids, "labels": ids}
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if provider in (PACKED, PACKED_BEFORE):
         offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device="cuda")
         row = ids.view(1, -1)

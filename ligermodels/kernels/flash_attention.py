@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.errors import first_line
 from ligermodels.kernels.dispatch import Node, register_op
 
 # Head dimensions with gradients within the error budget, by the major compute capability. Of 4.0.0b36 the backward
@@ -33,10 +32,10 @@ def package() -> ModuleType | None:
         from flash_attn.cute import interface
     except ModuleNotFoundError as error:
         if error.name not in ("flash_attn", "flash_attn.cute"):
-            warnings.warn(f"flash-attn-4 is not used: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"flash-attn-4 is not used: {error}", stacklevel=2)
         return None
     except Exception as error:  # what its compiler raises on a driver that it does not support
-        warnings.warn(f"flash-attn-4 is not used: {first_line(error)}", stacklevel=2)
+        warnings.warn(f"flash-attn-4 is not used: {error}", stacklevel=2)
         return None
     return interface
 
@@ -124,13 +123,15 @@ def fake_backward(out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *others
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-OPTIONS = "Tensor? cu_seqlens, int longest, float scale, int? left, float? softcap"
+FLASH_OPTIONS = "Tensor? cu_seqlens, int longest, float scale, int? left, float? softcap"
 flash_attention_forward = register_op(
-    f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)", run_forward, fake_forward
+    f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {FLASH_OPTIONS}) -> (Tensor, Tensor)",
+    run_forward,
+    fake_forward,
 )
 flash_attention_backward = register_op(
     "flash_attention_backward(Tensor out_gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"{FLASH_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     run_backward,
     fake_backward,
 )
