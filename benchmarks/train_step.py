@@ -58,6 +58,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "max_position_embeddings": 40960,
     },
+    "mistral-7b-window-1024": {
+        "model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 1024,
+        "max_position_embeddings": 32768,
+    },
     "mixtral-3-layers": {
         "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
@@ -104,19 +109,31 @@ def ligermodels(raw, checkpointing):
     return model
 
 
+def ligermodels_without_flash_attention_4(raw, checkpointing):
+    from ligermodels.kernels import attention
+
+    attention.runs_flash_attention = lambda q: False
+    return ligermodels(raw, checkpointing)
+
+
+OURS = "ligermodels and its AdamW"
+PACKED = f"{OURS}, packed"  # every sequence is a document of one row, as `ligermodels train` gives them
+PACKED_BEFORE = f"{PACKED}, without flash-attn-4"
 PROVIDERS = {
     "hugging face": hugging_face,
     "hugging face + liger": liger,
     "hugging face, eager attention": hugging_face_eager,
     "hugging face + liger, eager attention": liger_eager,
     "ligermodels": ligermodels,
-    "ligermodels and its AdamW": ligermodels,
+    OURS: ligermodels,
+    PACKED: ligermodels,
+    PACKED_BEFORE: ligermodels_without_flash_attention_4,
 }
 
 
 def make_optimizer(provider: str, model):
-    """torch's fused AdamW, so that only the models differ; our AdamW for the provider "ligermodels and its AdamW"."""
-    if provider != "ligermodels and its AdamW":
+    """torch's fused AdamW, so that only the models differ; our AdamW for the providers that name it."""
+    if not provider.startswith(OURS):
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     from ligermodels.training.optimizers.adamw import AdamW
 
@@ -131,9 +148,14 @@ def measure(provider: str, model_name: str, batch: int, length: int, checkpointi
     attention = getattr(model.config, "_attn_implementation", None)
     optimizer = make_optimizer(provider, model)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if provider in (PACKED, PACKED_BEFORE):
+        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device="cuda")
+        row = ids.view(1, -1)
+        inputs = {"input_ids": row, "labels": row, "cu_seqlens": offsets, "max_seqlen": length}
 
     def step():
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(**inputs).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -7,6 +7,8 @@ q [B, T, Hq, D], k, v [B, S, Hkv, D] -> [B, T, Hq, D].
 
 Implementations:
 - plain causal attention: SDPA, on the GPU with cuDNN first (fastest on Hopper), then FlashAttention;
+- packed documents, a window or a softcap, in half precision on a GPU: FlashAttention 4 if it is installed and can run
+  there (flash_attention.py); otherwise the next two;
 - packed documents or a window, in half precision on the GPU: FlashAttention's variable-length kernel;
 - softcap on the GPU: compiled FlexAttention (head dimension 16 and up);
 - packed documents on the CPU: one document after the other, because a mask of the whole row needs quadratic memory;
@@ -23,7 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ligermodels.kernels.dispatch import autocast, is_traced, widen
+from ligermodels.kernels.dispatch import autocast, is_traced, runs_kernels, widen
+from ligermodels.kernels.flash_attention import flash_attention, runs_flash_attention
 from ligermodels.kernels.launch import shared_memory
 
 SDPA_BACKENDS = [
@@ -78,6 +81,8 @@ def attention(
     if softcap is None and window is None and cu_seqlens is None and position_ids is None:
         return causal_attention(q, k, v, scale, dropout)
     if q.is_cuda and position_ids is None:
+        if not dropout and runs_kernels(q) and runs_flash_attention(q):
+            return flash_attention(q, k, v, scale, window, softcap, cu_seqlens, max_seqlen or q.shape[1])
         if softcap is not None and q.shape[-1] >= MIN_FLEX_HEAD_DIM:
             return flex_attention_with_softcap(q, k, v, scale, window, softcap, cu_seqlens)
         if softcap is None and q.dtype in (torch.float16, torch.bfloat16):

@@ -1,0 +1,89 @@
+"""Causal attention. Shape: [batch, length, query heads, key and value heads, head size, window, softcap]; 0 for none.
+
+Each row of the batch is a document. ligermodels gets the documents packed into one row, as `ligermodels train` gives
+them; "plain rows" is the same work as a batch of rows without offsets. The FLOPs counted are those of the scores that
+are not masked: two matrix products forward, five backward.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+from benchmarks import timing
+from benchmarks.ops import Op, random_input, work_per_pass
+from ligermodels.kernels import attention as module
+
+SHAPES = [
+    (8, 2048, 32, 8, 128, 0, 0),
+    (4, 8192, 32, 8, 128, 0, 0),
+    (1, 32768, 32, 8, 128, 0, 0),
+    (4, 8192, 32, 8, 128, 1024, 0),
+    (4, 2048, 8, 4, 256, 0, 50),
+    (4, 8192, 8, 4, 256, 0, 50),
+    (4, 8192, 8, 4, 256, 0, 0),
+]
+
+
+def inputs(batch, length, heads, kv_heads, size, window, softcap):
+    """Queries, keys and values, and the two options as integers for the reference."""
+    tensors = [random_input(batch, length, number, size) for number in (heads, kv_heads, kv_heads)]
+    return [*tensors, torch.tensor([window, softcap], device="cpu")]
+
+
+def packed(q, k, v, _):
+    """The rows one after the other, with the offsets at which they begin."""
+    offsets = torch.arange(0, q.shape[0] * q.shape[1] + 1, q.shape[1], dtype=torch.int32, device=q.device)
+    return *(x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)), offsets
+
+
+def work(batch, length, heads, kv_heads, size, window, softcap):
+    seen = window or length
+    pairs = batch * heads * (length * seen - seen * (seen - 1) // 2)
+    return work_per_pass(4 * size * pairs, 10 * size * pairs)
+
+
+def options(window, softcap):
+    return {"window": window or None, "softcap": float(softcap) or None}
+
+
+@contextmanager
+def without_flash_attention_4():
+    runs, module.runs_flash_attention = module.runs_flash_attention, lambda q: False
+    try:
+        yield
+    finally:
+        module.runs_flash_attention = runs
+
+
+def reference(q, k, v, chosen):
+    """torch's kernels: SDPA and FlexAttention."""
+    with without_flash_attention_4():
+        return module.attention(q, k, v, **options(*chosen.tolist()))
+
+
+attention = Op("attention", SHAPES, inputs, reference, work, ceiling=timing.MATMUL)
+
+
+@attention.provider("ligermodels", layout=packed)
+def ours(*shape):
+    def attend(q, k, v, offsets):
+        out = module.attention(q, k, v, cu_seqlens=offsets, max_seqlen=shape[1], **options(*shape[-2:]))
+        return out.view(shape[0], shape[1], *out.shape[2:])
+
+    return attend
+
+
+@attention.provider("ligermodels, without flash-attn-4", layout=packed)
+def without(*shape):
+    run = ours(*shape)
+
+    def call(*inputs):
+        with without_flash_attention_4():
+            return run(*inputs)
+
+    return call
+
+
+@attention.provider("ligermodels, plain rows", layout=lambda q, k, v, _: (q, k, v))
+def plain(*shape):
+    return lambda q, k, v: module.attention(q, k, v, **options(*shape[-2:]))
