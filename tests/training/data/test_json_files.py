@@ -9,8 +9,10 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import formats, parquet, sources
+from ligermodels.training.data import json_files as formats
+from ligermodels.training.data import parquet, sources, tables
 from ligermodels.training.data.progress import ReadingProgress
+from ligermodels.training.data.record_formats import KNOWN_FIELDS
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
 from tests.training.data.source_files import (
     ANSWER,
@@ -158,17 +160,17 @@ def test_nesting_that_python_can_decode_and_not_encode_is_a_bad_line(tmp_path):
 
 
 def test_the_rows_of_a_parquet_dictionary_are_decoded_a_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "MAX_BATCH_BYTES", 100_000)
+    monkeypatch.setattr(tables, "MAX_BATCH_BYTES", 100_000)
     one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 50, pyarrow.int32()), pyarrow.array(["x" * 30_000]))
     pyarrow.parquet.write_table(pyarrow.table({"text": one}), tmp_path / "a.parquet", store_schema=False)
     assert (tmp_path / "a.parquet").stat().st_size < 30_000
     held = []
-    for batch in parquet.parquet_batches(tmp_path / "a.parquet", ReadingProgress("", None)):
+    for batch in parquet.parquet_batches(tmp_path / "a.parquet", KNOWN_FIELDS, ReadingProgress("", None)):
         held.append(len(batch))
         assert all(row == {"text": "x" * 30_000} for row in batch)
     assert sum(held) == 50 and max(held) == 3
     assert [record.place for record in read(tmp_path / "a.parquet")][-1] == f"{tmp_path}/a.parquet: row 50"
-    monkeypatch.setattr(parquet, "MAX_BATCH_BYTES", 20_000)
+    monkeypatch.setattr(tables, "MAX_BATCH_BYTES", 20_000)
     with pytest.raises(InputError, match=r"a\.parquet: row 1: has more than 20,000 bytes"):
         read(tmp_path / "a.parquet")
 
@@ -176,9 +178,9 @@ def test_the_rows_of_a_parquet_dictionary_are_decoded_a_few_at_a_time(tmp_path, 
 def test_strings_within_lists_count_towards_the_size_of_a_parquet_row(tmp_path, monkeypatch):
     rows = [messages(USER, ANSWER), messages(*[USER, ANSWER | {"content": "x" * 1000}] * 20)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    monkeypatch.setattr(parquet, "MAX_BATCH_BYTES", 30_000)
+    monkeypatch.setattr(tables, "MAX_BATCH_BYTES", 30_000)
     assert len(read(tmp_path / "a.parquet")) == 2
-    monkeypatch.setattr(parquet, "MAX_BATCH_BYTES", 15_000)
+    monkeypatch.setattr(tables, "MAX_BATCH_BYTES", 15_000)
     with pytest.raises(InputError, match=r"a\.parquet: row 2: has more than 15,000 bytes"):
         read(tmp_path / "a.parquet")
 
