@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow
+
 from ligermodels.errors import InputError
 from ligermodels.tokenizer.chat_template import ChatTemplate, render_chat
 from ligermodels.tokenizer.files import read_tokenizer
@@ -57,6 +59,13 @@ def text_file(name: str, content: Callable[[int], str]) -> Callable[[Path, int],
 
 def compressed(name: str, start: bytes) -> Callable[[Path, int], object]:
     return lambda folder, size: (folder / name).write_bytes(gzip.compress(start + b" " * size))
+
+
+def arrow_stream(folder: Path, size: int) -> None:
+    batch = pyarrow.record_batch({"text": ["a" * size]})
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    with pyarrow.ipc.new_stream(str(folder / "a.arrow"), batch.schema, options=options) as stream:
+        stream.write_batch(batch)
 
 
 def header(folder: Path, size: int) -> None:
@@ -103,6 +112,10 @@ CASES = {
     "lists in a line": Case(
         text_file("a.jsonl", lambda n: f'{{"text": "a", "b": [{"[]," * (n // 5)}0]}}'), records("a.jsonl")
     ),
+    "quote without an end in CSV": Case(compressed("a.csv.gz", b'text\n"'), records("a.csv.gz")),
+    "cells in a CSV row": Case(text_file("a.csv", lambda n: "text\n" + "ab," * (n // 3)), records("a.csv")),
+    "columns in a CSV header": Case(text_file("a.csv", lambda n: "ab," * (n // 3)), records("a.csv")),
+    "compressed Arrow batch": Case(arrow_stream, records("a.arrow")),
     ".npy header": Case(
         lambda folder, size: (folder / "a.npy").write_bytes(b"\x93NUMPY\2\0" + b"\xff" * 4 + bytes(size)),
         lambda folder: open_tokens(folder / "a.npy"),

@@ -98,7 +98,7 @@ class CSVLines:
         self.begin_row()
 
     def begin_row(self) -> None:
-        self.first, self.characters, self.delimiters = self.number + 1, 0, 0
+        self.first, self.characters, self.breaks = self.number + 1, 0, 0
 
     @property
     def place(self) -> str:
@@ -113,11 +113,12 @@ class CSVLines:
             raise StopIteration
         self.number += 1
         self.characters += len(line)
-        self.delimiters += line.count(self.delimiter)
+        self.breaks += 1 + line.count(self.delimiter)
         if self.characters > MAX_RECORD_BYTES:
             raise InputError(f"{self.place}: a row of more than {MAX_RECORD_BYTES:,} characters; {CSV_RULES}")
-        if self.delimiters > MAX_RECORD_VALUES:
-            raise InputError(f"{self.place}: a row of more than {MAX_RECORD_VALUES:,} delimiters; {CSV_RULES}")
+        if self.breaks > MAX_RECORD_VALUES:
+            found = f"{MAX_RECORD_VALUES:,} delimiters and line breaks"
+            raise InputError(f"{self.place}: a row of more than {found}; {CSV_RULES}")
         return line
 
 

@@ -218,6 +218,5 @@ RECORD_FORMATS: dict[tuple[str, ...], FormatParser] = {
 }  # fmt: skip
 OPTIONAL_FIELDS = ("input", "context", "history", "system", "tools", "label", "role")
 RECORD_FIELDS = tuple(dict.fromkeys([*itertools.chain(*RECORD_FORMATS), *OPTIONAL_FIELDS]))
-ACCEPTED_FIELDS = ", ".join(
-    " with ".join(fields) for fields, parse in RECORD_FORMATS.items() if parse is not refuse_preference
-)
+ACCEPTED_FORMATS = [" with ".join(fields) for fields, parse in RECORD_FORMATS.items() if parse is not refuse_preference]
+ACCEPTED_FIELDS = f"{', '.join(ACCEPTED_FORMATS[:-1])} or {ACCEPTED_FORMATS[-1]}"
