@@ -305,9 +305,9 @@ def test_named_fields_are_read_in_training_and_validation_data_and_by_a_new_toke
             csv.writer(file).writerows([["id", "body"], *enumerate(bodies)])
         return tmp_path / name
 
-    path, held_out = write_csv("d.csv", texts[20:]), write_csv("v.csv", texts[:20])
+    path, held_out = write_csv("d.csv", texts[20:90]), write_csv("v.csv", texts[:20])
     named = opened(path, text_field="body", validation_data=(str(held_out),))
-    given = [write(tmp_path / f"{name}.jsonl", part) for name, part in (("d", texts[20:]), ("v", texts[:20]))]
+    given = [write(tmp_path / f"{name}.jsonl", part) for name, part in (("d", texts[20:90]), ("v", texts[:20]))]
     known = opened(given[0], validation_data=(str(given[1]),))
     assert one_pass(named) == one_pass(known) and len(named.validation.rows) == len(known.validation.rows)
     assert named.new_tokenizer.tokenizer.to_str() == known.new_tokenizer.tokenizer.to_str()
