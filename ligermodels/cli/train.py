@@ -24,9 +24,9 @@ examples:
   torchrun --nproc-per-node 4 train.py --resume runs/Meta-Llama-3-8B
 """
 GROUP_NOTES = {
-    "data": "SPEC is a .txt, .jsonl, .json, .csv or .tsv file (also .gz or .zst), a .parquet, .arrow or token file, a folder\n"
-    "(of save_to_disk as FOLDER[:SPLIT]), a glob, hub:NAME[:SPLIT], stories, chats or random; =WEIGHT behind it where\n"
-    "several are mixed"
+    "data": "SPEC is a .txt, .jsonl, .json, .csv or .tsv file (also .gz or .zst), a .parquet, .arrow or token file, a\n"
+    "folder (of save_to_disk as FOLDER[:SPLIT]), a glob, hub:NAME[:SPLIT], stories, chats or random; =WEIGHT behind it\n"
+    "where several are mixed"
 }
 
 

@@ -75,14 +75,14 @@ class TrainConfig:
         shown="the stories if the model has their vocabulary size, else random")
     validation_data: tuple[str, ...] | None = setting("data", None, "validation data", metavar="SPEC",
         shown="a part of --data")
-    validation_fraction: float | None = setting("data", None, "fraction of --data that is held out for validation",
-        FRACTION, shown="0.01, of large data at most about 131,000 tokens")
     text_field: str | None = setting("data", None, "field or column that has the text, or the messages", metavar="NAME",
         shown="the fields of a known format")
     prompt_field: str | None = setting("data", None, "field or column that has the prompt; goes with "
         "--completion-field", metavar="NAME")
     completion_field: str | None = setting("data", None, "field or column that has the completion; only this "
         "is trained on", metavar="NAME")
+    validation_fraction: float | None = setting("data", None, "fraction of --data that is held out for validation",
+        FRACTION, shown="0.01, of large data at most about 131,000 tokens")
     sequence_length: int = setting("data", 256, "tokens per sequence", LENGTH)
     packing: bool = setting("data", True, "sequence packing with document masking")
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)

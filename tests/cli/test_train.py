@@ -21,9 +21,9 @@ from ligermodels.training.runs.settings import config_from_file, differences, re
 
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
+    "text_field": None, "prompt_field": None, "completion_field": None,
     "model": None, "size": "tiny", "revision": None, "data": None, "validation_data": None,
-    "validation_fraction": None, "text_field": None, "prompt_field": None, "completion_field": None,
-    "sequence_length": 256, "packing": True, "allow_bad_lines": 0, "steps": 2200,
+    "validation_fraction": None, "sequence_length": 256, "packing": True, "allow_bad_lines": 0, "steps": 2200,
     "batch_size": 4, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
     "learning_rate": None, "schedule": "cosine", "warmup": 30, "weight_decay": 0.1, "max_grad_norm": 1.0,
     "dtype": "float32", "param_dtype": None, "float8": False, "activation_checkpointing": "none", "compile": False,

@@ -73,13 +73,13 @@ class SourceReader:
 
     def __init__(self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig) -> None:
         self.names, self.folder, self.vocab_size, self.config = names, folder, vocab_size, config
+        self.skipped = 0
+        self.used_tokenizer: Tokenizer | None = None
+        self.new_tokenizer: Tokenizer | None = None
         self.fields = FieldNames(config.text_field, config.prompt_field, config.completion_field)
         if self.fields.flags and not any(map(has_fields, names)):
             flag = next(iter(self.fields.flags.values()))
             raise InputError(f"--data {' '.join(names)}: has no fields that {flag} could name; leave it out")
-        self.skipped = 0
-        self.used_tokenizer: Tokenizer | None = None
-        self.new_tokenizer: Tokenizer | None = None
 
     def documents(self, name: str, *, split: bool) -> SourceDocuments:
         """split: whether to hold out a part for validation; otherwise both sides have all documents.
