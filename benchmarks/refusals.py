@@ -17,8 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow
-
 from ligermodels.errors import InputError
 from ligermodels.tokenizer.chat_template import ChatTemplate, render_chat
 from ligermodels.tokenizer.files import read_tokenizer
@@ -26,6 +24,7 @@ from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines
 from ligermodels.training.data.sources import read_records
 from ligermodels.training.data.token_files import open_tokens
+from ligermodels.training.packages import import_package
 from ligermodels.weights.config_file import read_config
 from ligermodels.weights.files import open_checkpoint
 
@@ -62,6 +61,7 @@ def compressed(name: str, start: bytes) -> Callable[[Path, int], object]:
 
 
 def arrow_stream(folder: Path, size: int) -> None:
+    pyarrow = import_package("pyarrow", "this case")
     batch = pyarrow.record_batch({"text": ["a" * size]})
     options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
     with pyarrow.ipc.new_stream(str(folder / "a.arrow"), batch.schema, options=options) as stream:

@@ -180,7 +180,7 @@ def from_text_field(value: RecordFields, place: str, *, field: str) -> Record:
 
 
 def from_content(value: RecordFields, place: str) -> Record:
-    if "role" in value:
+    if value.get("role") is not None:
         raise InputError('is a single message; a record must have all of a conversation, as {"messages": […]}')
     return Text(require_string(value["content"], "content"), place)
 
