@@ -64,7 +64,10 @@ def test_messages_of_openais_api_are_read(tmp_path):
             {"instruction": "2 + 2?", "context": "Add.", "response": "4", "category": "x"},
             [USER | {"content": "2 + 2?\nAdd."}, ANSWER],
         ),
-        ({"instruction": "2 + 2?", "input": "", "context": None, "response": "4"}, [USER, ANSWER]),
+        (
+            {"instruction": "2 +", "input": "2?", "context": None, "response": "4"},
+            [USER | {"content": "2 +\n2?"}, ANSWER],
+        ),
         ({"prompt": "2 + 2?", "response": "4", "system": "Be terse.", "content": "x"}, [TERSE, USER, ANSWER]),
         ({"question": "2 +", "context": "2?", "answer": "4"}, [USER | {"content": "2 +\n2?"}, ANSWER]),
         ({"content": "a", "title": "b"}, Text("a", "a.jsonl:1")),
