@@ -142,6 +142,10 @@ def test_fields_that_the_user_names_are_columns_of_parquet_and_of_hub_datasets(t
     ]
     (tmp_path / "set").mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "set/train.parquet")
+    chats = pyarrow.Table.from_pylist([{"q": [USER], "a": [ANSWER], "tools": [TOOL]}])
+    pyarrow.parquet.write_table(chats, tmp_path / "chats.parquet")
+    (chat,) = read(tmp_path / "chats.parquet", prompt="q", completion="a")
+    assert (chat.messages, chat.tools) == ([USER, ANSWER], [TOOL])
     for name in (tmp_path / "set/train.parquet", f"hub:{tmp_path}/set"):
         assert [record.text for record in read(name, text="q")] == ["2 + 2?", "3 + 3?"]
         assert read(name, 1, prompt="q", completion="a") == [Completion("2 + 2?", "4", f"{name}: row 1")]
