@@ -24,6 +24,7 @@ from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines
 from ligermodels.training.data.sources import read_records
 from ligermodels.training.data.token_files import open_tokens
+from ligermodels.training.packages import import_package
 from ligermodels.weights.config_file import read_config
 from ligermodels.weights.files import open_checkpoint
 
@@ -57,6 +58,14 @@ def text_file(name: str, content: Callable[[int], str]) -> Callable[[Path, int],
 
 def compressed(name: str, start: bytes) -> Callable[[Path, int], object]:
     return lambda folder, size: (folder / name).write_bytes(gzip.compress(start + b" " * size))
+
+
+def arrow_stream(folder: Path, size: int) -> None:
+    pyarrow = import_package("pyarrow", "this case")
+    batch = pyarrow.record_batch({"text": ["a" * size]})
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    with pyarrow.ipc.new_stream(str(folder / "a.arrow"), batch.schema, options=options) as stream:
+        stream.write_batch(batch)
 
 
 def header(folder: Path, size: int) -> None:
@@ -103,6 +112,10 @@ CASES = {
     "lists in a line": Case(
         text_file("a.jsonl", lambda n: f'{{"text": "a", "b": [{"[]," * (n // 5)}0]}}'), records("a.jsonl")
     ),
+    "quote without an end in CSV": Case(compressed("a.csv.gz", b'text\n"'), records("a.csv.gz")),
+    "cells in a CSV row": Case(text_file("a.csv", lambda n: "text\n" + "ab," * (n // 3)), records("a.csv")),
+    "columns in a CSV header": Case(text_file("a.csv", lambda n: "ab," * (n // 3)), records("a.csv")),
+    "compressed Arrow batch": Case(arrow_stream, records("a.arrow")),
     ".npy header": Case(
         lambda folder, size: (folder / "a.npy").write_bytes(b"\x93NUMPY\2\0" + b"\xff" * 4 + bytes(size)),
         lambda folder: open_tokens(folder / "a.npy"),

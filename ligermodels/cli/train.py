@@ -24,8 +24,9 @@ examples:
   torchrun --nproc-per-node 4 train.py --resume runs/Meta-Llama-3-8B
 """
 GROUP_NOTES = {
-    "data": "SPEC is a .txt, .jsonl or .json file (also .gz or .zst), a .parquet or token file, a folder, a glob,\n"
-    "hub:NAME[:SPLIT], stories, chats or random; =WEIGHT behind it where several are mixed"
+    "data": "SPEC is a .txt, .jsonl, .json, .csv or .tsv file (also .gz or .zst), a .parquet, .arrow or token file, a\n"
+    "folder, one of save_to_disk also as FOLDER:SPLIT, a glob, hub:NAME[:SPLIT], stories, chats or random; =WEIGHT\n"
+    "behind it where several are mixed"
 }
 
 

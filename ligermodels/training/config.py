@@ -76,6 +76,12 @@ class TrainConfig:
         shown="the embedded stories for a new tiny model")
     validation_data: tuple[str, ...] | None = setting("data", None, "validation data", metavar="SPEC",
         shown="a part of --data")
+    text_field: str | None = setting("data", None, "field or column that has the text, or the messages", metavar="NAME",
+        shown="the fields of a known format")
+    prompt_field: str | None = setting("data", None, "field or column that has the prompt; goes with "
+        "--completion-field", metavar="NAME")
+    completion_field: str | None = setting("data", None, "field or column that has the completion; only this "
+        "is trained on", metavar="NAME")
     validation_fraction: float | None = setting("data", None, "fraction of --data that is held out for validation",
         FRACTION, shown="0.01, of large data at most about 131,000 tokens")
     sequence_length: int | None = setting("data", None, "tokens per sequence", LENGTH,

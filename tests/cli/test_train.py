@@ -21,8 +21,10 @@ from ligermodels.training.runs.settings import config_from_file, differences, re
 
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
+    "text_field": None, "prompt_field": None, "completion_field": None,
     "model": None, "size": "tiny", "revision": None, "data": None, "validation_data": None,
-    "validation_fraction": None, "sequence_length": None, "packing": True, "chat_template": None, "allow_bad_lines": 0, "epochs": None,
+    "validation_fraction": None, "sequence_length": None, "packing": True, "chat_template": None,
+    "allow_bad_lines": 0, "epochs": None,
     "steps": None, "batch_size": None, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
     "learning_rate": None, "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
     "dtype": None, "param_dtype": None, "float8": False, "activation_checkpointing": None, "compile": False,
@@ -122,6 +124,18 @@ def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
         (["--log-to", "tensorbord"], ["--log-to: is 'tensorbord'", "did you mean 'tensorboard'"]),
         (["--model", "qwen2", "--lora-alpha", "8"], ["--lora-alpha goes with --lora-rank"]),
         (["--model", "qwen2", "--float8"], ["--float8", "add --compile"]),
+        (
+            ["--model", "qwen2", "--prompt-field", "q"],
+            ["--prompt-field goes with --completion-field, which"],
+        ),
+        (
+            ["--model", "qwen2", "--completion-field", "a"],
+            ["--completion-field goes with --prompt-field, which"],
+        ),
+        (
+            ["--model", "qwen2", "--text-field", "a", "--prompt-field", "b", "--completion-field", "c"],
+            ["--text-field and --prompt-field name two formats", "leave one out"],
+        ),
         (
             ["--model", "qwen2", "--validation-data", "v.txt", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of --data", "leave one out"],

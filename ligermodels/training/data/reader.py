@@ -28,7 +28,7 @@ from ligermodels.training.data.embedded import (
     random_tokens,
 )
 from ligermodels.training.data.embedded_stories import vocabulary_texts
-from ligermodels.training.data.formats import HUB_PREFIX, hub_cache_files
+from ligermodels.training.data.hub_datasets import HUB_PREFIX, hub_cache_files
 from ligermodels.training.data.new_tokenizer import (
     END_OF_TEXT_ID,
     read_tokenizer_and_end,
@@ -36,9 +36,17 @@ from ligermodels.training.data.new_tokenizer import (
     train_tokenizer,
 )
 from ligermodels.training.data.progress import ReadingProgress, print_status
+from ligermodels.training.data.record_formats import FieldNames
 from ligermodels.training.data.records import BadLines, Conversation, Record
 from ligermodels.training.data.run_tokenizer import use_template
-from ligermodels.training.data.sources import BUILT_IN_SOURCES, TOKEN_SUFFIXES, find_files, read_records, suffix_of
+from ligermodels.training.data.sources import (
+    BUILT_IN_SOURCES,
+    NO_RECORD_SUFFIXES,
+    TOKEN_SUFFIXES,
+    find_files,
+    read_records,
+    suffix_of,
+)
 from ligermodels.training.data.split import Selection, all_documents, default_fraction, split_documents
 from ligermodels.training.data.store import TokenStore, open_store, write_store
 from ligermodels.training.data.token_files import described_end, open_indexed, open_tokens, write_index
@@ -73,6 +81,10 @@ class SourceReader:
         self.skipped, self.chats = 0, 0
         self.used_tokenizer: Tokenizer | None = None
         self.new_tokenizer: Tokenizer | None = None
+        self.fields = FieldNames(config.text_field, config.prompt_field, config.completion_field)
+        if self.fields.flags and not any(map(has_fields, names)):
+            flag = next(iter(self.fields.flags.values()))
+            raise InputError(f"--data {' '.join(names)}: has no fields that {flag} could name; leave it out")
         if config.chat_template is not None:
             self.tokenizer  # noqa: B018  read now: a template that does not fit is refused before any data are read
 
@@ -102,8 +114,9 @@ class SourceReader:
         files = input_files(name)
         if files and all(suffix_of(file) in TOKEN_SUFFIXES for file in files):
             return self.token_file_stores(files)
-        key = self.cache_key(files, hub=hub_names([name]))
-        return [self.tokenized_store(name, functools.partial(read_records, name), key, total_bytes(files))]
+        key = self.cache_key(files, hub=hub_names([name]), fields=self.fields)
+        read = functools.partial(read_records, name, fields=self.fields)
+        return [self.tokenized_store(name, read, key, total_bytes(files))]
 
     def embedded_store(self, part: EmbeddedSplit) -> TokenStore:
         key = self.cache_key([], embedded=part)
@@ -186,7 +199,7 @@ class SourceReader:
                 texts = self.tokenizer_texts(names, progress) if names else vocabulary_texts()
                 save_tokenizer(train_tokenizer(progress.track(texts), size), folder)
 
-        key = self.cache_key(files, hub=hub_names(names), new="tokenizer")
+        key = self.cache_key(files, hub=hub_names(names), fields=self.fields, new="tokenizer")
         return Tokenizer.from_folder(cached_folder(key, fill))
 
     @property
@@ -197,7 +210,8 @@ class SourceReader:
     def tokenizer_texts(self, names: Sequence[str], progress: ReadingProgress) -> Iterator[str]:
         left = self.tokenizer_characters
         bad_lines = BadLines(self.config.allow_bad_lines)
-        for record in itertools.chain.from_iterable(read_records(name, bad_lines, progress) for name in names):
+        sources = (read_records(name, bad_lines, progress, self.fields) for name in names)
+        for record in itertools.chain.from_iterable(sources):
             for text in record.texts:
                 yield text
                 left -= len(text)
@@ -229,6 +243,14 @@ def count_kinds(records: Iterable[Record], kinds: Counter[type]) -> Iterator[Rec
 
 def input_files(name: str) -> list[Path]:
     return hub_cache_files(name) if name.startswith(HUB_PREFIX) else find_files(name)
+
+
+def has_fields(name: str) -> bool:
+    """Whether a source has records with named fields: text files and token files have none."""
+    if name.startswith(HUB_PREFIX):
+        return True
+    files = [] if name in BUILT_IN_SOURCES else find_files(name)
+    return any(suffix_of(file) not in NO_RECORD_SUFFIXES for file in files)
 
 
 def hub_names(names: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Sources: what --data names (files, folders, glob patterns, Hub datasets), read as records.
+"""Sources: what --data names (files, folders, glob patterns, data sets), read as records.
 
 A text file is one document; every kind of line ending is read as \\n. No file is read into memory as a whole: a long
-text file is split into pieces, JSON is read by lines or array elements, and tables are read in batches (`formats.py`).
+text file is split into pieces, JSON is read by lines or array elements, CSV by rows, and tables are read in batches.
 This module knows nothing about tokens.
 """
 
@@ -10,13 +10,17 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, TextIO, TypeAlias
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats import HUB_PREFIX, read_hub_dataset, read_json_file
+from ligermodels.training.data.csv_files import read_csv, read_tsv
+from ligermodels.training.data.hub_datasets import HUB_PREFIX, read_hub_dataset
+from ligermodels.training.data.json_files import read_json_file
 from ligermodels.training.data.parquet import read_parquet
 from ligermodels.training.data.progress import ReadingProgress
+from ligermodels.training.data.record_formats import KNOWN_FIELDS, FieldNames
 from ligermodels.training.data.records import BadLines, Conversation, Record, Text
+from ligermodels.training.data.saved_datasets import read_arrow, saved_dataset_files
 from ligermodels.training.data.streams import DECOMPRESSORS, open_text_stream
 
 BUILT_IN_SOURCES = ("stories", "chats", "random")  # need no file; see embedded.py
@@ -54,10 +58,13 @@ def parse_spec(text: str) -> SourceSpec:
 def find_files(name: str) -> list[Path]:
     """The files that a name stands for, in sorted order.
 
-    name: a file; a folder, whose files with a known suffix are found recursively; or a glob pattern. A .json file that
-    describes a token file beside it is skipped. Raises InputError if no file is found, and for a named or matched file
-    with an unknown suffix.
+    name: a file; a folder, whose files with a known suffix are found recursively; a folder of save_to_disk, with :SPLIT
+    or without; or a glob pattern. A .json file that describes a token file beside it is skipped. Raises InputError if
+    no file is found, and for a named or matched file with an unknown suffix.
     """
+    saved = saved_dataset_files(name)
+    if saved is not None:
+        return saved
     path = Path(name)
     if path.is_dir():
         found = [file for file in path.rglob("*") if suffix_of(file) and not is_hidden(file.relative_to(path))]
@@ -89,16 +96,18 @@ def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def read_records(name: str, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
-    """The records of a file, folder, glob pattern, or hub:name[:configuration][:split]. Empty texts are dropped.
+def read_records(
+    name: str, bad_lines: BadLines, progress: ReadingProgress, fields: FieldNames = KNOWN_FIELDS
+) -> Iterator[Record]:
+    """The records of a file, folder[:split], glob pattern, or hub:name[:configuration][:split].
 
-    bad_lines: counts records that cannot be used. Raises InputError naming the place and the field, and if the source
-    has no record at all.
+    Empty texts are dropped. fields: those that the user names. bad_lines: counts records that cannot be used. Raises
+    InputError naming the place and the field, and if the source has no record at all.
     """
     if name.startswith(HUB_PREFIX):
-        records = read_hub_dataset(name, bad_lines, progress)
+        records = read_hub_dataset(name, fields, bad_lines, progress)
     else:
-        records = read_files(find_files(name), bad_lines, progress)
+        records = read_files(find_files(name), fields, bad_lines, progress)
     empty = True
     for record in records:
         if isinstance(record, Conversation) or any(record.texts):
@@ -117,15 +126,17 @@ def split_long_text(text: Text) -> Iterator[Text]:
         yield from (piece._replace(place=text.place) for piece in text_pieces(io.StringIO(text.text)))
 
 
-def read_files(files: Sequence[Path], bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_files(
+    files: Sequence[Path], fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress
+) -> Iterator[Record]:
     for file in files:
         if suffix_of(file) in TOKEN_SUFFIXES:
             raise InputError(f"{file}: contains token ids, but text is expected; do not mix the two in one source")
-        yield from READERS[suffix_of(file)](file, bad_lines, progress)
+        yield from READERS[suffix_of(file)](file, fields, bad_lines, progress)
         progress.finish(file.stat().st_size)
 
 
-def read_text_file(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_text_file(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     """The pieces of one document. Bytes that are not UTF-8 are always an error; `bad_lines` does not apply to them."""
     line = 1
     with open_text_stream(file, progress) as stream:
@@ -158,12 +169,20 @@ def last_split_point(text: str) -> int:
     return space if space > 0 else len(text)
 
 
-STREAMED: dict[str, Callable[[Path, BadLines, ReadingProgress], Iterator[Record]]] = {
+Reader: TypeAlias = Callable[[Path, FieldNames, BadLines, ReadingProgress], Iterator[Record]]
+STREAMED: dict[str, Reader] = {
     ".txt": read_text_file,
     ".jsonl": read_json_file,
     ".json": read_json_file,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
 }
 COMPRESSED = {f"{kind}{suffix}": reader for kind, reader in STREAMED.items() for suffix in DECOMPRESSORS}
-READERS = STREAMED | COMPRESSED | {".parquet": read_parquet}
+TABLES: dict[str, Reader] = {".parquet": read_parquet, ".arrow": read_arrow}
+READERS = STREAMED | COMPRESSED | TABLES
+NO_RECORD_SUFFIXES = (*TOKEN_SUFFIXES, *(suffix for suffix, reader in READERS.items() if reader is read_text_file))
 SUFFIXES = (*READERS, *TOKEN_SUFFIXES)
-FILE_KINDS = f"{', '.join(STREAMED)} (also with {' or '.join(DECOMPRESSORS)}), .parquet, {' or '.join(TOKEN_SUFFIXES)}"
+FILE_KINDS = (
+    f"{', '.join(STREAMED)} (also with {' or '.join(DECOMPRESSORS)}), "
+    f"{', '.join(TABLES)}, {' or '.join(TOKEN_SUFFIXES)}"
+)

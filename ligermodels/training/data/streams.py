@@ -63,14 +63,14 @@ def refuse_placeholder(file: Path, stream: BufferedReader) -> None:
 
 
 @contextmanager
-def open_text_stream(file: Path, progress: ReadingProgress) -> Iterator[TextIO]:
-    """The text of a file, with every line ending converted to \\n.
+def open_text_stream(file: Path, progress: ReadingProgress, newline: str | None = None) -> Iterator[TextIO]:
+    """The text of a file. newline: as in `open`; None converts every line ending to \\n, "" keeps them.
 
     Raises InputError as `open_stream` does, and for bytes that are not UTF-8.
     """
     try:
         with open_stream(file, progress) as stream:
-            yield TextIOWrapper(stream, encoding="utf-8-sig")
+            yield TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
     except UnicodeDecodeError:
         raise InputError(f"{find_invalid_utf8(file, progress)}; convert the file to UTF-8") from None
 

@@ -34,6 +34,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError(f"--chat-template {config.chat_template}: --data {RANDOM} has no text; leave one of them out")
     if config.validation_fraction is not None:
         refuse_unused_fraction(config)
+    refuse_contradicting_fields(config)
     if config.optimizer == "adamw8bit" and config.optimizer_state_dtype:
         raise InputError(
             f"--optimizer-state-dtype {config.optimizer_state_dtype}: the states of --optimizer adamw8bit have 8 bits; "
@@ -64,3 +65,12 @@ def refuse_unused_fraction(config: TrainConfig) -> None:
             f"--validation-fraction is a part of files in --data; {', '.join(BUILT_IN_SOURCES)} have validation data "
             "of their own: leave it out"
         )
+
+
+def refuse_contradicting_fields(config: TrainConfig) -> None:
+    """Raises InputError for field names that contradict each other or are missing."""
+    if (config.prompt_field is None) != (config.completion_field is None):
+        there, missing = ("prompt", "completion") if config.completion_field is None else ("completion", "prompt")
+        raise InputError(f"--{there}-field goes with --{missing}-field, which is missing")
+    if config.text_field is not None and config.prompt_field is not None:
+        raise InputError("--text-field and --prompt-field name two formats of the same records: leave one out")

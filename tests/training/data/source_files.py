@@ -7,6 +7,7 @@ import pyarrow
 
 from ligermodels.training.data import sources
 from ligermodels.training.data.progress import ReadingProgress
+from ligermodels.training.data.record_formats import FieldNames
 from ligermodels.training.data.records import BadLines
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -29,12 +30,13 @@ def write(file, *lines):
     return str(file)
 
 
-def read(name, allowed=0):
-    return read_counting(name, BadLines(allowed))
+def read(name, allowed=0, **fields):
+    """fields: the names of FieldNames, as text="body"."""
+    return read_counting(name, BadLines(allowed), **fields)
 
 
-def read_counting(name, bad_lines):
-    return list(sources.read_records(str(name), bad_lines, ReadingProgress("", None)))
+def read_counting(name, bad_lines, **fields):
+    return list(sources.read_records(str(name), bad_lines, ReadingProgress("", None), FieldNames(**fields)))
 
 
 def messages(*given, **fields):

@@ -1,3 +1,4 @@
+import csv
 import dataclasses
 import json
 import random
@@ -283,7 +284,7 @@ def test_tokenised_data_is_read_from_the_cache_until_anything_changes(
     monkeypatch.setattr(reader, "tokenize_records", None)  # makes tokenisation impossible
     assert one_pass(opened(path, folder=folder)) == first
     assert one_pass(opened(path, folder=folder, validation_fraction=0.2)) != first
-    for change in ({"vocab_size": 301}, {"folder": None}):
+    for change in ({"vocab_size": 301}, {"folder": None}, {"text_field": "text"}):
         with pytest.raises(TypeError):
             opened(path, **({"folder": folder} | change))
     write(path, texts[1:])
@@ -304,6 +305,31 @@ def test_splits_of_a_hub_dataset_are_not_confused(folder, tmp_path, texts, monke
     splits = ("train", "validation", "train+validation", "train[:25%]")
     datas = [opened(f"hub:sums:{split}", folder=folder) for split in splits]
     assert [len(set().union(*split_of(data))) for data in datas] == [40, 20, 60, 10]
+
+
+def test_named_fields_are_read_in_training_and_validation_data_and_by_a_new_tokenizer(texts, folder, tmp_path):
+    def write_csv(name, bodies):
+        with (tmp_path / name).open("w", newline="") as file:
+            csv.writer(file).writerows([["id", "body"], *enumerate(bodies)])
+        return tmp_path / name
+
+    path, held_out = write_csv("d.csv", texts[20:90]), write_csv("v.csv", texts[:20])
+    named = opened(path, text_field="body", validation_data=(str(held_out),))
+    given = [write(tmp_path / f"{name}.jsonl", part) for name, part in (("d", texts[20:90]), ("v", texts[:20]))]
+    known = opened(given[0], validation_data=(str(given[1]),))
+    assert one_pass(named) == one_pass(known) and len(named.validation.rows) == len(known.validation.rows)
+    assert named.new_tokenizer.tokenizer.to_str() == known.new_tokenizer.tokenizer.to_str()
+    one, other = (opened(path, folder=folder, text_field=name, sequence_length=8) for name in ("body", "id"))
+    assert one.training.tokens > 5 * other.training.tokens  # and not from the cache of the other
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.npy", "stories"])
+def test_naming_a_field_of_data_without_fields_is_refused(folder, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a")
+    np.save(tmp_path / "a.npy", np.arange(9))
+    with pytest.raises(InputError, match=f"--data {name}: has no fields that --prompt-field could name; leave it out"):
+        opened(name, folder=folder, prompt_field="a", completion_field="b")
 
 
 def test_the_order_of_the_data_depends_on_the_seed_and_not_on_the_number_of_ranks(texts, folder, tmp_path):

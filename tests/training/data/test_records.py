@@ -60,6 +60,23 @@ def test_messages_of_openais_api_are_read(tmp_path):
         ),
         (messages(USER, ANSWER, prompt="x", completion="y", conversations=[]), [USER, ANSWER]),
         ({"prompt": "x", "text": "a"}, Text("a", "a.jsonl:1")),
+        (
+            {"instruction": "2 + 2?", "context": "Add.", "response": "4", "category": "x"},
+            [USER | {"content": "2 + 2?\nAdd."}, ANSWER],
+        ),
+        (
+            {"instruction": "2 +", "input": "2?", "context": None, "response": "4"},
+            [USER | {"content": "2 +\n2?"}, ANSWER],
+        ),
+        ({"prompt": "2 + 2?", "response": "4", "system": "Be terse.", "content": "x"}, [TERSE, USER, ANSWER]),
+        ({"question": "2 +", "context": "2?", "answer": "4"}, [USER | {"content": "2 +\n2?"}, ANSWER]),
+        ({"content": "a", "title": "b"}, Text("a", "a.jsonl:1")),
+        ({"content": "b", "text": None, "answer": "a"}, Text("b", "a.jsonl:1")),
+        # Formats with more fields that were read before the others were known.
+        ({"instruction": "2 + 2?", "output": "4", "response": "5", "context": "x"}, [USER, ANSWER]),
+        ({"prompt": "a", "completion": "b", "response": "c", "label": "good"}, Completion("a", "b", "a.jsonl:1")),
+        ({"text": "a", "question": "b", "answer": "c", "chosen": "d", "rejected": "e"}, Text("a", "a.jsonl:1")),
+        (messages(USER, ANSWER, prompt="x", chosen=[USER, ANSWER], rejected=[USER]), [USER, ANSWER]),
     ],
 )
 def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
@@ -82,7 +99,7 @@ def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
         ([1], ":2: is a list; must be an object"),
         (
             {"txt": "a", "id": 1},
-            "conversations, instruction with output, prompt with completion or text; its fields are txt, id",
+            "question with answer or content; its fields are txt, id; name one with --text-field, or two with",
         ),
         ({"text": None}, ":2: field text is null; must be a string"),
         ({"text": 5}, ":2: field text is a number; must be a string"),
@@ -121,6 +138,37 @@ def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
         (ALPACA | {"history": [["1 + 1?", "2"]]}, ":2: field history is not supported; give all turns as messages"),
         ({"prompt": "2", "completion": [ANSWER]}, ":2: field completion is a list; must be a string"),
         ({"prompt": [USER], "completion": "4"}, ":2: field completion is a string; must be a list of at least one"),
+        ({"question": "2 + 2?", "answer": 4}, ":2: field answer is a number; must be a string"),
+        ({"question": "2 + 2?", "answer": None}, ":2: field answer is null; must be a string"),
+        (
+            {"input": "2 + 2?", "output": "4"},
+            "its fields are input, output; name them with --prompt-field input --comp",
+        ),
+        (USER, ":2: is a single message; a record must have all of a conversation, as"),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            ":2: is unpaired preference data (prompt, completion, label)",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "label": "False"},
+            "with --prompt-field prompt --completion-field completion",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            ":2: is preference data (chosen, rejected), which training doe",
+        ),
+        (
+            {"chosen": "b", "rejected": "c", "question": "a", "answer": "d"},
+            "--prompt-field question --completion-field ch",
+        ),
+        (
+            {"prompt": "2?", "chosen": [USER, ANSWER], "rejected": [USER]},
+            "answers alone, use --text-field chosen (--allow",
+        ),
+        (
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": []},
+            "alone, use --prompt-field prompt --completion-field ch",
+        ),
     ],
 )
 def test_the_error_for_a_bad_line_names_it_and_only_allowed_ones_are_skipped(tmp_path, line, complaint):
@@ -145,3 +193,53 @@ def test_all_sources_share_one_limit_of_bad_lines(tmp_path):
     assert [record.text for record in read_counting(names[0], bad)] == ["a"]
     with pytest.raises(InputError, match=r"b\.jsonl:2:2: not JSON"):
         read_counting(names[1], bad)
+
+
+@pytest.mark.parametrize(
+    ("line", "fields", "read_as"),
+    [
+        ({"body": "a", "text": "b", "messages": [USER]}, {"text": "body"}, Text("a", "a.jsonl:1")),
+        ({"chosen": [USER, ANSWER], "rejected": []}, {"text": "chosen"}, [USER, ANSWER]),
+        (
+            {"q": "2?", "a": " 4", "label": True},
+            {"prompt": "q", "completion": "a"},
+            Completion("2?", " 4", "a.jsonl:1"),
+        ),
+        ({"prompt": [USER], "chosen": [ANSWER]}, {"prompt": "prompt", "completion": "chosen"}, [USER, ANSWER]),
+    ],
+)
+def test_fields_that_the_user_names_come_before_all_formats(tmp_path, monkeypatch, line, fields, read_as):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", line)
+    assert read("a.jsonl", **fields) == [Conversation(read_as, None, "a.jsonl:1") if type(read_as) is list else read_as]
+
+
+@pytest.mark.parametrize(
+    ("line", "fields", "complaint"),
+    [
+        (
+            {"text": "a", "id": 1},
+            {"text": "body"},
+            "has no field body, which --text-field names; its fields are text, id",
+        ),
+        ({"body": 5}, {"text": "body"}, "field body is a number; must be a string"),
+        ({"body": []}, {"text": "body"}, "field body is an empty list; must be a list of at least one message"),
+        (
+            {"q": "a"},
+            {"prompt": "q", "completion": "a"},
+            "has no field a, which --completion-field names; its fields are q",
+        ),
+        ({"q": "a", "a": None}, {"prompt": "q", "completion": "a"}, "field a is null; must be a string"),
+        (
+            {"q": [USER], "a": "4"},
+            {"prompt": "q", "completion": "a"},
+            "field a is a string; must be a list of at least one message",
+        ),
+    ],
+)
+def test_the_error_for_a_named_field_names_it_and_its_flag_and_may_be_skipped(tmp_path, line, fields, complaint):
+    name = write(tmp_path / "a.jsonl", line, {"body": "a", "q": "b", "a": "c"})
+    with pytest.raises(InputError) as refused:
+        read(name, **fields)
+    assert str(refused.value) == f"{name}:1: {complaint} (--allow-bad-lines 0)"
+    assert len(read(name, 1, **fields)) == 1

@@ -105,7 +105,7 @@ def test_a_folder_and_a_glob_pattern_give_their_files_in_order(tmp_path):
         ("*.txt", "no file, folder or glob pattern matches"),
         (
             "README.md",
-            r"README\.md: not a data file; must be \.txt, \.jsonl, \.json \(also with \.gz or \.zst\), \.parquet, ",
+            r"\.md: not a data file; must be \.txt, \.jsonl, \.json, \.csv, \.tsv \(also with \.gz or \.zst\), \.par",
         ),
         ("READ*", r"README\.md: not a data file"),
         ("empty", r"empty: this folder has no data file; data files are \.txt, \.jsonl"),

@@ -13,6 +13,7 @@ import pytest
 from ligermodels.errors import InputError
 from ligermodels.training.data import progress, sources, streams, token_files
 from ligermodels.training.data.progress import ReadingProgress
+from ligermodels.training.data.record_formats import KNOWN_FIELDS
 from ligermodels.training.data.records import BadLines, Text
 from tests.training.data.source_files import COMPRESS, read, write
 
@@ -73,7 +74,7 @@ def test_a_line_without_end_is_not_held_in_memory_to_find_its_invalid_byte(tmp_p
     assert peak < 10_000_000
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".txt.gz", ".parquet", ".npy", ".bin"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt.gz", ".csv", ".parquet", ".arrow", ".npy", ".bin"])
 def test_a_pipe_is_not_opened(tmp_path, suffix):
     os.mkfifo(tmp_path / f"a{suffix}")
     reader = token_files.open_tokens if suffix in sources.TOKEN_SUFFIXES else read_one
@@ -84,7 +85,7 @@ def test_a_pipe_is_not_opened(tmp_path, suffix):
 
 
 def read_one(file):
-    return list(sources.READERS[sources.suffix_of(file)](file, BadLines(0), ReadingProgress("", None)))
+    return list(sources.READERS[sources.suffix_of(file)](file, KNOWN_FIELDS, BadLines(0), ReadingProgress("", None)))
 
 
 def test_a_pipe_beside_a_token_file_is_not_opened(tmp_path):

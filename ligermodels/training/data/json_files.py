@@ -1,8 +1,8 @@
-"""File formats: JSON lines, JSON arrays and Hub datasets (read by `datasets`), as records. Parquet is in parquet.py.
+"""JSON lines and JSON arrays as records.
 
 No file is read into memory as a whole. Of a JSON array, no more is held than its longest element needs. A line that is
-not JSON is one bad line; in an array, everything after such an error is lost, so it ends reading. `datasets` is
-imported on first use. This module knows nothing about tokens.
+not JSON is one bad line; in an array, everything after such an error is lost, so it ends reading. This module knows
+nothing about tokens.
 """
 
 import codecs
@@ -14,41 +14,29 @@ from typing import Any, TextIO
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.records import (
-    ACCEPTED_FIELDS,
-    MAX_RECORD_VALUES,
-    RECORD_FIELDS,
-    RECORD_FORMATS,
-    BadLines,
-    Record,
-    parse_record,
-)
+from ligermodels.training.data.record_formats import FieldNames, parse_record
+from ligermodels.training.data.records import MAX_RECORD_BYTES, MAX_RECORD_VALUES, BadLines, Record
 from ligermodels.training.data.streams import describe_invalid_utf8, open_stream, open_text_stream, refuse_placeholder
-from ligermodels.training.packages import import_package
 from ligermodels.weights.reading import has_more_values
 
-MAX_RECORD_BYTES = 2**26  # of a JSON line, decompressed; for an array element, characters
 CHUNK_CHARACTERS = 2**16
 DECODER = json.JSONDecoder()
 JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
 SURROGATE_ESCAPE, SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 JSON_LAYOUTS = "the file must have one object per line, or be one array of objects"
-HUB_PREFIX = "hub:"
-COLON_OUTSIDE_BRACKETS = re.compile(r":(?![^\[]*\])")
-TABLE_BATCH_ROWS = 64  # a row may have megabytes
 
 
-def read_json_file(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_json_file(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     """The records of a JSON file, which is an array if its first character is "[", and JSON lines otherwise."""
     with open_stream(file, progress) as stream:
         refuse_placeholder(file, stream)
         is_array = stream.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    return (read_json_array if is_array else read_json_lines)(file, bad_lines, progress)
+    return (read_json_array if is_array else read_json_lines)(file, fields, bad_lines, progress)
 
 
-def read_json_lines(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_json_lines(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     for number, line in numbered_lines(file, progress):
-        record = bad_lines.attempt(parse_json_line, line, f"{file}:{number}")
+        record = bad_lines.attempt(parse_json_line, line, f"{file}:{number}", fields)
         if record is not None:
             yield record
 
@@ -66,7 +54,7 @@ def numbered_lines(file: Path, progress: ReadingProgress) -> Iterator[tuple[int,
                 yield number, line
 
 
-def parse_json_line(line: bytes, place: str) -> Record:
+def parse_json_line(line: bytes, place: str, fields: FieldNames) -> Record:
     refuse_many_values(line, place)
     try:
         text = line.decode()
@@ -78,10 +66,10 @@ def parse_json_line(line: bytes, place: str) -> Record:
         raise InputError(f"{place}:{error.colno}: not JSON: {error.msg}; {JSON_LAYOUTS}") from None
     except (ValueError, RecursionError) as error:
         raise unsupported_json(place, error) from None
-    return parse_json_record(value, text, place)
+    return parse_json_record(value, text, place, fields)
 
 
-def read_json_array(file: Path, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_json_array(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     with open_text_stream(file, progress) as stream:
         scanner = JSONScanner(stream)
         scanner.take()  # the [
@@ -90,7 +78,7 @@ def read_json_array(file: Path, bad_lines: BadLines, progress: ReadingProgress) 
         while delimiter == ",":
             number += 1
             place = f"{file}: element {number}"
-            record = bad_lines.attempt(parse_json_record, *scanner.take_value(place), place)
+            record = bad_lines.attempt(parse_json_record, *scanner.take_value(place), place, fields)
             if record is not None:
                 yield record
             delimiter = scanner.take()
@@ -171,7 +159,7 @@ def unsupported_json(place: str, error: Exception) -> InputError:
     return InputError(f"{place}: JSON that cannot be decoded: {first_line(error)}")
 
 
-def parse_json_record(value: Any, text: str, place: str) -> Record:
+def parse_json_record(value: Any, text: str, place: str, fields: FieldNames) -> Record:
     """text: the JSON text of the value."""
     try:
         halved = SURROGATE_ESCAPE.search(text) and SURROGATE.search(json.dumps(value, ensure_ascii=False))
@@ -179,64 +167,4 @@ def parse_json_record(value: Any, text: str, place: str) -> Record:
         raise unsupported_json(place, error) from None
     if halved:
         raise InputError(f"{place}: has half of a surrogate pair, such as \\ud83d alone, which is not a character")
-    return parse_record(value, place)
-
-
-def read_hub_dataset(name: str, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
-    return read_table(hub_batches(name, progress), name, bad_lines)
-
-
-def hub_batches(name: str, progress: ReadingProgress) -> Iterator[list[dict[str, Any]]]:
-    dataset = load_hub_dataset(name)
-    columns = record_columns(dataset.column_names, name)
-    done, rows, size = 0, len(dataset), progress.total or 0
-    progress.follow(lambda: size * done // rows)
-    for batch in dataset.select_columns(columns).iter(TABLE_BATCH_ROWS):  # a list of values for each column
-        yield [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-        done += TABLE_BATCH_ROWS
-
-
-def hub_cache_files(name: str) -> list[Path]:
-    """The local files that hold a Hub dataset."""
-    return [Path(file["filename"]) for file in load_hub_dataset(name).cache_files]
-
-
-def load_hub_dataset(name: str) -> Any:
-    """Loads hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT.
-
-    The default split is train. A split may be a slice, such as train[:10%]. Raises InputError naming the dataset.
-    """
-    path, *options = COLON_OUTSIDE_BRACKETS.split(name.removeprefix(HUB_PREFIX))
-    if not path or len(options) > 2:
-        raise InputError(f"--data {name}: must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
-    split = options.pop() if options else "train"
-    datasets = import_package("datasets", name)
-    try:
-        return datasets.load_dataset(path, *options, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise InputError(f"--data {name}: {first_line(error)}") from error
-
-
-def record_columns(names: list[str], place: str) -> list[str]:
-    """The columns that records are made of. Raises InputError if they are not enough for any record format."""
-    columns = [name for name in RECORD_FIELDS if name in names]
-    if not any(set(fields) <= set(columns) for fields in (*RECORD_FORMATS, ("text",))):
-        raise InputError(f"{place}: has no column {ACCEPTED_FIELDS}; its columns are {', '.join(names) or 'none'}")
-    return columns
-
-
-def read_table(batches: Iterator[list[dict[str, Any]]], place: str, bad_lines: BadLines) -> Iterator[Record]:
-    number = 0
-    for rows in batches:
-        for row in rows:
-            number += 1
-            record = bad_lines.attempt(parse_record, drop_nulls(row), f"{place}: row {number}")
-            if record is not None:
-                yield record
-
-
-def drop_nulls(value: Any) -> Any:
-    """Removes null fields: in a column of objects, every object has the fields of all, with null for absent ones."""
-    if isinstance(value, dict):
-        return {name: drop_nulls(field) for name, field in value.items() if field is not None}
-    return [drop_nulls(entry) for entry in value] if isinstance(value, list) else value
+    return parse_record(value, place, fields)

@@ -1,0 +1,222 @@
+"""The formats of records: which fields a record may have, and the text, conversation or completion that they make.
+
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}], "tools": […]}     OpenAI
+    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}                     ShareGPT
+    {"instruction": "…", "input": "…", "output": "…"}                                                         Alpaca
+    {"prompt": "…", "completion": "…"}                                TRL; both may also be lists of OpenAI messages
+    {"text": "…"}
+    {"instruction": "…", "context": "…", "response": "…"}                                                      Dolly
+    {"prompt": "…", "response": "…"}
+    {"question": "…", "answer": "…"}
+    {"content": "…"}                                                                                the same as text
+
+A record has the first of these formats whose fields are all present and not null; its other fields are ignored. A
+completion continues its prompt as raw text; an output, a response or an answer is a message of the assistant. Fields
+that the user names come before all formats. Preference data is refused, with the flags that train on the better
+answers. Errors name the field. This module knows nothing about files or tokens.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeAlias, cast
+
+from ligermodels.errors import InputError
+from ligermodels.training.data.messages import json_type, parse_messages, parse_tools, require_string
+from ligermodels.training.data.records import Completion, Conversation, Record, Text
+
+RECORD_EXAMPLE = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
+# Names that are often those of a prompt and of its completion: only to suggest flags.
+LIKE_PROMPTS = ("prompt", "instruction", "question", "query", "input", "problem")
+LIKE_COMPLETIONS = ("completion", "response", "answer", "output", "solution", "target")
+
+RecordFields: TypeAlias = Mapping[str, Any]
+FormatParser: TypeAlias = Callable[[RecordFields, str], Record]
+
+
+class FieldNames(NamedTuple):
+    """The fields that the user names: the text, or the prompt and its completion; None where none is named."""
+
+    text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flag that names each field."""
+        return {name: f"--{role}-field" for role, name in self._asdict().items() if name is not None}
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """All fields that records are made of."""
+        return (*self.flags, "tools") if self.flags else RECORD_FIELDS
+
+
+KNOWN_FIELDS = FieldNames()
+
+
+def parse_record(value: Any, place: str, fields: FieldNames = KNOWN_FIELDS) -> Record:
+    """The record in a JSON value. Raises InputError naming the place and the field."""
+    try:
+        if not isinstance(value, Mapping):
+            raise InputError(f"is {json_type(value)}; must be an object such as {RECORD_EXAMPLE}")
+        return find_format(value, fields)(value, place)
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
+
+
+def find_format(value: RecordFields, fields: FieldNames) -> FormatParser:
+    """Raises InputError if the fields of `value` are not enough for any format."""
+    if fields.flags:
+        refuse_missing(value, "field", fields)
+        return named_format(fields)
+    given = {field for field, content in value.items() if content is not None}
+    for names, parse in RECORD_FORMATS.items():
+        if given.issuperset(names):
+            return parse
+    refuse_missing(value, "field", fields)
+    # All fields of a format are there, but one is null: its parser says which.
+    return next(parse for names, parse in RECORD_FORMATS.items() if value.keys() >= set(names))
+
+
+def named_format(fields: FieldNames) -> FormatParser:
+    if fields.text is not None:
+        return functools.partial(from_text_field, field=fields.text)
+    prompt, completion = cast(tuple[str, str], fields[1:])
+    return functools.partial(from_prompt_completion, prompt=prompt, completion=completion)
+
+
+def has_record(names: Collection[str], fields: FieldNames) -> bool:
+    """Whether these names of fields or columns are enough for a record."""
+    there = set(names)
+    needed = [tuple(fields.flags)] if fields.flags else RECORD_FORMATS
+    return any(there.issuperset(format_fields) for format_fields in needed)
+
+
+def refuse_missing(names: Collection[str], kind: str, fields: FieldNames) -> None:
+    """Raises InputError if these names are not enough for a record. kind: what they are of, "field" or "column"."""
+    if has_record(names, fields):
+        return
+    listed = f"its {kind}s are {', '.join(names) or 'none'}"
+    for name, flag in fields.flags.items():
+        if name not in names:
+            raise InputError(f"has no {kind} {name}, which {flag} names; {listed}")
+    raise InputError(f"has no {kind} {ACCEPTED_FIELDS}; {listed}{suggest_flags(names)}")
+
+
+def suggest_flags(names: Collection[str]) -> str:
+    """The end of a message about fields that are not known; empty if there are none."""
+    lower = {name.lower(): name for name in names}
+    if not lower:
+        return ""
+    prompts = [lower[name] for name in LIKE_PROMPTS if name in lower]
+    completions = [lower[name] for name in LIKE_COMPLETIONS if name in lower]
+    if len(prompts) == len(completions) == 1:
+        return f"; name them with --prompt-field {prompts[0]} --completion-field {completions[0]}"
+    return "; name one with --text-field, or two with --prompt-field and --completion-field"
+
+
+def from_openai(value: RecordFields, place: str) -> Record:
+    return Conversation(parse_messages(value["messages"], "messages"), parse_tools(value.get("tools")), place)
+
+
+def from_sharegpt(value: RecordFields, place: str) -> Record:
+    messages = parse_messages(value["conversations"], "conversations")
+    has_system = messages[0]["role"] == "system"
+    messages = messages if has_system else [*system_message(value), *messages]
+    return Conversation(messages, parse_tools(value.get("tools")), place)
+
+
+def from_question(value: RecordFields, place: str, *, question: str, details: tuple[str, ...], answer: str) -> Record:
+    """One turn. details: fields that follow the question on new lines, as in LLaMA-Factory, and may be absent."""
+    if value.get("history"):
+        raise InputError("field history is not supported; give all turns as messages")
+    parts = [require_string(value[question], question)]
+    parts += [require_string(value.get(field) or "", field) for field in details]
+    user = {"role": "user", "content": "\n".join(filter(None, parts))}
+    assistant = {"role": "assistant", "content": require_string(value[answer], answer)}
+    return Conversation([*system_message(value), user, assistant], None, place)
+
+
+def system_message(value: RecordFields) -> list[dict[str, Any]]:
+    """The field `system`, which LLaMA-Factory allows beside the turns, as a list of no or one message."""
+    text = require_string(value.get("system") or "", "system")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def from_prompt_completion(
+    value: RecordFields, place: str, *, prompt: str = "prompt", completion: str = "completion"
+) -> Record:
+    """Both fields are strings, or both are lists of messages. Assistant messages of the prompt are context only."""
+    if not isinstance(value[prompt], list):
+        return Completion(require_string(value[prompt], prompt), require_string(value[completion], completion), place)
+    context = [
+        message | {"weight": 0} if message["role"] == "assistant" else message
+        for message in parse_messages(value[prompt], prompt)
+    ]
+    messages = [*context, *parse_messages(value[completion], completion)]
+    return Conversation(messages, parse_tools(value.get("tools")), place)
+
+
+def from_known_prompt(value: RecordFields, place: str) -> Record:
+    if str(value.get("label")).lower() in ("true", "false"):  # in CSV it is text
+        flags = "--prompt-field prompt --completion-field completion"
+        raise InputError(
+            "is unpaired preference data (prompt, completion, label), which training does not support; keep the "
+            f"records with a true label, or train on all of them with {flags}"
+        )
+    return from_prompt_completion(value, place)
+
+
+def from_text(value: RecordFields, place: str) -> Record:
+    return Text(require_string(value["text"], "text"), place)
+
+
+def from_text_field(value: RecordFields, place: str, *, field: str) -> Record:
+    """A field that the user names may also be a list of messages."""
+    if isinstance(value[field], list):
+        return Conversation(parse_messages(value[field], field), parse_tools(value.get("tools")), place)
+    return Text(require_string(value[field], field), place)
+
+
+def from_content(value: RecordFields, place: str) -> Record:
+    if value.get("role") is not None:
+        raise InputError('is a single message; a record must have all of a conversation, as {"messages": […]}')
+    return Text(require_string(value["content"], "content"), place)
+
+
+def refuse_preference(value: RecordFields, place: str) -> Record:
+    """Raises InputError. The prompt may be within the chosen answer: then their types differ, or there is no prompt."""
+    prompt = next((name for name in LIKE_PROMPTS if isinstance(value.get(name), type(value["chosen"]))), None)
+    flags = f"--prompt-field {prompt} --completion-field chosen" if prompt else "--text-field chosen"
+    raise InputError(
+        "is preference data (chosen, rejected), which training does not support; to train on the chosen answers alone, "
+        f"use {flags}"
+    )
+
+
+# In the order in which they are tried.
+RECORD_FORMATS: dict[tuple[str, ...], FormatParser] = {
+    ("messages",): from_openai,
+    ("conversations",): from_sharegpt,
+    ("instruction", "output"): functools.partial(
+        from_question, question="instruction", details=("input",), answer="output"
+    ),
+    ("prompt", "completion"): from_known_prompt,
+    ("text",): from_text,
+    ("chosen", "rejected"): refuse_preference,
+    ("instruction", "response"): functools.partial(
+        from_question, question="instruction", details=("input", "context"), answer="response"
+    ),
+    ("prompt", "response"): functools.partial(
+        from_question, question="prompt", details=("context",), answer="response"
+    ),
+    ("question", "answer"): functools.partial(
+        from_question, question="question", details=("context",), answer="answer"
+    ),
+    ("content",): from_content,
+}  # fmt: skip
+OPTIONAL_FIELDS = ("input", "context", "history", "system", "tools", "label", "role")
+RECORD_FIELDS = tuple(dict.fromkeys([*itertools.chain(*RECORD_FORMATS), *OPTIONAL_FIELDS]))
+ACCEPTED_FORMATS = [" with ".join(fields) for fields, parse in RECORD_FORMATS.items() if parse is not refuse_preference]
+ACCEPTED_FIELDS = f"{', '.join(ACCEPTED_FORMATS[:-1])} or {ACCEPTED_FORMATS[-1]}"
