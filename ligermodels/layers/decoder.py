@@ -271,9 +271,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         Raises ValueError for arguments that contradict each other; TypeError for options that have no effect here.
         """
         refuse_options(options)
-        if cu_seq_lens_q is not None:
-            cu_seqlens, max_seqlen = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k), max_length_q
-        refuse_options({"seq_idx": seq_idx if cu_seqlens is None else None})
+        cu_seqlens = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
+        max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
         decoded = self.decode(
             input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
             bool(output_hidden_states),
