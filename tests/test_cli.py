@@ -181,6 +181,10 @@ def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder,
     assert tensor_hashes(tmp_path / "out") == tensor_hashes(tmp_path / "merged")
     assert tensor_hashes(tmp_path / "out") != tensor_hashes(folder)
     assert str(tmp_path / "out") in error_line(["export", str(folder), str(tmp_path / "out")], capsys)
+    assert main(["export", str(folder), str(tmp_path / "out"), "--overwrite"]) == 0
+    assert tensor_hashes(tmp_path / "out") == tensor_hashes(folder)
+    (tmp_path / "out/notes.txt").touch()
+    assert "out/notes.txt" in error_line(["export", str(folder), str(tmp_path / "out"), "--overwrite"], capsys)
 
 
 def test_list_prints_what_the_presets_have(capsys):

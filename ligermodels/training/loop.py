@@ -27,7 +27,7 @@ from ligermodels.layers.lora_targets import add_lora
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data import Data, count_supervised, open_data
-from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, save_tokenizer
+from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, SPECIAL_IDS, save_tokenizer
 from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.schedules import default_learning_rate, learning_rate
@@ -116,6 +116,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
 
     # The data, and the memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
     data = open_data(config, pretrained, model.config.vocab_size, world)
+    if data.new_tokenizer:
+        take_special_ids(model)
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
     build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
     estimate = memory_needs(model, build(model), config, world, compute_dtype)
@@ -170,8 +172,6 @@ def train(config: TrainConfig) -> TrainResult:
             load_weights(model, pretrained)
             initialize_lora(model, torch.Generator(world.device).manual_seed(config.seed))
             model.source = pretrained
-        if data.new_tokenizer:
-            model.generation_config = GENERATION_CONFIG
         torch.manual_seed(config.seed + world.rank)  # dropout
         model.train()
 
@@ -277,6 +277,13 @@ def train(config: TrainConfig) -> TrainResult:
         distributed.wait_for_all()
         records = distributed.from_first(metrics.records())
     return TrainResult(model, records, output, exported)
+
+
+def take_special_ids(model: CausalLM) -> None:
+    """Gives the model the special tokens of a new tokenizer, in place of those that its configuration has."""
+    model.generation_config = GENERATION_CONFIG
+    model.config.raw = {**model.config.raw, **SPECIAL_IDS}
+    model.config.pad_token_id = model.model.embed_tokens.padding_idx = None
 
 
 def with_param_dtype(config: TrainConfig, world: World) -> TrainConfig:
