@@ -130,7 +130,8 @@ def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]], re
 def atomic_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder, renamed to `folder` at the end. After an error it is removed, with the parents it created.
 
-    replace: a folder that is in use is replaced then. Raises CheckpointError if the folder cannot be written, or another process is writing it.
+    replace: a folder that is in use is replaced then. Raises CheckpointError if the folder cannot be written, or
+    another process is writing it.
     """
     temporary = folder.with_name(f"{folder.name}{UNFINISHED_FOLDER}{socket.gethostname()}-{os.getpid()}")
     parents: list[Path] = []
