@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from ligermodels import hub
+from ligermodels.aliases import GENERATE_ALIASES
 from ligermodels.cli.flags import Commands, add_command, not_negative, number, positive
 from ligermodels.cli.parsing import (
     add_adapter,
@@ -28,6 +29,7 @@ def add_to(commands: Commands) -> None:
         commands, "generate", run, "continue a prompt, or hold a conversation",
         'Qwen/Qwen3-8B --chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.95',
     )  # fmt: skip
+    parser.flag_aliases = GENERATE_ALIASES
     parser.add_argument("model", help="a folder or a Hub id")
     add_adapter(parser, "to generate with")
     # fmt: off

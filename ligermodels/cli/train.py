@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels import distributed
-from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
+from ligermodels.aliases import TRAIN_ALIASES
+from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands, flag_of
 from ligermodels.cli.listing import architecture_list
 from ligermodels.errors import InputError
 from ligermodels.training import plan, train
@@ -44,10 +45,7 @@ def add_to(commands: Commands) -> None:
     add("--config", type=Path, metavar="FILE", help="TOML with any of these flags; the command line comes first")
     add("--dry-run", action="store_true", help="print the plan (parameters, memory, tokens, steps) and stop")
     parser.set_defaults(run=run, parser=parser)
-
-
-def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    parser.flag_aliases = TRAIN_ALIASES
 
 
 def flag_options(field: Field) -> dict[str, Any]:
