@@ -125,8 +125,8 @@ class TrainConfig:
     dp_replicate: int = setting("run", 1, "HSDP: model replicas, each sharded over ranks / replicas ranks", POSITIVE)
 
     eval_every: int = setting("monitoring", 550, "steps between validations", POSITIVE)
-    log_to: tuple[Literal["tensorboard", "wandb"], ...] = setting("monitoring", (), "loggers beside metrics.jsonl; "
-        "without it nothing is sent anywhere")
+    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting("monitoring", (), "loggers beside "
+        "metrics.jsonl; without it nothing is sent anywhere")
     profile: int | None = setting("monitoring", None, "trace three steps from this one on", POSITIVE, metavar="STEP")
     # fmt: on
 
