@@ -42,9 +42,7 @@ def add_to(commands: Commands) -> None:
             groups[name] = parser.add_argument_group(name, GROUP_NOTES.get(name))
         groups[name].add_argument(flag_of(field.name), **flag_options(field))
     add = groups["run"].add_argument
-    add(
-        "--config", type=Path, metavar="FILE", help="TOML or YAML with any of these flags; the command line comes first"
-    )
+    add("--config", type=Path, metavar="FILE", help="TOML or YAML with any of these flags; flags come first")
     add("--dry-run", action="store_true", help="print the plan (parameters, memory, tokens, steps) and stop")
     parser.set_defaults(run=run, parser=parser)
     parser.flag_aliases = TRAIN_ALIASES
