@@ -5,8 +5,11 @@ import pytest
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation.decoding import model_stop_tokens
+from ligermodels.generation.texts import text_steps
+from ligermodels.tokenizer import Tokenizer
 from tests.conftest import DEVICE
 from tests.interop.folders import new_tokenizer, tiny_model
+from tests.tokenizer.folders import write_folder
 
 TEXTS = ["Once upon a time", "The fox é"]
 
@@ -39,6 +42,27 @@ def test_texts_give_the_texts_of_what_their_ids_give(model):
     ]
     assert sampled(model, TEXTS, tokenizer=tokenizer, stop_tokens=stops) == cut != expected
     assert ligermodels.generate(model, TEXTS, max_new_tokens=0, tokenizer=tokenizer) == ["", ""]
+
+
+def test_an_incomplete_character_is_held_back_until_its_row_ends():
+    tokenizer = new_tokenizer()
+    first, second, third = tokenizer.encode("你", add_special_tokens=False)
+
+    def pieces(*tokens):
+        return [piece for [piece] in text_steps(iter([[token] for token in tokens]), [[0]], tokenizer, {5})]
+
+    assert pieces(first, second, third, 5) == ["", "", "你", ""]
+    assert pieces(first, 5) == pieces(first) == ["", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_the_text_of_the_prompt_is_left_out_also_where_its_end_is_held_back(tmp_path):
+    """Byte tokens are held back until their run ends, which is after the prompt."""
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "llama2"))
+    prompt = tokenizer.encode("It is 你")
+    assert tokenizer.tokenizer.id_to_token(prompt[-1]) == "<0xA0>"
+    more = tokenizer.encode(" one", add_special_tokens=False)
+    shown = "".join(piece for [piece] in text_steps(iter([[token] for token in more]), [prompt], tokenizer, ()))
+    assert shown == tokenizer.decode(prompt + more)[len(tokenizer.decode(prompt)) :] and "one" in shown
 
 
 def test_a_stream_of_texts_has_a_piece_of_every_row_and_step(model):
