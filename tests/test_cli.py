@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 import tokenizers
@@ -138,8 +139,73 @@ def next_line(lines):
         raise EOFError from None
 
 
-def test_a_missing_prompt_or_template_is_refused(folder, capsys):
-    assert "--prompt" in error_line(["generate", str(folder)], capsys)
+@pytest.fixture
+def pipe(monkeypatch):
+    """Gives a command its standard input."""
+    return lambda content: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+def test_a_prompt_is_read_from_a_pipe(folder, capsys, pipe):
+    generate = ["generate", str(folder), "--max-new-tokens", "6", "--device", "cpu"]
+    printed = []
+    for flags, content in (
+        (["--prompt", "w5 w6\nw7"], b"unread"),
+        ([], b"w5 w6\nw7\n"),
+        (["--prompt", "-"], b"w5 w6\nw7"),
+    ):
+        pipe(content)
+        assert main([*generate, *flags]) == 0
+        printed.append(capsys.readouterr())
+    assert printed[0].out.startswith("w5 w6\nw7 w") and printed == [printed[0]] * 3
+    for flags, content, reason in (
+        ([], b"", "standard input is empty"),
+        (["--prompt", "-"], b"\n", "standard input is empty"),
+        ([], b"\xff", "standard input: is not text in utf-8"),
+    ):
+        pipe(content)
+        assert reason in error_line([*generate, *flags], capsys)
+
+
+def test_each_line_of_a_pipe_is_a_message_of_the_conversation(folder, capsys, pipe):
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    chat = ["generate", str(folder), "--chat", "--max-new-tokens", "4", "--device", "cpu"]
+    printed = []
+    for content in (b"w5\n", b"w5\n\nw6", b""):
+        pipe(content)
+        assert main(chat) == 0
+        printed.append(capsys.readouterr().out)
+    first, both, none = printed
+    assert both.startswith(first) and [text.count("\n") for text in printed] == [1, 2, 0] and none == ""
+    pipe(b"w5\nw6\n")
+    assert main([*chat, "--prompt", "-"]) == 0  # the whole input is one message
+    assert capsys.readouterr().out not in printed
+
+
+def test_a_text_beyond_the_trained_length_is_one_warning_after_it(folder, capsys, monkeypatch):
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    set_config(folder, max_position_embeddings=8)
+    generate = ["generate", str(folder), "--max-new-tokens", "6", "--device", "cpu"]
+    assert main([*generate, "--prompt", "w5 w6 w7"]) == 0
+    assert capsys.readouterr().err == ""
+    warning = "ligermodels: warning: the text is longer than the 8 tokens that the model was trained for"
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        typed = iter(["w5 w6 w7 w8", "w9"])
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", lambda prompt: next_line(typed))
+        assert main([*generate, "--chat"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(warning) and err.count("\n") == 1 and out.count("\n") == 3
+
+
+def set_config(folder, **fields):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | fields))
+
+
+def test_a_missing_prompt_or_template_is_refused(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert "--prompt is missing" in error_line(["generate", str(folder)], capsys)
     assert "--chat" in error_line(["generate", str(folder), "--prompt", "w5", "--system", "w9"], capsys)
     assert "no chat template" in error_line(["generate", str(folder), "--prompt", "w5", "--chat"], capsys)
     assert "no tokens" in error_line(["generate", str(folder), "--prompt", "", "--device", "cpu"], capsys)
@@ -181,6 +247,10 @@ def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder,
     assert tensor_hashes(tmp_path / "out") == tensor_hashes(tmp_path / "merged")
     assert tensor_hashes(tmp_path / "out") != tensor_hashes(folder)
     assert str(tmp_path / "out") in error_line(["export", str(folder), str(tmp_path / "out")], capsys)
+    assert main(["export", str(folder), str(tmp_path / "out"), "--overwrite"]) == 0
+    assert tensor_hashes(tmp_path / "out") == tensor_hashes(folder)
+    (tmp_path / "out/notes.txt").touch()
+    assert "out/notes.txt" in error_line(["export", str(folder), str(tmp_path / "out"), "--overwrite"], capsys)
 
 
 def test_list_prints_what_the_presets_have(capsys):

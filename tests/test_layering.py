@@ -12,6 +12,7 @@ PACKAGE = Path(ligermodels.__file__).parent
 MAY_IMPORT = {
     "errors": set(),
     "units": set(),
+    "aliases": set(),
     "distributed": {"errors"},
     "kernels": set(),
     "ops": {"kernels"},
@@ -26,12 +27,12 @@ MAY_IMPORT = {
     "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer"},
     "training": {
         *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
-        *("tokenizer", "memory"),
+        *("tokenizer", "memory", "aliases"),
     },
     "verify": {"errors", "layers", "weights", "hub", "generation", "tokenizer"},
     "cli": {
         *("errors", "units", "distributed", "configs", "layers", "weights", "architectures", "hub", "generation"),
-        *("tokenizer", "memory", "training", "verify", "__version__"),
+        *("tokenizer", "memory", "training", "verify", "aliases", "__version__"),
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},

@@ -9,7 +9,7 @@ from ligermodels.cli.flags import Commands, add_command
 from ligermodels.cli.parsing import add_adapter, add_dtype, add_revision, load_with_adapter, print_line
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.units import byte_size, counted
-from ligermodels.weights.exporting import MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes
+from ligermodels.weights.exporting import EXPORTED_FILES, MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes
 from ligermodels.weights.writing import refuse_in_use
 
 
@@ -19,19 +19,21 @@ def add_to(commands: Commands) -> None:
         "Qwen/Qwen3-8B out/ --adapter my-adapter/ --max-shard-size 2GB",
     )  # fmt: skip
     parser.add_argument("source", help="a folder or a Hub id")
-    parser.add_argument("output", type=Path, help="a folder that is empty or does not exist yet")
+    parser.add_argument("output", type=Path, help="a folder that is empty or does not exist yet; see --overwrite")
     add_dtype(parser, "dtype of the written weights (default: the stored dtype)")
     parser.add_argument("--max-shard-size", default=MAX_SHARD_SIZE, help="bytes per file, such as 500MB or 2GiB")
+    parser.add_argument("--overwrite", action="store_true", help="replace the model that is in the output folder")
     add_adapter(parser, "to merge into the weights")
     add_revision(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    refuse_in_use(args.output.absolute())  # before the weights are read
+    refuse_in_use(args.output.absolute(), EXPORTED_FILES if args.overwrite else ())  # before the weights are read
     size_in_bytes(args.max_shard_size)
     adapter = hub.adapter_folder(args.adapter) if args.adapter else None
     model = load_with_adapter(args.source, adapter, revision=args.revision)
     also = functools.partial(replace_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
-    hub.export(model, args.output, dtype=args.dtype, max_shard_size=args.max_shard_size, also=also)
+    options = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "overwrite": args.overwrite}
+    hub.export(model, args.output, also=also, **options)
     sizes = [file.stat().st_size for file in args.output.glob("*.safetensors")]
     print_line(f"{args.output}: {byte_size(sum(sizes))} of weights in {counted(len(sizes), 'file')}")

@@ -4,10 +4,12 @@ A type of this file states what a value is and what it must be, for a message th
 """
 
 import argparse
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ligermodels.aliases import Alias, alias_hint
 from ligermodels.errors import InputError, suggest_closest
 from ligermodels.units import is_whole_number
 
@@ -32,7 +34,12 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises InputError, of one line, where argparse prints its usage and exits."""
+    """Raises InputError, of one line, where argparse prints its usage and exits.
+
+    flag_aliases: what other tools call the flags of this command.
+    """
+
+    flag_aliases: Sequence[Alias] = ()
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=Formatter, allow_abbrev=False, **options)
@@ -40,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(message.removeprefix("argument "))
 
-    def parse_command(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+    def parse_command(self, arguments: Sequence[str]) -> argparse.Namespace:
         """As parse_args. Raises InputError for a flag that the command does not have, and for a list given twice."""
         args, unknown = self.parse_known_args(arguments)
         command = args.parser
@@ -48,15 +55,32 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if not name.startswith("-"):
                 raise InputError(f"{name}: belongs to no flag; `{command.prog} --help` lists them all")
-            names = [option for action in command._actions for option in action.option_strings]
-            raise InputError(f"{name}: no such flag{suggest_closest(name, names)}; --help lists them all")
+            raise InputError(f"{name}: no such flag{hint_of_flag(word, arguments, command)}")
         for action in command._actions:
-            given = [word for word in arguments or [] if word.partition("=")[0] in action.option_strings]
+            given = [word for word in arguments if word.partition("=")[0] in action.option_strings]
             if action.nargs in ("+", "*") and len(given) > 1:
                 raise InputError(
                     f"{action.option_strings[0]} is given {len(given)} times; give all its values behind one"
                 )
         return args
+
+
+def hint_of_flag(word: str, arguments: Sequence[str], command: Parser) -> str:
+    """The end of a message about a flag, one of the arguments, that the command does not have."""
+    name, equals, value = word.partition("=")
+    behind = itertools.takewhile(lambda text: not text.startswith("--"), arguments[arguments.index(word) + 1 :])
+    names = [option for action in command._actions for option in action.option_strings]
+    known = {option.removeprefix("--").replace("-", "_") for option in names}
+    hint = alias_hint(name, [value] if equals else [*behind], command.flag_aliases, known, flag_with_value)
+    return hint or f"{suggest_closest(name, names)}; --help lists them all"
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def flag_with_value(name: str, value: str | None) -> str:
+    return flag_of(name) if value is None else f"{flag_of(name)} {value}"
 
 
 def add_command(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels import distributed
-from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
+from ligermodels.aliases import TRAIN_ALIASES
+from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands, flag_of
 from ligermodels.cli.listing import architecture_list
 from ligermodels.errors import InputError
 from ligermodels.training import plan, train
@@ -42,13 +43,10 @@ def add_to(commands: Commands) -> None:
             groups[name] = parser.add_argument_group(name, GROUP_NOTES.get(name))
         groups[name].add_argument(flag_of(field.name), **flag_options(field))
     add = groups["run"].add_argument
-    add("--config", type=Path, metavar="FILE", help="TOML with any of these flags; the command line comes first")
+    add("--config", type=Path, metavar="FILE", help="TOML or YAML with any of these flags; flags come first")
     add("--dry-run", action="store_true", help="print the plan (parameters, memory, tokens, steps) and stop")
     parser.set_defaults(run=run, parser=parser)
-
-
-def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    parser.flag_aliases = TRAIN_ALIASES
 
 
 def flag_options(field: Field) -> dict[str, Any]:

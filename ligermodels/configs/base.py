@@ -177,6 +177,16 @@ class Config:
         return kernel_activation("hidden_act", self.hidden_act)
 
     @property
+    def trained_length(self) -> int:
+        """The longest sequence that the model is made for: max_position_embeddings, or the length before the scaling of
+        RoPE times its factor, which some files do not write there. Source: vLLM's limit of the model length."""
+        rope = self.ropes[FULL_ATTENTION]
+        if rope.rope_type not in ("linear", "dynamic", "yarn"):
+            return self.max_position_embeddings
+        before = rope.original_max_position_embeddings or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(before * rope.factor_or_one))
+
+    @property
     def longrope_switch_length(self) -> int | None:
         """The sequence length beyond which LongRoPE uses its long factors, for all tokens; None without LongRoPE."""
         longropes = [rope for rope in self.ropes.values() if rope.rope_type == "longrope"]

@@ -1,4 +1,4 @@
-"""Text generation with a key-value cache. Must not know files, tokenizers, training or any model family."""
+"""Text generation with a key-value cache. Must not know files, training or any model family."""
 
 from ligermodels.generation.decoding import generate, stream
 

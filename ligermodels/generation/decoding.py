@@ -1,42 +1,69 @@
 """Batched decoding with a key-value cache. Of a model it uses only forward and config; must not know any family."""
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence
+from typing import Unpack, overload
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.generation.kv_cache import KVCache
-from ligermodels.generation.sampling import sample_tokens
+from ligermodels.generation.sampling import Sampling, sample_tokens
+from ligermodels.generation.texts import TextTokenizer, encode_prompts, text_steps
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, end_of_text_ids
 from ligermodels.weights.module import HubModule
 
 
+@overload
 def generate(
     model: HubModule,
-    input_ids: Tensor | Sequence[Sequence[int]],
+    prompts: Tensor | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
+    tokenizer: TextTokenizer | None = None,
     stop_tokens: Collection[int] | None = None,
-) -> list[list[int]]:
-    """Generates a continuation of every prompt; returns only the new tokens of each row, including its stop token.
+    **sampling: Unpack[Sampling],
+) -> list[list[int]]: ...
+@overload
+def generate(
+    model: HubModule,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    tokenizer: TextTokenizer,
+    stop_tokens: Collection[int] | None = None,
+    **sampling: Unpack[Sampling],
+) -> list[str]: ...
+def generate(
+    model: HubModule,
+    prompts: Tensor | Sequence[Sequence[int]] | Sequence[str],
+    *,
+    max_new_tokens: int,
+    tokenizer: TextTokenizer | None = None,
+    stop_tokens: Collection[int] | None = None,
+    **sampling: Unpack[Sampling],
+) -> list[list[int]] | list[str]:
+    """Generates a continuation of every prompt; returns what is new in each row.
 
-    input_ids: [B, T], or a sequence of prompts of any lengths.
-    temperature: 0 for greedy decoding; otherwise tokens are sampled.
-    top_k: sample from the k most likely tokens. top_p: then from the smallest set of them whose probability reaches it.
-    seed: makes sampling reproducible.
-    stop_tokens: tokens that end a row; None for the end-of-text tokens of the checkpoint.
-    Raises ValueError for an empty prompt, InputError for a token id outside the vocabulary.
+    prompts: token ids, as [B, T] or a sequence of prompts of any lengths: returns lists of ids, including the stop
+    token. Or texts, with the `tokenizer` of `load_tokenizer`: returns texts, without the stop token.
+    stop_tokens: tokens that end a row; None for the end-of-text tokens of the checkpoint and of the tokenizer.
+    sampling: temperature, top_k, top_p, seed; see `Sampling`. Greedy decoding without them.
+    Warns when a row exceeds the length that the model was trained for. Raises ValueError for an empty prompt,
+    InputError for a token id outside the vocabulary and for texts without a tokenizer.
     """
-    prompts = [list(map(int, prompt)) for prompt in input_ids]
-    stops = model_stop_tokens(model) if stop_tokens is None else set(stop_tokens)
-    rows: list[list[int]] = [[] for _ in prompts]
-    running = [True] * len(prompts)
-    for tokens in stream(model, prompts, max_new_tokens, temperature, top_k, top_p, seed):
+    ids, decoder = encode_prompts(prompts, tokenizer)
+    stops = model_stop_tokens(model, tokenizer) if stop_tokens is None else set(stop_tokens)
+    steps = token_steps(model, ids, max_new_tokens, **sampling)
+    if decoder is not None:
+        texts = [""] * len(ids)
+        for pieces in text_steps(steps, ids, decoder, stops):
+            texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        return texts
+    rows: list[list[int]] = [[] for _ in ids]
+    running = [True] * len(ids)
+    for tokens in steps:
         for row, token in enumerate(tokens):
             if running[row]:
                 rows[row].append(token)
@@ -46,8 +73,44 @@ def generate(
     return rows
 
 
-@torch.no_grad()
+@overload
 def stream(
+    model: HubModule,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    tokenizer: None = None,
+    **sampling: Unpack[Sampling],
+) -> Iterator[list[int]]: ...
+@overload
+def stream(
+    model: HubModule,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    *,
+    tokenizer: TextTokenizer,
+    **sampling: Unpack[Sampling],
+) -> Iterator[list[str]]: ...
+def stream(
+    model: HubModule,
+    prompts: Sequence[Sequence[int]] | Sequence[str],
+    max_new_tokens: int,
+    *,
+    tokenizer: TextTokenizer | None = None,
+    **sampling: Unpack[Sampling],
+) -> Iterator[list[int]] | Iterator[list[str]]:
+    """Yields what is new in every row, one step at a time. Arguments as those of `generate`.
+
+    Of token ids: the next token of every row; stop tokens have no effect. Of texts: the text that has become final, up
+    to each row's stop token; "" for a row that has ended, or has an incomplete character.
+    """
+    ids, decoder = encode_prompts(prompts, tokenizer)
+    steps = token_steps(model, ids, max_new_tokens, **sampling)
+    return steps if decoder is None else text_steps(steps, ids, decoder, model_stop_tokens(model, decoder))
+
+
+@torch.no_grad()
+def token_steps(
     model: HubModule,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -56,7 +119,7 @@ def stream(
     top_p: float | None = None,
     seed: int | None = None,
 ) -> Iterator[list[int]]:
-    """Yields the next token of every row, one step at a time; stop tokens have no effect. Options as in `generate`.
+    """Yields the next token of every row, one step at a time.
 
     Shorter prompts are padded on the right. Each row writes the cache at its own positions, so that entries of padding
     are always ahead of the row: they are masked until they are overwritten.
@@ -75,7 +138,10 @@ def stream(
     cache = KVCache(model.config.num_hidden_layers, len(prompts), history.shape[1], device)
     # The cache is filled at first, and again where LongRoPE's frequencies change for all positions.
     prefills = {longest, (model.config.longrope_switch_length or -1) + 1}
+    trained_length = model.config.trained_length
     for length in range(longest, longest + max_new_tokens):
+        if length == max(longest, trained_length + 1):
+            warn_beyond(trained_length)
         if length in prefills:
             cache.lengths.zero_()
             model(history[:, :length], cache=cache, logits_to_keep=1)
@@ -105,8 +171,20 @@ def pad_right(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
     return padded
 
 
-def model_stop_tokens(model: HubModule) -> set[int]:
-    """eos_token_id of generation_config.json, which has more of them for chat models; else that of config.json."""
+def warn_beyond(trained_length: int) -> None:
+    warnings.warn(
+        f"the text is longer than the {trained_length:,} tokens that the model was trained for "
+        "(max_position_embeddings), and may become worse from here on",
+        stacklevel=2,
+    )
+
+
+def model_stop_tokens(model: HubModule, tokenizer: TextTokenizer | None = None) -> set[int]:
+    """eos_token_id of generation_config.json, which has more of them for chat models; else that of config.json.
+
+    tokenizer: its end-of-text token is one more.
+    """
+    more = set() if tokenizer is None or tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     if "eos_token_id" in model.generation_config:
-        return set(end_of_text_ids(model.generation_config, GENERATION_CONFIG_FILE))
-    return set(end_of_text_ids(model.config.raw, CONFIG_FILE))
+        return more | set(end_of_text_ids(model.generation_config, GENERATION_CONFIG_FILE))
+    return more | set(end_of_text_ids(model.config.raw, CONFIG_FILE))

@@ -1,7 +1,22 @@
 """Sampling of tokens from logits: temperature, top-k, top-p (nucleus sampling). Must not know models."""
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
+
+
+class Sampling(TypedDict, total=False):
+    """How tokens are chosen; the options of every function that generates.
+
+    temperature: 0, the default, for greedy decoding; otherwise tokens are sampled. top_k: sample from the k most likely
+    tokens. top_p: then from the smallest set of them whose probability reaches it. seed: makes sampling reproducible.
+    """
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
 
 
 def sample_tokens(

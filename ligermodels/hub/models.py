@@ -138,6 +138,7 @@ def export(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     also: Callable[[Path], None] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Exports a model to a folder that transformers 4 and 5 and vLLM read. LoRA is merged; the model is not changed.
 
@@ -147,19 +148,24 @@ def export(
     dtype: of the written weights: float64, float32, float16 or bfloat16; None for the model's dtype.
     max_shard_size: bytes per file, as a number or as "5GB" or "2GiB".
     also: a function that writes further files, such as a tokenizer, into the temporary folder it gets.
+    overwrite: the folder may also be an earlier export, which stays until the new one is complete. A folder with files
+    that no export writes is refused.
     Raises CheckpointError if `folder` is in use or cannot be written, InputError for an invalid dtype or size.
     """
-    export_weights(model, folder, source=model.source, dtype=dtype, max_shard_size=max_shard_size, also=also)
+    export_weights(
+        model, folder, source=model.source, dtype=dtype, max_shard_size=max_shard_size, also=also, overwrite=overwrite
+    )
 
 
-def export_adapter(model: CausalLM, folder: str | Path, *, also: Callable[[Path], None] | None = None) -> None:
+def export_adapter(
+    model: CausalLM, folder: str | Path, *, also: Callable[[Path], None] | None = None, overwrite: bool = False
+) -> None:
     """Exports only the model's LoRA, in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-    Ranks, `also` and errors are as for `export`. Raises InputError if the model has no LoRA.
+    Ranks, `also`, `overwrite` and errors are as for `export`. Raises InputError if the model has no LoRA.
     """
-    write_adapter(
-        model, lora_projections(model), folder, None if model.source is None else base_model_name(model.source), also
-    )
+    base_model = None if model.source is None else base_model_name(model.source)
+    write_adapter(model, lora_projections(model), folder, base_model, also, overwrite)
 
 
 def load_adapter(

@@ -35,6 +35,7 @@ from ligermodels.layers.row_layout import batch_shape, hub_offsets
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE, read_config
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
+from ligermodels.weights.loading import float_dtype
 from ligermodels.weights.module import accept_hub_names, pack_some, remove_tied_copies
 
 # Fields of a configuration that say nothing about the model: they change whenever one is made.
@@ -132,8 +133,8 @@ class Backbone:
         **options: Any,
     ) -> MoeModelOutputWithPast:
         """Arguments as those of `CausalLM.forward`."""
-        cu_seqlens = None if cu_seq_lens_q is None else hub_offsets(None, cu_seq_lens_q, cu_seq_lens_k)
-        refuse_options(options | {"seq_idx": seq_idx if cu_seqlens is None else None})
+        refuse_options(options)
+        cu_seqlens = hub_offsets(None, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
         decoded = self.owner.bare.decode(
             input_ids, None, attention_mask, position_ids, cu_seqlens, max_length_q, None, inputs_embeds,
             bool(output_hidden_states),
@@ -216,8 +217,9 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
                 setattr(config, name, value)
             else:
                 refuse_argument("from_pretrained", name, value)
-        dtype = as_dtype(dtype or torch_dtype or config.dtype)
-        bare = load_folder(folder, with_changes(raw, changed_fields(initial, config)), dtype, device)
+        dtype = dtype or torch_dtype or config.dtype
+        wanted = None if dtype in (None, "auto") else float_dtype(dtype)
+        bare = load_folder(folder, with_changes(raw, changed_fields(initial, config)), wanted, device)
         config.dtype, config.name_or_path = bare.dtype, base_model_name(folder)
         return MODEL_CLASSES[config.model_type](config, bare)
 
@@ -453,16 +455,6 @@ def single_device(device_map: str | int | torch.device | Mapping[str, Any] | Non
             "supported; pass one device"
         )
     return torch.device(devices[0])
-
-
-def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype of `from_pretrained`; None for that of the weights. Raises InputError for an unknown name."""
-    if dtype is None or dtype == "auto":
-        return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise InputError(f"from_pretrained: dtype {dtype!r} is not a dtype of torch")
-    return found
 
 
 def refuse_argument(function: str, name: str, value: Any) -> None:

@@ -189,7 +189,7 @@ cross_entropy_backward = register_op(
 
 
 class _CrossEntropy(Node):
-    """The loss; with `metrics` also metrics of the rows, of which the entropy has a gradient."""
+    """The loss; with `metrics` also the metrics of the rows. Only the loss and the entropy have gradients."""
 
     @staticmethod
     def forward(ctx, logits, targets, class_weight, reduction, temporary, metrics, token_scaling, *options):

@@ -88,7 +88,8 @@ def _online_softmax(
     """(log Σ exp(l), Σ w l, entropy, argmax) of a row; the last three are zero unless SMOOTHING or METRICS.
 
     Online softmax. Each thread keeps its own running maxima and sums, one pair per vector load of VECTOR logits, so
-    that no step waits for another warp. `moments` are Σ exp(l - maximum) (l - maximum), of which no term cancels.
+    that no step waits for another warp. `moments` are Σ exp(l - maximum) (l - maximum): its terms
+    have one sign, so that none cancels another.
     """
     GROUPS: tl.constexpr = BLOCK // VECTOR
     maxima = tl.full([GROUPS], LOWEST, tl.float32)

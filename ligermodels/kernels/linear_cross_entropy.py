@@ -318,8 +318,8 @@ class _LowMemoryLoss(Node):
 
 
 class _RowLosses(Node):
-    """The loss of each row, with `metrics` also metrics of the rows, of which the entropy has a gradient; backward
-    recomputes the logits."""
+    """The loss of each row; with `metrics` also the metrics of the rows. Only the loss and the entropy have gradients.
+    Backward recomputes the logits."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, class_weight, low_memory, metrics, token_scaling, *options):

@@ -5,7 +5,7 @@ Must not know any architecture: each one subclasses `CausalLM` and builds its bl
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.kv_cache import KVCache
+from ligermodels.generation.sampling import Sampling
 from ligermodels.kernels.attention import document_ids
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
@@ -271,9 +272,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         Raises ValueError for arguments that contradict each other; TypeError for options that have no effect here.
         """
         refuse_options(options)
-        if cu_seq_lens_q is not None:
-            cu_seqlens, max_seqlen = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k), max_length_q
-        refuse_options({"seq_idx": seq_idx if cu_seqlens is None else None})
+        cu_seqlens = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
+        max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
         decoded = self.decode(
             input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
             bool(output_hidden_states),
@@ -363,23 +363,17 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         attention_mask: Tensor | None = None,
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
         stop_tokens: Collection[int] | None = None,
+        **sampling: Unpack[Sampling],
     ) -> Tensor:
         """input_ids [B, T] with padding as attention_mask says -> [B, T + new tokens], padded behind a stop token.
 
         The convention of the Hub's `generate`; options as those of `ligermodels.generate`, which returns the new tokens
-        alone.
+        alone: temperature, top_k, top_p, seed.
         """
         tokens = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, tokens, strict=True)]
-        rows = generate(
-            self, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-            seed=seed, stop_tokens=stop_tokens,
-        )  # fmt: skip
+        rows = generate(self, prompts, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, **sampling)
         padding = self.config.pad_token_id if self.config.pad_token_id is not None else 0
         new = input_ids.new_full((len(rows), max(map(len, rows), default=0)), padding)
         for row, generated in enumerate(rows):

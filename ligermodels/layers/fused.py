@@ -33,7 +33,7 @@ class LinearWeights(NamedTuple):
 
 
 def is_plain(projection: nn.Module) -> TypeGuard[nn.Linear | PackedLinear]:
-    """Whether a projection does nothing but a product with its weight, of which it may have given parts a name."""
+    """Whether a projection is one product with its weight: a plain linear, or a packed one that is not taken apart."""
     if is_unmodified(projection, PackedLinear):
         return projection.is_whole and not is_quantised(projection.weight)
     return is_unmodified(projection, nn.Linear) and not is_quantised(projection.weight)

@@ -61,11 +61,20 @@ class AlignedRows:
         return self.order.reshape(*self.order.shape, *[1] * (rows.ndim - 2)).expand_as(rows)
 
 
-def hub_offsets(cu_seqlens: Tensor | None, queries: Tensor, keys: Tensor | None) -> Tensor:
-    """cu_seqlens from the arguments of the Hub's collators. Raises ValueError unless there is one for all."""
-    if cu_seqlens is not None or (keys is not None and keys is not queries and not torch.equal(keys, queries)):
-        raise ValueError("forward: cu_seq_lens_q and cu_seq_lens_k must be equal, and replace cu_seqlens")
-    return queries.int()
+def hub_offsets(
+    cu_seqlens: Tensor | None, queries: Tensor | None, keys: Tensor | None, seq_idx: Tensor | None
+) -> Tensor | None:
+    """cu_seqlens, also from the arguments of the Hub's collators: cu_seq_lens_q, cu_seq_lens_k and seq_idx.
+
+    Raises ValueError for offsets that are not the same for queries and keys, TypeError for seq_idx without offsets.
+    """
+    if queries is not None:
+        if cu_seqlens is not None or (keys is not None and keys is not queries and not torch.equal(keys, queries)):
+            raise ValueError("forward: cu_seq_lens_q and cu_seq_lens_k must be equal, and replace cu_seqlens")
+        cu_seqlens = queries.int()
+    if seq_idx is not None and cu_seqlens is None:
+        raise TypeError("forward: seq_idx is not supported; leave it out")
+    return cu_seqlens
 
 
 def batch_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:

@@ -140,8 +140,8 @@ class TrainConfig:
 
     eval_every: int | None = setting("monitoring", None, "steps between validations", POSITIVE,
         shown="a tenth of the steps; tiny: 550")
-    log_to: tuple[Literal["tensorboard", "wandb"], ...] = setting("monitoring", (), "loggers beside metrics.jsonl; "
-        "without it nothing is sent anywhere")
+    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting("monitoring", (), "loggers beside "
+        "metrics.jsonl; without it nothing is sent anywhere")
     profile: int | None = setting("monitoring", None, "trace three steps from this one on", POSITIVE, metavar="STEP")
     # fmt: on
 

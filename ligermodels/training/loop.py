@@ -27,6 +27,7 @@ from ligermodels.layers.lora_targets import add_lora
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
+from ligermodels.training.data.new_tokenizer import SPECIAL_IDS
 from ligermodels.training.data.run_tokenizer import generation_config, write_tokenizer
 from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.adamw import AdamW
@@ -119,6 +120,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
 
     # The data, and the settings that depend on it.
     data = open_data(config, pretrained, model.config.vocab_size, model.config.max_position_embeddings)
+    if data.new_tokenizer:
+        take_special_ids(model)
     config, more = with_choices(config, schedule(config, data, model.config.hidden_size, world))
     config = completed(config)
     refuse_short_epoch(data, config.batch_size)
@@ -289,6 +292,12 @@ def train(config: TrainConfig) -> TrainResult:
         distributed.wait_for_all()
         records = distributed.from_first(metrics.records())
     return TrainResult(model, records, output, exported)
+
+
+def take_special_ids(model: CausalLM) -> None:
+    """Gives the model the special tokens of a new tokenizer, in place of those that its configuration has."""
+    model.config.raw = {**model.config.raw, **SPECIAL_IDS}
+    model.config.pad_token_id = model.model.embed_tokens.padding_idx = None
 
 
 def validation_due(config: RunConfig, step: int) -> bool:

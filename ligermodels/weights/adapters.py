@@ -27,7 +27,8 @@ from ligermodels.weights.adapter_config import (
     read_adapter_config,
     target_names,
 )
-from ligermodels.weights.exporting import hub_tensors
+from ligermodels.weights.config_file import GENERATION_CONFIG_FILE
+from ligermodels.weights.exporting import TOKENIZER_FILES, hub_tensors
 from ligermodels.weights.files import StoredTensor, read_header, shortened
 from ligermodels.weights.loading import FLOAT_DTYPES
 from ligermodels.weights.mapping import Piece, is_lora_parameter, plan_pieces
@@ -37,6 +38,7 @@ from ligermodels.weights.sharding import copy_local_shard, reshard
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
 PICKLE = "adapter_model.bin"
 ADAPTER_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 ColumnSpan = tuple[int, int]  # start, stop
@@ -128,11 +130,12 @@ def write_adapter(
     folder: str | Path,
     base_model: str | None,
     also: Callable[[Path], None] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes the LoRA of `model` to `folder` in PEFT's format. The folder must be empty or not exist.
 
     projections: the linears that can have LoRA. base_model: written as base_model_name_or_path. also: see
-    `write_folder`. If parameters are DTensors, every rank must call.
+    `write_folder`. overwrite: see `export_weights`. If parameters are DTensors, every rank must call.
     Raises InputError if the model has no LoRA, and CheckpointError as export_weights does.
     """
     reshard(model)
@@ -153,7 +156,8 @@ def write_adapter(
         write_json(temporary / ADAPTER_CONFIG_FILE, config)
 
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
-    write_folder(Path(folder).absolute(), write, tensors, sharded, also)
+    replaced = ADAPTER_FILES if overwrite else ()
+    write_folder(Path(folder).absolute(), write, tensors, sharded, also, replaced)
 
 
 def hub_module_names(model: HubModule) -> set[str]:

@@ -54,6 +54,7 @@ COPIED_FILES = (
     "LICENSE*",
     "USE_POLICY*",
 )
+EXPORTED_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *COPIED_FILES)
 
 
 class Update(NamedTuple):
@@ -74,6 +75,7 @@ def export_weights(
     also: Callable[[Path], None] | None = None,
     values: Mapping[str, Tensor] | None = None,
     copied_files: Iterable[str] = COPIED_FILES,
+    overwrite: bool = False,
 ) -> None:
     """Writes `model` to `folder`: weights, config.json, tokenizer files. The folder must be empty or not exist.
 
@@ -84,6 +86,7 @@ def export_weights(
     max_shard_size: bytes of tensors per file, as a number or as "5GB" or "2GiB"; a larger tensor gets its own file.
     also: see `write_folder`.
     values: a state dict with the values to write; None for those of the model. If they are whole, one rank may call.
+    overwrite: the folder may also be an earlier export, which stays until the new one is complete.
     Raises CheckpointError if `folder` is in use or cannot be written, or if a value is too large for `dtype`; then
     nothing is left behind. Raises InputError if `dtype` or `max_shard_size` is invalid.
     """
@@ -108,7 +111,8 @@ def export_weights(
             copy_files(Path(source), temporary, copied_files)
 
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
-    write_folder(Path(folder).absolute(), write, tensors, sharded, also)
+    replaced = EXPORTED_FILES if overwrite else ()
+    write_folder(Path(folder).absolute(), write, tensors, sharded, also, replaced)
 
 
 def size_in_bytes(size: int | str) -> int:

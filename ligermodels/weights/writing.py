@@ -1,11 +1,12 @@
-"""Writes a new folder atomically: it is complete, or it does not exist. Rank 0 writes; a single process does too.
+"""Writes a folder atomically: it is complete, or it does not exist. Rank 0 writes; a single process does too.
 
-Everything is written to a temporary folder beside the final one, synced to disk, then renamed. What a killed process
-leaves of it is removed by the next that writes the same folder; a lock shows whether its writer lives. A tensor is
-written block by block, so that the host never holds more than one block. File modes follow the user's umask. Knows
-files and blocks of tensors; must not know models or rules.
+Everything is written to a temporary folder beside the final one, synced to disk, then renamed; a folder that is
+replaced keeps its content until then. What a killed process leaves of it is removed by the next that writes the same
+folder; a lock shows whether its writer lives. A tensor is written block by block, so that the host never holds more
+than one block. File modes follow the user's umask. Knows files and blocks of tensors; must not know models or rules.
 """
 
+import ctypes
 import errno
 import glob
 import json
@@ -13,7 +14,7 @@ import os
 import shutil
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from ligermodels.weights.locking import lock_file
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 UNFINISHED_FOLDER = ".tmp-ligermodels-"  # in the name of a temporary folder; a user's own folder has no such name
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that have none
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h: for renameat2, which Python's os lacks
+NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that cannot exchange two names
 
 
 class Entry(NamedTuple):
@@ -52,18 +55,21 @@ def write_folder(
     tensors: Iterator[Blocks],
     sharded: bool,
     also: Callable[[Path], None] | None = None,
+    replaced: Sequence[str] = (),
 ) -> None:
     """Makes `folder` atomically from the files that `write`, then `also`, put into the path they get.
 
     Every rank must call; rank 0 writes.
+    replaced: see `refuse_in_use`.
     tensors: the iterator that `write` reads. If they are `sharded`, each step of it is a collective (a gather): the
     ranks that do not write advance it too, all ranks return when the folder is complete, and all raise if rank 0 fails.
     Raises CheckpointError if `folder` is in use or cannot be written; then nothing is left behind.
     """
     writes = is_first()
     raise_error = raise_on_all if sharded else raise_if_any
-    raise_error(failure(refuse_in_use, folder) if writes else None)
-    error = failure(write_atomically, folder, [write] if also is None else [write, also]) if writes else None
+    writers = [write] if also is None else [write, also]
+    raise_error(failure(refuse_in_use, folder, replaced) if writes else None)
+    error = failure(write_atomically, folder, writers, bool(replaced)) if writes else None
     deque(tensors, maxlen=0)  # takes part in the remaining gathers, and keeps nothing
     raise_error(error)
 
@@ -87,27 +93,45 @@ def in_use(folder: Path) -> bool:
     return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 
-def refuse_in_use(folder: Path) -> None:
-    """Raises CheckpointError if the path exists and is not an empty folder."""
+def refuse_in_use(folder: Path, replaced: Sequence[str] = ()) -> None:
+    """Raises CheckpointError if the path exists and is not an empty folder.
+
+    replaced: patterns of the files of a folder that may be replaced, the first for one that it must have. A folder with
+    any other file is still refused: replacing it would lose that file.
+    """
     try:
-        used = in_use(folder)
+        if not in_use(folder):
+            return
+        if not replaced:
+            raise CheckpointError(
+                f"{folder}: exists and is not an empty folder; export to another folder, or overwrite it"
+            )
+        if not any(folder.glob(replaced[0])):
+            raise CheckpointError(
+                f"{folder}: has no {replaced[0]}, so it is no export to overwrite; export to another folder"
+            )
+        known = {file for pattern in replaced for file in folder.glob(pattern)}
+        others = sorted(path for path in folder.rglob("*") if path not in known and not is_folder(path))
     except OSError as error:
         raise write_error(folder, error) from error
-    if used:
-        raise CheckpointError(f"{folder}: exists and is not an empty folder; export to another folder, or remove it")
+    if others:
+        raise CheckpointError(
+            f"{others[0]}: is no file of an export, and would be lost; move it, or export to another folder"
+        )
 
 
-def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]]) -> None:
-    with atomic_folder(folder) as temporary:
+def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]], replace: bool) -> None:
+    with atomic_folder(folder, replace) as temporary:
         for write in writers:
             write(temporary)
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder, renamed to `folder` at the end. After an error it is removed, with the parents it created.
 
-    Raises CheckpointError if the folder cannot be written, or another process is writing it.
+    replace: a folder that is in use is replaced then. Raises CheckpointError if the folder cannot be written, or
+    another process is writing it.
     """
     temporary = folder.with_name(f"{folder.name}{UNFINISHED_FOLDER}{socket.gethostname()}-{os.getpid()}")
     parents: list[Path] = []
@@ -120,7 +144,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             try:
                 temporary.mkdir()
                 yield temporary
-                commit(temporary, folder)
+                commit(temporary, folder, replace)
                 done = True
             finally:
                 remove_path(temporary)
@@ -172,19 +196,40 @@ def unfinished_folders(folder: Path) -> list[Path]:
 
 def remove_path(path: Path) -> None:
     """Removes a folder, a file or a link, as far as possible. What a link leads to stays."""
-    if path.is_dir() and not path.is_symlink():
+    if is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):
             path.unlink()
 
 
-def commit(temporary: Path, folder: Path) -> None:
-    """Syncs a finished folder to disk, then renames it to its final name."""
+def is_folder(path: Path) -> bool:
+    """Whether the path is a folder, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def commit(temporary: Path, folder: Path, replace: bool = False) -> None:
+    """Syncs a finished folder to disk, then renames it to its final name. What it replaces gets the temporary one."""
     for path in (*temporary.rglob("*"), temporary):
         sync(path)
-    temporary.rename(folder)
+    if replace and in_use(folder):
+        exchange(temporary, folder)
+    else:
+        temporary.rename(folder)
     sync(folder.parent)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchanges the names of two folders, atomically where the file system can: network file systems may not."""
+    paths = (AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other))
+    if ctypes.CDLL(None, use_errno=True).renameat2(*paths, RENAME_EXCHANGE) == 0:
+        return
+    if ctypes.get_errno() not in NO_EXCHANGE:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    aside = one.with_name(f"{one.name}-replaced")
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)
 
 
 def write_error(folder: Path, error: OSError, remedy: str = "or choose another folder") -> CheckpointError:

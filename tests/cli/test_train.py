@@ -17,7 +17,8 @@ from ligermodels.training.optimizers import OPTIMIZERS
 from ligermodels.training.optimizers.schedules import SCHEDULES
 from ligermodels.training.reporting.loggers import LOGGERS, check_logger_packages
 from ligermodels.training.runs.contradictions import refuse_contradictions
-from ligermodels.training.runs.settings import config_from_file, differences, read_settings, settings, write_settings
+from ligermodels.training.runs.settings import config_from_file, differences, settings, write_settings
+from ligermodels.training.runs.settings_file import read_settings
 
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
@@ -101,7 +102,7 @@ def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
         ([], ["--model is missing", "--model list"]),
         (["--learnig-rate", "1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
         (["--learnig-rate=1"], ["--learnig-rate: no such flag", "did you mean '--learning-rate'"]),
-        (["--lr", "1"], ["--lr: no such flag; --help lists them all"]),
+        (["--xyz", "1"], ["--xyz: no such flag; --help lists them all"]),
         (["extra.jsonl"], ["extra.jsonl: belongs to no flag"]),
         (["--steps", "-3"], ["--steps: is '-3'; must be a whole number above zero"]),
         (["--steps", "1.5"], ["--steps: is '1.5'"]),
@@ -205,7 +206,8 @@ def test_a_settings_file_holds_any_flag_and_the_command_line_overrides_it(tmp_pa
     "text, words",
     [
         ("stepps = 3", ["stepps: no such flag", "did you mean 'steps'"]),
-        ("learning-rate = 3", ["learning-rate: no such flag", "did you mean 'learning_rate'"]),
+        ("learning-rate = 3", ["learning-rate: no such flag; here it is learning_rate"]),
+        ("model = true", ["model is on or off, but must be text; put it into quotes"]),
         ("steps = -3", ["steps is '-3'; must be a whole number above zero"]),
         ("steps = true", ["steps is 'true'; must be a whole number"]),
         ("steps = [1, 2]", ["steps is a list; must be one value"]),

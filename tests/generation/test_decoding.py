@@ -1,5 +1,7 @@
 """Sampling and stop tokens. The parity tests check greedy decoding with the cache against the reference."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -79,3 +81,39 @@ def test_an_empty_prompt_is_refused():
 def test_a_token_id_outside_the_vocabulary_is_refused(token):
     with pytest.raises(InputError, match=f"token id {token} is outside the vocabulary of {LLAMA['vocab_size']}"):
         ligermodels.generate(model(), [[5], [6, token]], max_new_tokens=1)
+
+
+def ropes(rope_type, **scaling):
+    return {"max_position_embeddings": 100, "rope_scaling": {"rope_type": rope_type, **scaling}}
+
+
+LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 20}
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({"max_position_embeddings": 100}, 100),
+        (ropes("dynamic", factor=2.0), 200),
+        (ropes("linear", factor=4.0), 400),
+        (ropes("yarn", factor=4.0, original_max_position_embeddings=40), 160),
+        (ropes("yarn", factor=2.0, original_max_position_embeddings=40), 100),
+        (ropes("llama3", **LLAMA_3), 100),
+    ],
+)
+def test_the_trained_length_is_that_of_the_config_stretched_by_its_scaling(changes, length):
+    assert type(model().config).from_dict(LLAMA | changes).trained_length == length
+
+
+def test_generating_beyond_the_trained_length_warns_when_it_happens():
+    network = ligermodels.create(LLAMA | {"max_position_embeddings": 8}, device=DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = ligermodels.generate(network, [[5, 6, 7]], max_new_tokens=6, stop_tokens=())  # the last is not read
+        stopped = ligermodels.generate(network, [[5, 6, 7]], max_new_tokens=99, stop_tokens=rows[0][:1])
+    assert [len(rows[0]), len(stopped[0])] == [6, 1]
+    with pytest.warns(UserWarning, match="longer than the 8 tokens that the model was trained for") as caught:
+        assert len(ligermodels.generate(network, [[5], [5, 6, 7]], max_new_tokens=9, stop_tokens=())[0]) == 9
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="longer than the 8 tokens"):
+        next(ligermodels.stream(network, [[5] * 9], 1))

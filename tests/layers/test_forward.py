@@ -98,6 +98,7 @@ REFUSED = {
     "output_attentions=True is not supported": {"output_attentions": True},
     "use_cache=True is not supported": {"use_cache": True},
     "token_type_ids": {"token_type_ids": MASK},
+    "seq_idx is not supported": {"seq_idx": MASK},
 }
 
 

@@ -57,6 +57,8 @@ def test_a_run_logs_every_step_exports_a_model_and_prints_the_next_commands(base
         f"  torchrun --nproc-per-node 2 {TRAIN} --config base/train.toml",
     ]
     assert done.stderr == ""
+    ids = {"bos_token_id": 0, "eos_token_id": [0, 2], "pad_token_id": None}  # those of its new tokenizer
+    assert ids.items() <= json.loads((folder / "model/config.json").read_text()).items()
 
 
 def test_train_toml_reproduces_the_weights_and_the_export_can_be_trained_further(base, launcher):
@@ -261,7 +263,7 @@ def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(launcher, capsys):
     assert load_tokenizer(merged).apply_chat_template([{"role": "user", "content": "Hello!"}]) == ids
     model = ligermodels.load(bare)
     ligermodels.load_adapter(model, adapter)
-    ends = {"bos_token_id": 0, "eos_token_id": [0, 2]}
+    ends = {"bos_token_id": 0, "eos_token_id": [0, 2], "pad_token_id": 0}
     assert model.generation_config == ligermodels.load(merged).generation_config == ends
 
     capsys.readouterr()

@@ -246,6 +246,47 @@ def test_a_folder_in_use_is_refused_and_not_changed(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_an_earlier_export_is_replaced_when_the_new_one_is_complete(source, tmp_path, monkeypatch):
+    """Also that of the folder that the model was loaded from."""
+    for file in ("README.md", "model.bin"):
+        (source / file).unlink()
+    (source / "LICENSE.old").touch()
+    old, new = files_of(source), randomized(Tiny())
+    monkeypatch.setattr(writing.os, "fsync", lambda file: os.write(file, b""))
+    with pytest.raises(CheckpointError, match="not written"):
+        export_weights(new, source, source=source, overwrite=True)
+    monkeypatch.undo()
+    assert files_of(source) == old and torch.isnan(read_all(source)["model.norm.weight"][0])
+    export_weights(new, source, overwrite=True, max_shard_size=600)
+    same_bits(read_all(source), hub_state(new))
+    assert files_of(source) >= {INDEX_FILE, "config.json"} and not files_of(source) & {SINGLE_FILE, "LICENSE.old"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+@pytest.mark.parametrize(
+    "extra", ["notes.txt", "checkpoints/step-1/rank.safetensors", "model.bin", "linked", ".git/HEAD"]
+)
+def test_a_folder_with_a_file_that_no_export_writes_is_not_replaced(tmp_path, extra):
+    out = tmp_path / "out"
+    export_weights(Tiny(), out, overwrite=True)
+    (out / extra).parent.mkdir(parents=True, exist_ok=True)
+    (out / extra).symlink_to(tmp_path) if extra == "linked" else (out / extra).touch()
+    before = files_of(out)
+    with pytest.raises(CheckpointError, match=f"{extra}: is no file of an export, and would be lost"):
+        export_weights(Tiny(), out, overwrite=True)
+    assert files_of(out) == before
+
+
+def test_what_is_no_export_is_not_replaced(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/model.safetensors").write_text("mine")
+    for place in ("file", "folder"):
+        with pytest.raises(CheckpointError, match=r"has no config\.json, so it is no export to overwrite"):
+            export_weights(Tiny(), tmp_path / place, overwrite=True)
+    assert files_of(tmp_path) == {"file", "folder/model.safetensors"}
+
+
 def test_an_empty_folder_is_filled(tmp_path):
     (tmp_path / "out").mkdir()
     export_weights(Tiny(), tmp_path / "out")

@@ -8,7 +8,7 @@ import pytest
 
 from ligermodels.errors import CheckpointError
 from ligermodels.weights import writing
-from ligermodels.weights.writing import atomic_folder, remove_leftovers, replace_file
+from ligermodels.weights.writing import atomic_folder, exchange, remove_leftovers, replace_file
 
 
 def write_until_killed(folder):
@@ -68,6 +68,20 @@ def test_a_file_system_without_locks_keeps_leftovers_and_can_be_written(tmp_path
     with atomic_folder(tmp_path / "out"):
         pass
     assert names(tmp_path) == {"out", "out.tmp-ligermodels-other-1"}
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_two_folders_exchange_their_names_also_where_the_file_system_cannot(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr(writing, "RENAME_EXCHANGE", 1 << 20)  # no such flag: EINVAL, as from NFS
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    exchange(tmp_path / "one", tmp_path / "other")
+    assert names(tmp_path) == {"one", "other"} == names(tmp_path / "one") | names(tmp_path / "other")
+    assert names(tmp_path / "one") == {"other"}
+    with pytest.raises(FileNotFoundError):
+        exchange(tmp_path / "one", tmp_path / "none")
 
 
 def test_after_an_error_no_folder_and_no_lock_is_left(tmp_path):

@@ -32,7 +32,10 @@ START_OF_TURN = "<|im_start|>"
 END_OF_TURN, END_OF_TURN_ID = "<|im_end|>", 2
 SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)  # their ids are 0, 1, 2
 NAMED_TOKENS = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-GENERATION_CONFIG = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": [END_OF_TEXT_ID, END_OF_TURN_ID]}
+# The fields of config.json. No pad_token_id: the row of the embedding that it names is never trained, and padding is
+# the token that begins a text. To generate, padding needs an id.
+SPECIAL_IDS = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": [END_OF_TEXT_ID, END_OF_TURN_ID], "pad_token_id": None}
+GENERATION_CONFIG = SPECIAL_IDS | {"pad_token_id": END_OF_TEXT_ID}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Optional loggers in addition to metrics.jsonl: TensorBoard and Weights & Biases (`--log-to`).
+"""Optional loggers in addition to metrics.jsonl: TensorBoard, Weights & Biases and Trackio (`--log-to`).
 
 A record is a line of metrics.jsonl: {"step": n, name: value, …}. A logger's package is imported only if the logger is
 enabled. Must not know what the metrics mean.
@@ -88,7 +88,34 @@ class WeightsAndBiases:
         self.run.finish()
 
 
+class Trackio:
+    """A Trackio run with the name of the folder, in the project `ligermodels` or TRACKIO_PROJECT.
+
+    Trackio keeps it in its own folder on this machine, or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say. A resumed
+    run continues the newest run of that name and project: Trackio finds runs by their names.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], done: int) -> None:
+        import trackio
+
+        project = os.environ.get("TRACKIO_PROJECT", "ligermodels")
+        resume = "allow" if done else "never"
+        try:
+            self.run = trackio.init(
+                project=project, name=folder.name, config=dict(settings), resume=resume, embed=False
+            )
+        except (ValueError, OSError) as error:  # a project's name, a login, a server's token
+            raise InputError(f"--log-to trackio: {first_line(error)}") from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.run.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
 LOGGERS: dict[str, Callable[[Path, Mapping[str, Any], int], Logger]] = {
-    "wandb": WeightsAndBiases,  # first, because it can raise
+    "wandb": WeightsAndBiases,  # the first two can raise
+    "trackio": Trackio,
     "tensorboard": TensorBoard,
 }

@@ -9,7 +9,8 @@ from ligermodels.training.checkpoints.files import checkpoint_step, committed_st
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.reporting.metrics import METRICS_FILE, is_validated
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL
-from ligermodels.training.runs.settings import SETTINGS_FILE, differences, read_settings
+from ligermodels.training.runs.settings import SETTINGS_FILE, differences
+from ligermodels.training.runs.settings_file import read_settings
 from ligermodels.units import counted
 
 # Settings that decide which tensors a checkpoint has, and in which dtypes.

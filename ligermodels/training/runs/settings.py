@@ -1,4 +1,4 @@
-"""A run's settings as TOML: the file that `--config` reads, and the train.toml that a run leaves.
+"""A run's settings as a file: the one that `--config` reads, and the train.toml that a run leaves.
 
 Its keys are the fields of TrainConfig. Knows which fields are not settings of a run, and which leave the result of
 training unchanged. Must not know what they do.
@@ -6,18 +6,18 @@ training unchanged. Must not know what they do.
 
 import json
 import os
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ligermodels.errors import InputError, first_line, suggest_closest
+from ligermodels.aliases import TRAIN_ALIASES, alias_hint
+from ligermodels.errors import InputError, suggest_closest
 from ligermodels.training.config import FIELDS, TrainConfig, parsed_item, type_of
+from ligermodels.training.runs.settings_file import read_settings
 from ligermodels.weights.writing import replace_file
 
 SETTINGS_FILE = "train.toml"
-MAX_SETTINGS_BYTES = 40_000  # tomllib takes the square of the time for a key of many parts: five seconds for this many
 # These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
 NOT_SETTINGS = ("output", "resume", "allow_changes")
 # These leave the result of training unchanged, except for rounding where sums are taken in another order.
@@ -27,24 +27,11 @@ WITHOUT_EFFECT_ON_RESULT = (
 )
 
 
-def read_settings(file: Path) -> dict[str, Any]:
-    """The content of a TOML file. Raises InputError."""
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_SETTINGS_BYTES + 1)
-        if len(content) > MAX_SETTINGS_BYTES:
-            raise InputError(f"{file}: has more than {MAX_SETTINGS_BYTES:,} bytes; settings are a few lines")
-        return tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
-    except InputError:
-        raise
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: is not TOML: {first_line(error)}") from error
-
-
 def config_from_file(file: Path, **changes: Any) -> TrainConfig:
-    """The settings of a TOML file, with `changes` in their place. Raises InputError that names the file and the key."""
+    """The settings of a TOML or YAML file, with `changes` in their place.
+
+    Raises InputError that names the file and the key.
+    """
     values = read_values(file)
     for name, other in (("epochs", "steps"), ("steps", "epochs")):
         if changes.get(name) is not None:
@@ -66,20 +53,35 @@ def config_of_run(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """The values of a TOML file, in the types of TrainConfig's fields."""
+    """The values of a settings file, in the types of TrainConfig's fields. A key without a value is as if left out."""
     content = read_settings(file)
     known = FIELDS.keys() - {"resume"}
-    for key in content:
+    for key, value in content.items():
         if key not in known:
-            raise InputError(
-                f"{file}: {key}: no such flag{suggest_closest(key, known)}; `ligermodels train --help` lists them"
-            )
-    return {key: parsed_value(key, value, f"{file}: {key}") for key, value in content.items()}
+            raise InputError(f"{file}: {key}: no such flag{hint_of_key(key, value, known)}")
+    return {key: parsed_value(key, value, f"{file}: {key}") for key, value in content.items() if value is not None}
+
+
+def hint_of_key(key: str, value: Any, known: Collection[str]) -> str:
+    """The end of a message about a key that is no setting."""
+    values = value if isinstance(value, list) else [value]
+    texts = [text_of_value(item) for item in values if isinstance(item, str | bool | int | float)]
+    hint = alias_hint(key, texts, TRAIN_ALIASES, known, key_with_value)
+    return hint or f"{suggest_closest(key, known)}; `ligermodels train --help` lists them"
+
+
+def key_with_value(key: str, value: str | None) -> str:
+    return key if value is None else f"{key}, with the value {value}"
+
+
+def text_of_value(value: str | bool | int | float) -> str:
+    """The text that the command line would have for a value of a file."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parsed_value(name: str, value: Any, place: str) -> Any:
-    """A TOML value, read as the flag reads it on the command line."""
-    field, (_, several) = FIELDS[name], type_of(name)
+    """A value of a settings file, read as the flag reads it on the command line."""
+    field, (kind, several) = FIELDS[name], type_of(name)
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not several:
         raise InputError(f"{place} is a list; must be one value")
@@ -87,9 +89,10 @@ def parsed_value(name: str, value: Any, place: str) -> Any:
         raise InputError(f"{place} is empty; give at least one value, or leave it out")
     if any(not isinstance(item, str | bool | int | float) for item in values):
         raise InputError(f"{place} is {value!r}; must be text, a number, true or false")
-    texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
+    if kind in (str, Path) and any(isinstance(item, bool) for item in values):
+        raise InputError(f"{place} is on or off, but must be text; put it into quotes")
     try:
-        items = [parsed_item(field, text) for text in texts]
+        items = [parsed_item(field, text_of_value(item)) for item in values]
     except ValueError as error:
         raise InputError(f"{place} {error}") from error
     return tuple(items) if several else items[0]

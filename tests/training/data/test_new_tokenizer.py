@@ -1,19 +1,23 @@
 import json
 
 import pytest
+import torch
 from tokenizers import Tokenizer as LibraryTokenizer
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
+from ligermodels.hub.models import read_preset_or_config
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded_stories import conversations, vocabulary_texts
 from ligermodels.training.data.new_tokenizer import (
+    SPECIAL_IDS,
     SPECIAL_TOKENS,
     read_tokenizer_and_end,
     save_tokenizer,
     train_tokenizer,
 )
+from ligermodels.training.loop import take_special_ids
 from ligermodels.verify import reference
 from ligermodels.verify.text import TEXTS, text_checks
 
@@ -86,7 +90,39 @@ def test_a_saved_tokenizer_is_read_back_unchanged_and_generation_stops_after_a_t
     assert read.chat_template == tokenizer.chat_template
     library = LibraryTokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert library.to_str() == tokenizer.tokenizer.to_str()
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": [0, 2]}
+    ids = {"bos_token_id": 0, "eos_token_id": [0, 2], "pad_token_id": 0}
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == ids
+
+
+def test_transformers_stops_where_ours_does_also_by_config_json_alone(tokenizer, tmp_path):
+    """A preset may name the special tokens of its own tokenizer, and a row that is never trained for padding."""
+    raw, _ = read_preset_or_config("phi3", "tiny")
+    raw |= {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 7}
+    model, prompt = ligermodels.create(raw).eval(), [3, 4]
+    (free,) = ligermodels.generate(model, [prompt], max_new_tokens=4, stop_tokens=())
+    with torch.no_grad():
+        model.lm_head.weight[2] = 1.01 * model.lm_head.weight[free[3]]  # <|im_end|> is then the fourth token
+    take_special_ids(model)
+    ligermodels.export(model, tmp_path / "out", also=lambda folder: save_tokenizer(tokenizer, folder))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert {name: config[name] for name in SPECIAL_IDS} == {
+        "bos_token_id": 0, "eos_token_id": [0, 2], "pad_token_id": None,
+    }  # fmt: skip
+    for _ in range(2):
+        (ours,) = ligermodels.generate(ligermodels.load(tmp_path / "out"), [prompt], max_new_tokens=8)
+        theirs = reference.load_reference_model(tmp_path / "out", torch.float32, "cpu")
+        row = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0]
+        assert row.tolist() == prompt + ours and ours[-1] == 2 and len(ours) <= 4
+        (tmp_path / "out/generation_config.json").unlink(missing_ok=True)
+
+
+def test_the_row_of_every_token_is_trained_when_a_preset_names_one_for_padding(tokenizer):
+    raw, _ = read_preset_or_config("phi3", "tiny")
+    model = ligermodels.create(raw | {"pad_token_id": 7})
+    take_special_ids(model)
+    ids = torch.tensor([[7, 8, 9]])
+    model(ids, labels=ids).loss.backward()
+    assert model.model.embed_tokens.weight.grad[7].abs().sum() > 0
 
 
 def test_the_end_of_text_token_comes_from_config_json_then_generation_config_json_or_raises(tokenizer, tmp_path):

@@ -1,4 +1,7 @@
-"""TensorBoard, and Weights & Biases in offline mode: nothing leaves the machine."""
+"""TensorBoard, Weights & Biases in offline mode, and a stand-in for Trackio: nothing leaves the machine."""
+
+import sys
+from types import ModuleType
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -78,4 +81,55 @@ def test_without_a_wandb_login_the_error_says_how_to_log_in(tmp_path, monkeypatc
     monkeypatch.setattr("wandb.init", fail)
     with pytest.raises(InputError, match=r"^--log-to wandb: No API key configured\..*wandb login.*WANDB_MODE=offline"):
         open_loggers(["tensorboard", "wandb"], tmp_path, {})
+    assert not any(tmp_path.iterdir())
+
+
+class TrackioRun:
+    """What `trackio.init` returns, as far as it is used: its package is large."""
+
+    def __init__(self, options):
+        self.options, self.logged, self.finished = options, [], False
+
+    def log(self, metrics, step=None):
+        assert not {"project", "run", "timestamp", "step", "time", "metrics"} & metrics.keys()  # reserved names
+        self.logged.append((step, metrics))
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def trackio(monkeypatch):
+    module = ModuleType("trackio")
+    module.__file__ = "trackio/__init__.py"
+
+    def init(project, name=None, config=None, resume="never", embed=True):
+        if project.startswith("registry-"):
+            raise ValueError(f"Project name {project!r} is not allowed\nfor two lines")
+        return TrackioRun({"project": project, "name": name, "config": config, "resume": resume, "embed": embed})
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
+
+
+def test_trackio_gets_the_settings_and_the_metrics_by_step(tmp_path, trackio):
+    (logger,) = open_loggers(["trackio"], tmp_path, {"steps": 3})
+    assert logger.run.options == {
+        "project": "ligermodels", "name": tmp_path.name, "config": {"steps": 3}, "resume": "never", "embed": False,
+    }  # fmt: skip
+    logger.write({"step": 1, "loss": 2.5})
+    logger.write({"step": 1, "validation_loss": 1.5, "sample": "Once"})
+    logger.close()
+    assert logger.run.logged == [(1, {"loss": 2.5}), (1, {"validation_loss": 1.5, "sample": "Once"})]
+    assert logger.run.finished
+
+
+def test_a_resumed_run_continues_the_trackio_run_of_its_name(tmp_path, trackio, monkeypatch):
+    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
+    (resumed,) = open_loggers(["trackio"], tmp_path, {}, done=5)
+    assert (resumed.run.options["project"], resumed.run.options["resume"]) == ("mine", "allow")
+    monkeypatch.setenv("TRACKIO_PROJECT", "registry-x")
+    with pytest.raises(InputError, match=r"^--log-to trackio: Project name 'registry-x' is not allowed$"):
+        open_loggers(["trackio", "tensorboard"], tmp_path, {})
     assert not any(tmp_path.iterdir())
