@@ -88,6 +88,8 @@ def test_the_commands_of_a_page_are_ones_that_the_command_line_takes(page):
     for words in commands(page):
         arguments = ligermodels_arguments(words)
         if arguments is not None:
+            if arguments[0] == "train" and PENDING & {*arguments}:
+                continue
             args = build_parser().parse_args(arguments)
             if arguments[0] == "train" and not (hasattr(args, "resume") or args.config):
                 config_from_flags(args)
