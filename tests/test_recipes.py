@@ -34,6 +34,7 @@ MODELS = {
     "meta-llama/Meta-Llama-3-8B": "llama", "Qwen/Qwen3-30B-A3B": "qwen3_moe",
 }  # fmt: skip
 SMALL = {"--steps": "2", "--batch-size": "4", "--sequence-length": "64"}
+VALUES = {LONGER: {"--batch-size": "4", "--sequence-length": "64"}}  # by section; SMALL elsewhere
 TEXTS = [f"The {n}th story is about a lighthouse with {n} steps, and nobody counts them twice." for n in range(60)]
 # What llama.cpp's script reads from config.json for every family. It takes the rest from transformers' configuration.
 READ_BY_LLAMA_CPP = {
@@ -247,14 +248,12 @@ CHECKS = {
     "Mixture of experts: LoRA on the experts": check_experts, "Export to Hugging Face": check_llama_cpp,
     "Export to GGUF": check_llama_cpp, "Serve with vLLM": check_vllm,
 }  # fmt: skip
+RUN_ALONE = [title for title in SECTIONS if title not in (ON_A_CPU, RESUME) and not is_pending(title)]
 
 
-@pytest.mark.parametrize("title", [title for title in SECTIONS if title not in (ON_A_CPU, RESUME)])
+@pytest.mark.parametrize("title", RUN_ALONE)
 def test_the_commands_of_a_recipe_run_and_leave_what_it_promises(title, reader):
-    if is_pending(title):
-        return
-    if title == LONGER:
-        reader.values = {flag: value for flag, value in SMALL.items() if flag != "--steps"}
+    reader.values = VALUES.get(title, SMALL)
     BEFORE.get(title, lambda _: None)(reader)
     first = section_commands("Export to Hugging Face") if title in MERGED else []
     for words in [*first, *section_commands(title)]:
@@ -287,17 +286,17 @@ def right_answers(folder):
     return sum(text == answer["content"] for text, (_, answer) in zip(answers, chats, strict=True))
 
 
-def test_a_run_that_was_stopped_goes_on_on_another_machine(reader):
+def test_a_stopped_run_resumes_on_another_machine(reader):
     start, copy, resume, check = section_commands(RESUME)
-    reader.values = SMALL | {"--steps": "40"}
+    reader.values = SMALL | {"--steps": "60"}
     run = reader.launcher.start(*reader.small(ligermodels_arguments(start))[1:], ranks=2)
     run.read_until("step 2/")
     assert run.kill(signal.SIGTERM).wait().status == 0
     reader.copy(copy)
     assert "resumes after step" in reader.run(resume)
-    assert len(reader.run(check).splitlines()) == 40
+    assert len(reader.run(check).splitlines()) == 60
     records = read_metrics(reader.folder / "runs/Qwen3-8B/metrics.jsonl")
-    assert [record["step"] for record in records if "loss" in record] == list(range(1, 41))
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, 61))
     assert_promised(RESUME, reader.folder)
 
 
