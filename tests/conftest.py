@@ -32,8 +32,9 @@ def pytest_configure():
 # Files whose tests start processes, compile, or train. `-m "not slow"` leaves them out and takes 90 s on two cores.
 SLOW = (
     *("test_adapters", "test_bench", "test_bench_train_curve", "test_docs", "test_examples", "test_parity"),
-    *("test_round_trip", "test_sabotage", "test_verify", "kernels/test_compiled_kernels", "kernels/test_contracts"),
-    *("kernels/test_cross_entropy", "kernels/test_experts", "kernels/test_expert_updates"),
+    *("test_recipes", "test_round_trip", "test_sabotage", "test_verify"),
+    *("kernels/test_compiled_kernels", "kernels/test_contracts", "kernels/test_cross_entropy"),
+    *("kernels/test_experts", "kernels/test_expert_updates"),
     *("integrations/test_transformers", "interop/test_generation", "interop/test_trainer", "interop/test_trl"),
     *("kernels/test_grouped_gemm", "kernels/test_linear_cross_entropy", "kernels/test_qk_norm_rope"),
     *("interop/test_exports", "kernels/test_row_sharding"),
