@@ -11,7 +11,7 @@ from ligermodels.hub.download import adapter_folder
 from ligermodels.hub.models import all_but_weights, complete_model, is_adapter, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules
-from ligermodels.layers.lora_targets import adapter_layout, insert_lora
+from ligermodels.layers.lora_targets import adapter_layouts, insert_lora
 from ligermodels.layers.modules_to_save import untie_head
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, read_adapter_config
 from ligermodels.weights.adapter_reading import Adapter, AdapterSettings, fill_updates, match_adapter, read_adapter
@@ -28,7 +28,9 @@ def export_adapter(model: CausalLM, folder: str | Path, *, also: Callable[[Path]
     InputError if the model has no LoRA.
     """
     base = BaseModel() if model.source is None else base_model(model.source)
-    write_adapter(model, adapter_layout(model), folder, base, also)
+    # PEFT finds modules that were trained as a whole under the names that transformers has in memory: the last layout.
+    layout = adapter_layouts(model)[-1 if model.modules_to_save else 0]
+    write_adapter(model, layout, folder, base, also)
 
 
 def load_adapter(
@@ -73,8 +75,7 @@ def add_lora_of_adapter(model: CausalLM, folder: Path, dtype: torch.dtype) -> No
 
 def match(adapter: Adapter, model: CausalLM) -> tuple[Layout, AdapterSettings]:
     """The layout whose names the adapter uses, and its settings for the model. Raises CheckpointError."""
-    layouts = [adapter_layout(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
-    return match_adapter(adapter, model, layouts)
+    return match_adapter(adapter, model, adapter_layouts(model))
 
 
 def base_model(folder: Path) -> BaseModel:

@@ -3,7 +3,7 @@
 Must not know any architecture, or how adapters are stored.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -157,17 +157,17 @@ def insert_lora(
     train_whole(model, modules, dtype)
 
 
-def adapter_layout(model: CausalLM, rules: Iterable[Rule] | None = None) -> Layout:
-    """What of the model can be in an adapter. rules: the checkpoint layout whose names to use; None for the Hub's."""
-    return Layout(lora_projections(model, rules), modules_trained_whole(model, rules))
+def adapter_layouts(model: CausalLM) -> list[Layout]:
+    """What of the model can be in an adapter, under the names of each layout that its checkpoints have."""
+    every = model.weight_rules(), *model.other_weight_rules()
+    return [Layout(lora_projections(model, rules), modules_trained_whole(model, rules), rules) for rules in every]
 
 
-def lora_projections(model: CausalLM, rules: Iterable[Rule] | None = None) -> dict[str, Packed]:
+def lora_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Packed]:
     """All modules that can have LoRA (linears and stacked experts), each with the Hub's projections packed in it.
 
-    rules: the checkpoint layout whose names to use; None for the Hub's own.
+    rules: the checkpoint layout whose names to use.
     """
-    rules = tuple(model.weight_rules() if rules is None else rules)
     return linear_projections(model, rules) | expert_projections(model)
 
 

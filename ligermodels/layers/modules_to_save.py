@@ -32,12 +32,9 @@ class WideEmbedding(nn.Embedding):
         return super().forward(input).to(self.like.dtype)
 
 
-def modules_trained_whole(model: CausalLM, rules: Iterable[Rule] | None = None) -> dict[str, str]:
-    """The modules that can be trained as a whole, each with its name on the Hub.
-
-    rules: the checkpoint layout whose names to use; None for the Hub's own.
-    """
-    rules = tuple(model.weight_rules() if rules is None else rules)
+def modules_trained_whole(model: CausalLM, rules: Iterable[Rule]) -> dict[str, str]:
+    """The modules that can be trained as a whole, each with its name in the layout that has these rules."""
+    rules = tuple(rules)
     named = (found for part in TEXT_MODEL for found in model.get_submodule(part).named_modules(prefix=part))
     names = [name for name, module in named if isinstance(module, nn.Embedding | LMHead | RMSNorm)]
     return {name: hub_name(name, model.get_parameter(f"{name}.weight"), rules) for name in names}
@@ -54,8 +51,8 @@ def select_modules(model: CausalLM, names: Collection[str]) -> tuple[str, ...]:
 
     Of a tied embedding and head, one stands for both.
     """
-    available = modules_trained_whole(model)
-    others = hub_module_names(model) - set(available.values())
+    available = modules_trained_whole(model, model.weight_rules())
+    others = hub_module_names(model, model.weight_rules()) - set(available.values())
     for name in names:
         if not any(is_saved(module, [name]) for module in available.values()) or any(
             is_saved(module, [name]) for module in others

@@ -21,7 +21,7 @@ from ligermodels.errors import InputError
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, compose_adapter_config
 from ligermodels.weights.exporting import TOKENIZER_FILES, copy_files, hub_tensors
 from ligermodels.weights.files import shortened
-from ligermodels.weights.mapping import Piece, full_box, is_lora_parameter, plan_pieces
+from ligermodels.weights.mapping import Piece, Rule, full_box, is_lora_parameter, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule, tied_names
 from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
@@ -65,11 +65,12 @@ class Layout:
     """What of a model can be in an adapter, under the names of one checkpoint layout.
 
     projections: all modules that can have LoRA. modules: those that can be trained as a whole, each with its name on
-    the Hub; each has one parameter, its weight.
+    the Hub; each has one parameter, its weight. rules: of the layout.
     """
 
     projections: Mapping[str, Packed]
     modules: Mapping[str, str]
+    rules: tuple[Rule, ...]
 
 
 def low_rank_modules(model: HubModule, projections: Iterable[str]) -> dict[str, LowRankModule]:
@@ -127,7 +128,7 @@ def write_adapter(
     """Writes the LoRA of `model`, and the modules that are trained as a whole, to `folder` in PEFT's format.
 
     The files of the tokenizer are copied from the folder that the model was loaded from. The folder must be empty or
-    not exist. layout: the Hub's own. also: see `write_folder`. If parameters are DTensors, every rank must call.
+    not exist. also: see `write_folder`. If parameters are DTensors, every rank must call.
     Raises InputError if the model has no LoRA, and CheckpointError as export_weights does.
     """
     reshard(model)
@@ -166,10 +167,10 @@ def tied_modules(model: HubModule) -> set[str]:
     return {name.removesuffix(".weight") for pair in tied_names(model).items() for name in pair}
 
 
-def hub_module_names(model: HubModule) -> set[str]:
-    """The Hub's names of all modules of the model that have a weight."""
+def hub_module_names(model: HubModule, rules: Iterable[Rule]) -> set[str]:
+    """The names of all modules of the model that have a weight, by the rules of a checkpoint layout."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    tensors = (piece.tensor for piece in plan_pieces(shapes, model.weight_rules()))
+    tensors = (piece.tensor for piece in plan_pieces(shapes, rules))
     return {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
 
 
@@ -191,4 +192,6 @@ def adapter_config_of(
     parameters = {name for linear in modules if (name := projections[linear].parameter) is not None}
     saved = [layout.modules[name] for name in model.modules_to_save]
     tied = not tied_modules(model).isdisjoint(model.modules_to_save)
-    return compose_adapter_config(ranks, alphas, dropout, hub_module_names(model), parameters, saved, tied, base)
+    return compose_adapter_config(
+        ranks, alphas, dropout, hub_module_names(model, layout.rules), parameters, saved, tied, base
+    )
