@@ -13,6 +13,7 @@ from ligermodels.cli.parsing import (
     add_dtype,
     add_revision,
     load_with_adapter,
+    resolve_with_adapter,
 )
 from ligermodels.errors import InputError
 from ligermodels.generation.decoding import model_stop_tokens, stream
@@ -27,7 +28,7 @@ def add_to(commands: Commands) -> None:
         commands, "generate", run, "continue a prompt, or hold a conversation",
         'Qwen/Qwen3-8B --chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.95',
     )  # fmt: skip
-    parser.add_argument("model", help="a folder or a Hub id")
+    parser.add_argument("model", help="a folder or a Hub id, of a model or of an adapter, which names its base")
     add_adapter(parser, "to generate with")
     parser.add_argument("--prompt", help="a text to continue; with --chat, the user's message")
     parser.add_argument("--chat", action="store_true", help="use the chat template; interactive without --prompt")
@@ -47,8 +48,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError("generate: --prompt is missing; it is optional only with --chat at a terminal")
     if args.system is not None and not args.chat:
         raise InputError("generate: --system needs --chat")
-    folder = hub.resolve(args.model, revision=args.revision)
-    adapter = hub.adapter_folder(args.adapter) if args.adapter else None
+    folder, adapter = resolve_with_adapter(args.model, args)
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
     if args.chat:  # raises errors of the template before the weights are loaded
         tokenizer.render_chat_template(first_messages(args, "…"), add_generation_prompt=True)

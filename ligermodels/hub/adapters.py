@@ -1,12 +1,14 @@
 """Exports, loads and continues LoRA adapters in PEFT's format, and finds the model that one was made for."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.hub.download import adapter_folder
 from ligermodels.hub.models import all_but_weights, complete_model, is_adapter, resolve
 from ligermodels.layers.decoder import CausalLM
@@ -18,6 +20,8 @@ from ligermodels.weights.adapter_reading import Adapter, AdapterSettings, fill_u
 from ligermodels.weights.adapters import Layout, write_adapter
 from ligermodels.weights.config_file import read_generation_config
 from ligermodels.weights.loading import refuse_meta_parameters
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def export_adapter(model: CausalLM, folder: str | Path, *, also: Callable[[Path], None] | None = None) -> None:
@@ -91,15 +95,24 @@ def base_model_name(folder: Path) -> str:
     return str(base_model(folder).name)
 
 
-def base_of_adapter(folder: Path) -> BaseModel:
-    """The model that an adapter's folder names as its base. Raises CheckpointError if it names none."""
+def base_of_adapter(folder: Path, remedy: str) -> BaseModel:
+    """The model that an adapter's folder names as its base.
+
+    Raises CheckpointError if it names none, or a folder that does not exist. remedy: the end of its message.
+    """
     config = read_adapter_config(folder)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path is {name!r}; it names no model")
-    if os.path.isdir(os.path.expanduser(name)) or not isinstance(revision, str):
-        revision = None
-    return BaseModel(name, revision)
+        raise missing_base(folder, name, "it names no model", remedy)
+    if os.path.isdir(os.path.expanduser(name)):
+        return BaseModel(name)
+    if not HUB_ID.fullmatch(name):
+        raise missing_base(folder, name, "there is no such folder", remedy)
+    return BaseModel(name, revision if isinstance(revision, str) else None)
+
+
+def missing_base(folder: Path, name: Any, reason: str, remedy: str) -> CheckpointError:
+    return CheckpointError(f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path is {name!r}; {reason}; {remedy}")
 
 
 def resolve_with_adapter(
@@ -108,11 +121,12 @@ def resolve_with_adapter(
     *,
     revision: str | None = None,
     token: str | None = None,
+    remedy: str = "pass its base model too",
 ) -> tuple[Path, Path | None]:
     """The folders of a model and of its adapter, if it has one. The name of an adapter stands for it and its base.
 
-    Raises HubError, ConfigError or CheckpointError, as `resolve` does; InputError if two adapters are given, and
-    CheckpointError if the adapter's base is not found.
+    remedy: what to do where the base of an adapter is not found. Raises HubError, ConfigError or CheckpointError, as
+    `resolve` does; InputError if two adapters are given.
     """
     folder = all_but_weights(name_or_folder, revision, token)
     if not is_adapter(folder):
@@ -121,8 +135,8 @@ def resolve_with_adapter(
     if adapter is not None:
         raise InputError(f"{name_or_folder}: is an adapter itself, beside the adapter {adapter}; give its base model")
     folder = adapter_folder(name_or_folder, revision=revision, token=token)
-    base = base_of_adapter(folder)
+    base = base_of_adapter(folder, remedy)
     try:
         return resolve(str(base.name), revision=base.revision, token=token), folder
-    except InputError as error:
-        raise CheckpointError(f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path: {error}") from error
+    except HubError as error:
+        raise missing_base(folder, base.name, str(error), remedy) from error

@@ -20,10 +20,20 @@ import torch
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.hub import create, export, export_adapter, list_architectures, resolve
+from ligermodels.hub import (
+    adapter_folder,
+    add_lora_of_adapter,
+    create,
+    export,
+    export_adapter,
+    list_architectures,
+    load_adapter,
+    resolve,
+)
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.lora_targets import add_lora
+from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data import Data, count_supervised, open_data
@@ -38,6 +48,7 @@ from ligermodels.training.reporting.loggers import check_logger_packages, open_l
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, is_validated
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
+from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import refuse_contradictions
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
@@ -54,6 +65,7 @@ from ligermodels.training.scaling.activation_checkpointing import (
 from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.host_reads import read_async
 from ligermodels.training.scaling.out_of_memory import out_of_memory_advice
+from ligermodels.weights.exporting import replace_tokenizer
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.writing import failure
 
@@ -96,6 +108,7 @@ def plan(config: TrainConfig) -> Plan:
 
 def prepare(config: TrainConfig, world: World) -> Run:
     """The run of these settings, before it allocates any memory."""
+    config = with_base_of_adapter(config)
     refuse_contradictions(config)
     check_logger_packages(config.log_to)
     refuse_resuming(config)
@@ -106,12 +119,14 @@ def prepare(config: TrainConfig, world: World) -> Run:
     config = with_param_dtype(config, world)
     compute_dtype, param_dtype = TORCH_DTYPES[config.dtype], TORCH_DTYPES[str(config.param_dtype)]
     size = config.size if is_family else None
-    dtype = compute_dtype if config.lora_rank else param_dtype
+    dtype = compute_dtype if config.with_lora else param_dtype
     model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta")
-    if config.lora_rank:
+    if config.adapter:
+        add_lora_of_adapter(model, adapter_folder(config.adapter), param_dtype)
+    elif config.lora_rank:
         add_lora(
             model, rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
-            targets=config.lora_targets, dtype=param_dtype,
+            targets=config.lora_targets, modules_to_save=config.modules_to_save, dtype=param_dtype,
         )  # fmt: skip
 
     # The data, and the memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
@@ -170,13 +185,15 @@ def train(config: TrainConfig) -> TrainResult:
             load_weights(model, pretrained)
             initialize_lora(model, torch.Generator(world.device).manual_seed(config.seed))
             model.source = pretrained
+            if config.adapter:
+                load_adapter(model, config.adapter)
         if data.new_tokenizer:
             model.generation_config = GENERATION_CONFIG
         torch.manual_seed(config.seed + world.rank)  # dropout
         model.train()
 
         optimizer = build(model)
-        width, lora = model.config.hidden_size, config.lora_rank is not None
+        width, lora = model.config.hidden_size, config.with_lora
         peak = config.learning_rate or default_learning_rate(width, pretrained=pretrained is not None, lora=lora)
         say = print if world.is_first else lambda line: None
         progress = (checkpoints.restore(model, optimizer, say) if config.resume else None) or Progress()
@@ -270,7 +287,7 @@ def train(config: TrainConfig) -> TrainResult:
             with rescued(checkpoints, model, optimizer, progress, resume):
                 exported = export_run(model, data, config, output, compute_dtype)
             chats = data.validation.completion_only and data.tokenizer is not None and bool(data.tokenizer.templates)
-            for line in advice(config, world, exported, model.source, chats=chats):
+            for line in advice(config, world, exported, chats=chats):
                 metrics.say(line)
         if world.is_first:
             draw_curves(metrics.records(), output / "curves.png", str(output), metrics.say)
@@ -286,7 +303,7 @@ def with_param_dtype(config: TrainConfig, world: World) -> TrainConfig:
     here on: it resumes with the same on any number of ranks.
     """
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
-    half = config.dtype == "bfloat16" and world.size == 1 and not config.lora_rank
+    half = config.dtype == "bfloat16" and world.size == 1 and not config.with_lora
     return replace(config, param_dtype=config.param_dtype or ("bfloat16" if half else "float32"))
 
 
@@ -298,7 +315,9 @@ def validation_due(config: TrainConfig, step: int) -> bool:
 def export_run(model: CausalLM, data: Data, config: TrainConfig, output: Path, dtype: torch.dtype) -> Path:
     """Writes the model, or the LoRA adapter alone, into the run's folder; returns where."""
     also = partial(save_tokenizer, data.new_tokenizer) if data.new_tokenizer else None
-    if config.lora_rank and config.lora_export == "adapter":
+    if config.adapter and has_tokenizer(adapter := adapter_folder(config.adapter)):
+        also = partial(replace_tokenizer, adapter)
+    if config.exports_adapter:
         export_adapter(model, output / ADAPTER, also=also)
         return output / ADAPTER
     export(model, output / MODEL, dtype=dtype, also=also)
