@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import ligermodels
-from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers.lora import lora_modules
+from ligermodels.errors import CheckpointError
 from tests.cases import CASES
 from tests.layers.adapters import adapt
-from tests.reference_model import reference_model, save_reference, tokens
-from tests.test_adapters import CONFIG, TENSORS, adapter_config, logits, read_by_peft
+from tests.reference_model import reference_model, save_reference
+from tests.test_adapters import TENSORS, adapter_config, logits, read_by_peft
 from tests.test_round_trip import FAMILIES, parameters_equal, reread, weights
 
 TWO_LAYERS = {"num_hidden_layers": 2}
