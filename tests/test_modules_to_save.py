@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import ligermodels
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers.lora import lora_modules
 from tests.cases import CASES
 from tests.layers.adapters import adapt
-from tests.reference_model import reference_model, save_reference
+from tests.reference_model import reference_model, save_reference, tokens
 from tests.test_adapters import TENSORS, adapter_config, logits, read_by_peft
 from tests.test_round_trip import FAMILIES, parameters_equal, reread, weights
 
@@ -86,7 +87,8 @@ def test_peft_the_merged_export_and_load_adapter_give_the_logits_of_our_modules(
 def test_an_adapter_of_peft_gives_its_logits(raw, names, tying, tmp_path):
     """PEFT trains copies of a tied embedding and head, apart from each other unless ensure_weight_tying is set."""
     save_reference(raw, tmp_path / "in")
-    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=names, ensure_weight_tying=tying)
+    kept = list(names)  # PEFT changes the list
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=kept, ensure_weight_tying=tying)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the missing base, and of weights that are no longer tied
         theirs = randomize_whole(peft.get_peft_model(reference_model(raw), settings))
@@ -106,3 +108,79 @@ def test_an_adapter_of_peft_gives_its_logits(raw, names, tying, tmp_path):
         model = adapt(ligermodels.load(tmp_path / "in"), targets="q_proj", rank=8, alpha=8, modules_to_save=names)
         with pytest.raises(CheckpointError, match="with an embedding and a head that are not tied"):
             ligermodels.load_adapter(model, tmp_path / "adapter")
+
+
+def trained_whole(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in name}
+
+
+def test_modules_in_a_config_of_peft_are_those_named_to_add_lora():
+    by_config, by_name = ligermodels.create(LLAMA), ligermodels.create(LLAMA)
+    ligermodels.add_lora(
+        by_config, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head", "model.norm"])
+    )
+    ligermodels.add_lora(by_name, rank=8, alpha=8, targets="q_proj", modules_to_save=["lm_head", "model.norm"])
+    assert trained_whole(by_config) == trained_whole(by_name) == {"model.norm.weight", "lm_head.weight"}
+    assert by_config.modules_to_save == by_name.modules_to_save == ("model.norm", "lm_head")
+
+
+@pytest.mark.parametrize("name", ["q_proj", "head", "mlp.gate", "proj", "layernorm2", ""])
+def test_a_module_that_is_not_trained_whole_is_refused_with_those_that_can_be(name):
+    model = ligermodels.create(CASES["mixtral"])
+    if name == "head":  # the end of a name is enough
+        ligermodels.add_lora(model, modules_to_save=name)
+        assert trained_whole(model) == {"lm_head.weight"}
+        return
+    message = (
+        rf"modules_to_save: '{name}' is neither the embedding nor the head nor a norm; choose from: embed_tokens, "
+        "input_layernorm, post_attention_layernorm, norm, lm_head. Projections are trained by LoRA, as its targets"
+    )
+    with pytest.raises(InputError, match=message):
+        ligermodels.add_lora(model, modules_to_save=["lm_head", name])
+    assert not any(lora_modules(model)) and all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("raw", [LLAMA, TIED], ids=["apart", "tied"])
+def test_fp32_modules_over_a_bf16_base_compute_as_bf16_ones_and_are_exported_in_bf16(raw, tmp_path):
+    ids = tokens(raw)
+    losses, gradients = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = ligermodels.create(raw, dtype=torch.bfloat16, seed=1)
+        ligermodels.add_lora(model, rank=2, targets="q_proj", modules_to_save=[*BOTH, "norm"], dtype=dtype)
+        assert model.dtype == torch.bfloat16 and model.lm_head.weight.dtype == model.model.norm.weight.dtype == dtype
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == (raw is TIED)
+        losses.append(model(ids, ids).loss)
+        losses[-1].backward()
+        gradients.append({name: model.get_parameter(name).grad for name in trained_whole(model)})
+        ligermodels.export(model, tmp_path / str(dtype))
+    assert torch.equal(*losses) and gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.dtype == torch.float32 and gradient.any()
+        expected = gradients[1][name].float()
+        assert (gradient - expected).abs().max() <= 0.01 * expected.abs().max(), name
+    for file in ("model.safetensors", "config.json"):
+        assert len({(tmp_path / str(dtype) / file).read_bytes() for dtype in (torch.float32, torch.bfloat16)}) == 1
+
+    wide = model.float()  # the dtype of what the embedding returns follows
+    assert wide(ids).logits.dtype == torch.float32
+
+
+def test_an_adapter_is_loaded_in_the_dtype_of_the_model_or_of_its_lora(tmp_path):
+    save_reference(LLAMA, tmp_path / "in")
+    model = adapt(ligermodels.load(tmp_path / "in", dtype="bfloat16"), modules_to_save=BOTH, dtype=torch.float32)
+    ligermodels.export_adapter(randomize_whole(model), tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / TENSORS)
+    assert torch.equal(stored[EMBEDDING], model.model.embed_tokens.weight) and stored[HEAD].dtype == torch.float32
+
+    narrow = ligermodels.load(tmp_path / "in", dtype="bfloat16")
+    ligermodels.load_adapter(narrow, tmp_path / "adapter")
+    assert torch.equal(narrow.lm_head.weight, stored[HEAD].bfloat16())
+    assert {layer.lora_A.dtype for layer in lora_modules(narrow)} == {torch.float32}
+    wide = adapt(ligermodels.load(tmp_path / "in", dtype="bfloat16"), modules_to_save=BOTH, dtype=torch.float32)
+    ligermodels.load_adapter(wide, tmp_path / "adapter")
+    assert torch.equal(wide.lm_head.weight, stored[HEAD]) and torch.equal(logits(wide, LLAMA), logits(narrow, LLAMA))
+    without = adapt(ligermodels.load(tmp_path / "in"))
+    with pytest.raises(
+        CheckpointError, match=r"different LoRA: modules_to_save is \[\], the adapter's is \['model\.emb"
+    ):
+        ligermodels.load_adapter(without, tmp_path / "adapter")
