@@ -257,7 +257,7 @@ def refuse_other_folders(folder: Path) -> None:
     if is_adapter(folder):
         raise CheckpointError(
             f"{folder}: contains an adapter and no model: load its base model, then call ligermodels.load_adapter; "
-            "export merges both"
+            "ligermodels export merges both, and ligermodels train --adapter continues it"
         )
     within = sorted(folder.glob(f"*/{CONFIG_FILE}"))
     if within and not (folder / CONFIG_FILE).exists():

@@ -22,10 +22,12 @@ TEXT_MODEL = ("model", "lm_head")  # a multimodal model's vision tower is not co
 class WideEmbedding(nn.Embedding):
     """An embedding with a weight in a wider dtype than the rest of the model. Its output is in the model's dtype."""
 
+    like: Tensor  # empty, in the model's dtype: `to` and `half` change it with the model's weights
+
     def __init__(self, base: nn.Embedding, weight: nn.Parameter) -> None:
         super().__init__(base.num_embeddings, base.embedding_dim, base.padding_idx, _weight=weight.detach())
         self.weight = weight
-        self.register_buffer("like", base.weight.new_empty(0), persistent=False)  # `to` and `half` change its dtype
+        self.register_buffer("like", base.weight.new_empty(0), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Ids [...] -> [..., H]."""

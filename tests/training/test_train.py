@@ -254,7 +254,7 @@ def experts(base, launcher):
 )
 def test_an_adapter_and_the_merged_model_are_the_same(model, targets, saved, base, experts, launcher):
     lora = ["--model", model, "--data", "own.txt", *SMALL, *LORA, "--lora-targets", *targets]
-    lora += ["--modules-to-save", *saved]
+    lora += ["--lora-alpha", "32", "--modules-to-save", *saved]
     name = model.replace("/", "-")
     adapter, merged = (launcher.folder / f"{name}-{kind}" for kind in ("adapter", "merged"))
     done = launcher.succeed(*lora, "--output", adapter, "--lora-export", "adapter")

@@ -92,9 +92,9 @@ def read_tokenizer_and_end(folder: Path, adapter: Path | None = None) -> tuple[T
     """The tokenizer of a model folder, and its end-of-text token: the first eos_token_id of config.json, otherwise of
     generation_config.json. An adapter's folder with a tokenizer comes first. Raises InputError if none gives one."""
     own = adapter if adapter is not None and has_tokenizer(adapter) else None
-    configs = read_config(folder), read_generation_config(folder)
+    configs = [read_config(folder), read_generation_config(folder)]
     if own is not None:
-        configs = read_generation_config(own), *configs
+        configs.insert(0, read_generation_config(own))
     ends = [token for config in configs for token in end_of_text_ids(config, folder)]
     if not ends:
         raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is missing; it must be the end-of-text token")
