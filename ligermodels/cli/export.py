@@ -12,7 +12,7 @@ from ligermodels.cli.parsing import (
     add_revision,
     load_with_adapter,
     print_line,
-    resolve_with_adapter,
+    resolve_model,
 )
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.units import byte_size, counted
@@ -36,7 +36,7 @@ def add_to(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     refuse_in_use(args.output.absolute())  # before the weights are read
     size_in_bytes(args.max_shard_size)
-    folder, adapter = resolve_with_adapter(args.source, args)
+    folder, adapter = resolve_model(args.source, args)
     model = load_with_adapter(folder, adapter)
     also = functools.partial(replace_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
     hub.export(model, args.output, dtype=args.dtype, max_shard_size=args.max_shard_size, also=also)

@@ -13,7 +13,7 @@ from ligermodels.cli.parsing import (
     add_dtype,
     add_revision,
     load_with_adapter,
-    resolve_with_adapter,
+    resolve_model,
 )
 from ligermodels.errors import InputError
 from ligermodels.generation.decoding import model_stop_tokens, stream
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError("generate: --prompt is missing; it is optional only with --chat at a terminal")
     if args.system is not None and not args.chat:
         raise InputError("generate: --system needs --chat")
-    folder, adapter = resolve_with_adapter(args.model, args)
+    folder, adapter = resolve_model(args.model, args)
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
     if args.chat:  # raises errors of the template before the weights are loaded
         tokenizer.render_chat_template(first_messages(args, "…"), add_generation_prompt=True)

@@ -48,7 +48,7 @@ def add_adapter(parser: argparse.ArgumentParser, use: str) -> None:
     parser.add_argument("--adapter", help=f"LoRA adapter in PEFT's format (folder or Hub id) {use}")
 
 
-def resolve_with_adapter(model: str, args: argparse.Namespace) -> tuple[Path, Path | None]:
+def resolve_model(model: str, args: argparse.Namespace) -> tuple[Path, Path | None]:
     """The folders of a model and of its adapter, if it has one, by --adapter and --revision.
 
     The name of an adapter stands for it and its base. Raises InputError.
