@@ -229,7 +229,9 @@ EXPERT = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
     ("fields", "message"),
     [
         ({"use_dora": True}, "use_dora is True; is not supported"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"1 missing: base_model\.model\.lm_head\.weight"),
+        ({"modules_to_save": ["k_proj"]}, "modules_to_save: 'k_proj' is neither the embedding nor the head nor a norm"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; must be a list of names"),
         ({"bias": "all"}, "bias is 'all'; must be 'none'"),
         ({"unknown_field": 3}, "unknown_field is 3; is not supported"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; must be 'LORA'"),
@@ -265,8 +267,14 @@ def test_an_unsupported_setting_of_an_adapter_is_refused_by_name(base, tmp_path,
             r"1 of the wrong shape: .*q_proj.* \[4, 47\] instead of \[4, 48\]",
         ),
         (lambda x: x.update({Q_A: x[Q_A].int()}), "1 not floating point: .*q_proj.*int32"),
-        (lambda x: x.update({EXPERT: x[Q_A].clone()}), f"1 not of a projection that can have LoRA: {EXPERT}"),
-        (lambda x: x.update({"base_model.model.lm_head.weight": x[Q_A].clone()}), "1 not of a projection .*lm_head"),
+        (
+            lambda x: x.update({EXPERT: x[Q_A].clone()}),
+            f"1 neither of a projection .*: {EXPERT}",
+        ),
+        (
+            lambda x: x.update({"base_model.model.lm_head.weight": x[Q_A].clone()}),
+            "1 neither of a projection .*lm_head",
+        ),
         (lambda x: x.clear(), "14 missing|28 missing"),
     ],
 )

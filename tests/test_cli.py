@@ -72,10 +72,30 @@ def test_generate_with_an_adapter_prints_the_output_of_the_merged_model(folder, 
     ligermodels.export(model, tmp_path / "merged")
     shutil.copy(folder / "tokenizer.json", tmp_path / "merged")
     outputs = []
-    for flags in ([str(tmp_path / "merged")], [str(folder), "--adapter", str(adapter)], [str(folder)]):
+    for flags in ([str(tmp_path / "merged")], [str(folder), "--adapter", str(adapter)], [str(adapter)], [str(folder)]):
         assert main(["generate", *flags, "--prompt", "w5 w6 w7", "--max-new-tokens", "8", "--device", "cpu"]) == 0
         outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1] != outputs[2]
+    assert outputs[0] == outputs[1] == outputs[2] != outputs[3]
+
+
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        (None, "is None; it names no model"),
+        ("runs/gone/model", "is 'runs/gone/model'; there is no such folder"),
+        ("/gone/model", "is '/gone/model'; there is no such folder"),
+        ("llama", "is 'llama'; llama: is an architecture and has no weights to load"),
+    ],
+)
+def test_an_adapter_whose_base_is_not_found_is_refused_with_the_command_that_names_it(base, reason, adapted, capsys):
+    _, adapter = adapted
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+    error = error_line(["generate", str(adapter), "--prompt", "w5"], capsys)
+    assert error.startswith(f"ligermodels: {adapter / 'adapter_config.json'}: base_model_name_or_path {reason}")
+    assert error.endswith(f"; name its base: ligermodels generate BASE --adapter {adapter}\n")
+    error = error_line(["export", str(adapter), "out", "--adapter", str(adapter)], capsys)
+    assert "is an adapter itself, beside the adapter" in error
 
 
 def test_generate_and_export_use_the_tokenizer_of_the_adapter(folder, adapted, tmp_path, capsys):
@@ -246,6 +266,8 @@ def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder,
     ligermodels.export(model, tmp_path / "merged", dtype=torch.float16)
     assert tensor_hashes(tmp_path / "out") == tensor_hashes(tmp_path / "merged")
     assert tensor_hashes(tmp_path / "out") != tensor_hashes(folder)
+    assert main(["export", str(adapter), str(tmp_path / "by-adapter"), "--dtype", "float16"]) == 0
+    assert tensor_hashes(tmp_path / "by-adapter") == tensor_hashes(tmp_path / "merged")
     assert str(tmp_path / "out") in error_line(["export", str(folder), str(tmp_path / "out")], capsys)
     assert main(["export", str(folder), str(tmp_path / "out"), "--overwrite"]) == 0
     assert tensor_hashes(tmp_path / "out") == tensor_hashes(folder)

@@ -48,11 +48,13 @@ def test_activations_match_the_tensors_that_autograd_saves(name, lora):
     assert estimate == pytest.approx(saved, rel=0.03)
 
 
-@pytest.mark.parametrize("rank", [None, 8], ids=["full", "lora"])
-def test_weights_gradients_and_states_are_exact(rank):
+@pytest.mark.parametrize(
+    ("rank", "saved"), [(None, ()), (8, ()), (8, ("embed_tokens", "norm"))], ids=["full", "lora", "lora and embedding"]
+)
+def test_weights_gradients_and_states_are_exact(rank, saved):
     model = ligermodels.create(MODELS["routed experts and a shared one"] | {"tie_word_embeddings": True})
     if rank:
-        ligermodels.add_lora(model, rank=rank)
+        ligermodels.add_lora(model, rank=rank, modules_to_save=saved)
     optimizer = build_optimizer(model)
     ids = torch.arange(8)[None]
     model(ids, ids).loss.backward()

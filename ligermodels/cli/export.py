@@ -6,7 +6,14 @@ from pathlib import Path
 
 from ligermodels import hub
 from ligermodels.cli.flags import Commands, add_command
-from ligermodels.cli.parsing import add_adapter, add_dtype, add_revision, load_with_adapter, print_line
+from ligermodels.cli.parsing import (
+    add_adapter,
+    add_dtype,
+    add_revision,
+    load_with_adapter,
+    print_line,
+    resolve_model,
+)
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.units import byte_size, counted
 from ligermodels.weights.exporting import EXPORTED_FILES, MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes
@@ -18,7 +25,7 @@ def add_to(commands: Commands) -> None:
         commands, "export", run, "convert a checkpoint: another dtype, another shard size, or with a merged adapter",
         "Qwen/Qwen3-8B out/ --adapter my-adapter/ --max-shard-size 2GB",
     )  # fmt: skip
-    parser.add_argument("source", help="a folder or a Hub id")
+    parser.add_argument("source", help="a folder or a Hub id, of a model or of an adapter, which names its base")
     parser.add_argument("output", type=Path, help="a folder that is empty or does not exist yet; see --overwrite")
     add_dtype(parser, "dtype of the written weights (default: the stored dtype)")
     parser.add_argument("--max-shard-size", default=MAX_SHARD_SIZE, help="bytes per file, such as 500MB or 2GiB")
@@ -30,8 +37,8 @@ def add_to(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     refuse_in_use(args.output.absolute(), EXPORTED_FILES if args.overwrite else ())  # before the weights are read
     size_in_bytes(args.max_shard_size)
-    adapter = hub.adapter_folder(args.adapter) if args.adapter else None
-    model = load_with_adapter(args.source, adapter, revision=args.revision)
+    folder, adapter = resolve_model(args.source, args)
+    model = load_with_adapter(folder, adapter)
     also = functools.partial(replace_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
     options = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "overwrite": args.overwrite}
     hub.export(model, args.output, also=also, **options)

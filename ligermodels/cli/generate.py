@@ -14,6 +14,7 @@ from ligermodels.cli.parsing import (
     add_dtype,
     add_revision,
     load_with_adapter,
+    resolve_model,
 )
 from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.generation.decoding import model_stop_tokens, stream
@@ -30,7 +31,7 @@ def add_to(commands: Commands) -> None:
         'Qwen/Qwen3-8B --chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.95',
     )  # fmt: skip
     parser.flag_aliases = GENERATE_ALIASES
-    parser.add_argument("model", help="a folder or a Hub id")
+    parser.add_argument("model", help="a folder or a Hub id, of a model or of an adapter, which names its base")
     add_adapter(parser, "to generate with")
     # fmt: off
     parser.add_argument("--prompt", metavar="TEXT", help="a text to continue; with --chat, the user's message; - for "
@@ -53,8 +54,7 @@ def run(args: argparse.Namespace) -> None:
     if args.system is not None and not args.chat:
         raise InputError("generate: --system needs --chat")
     args.prompt = given_prompt(args)
-    folder = hub.resolve(args.model, revision=args.revision)
-    adapter = hub.adapter_folder(args.adapter) if args.adapter else None
+    folder, adapter = resolve_model(args.model, args)
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
     if args.chat:  # raises errors of the template before the weights are loaded
         tokenizer.render_chat_template(first_messages(args, "…"), add_generation_prompt=True)

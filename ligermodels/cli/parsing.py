@@ -48,8 +48,17 @@ def add_adapter(parser: argparse.ArgumentParser, use: str) -> None:
     parser.add_argument("--adapter", help=f"LoRA adapter in PEFT's format (folder or Hub id) {use}")
 
 
-def load_with_adapter(model: str | Path, adapter: Path | None, **options: Any) -> CausalLM:
-    """Loads the model of a folder or a Hub id, and the adapter in a folder. Raises InputError."""
+def resolve_model(model: str, args: argparse.Namespace) -> tuple[Path, Path | None]:
+    """The folders of a model and of its adapter, if it has one, by --adapter and --revision.
+
+    The name of an adapter stands for it and its base. Raises InputError.
+    """
+    remedy = f"name its base: {args.parser.prog} BASE --adapter {model}"
+    return hub.resolve_with_adapter(model, args.adapter, revision=args.revision, remedy=remedy)
+
+
+def load_with_adapter(model: Path, adapter: Path | None, **options: Any) -> CausalLM:
+    """Loads the model of a folder, and the adapter in another. Raises InputError."""
     loaded = hub.load(model, **options)
     if adapter:
         hub.load_adapter(loaded, adapter)

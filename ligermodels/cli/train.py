@@ -34,7 +34,7 @@ GROUP_NOTES = {
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "train", help="train a model from new or pretrained weights", description="Trains a decoder language model.",
-        usage="ligermodels train --model MODEL | --resume FOLDER [flags]", epilog=EXAMPLES,
+        usage="ligermodels train --model MODEL | --adapter FOLDER | --resume FOLDER [flags]", epilog=EXAMPLES,
     )  # fmt: skip
     groups: dict[str, Any] = {}
     for field in FIELDS.values():

@@ -98,6 +98,13 @@ class Config:
             fields = {"text_config": dict(self.raw["text_config"]) | fields}
         return copy.deepcopy(dict(self.raw) | fields)
 
+    def untied(self) -> Self:
+        """The same for a model whose embedding and head are two parameters."""
+        raw = dict(self.raw) | {"tie_word_embeddings": False}
+        if "text_config" in raw:
+            raw["text_config"] = dict(raw["text_config"]) | {"tie_word_embeddings": False}
+        return dataclasses.replace(self, tie_word_embeddings=False, raw=raw)
+
     def to_json_string(self) -> str:
         """`to_dict` as JSON, for loggers that record a model's configuration."""
         return json.dumps(self.to_dict(), indent=2)

@@ -1,19 +1,19 @@
 """Loads and creates models by name (Hub id, folder, architecture or configuration), and exports them to folders."""
 
-from ligermodels.hub.models import (
-    adapter_folder,
-    create,
-    export,
+from ligermodels.hub.adapters import (
+    add_lora_of_adapter,
+    base_of_adapter,
     export_adapter,
-    list_architectures,
-    load,
     load_adapter,
-    load_tokenizer,
-    resolve,
+    resolve_with_adapter,
 )
+from ligermodels.hub.download import adapter_folder
+from ligermodels.hub.models import create, export, list_architectures, load, load_tokenizer, resolve
 
 __all__ = [
     "adapter_folder",
+    "add_lora_of_adapter",
+    "base_of_adapter",
     "create",
     "export",
     "export_adapter",
@@ -22,4 +22,5 @@ __all__ = [
     "load_adapter",
     "load_tokenizer",
     "resolve",
+    "resolve_with_adapter",
 ]

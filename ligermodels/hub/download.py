@@ -25,8 +25,9 @@ from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
 from ligermodels.weights.exporting import COPIED_FILES, TOKENIZER_FILES
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, read_weight_map, shortened
 
-# All files except weights: those that a model is built from, and those that an export copies.
-MODEL_FILES = (CONFIG_FILE, INDEX_FILE, *COPIED_FILES)
+# All files except weights: those that a model is built from, those that an export copies, and the one that shows that a
+# repository has an adapter.
+MODEL_FILES = (CONFIG_FILE, INDEX_FILE, *COPIED_FILES, ADAPTER_CONFIG_FILE)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
 RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
@@ -80,8 +81,15 @@ def fetch_files(
         return download(name, files, revision, token, tqdm_class=SilentProgress)
 
 
-def fetch_adapter(name: str, *, revision: str | None, token: str | None) -> Path:
-    """As `fetch_files`, for the two files of a LoRA adapter and the tokenizer files beside them. Raises HubError."""
+def adapter_folder(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Path:
+    """The folder of an adapter in PEFT's format: a local folder, or one in the Hub's cache, downloaded if necessary.
+
+    Of a Hub repository the two files of the adapter and the tokenizer's are downloaded. Raises HubError.
+    """
+    folder = local_folder(name_or_folder, revision)
+    if folder is not None:
+        return folder
+    name = str(name_or_folder)
     with hub_errors(name, revision, token):
         files = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
         return download(name, files, revision, token)

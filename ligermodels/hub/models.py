@@ -3,6 +3,7 @@
 This is the only module that knows both the list of architectures and `download`. Remote code is never run.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,12 @@ import torch
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
 from ligermodels.errors import CheckpointError, HubError, suggest
-from ligermodels.hub.download import MODEL_FILES, fetch_adapter, fetch_files, fetch_weights, local_folder
+from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.lora import lora_modules
-from ligermodels.layers.lora_targets import insert_lora, lora_projections
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
-from ligermodels.weights.adapters import fill_updates, match_adapter, read_adapter, write_adapter
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import Checkpoint, open_checkpoint
@@ -30,7 +28,6 @@ from ligermodels.weights.loading import (
     fill_weights,
     float_dtype,
     plan_loading,
-    refuse_meta_parameters,
 )
 
 MIN_TENSORS_PER_LAYER = 4  # in any layout: a norm, the input and output of attention, a feed-forward layer
@@ -157,53 +154,6 @@ def export(
     )
 
 
-def export_adapter(
-    model: CausalLM, folder: str | Path, *, also: Callable[[Path], None] | None = None, overwrite: bool = False
-) -> None:
-    """Exports only the model's LoRA, in PEFT's format: adapter_config.json and adapter_model.safetensors.
-
-    Ranks, `also`, `overwrite` and errors are as for `export`. Raises InputError if the model has no LoRA.
-    """
-    base_model = None if model.source is None else base_model_name(model.source)
-    write_adapter(model, lora_projections(model), folder, base_model, also, overwrite)
-
-
-def load_adapter(
-    model: CausalLM, name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None
-) -> None:
-    """Adds the LoRA of a Hub repository or folder in PEFT's format to a model in place; freezes all other weights.
-
-    model: if it already has LoRA, its settings must equal the adapter's, and its values are overwritten. A sharded
-    model must already have LoRA.
-    If the adapter contains a generation_config.json, as one with its own tokenizer does, it replaces the model's.
-    Raises HubError, or CheckpointError that names what does not fit: features other than plain and rank-stabilised
-    LoRA, tensors that are missing, unexpected or of the wrong shape, LoRA of routers, embeddings or the head.
-    """
-    refuse_meta_parameters(model)
-    folder = adapter_folder(name_or_folder, revision=revision, token=token)
-    adapter = read_adapter(folder)
-    layouts = [lora_projections(model, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
-    layout, settings = match_adapter(adapter, layouts)
-    if not any(lora_modules(model)):
-        insert_lora(model, settings)
-    fill_updates(model, adapter, layout, settings)
-    model.generation_config = read_generation_config(folder) or model.generation_config
-
-
-def adapter_folder(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Path:
-    """As `resolve`, for an adapter in PEFT's format. Raises HubError."""
-    folder = local_folder(name_or_folder, revision)
-    return folder or fetch_adapter(str(name_or_folder), revision=revision, token=token)
-
-
-def base_model_name(folder: Path) -> str:
-    """The Hub id of a folder in the Hub's cache, else the folder's path."""
-    *_, repository, snapshots, _ = ("", "", *folder.absolute().parts)
-    if snapshots == "snapshots" and repository.startswith("models--"):
-        return repository.removeprefix("models--").replace("--", "/")
-    return str(folder)
-
-
 def build_on_meta(architecture: type[CausalLM], config: Config) -> CausalLM:
     """Builds the model on the meta device, in fp32."""
     with torch.device("meta"):
@@ -273,33 +223,55 @@ def resolve(name_or_folder: str | Path, *, revision: str | None = None, token: s
     The configuration is downloaded first: an unsupported model is refused before its weights are downloaded.
     Raises HubError, ConfigError or CheckpointError.
     """
-    folder = local_model_folder(name_or_folder, revision)
+    return complete_model(name_or_folder, all_but_weights(name_or_folder, revision, token), token)
+
+
+def all_but_weights(name_or_folder: str | Path, revision: str | None, token: str | None) -> Path:
+    """A local folder, or the snapshot of a Hub repository of which everything but the weights has been downloaded."""
+    folder = local_folder(name_or_folder, revision)
     if folder is not None:
         return folder
     name = str(name_or_folder)
     if name in ARCHITECTURES:
         raise HubError(f"{name}: is an architecture and has no weights to load; create a model, or pass a checkpoint")
-    folder = fetch_all_but_weights(name, revision, token)
-    if not (folder / CONFIG_FILE).exists():
-        raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the transformers format can be read")
-    select_architecture(read_config(folder), folder / CONFIG_FILE)
-    fetch_weights(name, folder, token=token)
+    return fetch_all_but_weights(name, revision, token)
+
+
+def complete_model(name_or_folder: str | Path, folder: Path, token: str | None) -> Path:
+    """The second half of `resolve`: downloads the weights, if `folder` is a snapshot, into it; returns it."""
+    refuse_other_folders(folder)
+    if not os.path.isdir(os.path.expanduser(name_or_folder)):
+        name = str(name_or_folder)
+        if not (folder / CONFIG_FILE).exists():
+            raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the transformers format can be read")
+        select_architecture(read_config(folder), folder / CONFIG_FILE)
+        fetch_weights(name, folder, token=token)
     return folder
 
 
 def local_model_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
     """As `local_folder`. Raises CheckpointError if the folder contains only an adapter, or models in subfolders."""
     folder = local_folder(name_or_folder, revision)
-    if folder is None or (folder / CONFIG_FILE).exists():
-        return folder
-    if (folder / ADAPTER_CONFIG_FILE).exists():
+    if folder is not None:
+        refuse_other_folders(folder)
+    return folder
+
+
+def refuse_other_folders(folder: Path) -> None:
+    """Raises CheckpointError if the folder contains no model, but an adapter, or models in subfolders."""
+    if is_adapter(folder):
         raise CheckpointError(
             f"{folder}: contains an adapter and no model: load its base model, then call ligermodels.load_adapter; "
-            "export merges both"
+            "ligermodels export merges both, and ligermodels train --adapter continues it"
         )
-    if within := sorted(folder.glob(f"*/{CONFIG_FILE}")):
+    within = sorted(folder.glob(f"*/{CONFIG_FILE}"))
+    if within and not (folder / CONFIG_FILE).exists():
         raise CheckpointError(f"{folder}: contains no {CONFIG_FILE}; did you mean {str(within[0].parent)!r}?")
-    return folder
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder contains an adapter and no model."""
+    return (folder / ADAPTER_CONFIG_FILE).exists() and not (folder / CONFIG_FILE).exists()
 
 
 def fetch_all_but_weights(

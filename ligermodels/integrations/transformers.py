@@ -28,7 +28,8 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.distributed import is_first
 from ligermodels.errors import InputError
 from ligermodels.generation.kv_cache import KVCache
-from ligermodels.hub.models import base_model_name, create, load_folder, resolve
+from ligermodels.hub.adapters import base_model_name
+from ligermodels.hub.models import create, load_folder, resolve
 from ligermodels.layers.decoder import CausalLM, LMHead, refuse_options
 from ligermodels.layers.packed import AdaptableModule
 from ligermodels.layers.row_layout import batch_shape, hub_offsets

@@ -155,11 +155,13 @@ class LMHead(nn.Linear):
 
     def forward(self, input: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
         """With targets [...]: the cross-entropy of the logits. options: as those of `linear_cross_entropy`."""
-        if targets is None:
-            return super().forward(input)
         if is_quantised(self.weight):
-            return cross_entropy(super().forward(input), targets, **options)
-        return linear_cross_entropy(input, self.weight, targets, **options)
+            logits = super().forward(input)
+            return logits if targets is None else cross_entropy(logits, targets, **options)
+        weight = self.weight.to(input.dtype)  # it may be wider, where the head is trained beside LoRA
+        if targets is None:
+            return F.linear(input, weight)
+        return linear_cross_entropy(input, weight, targets, **options)
 
 
 class CausalLM(AdaptableModule, HubModule, ABC):

@@ -3,7 +3,7 @@
 Must not know any architecture, or how adapters are stored.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.linear import Columns
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import LoRALinear, lora_modules
+from ligermodels.layers.modules_to_save import modules_trained_whole, select_modules, train_whole
 from ligermodels.layers.moe import Experts, LoRAExperts, MoE
 from ligermodels.layers.packed import PackedLinear, PackedPart
 from ligermodels.weights.adapter_config import (
@@ -24,7 +25,7 @@ from ligermodels.weights.adapter_config import (
     matches_suffix,
     rank_and_alpha,
 )
-from ligermodels.weights.adapters import LoRASettings, Packed
+from ligermodels.weights.adapters import Layout, LoRASettings, Packed
 from ligermodels.weights.mapping import Rule, pieces_of, plan_pieces
 
 BLOCKS = "model.layers"
@@ -36,27 +37,35 @@ def add_lora(
     config: Any = None,
     *,
     rank: int = 16,
-    alpha: float = 32.0,
+    alpha: float | None = None,
     dropout: float = 0.0,
     targets: str | Sequence[str] = ALL_LINEAR,
+    modules_to_save: str | Sequence[str] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
     """Adds LoRA to a model, in place, and freezes all other parameters.
 
-    config: a PEFT `LoraConfig`, which stands for rank, alpha, dropout and targets. Fields that would change the result
-    and are not supported are refused by name.
+    config: a PEFT `LoraConfig`, which stands for rank, alpha, dropout, targets and modules_to_save. Fields that would
+    change the result and are not supported are refused by name.
+    alpha: the updates are scaled by alpha / rank; None for 2 * rank.
     targets: names of projections on the Hub, such as ("q_proj", "v_proj"). Use a longer path where several projections
     share a name, as in "shared_expert.up_proj". "all-linear" stands for the projections of attention and of all dense
     and shared feed-forward layers; "experts" for both projections of all routed experts, which do not support dropout.
     Routers, embeddings and the head cannot have LoRA.
-    dtype: of the LoRA parameters, which may be wider than the model's; None for the model's.
+    modules_to_save: modules that are trained as a whole, by the end of their name on the Hub: "embed_tokens",
+    "lm_head", norms such as "input_layernorm"; "norm" stands for all of them. A tied embedding and head stay one
+    parameter, as with PEFT's ensure_weight_tying.
+    dtype: of all trained parameters, which may be wider than the model's; None for the model's.
     The model may be on the meta device: after `to_empty`, `CausalLM.initialize` or `initialize_lora` sets the initial
     values. Shard the model after this call, not before. Raises InputError.
     """
     if config is not None:
-        if (rank, alpha, dropout, targets) != (16, 32.0, 0.0, ALL_LINEAR):
-            raise InputError("add_lora: pass either a config, or rank, alpha, dropout and targets")
-        return insert_lora(model, settings_from(adapter_config_from(config), model, dtype))
+        if (rank, alpha, dropout, targets, tuple(modules_to_save)) != (16, None, 0.0, ALL_LINEAR, ()):
+            raise InputError("add_lora: pass either a config, or rank, alpha, dropout, targets and modules_to_save")
+        fields = adapter_config_from(config)
+        modules = select_modules(model, fields.get("modules_to_save") or [])
+        return insert_lora(model, settings_from(fields, model, dtype), modules, dtype)
+    alpha = default_alpha(rank) if alpha is None else alpha
     if not (isinstance(rank, int) and rank > 0 and alpha > 0 and 0 <= dropout < 1):
         raise InputError(
             f"add_lora: rank {rank}, alpha {alpha}, dropout {dropout}: rank must be a whole number above 0, alpha must "
@@ -68,7 +77,13 @@ def add_lora(
     }
     if dropout and settings.keys() & expert_projections(model).keys():
         raise InputError(f"add_lora: dropout is {dropout}; must be 0 if the targets include experts")
-    insert_lora(model, settings)
+    names = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
+    insert_lora(model, settings, select_modules(model, names), dtype)
+
+
+def default_alpha(rank: int) -> float:
+    """The updates are then scaled by 2, whatever their rank."""
+    return 2.0 * rank
 
 
 def settings_from(config: Mapping[str, Any], model: CausalLM, dtype: torch.dtype | None) -> dict[str, LoRASettings]:
@@ -112,10 +127,16 @@ def targeted_columns(config: Mapping[str, Any], model: CausalLM) -> dict[str, Ma
     return {linear: spans for linear, spans in columns.items() if spans}
 
 
-def insert_lora(model: CausalLM, settings: Mapping[str, LoRASettings]) -> None:
-    """Adds LoRA to the named projections and freezes all other parameters.
+def insert_lora(
+    model: CausalLM,
+    settings: Mapping[str, LoRASettings],
+    modules: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Adds LoRA to the named projections and freezes all other parameters, except the weights of `modules`.
 
-    Raises InputError if the model is sharded or has LoRA already.
+    dtype: of the weights of `modules`; None for the model's. Raises InputError if the model is sharded or has LoRA
+    already.
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InputError("the model is sharded; add LoRA before sharding it")
@@ -133,14 +154,20 @@ def insert_lora(model: CausalLM, settings: Mapping[str, LoRASettings]) -> None:
             name = projection.rpartition(".")[0]
             experts = cast(Experts, model.get_submodule(name))
             model.set_submodule(name, LoRAExperts(experts, lora.rank, lora.alpha, dtype=lora.dtype))
+    train_whole(model, modules, dtype)
 
 
-def lora_projections(model: CausalLM, rules: Iterable[Rule] | None = None) -> dict[str, Packed]:
+def adapter_layouts(model: CausalLM) -> list[Layout]:
+    """What of the model can be in an adapter, under the names of each layout that its checkpoints have."""
+    every = model.weight_rules(), *model.other_weight_rules()
+    return [Layout(lora_projections(model, rules), modules_trained_whole(model, rules), rules) for rules in every]
+
+
+def lora_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Packed]:
     """All modules that can have LoRA (linears and stacked experts), each with the Hub's projections packed in it.
 
-    rules: the checkpoint layout whose names to use; None for the Hub's own.
+    rules: the checkpoint layout whose names to use.
     """
-    rules = tuple(model.weight_rules() if rules is None else rules)
     return linear_projections(model, rules) | expert_projections(model)
 
 

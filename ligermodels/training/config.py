@@ -119,12 +119,17 @@ class TrainConfig:
     seed: int = setting("training", 0, "seed of new weights, data order and dropout", SEED)
 
     lora_rank: int | None = setting("LoRA", None, "rank of the LoRA updates", POSITIVE, shown="train all weights")
-    lora_alpha: float = setting("LoRA", 32.0, "the updates are scaled by alpha / rank", ABOVE_ZERO)
+    lora_alpha: float | None = setting("LoRA", None, "the updates are scaled by alpha / rank", ABOVE_ZERO,
+        shown="2 x rank")
     lora_dropout: float = setting("LoRA", 0.0, "dropout on the input of the updates", BELOW_ONE)
     lora_targets: tuple[str, ...] = setting("LoRA", ("all-linear",), "projections, as q_proj v_proj or q_proj,v_proj; "
         "experts for routed experts", metavar="NAME")
-    lora_export: Literal["merged", "adapter"] = setting("LoRA", "merged", "a whole model, or an adapter in PEFT's "
-        "format")
+    modules_to_save: tuple[str, ...] = setting("LoRA", (), "train these as a whole beside the updates: embed_tokens, "
+        "lm_head, norm", metavar="NAME")
+    adapter: str | None = setting("LoRA", None, "continue this adapter in PEFT's format, with its rank, alpha, targets "
+        "and base model", metavar="FOLDER")
+    lora_export: Literal["merged", "adapter"] | None = setting("LoRA", None, "a whole model, or an adapter in PEFT's "
+        "format", shown="merged; with --adapter: adapter")
 
     output: Path | None = setting("run", None, "a new folder", metavar="FOLDER",
         shown="runs/MODEL, numbered if it exists")
@@ -152,7 +157,9 @@ class TrainConfig:
         if colon and family in list_architectures():
             self._set("model", family)
             self._set("size", size)
-        self._set("lora_targets", tuple(" ".join(self.lora_targets).replace(",", " ").split()) or self.lora_targets)
+        for name in ("lora_targets", "modules_to_save"):
+            values = getattr(self, name)
+            self._set(name, tuple(" ".join(values).replace(",", " ").split()) or values)
         if self.resume is not None and self.output is None:
             self._set("output", self.resume)
 
@@ -173,6 +180,16 @@ class TrainConfig:
     def title(self) -> str:
         """The model as `model` takes it: a family with its size, where that is not the default."""
         return f"{self.model}" if self.size == DEFAULT_SIZE else f"{self.model}:{self.size}"
+
+    @property
+    def with_lora(self) -> bool:
+        """Whether LoRA is trained, new or that of an adapter."""
+        return self.lora_rank is not None or self.adapter is not None
+
+    @property
+    def exports_adapter(self) -> bool:
+        """Whether the run ends with an adapter, and not with a whole model."""
+        return self.with_lora and (self.lora_export or ("adapter" if self.adapter else "merged")) == "adapter"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,15 @@ import torch
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.hub import create, export, export_adapter, resolve
+from ligermodels.hub import adapter_folder, add_lora_of_adapter, create, export, export_adapter, load_adapter, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.lora_targets import add_lora
+from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
-from ligermodels.training.data.new_tokenizer import SPECIAL_IDS
+from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, SPECIAL_IDS
 from ligermodels.training.data.run_tokenizer import generation_config, write_tokenizer
 from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.adamw import AdamW
@@ -39,6 +40,7 @@ from ligermodels.training.reporting.loggers import check_logger_packages, open_l
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, is_validated
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
+from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import refuse_contradictions, refuse_unused_profile
 from ligermodels.training.runs.defaults import completed, precision, schedule, with_choices
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
@@ -99,6 +101,7 @@ def plan(config: TrainConfig) -> Plan:
 
 def prepare(config: TrainConfig, world: World) -> Run:
     """The run of these settings, before it allocates any memory."""
+    config = with_base_of_adapter(config)
     refuse_contradictions(config)
     check_logger_packages(config.log_to)
     refuse_resuming(config)
@@ -110,12 +113,14 @@ def prepare(config: TrainConfig, world: World) -> Run:
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
     compute_dtype, param_dtype = TORCH_DTYPES[str(config.dtype)], TORCH_DTYPES[str(config.param_dtype)]
     size = config.size if config.has_new_weights else None
-    dtype = compute_dtype if config.lora_rank else param_dtype
+    dtype = compute_dtype if config.with_lora else param_dtype
     model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta")
-    if config.lora_rank:
+    if config.adapter:
+        add_lora_of_adapter(model, adapter_folder(config.adapter), param_dtype)
+    elif config.lora_rank:
         add_lora(
             model, rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
-            targets=config.lora_targets, dtype=param_dtype,
+            targets=config.lora_targets, modules_to_save=config.modules_to_save, dtype=param_dtype,
         )  # fmt: skip
 
     # The data, and the settings that depend on it.
@@ -187,8 +192,10 @@ def train(config: TrainConfig) -> TrainResult:
             load_weights(model, pretrained)
             initialize_lora(model, torch.Generator(world.device).manual_seed(config.seed))
             model.source = pretrained
+            if config.adapter:
+                load_adapter(model, config.adapter)
         model.generation_config = generation_config(
-            data.tokenizer, pretrained, is_new=data.new_tokenizer is not None, chats=chats
+            data.tokenizer, model.generation_config, model.config.raw, chats=chats
         )
         torch.manual_seed(config.seed + world.rank)  # dropout
         model.train()
@@ -285,7 +292,7 @@ def train(config: TrainConfig) -> TrainResult:
         elif not config.no_export:
             with rescued(checkpoints, model, optimizer, progress, resume):
                 exported = export_run(model, data, config, output, compute_dtype)
-            for line in advice(config, world, exported, model.source, chats=chats):
+            for line in advice(config, world, exported, chats=chats):
                 metrics.say(line)
         if world.is_first:
             draw_curves(metrics.records(), output / "curves.png", str(output), metrics.say)
@@ -296,6 +303,7 @@ def train(config: TrainConfig) -> TrainResult:
 
 def take_special_ids(model: CausalLM) -> None:
     """Gives the model the special tokens of a new tokenizer, in place of those that its configuration has."""
+    model.generation_config = GENERATION_CONFIG
     model.config.raw = {**model.config.raw, **SPECIAL_IDS}
     model.config.pad_token_id = model.model.embed_tokens.padding_idx = None
 
@@ -308,11 +316,12 @@ def validation_due(config: RunConfig, step: int) -> bool:
 def export_run(model: CausalLM, data: Data, config: TrainConfig, output: Path, dtype: torch.dtype) -> Path:
     """Writes the model, or the LoRA adapter alone, into the run's folder; returns where."""
     template = data.tokenizer.chat_template if data.tokenizer and config.chat_template else None
+    adapter = adapter_folder(config.adapter) if config.adapter else None
     also = partial(
-        write_tokenizer, source=model.source, new=data.new_tokenizer, template=template,
-        generation_config=model.generation_config,
+        write_tokenizer, source=adapter if adapter and has_tokenizer(adapter) else None, new=data.new_tokenizer,
+        template=template, generation_config=model.generation_config,
     )  # fmt: skip
-    if config.lora_rank and config.lora_export == "adapter":
+    if config.exports_adapter:
         export_adapter(model, output / ADAPTER, also=also)
         return output / ADAPTER
     export(model, output / MODEL, dtype=dtype, also=also)

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.reading import read_json, safe_file
@@ -40,9 +40,11 @@ IGNORED_FIELDS = {
 READ_FIELDS = {
     "alpha_pattern",
     "bias",
+    "ensure_weight_tying",
     "init_lora_weights",
     "lora_alpha",
     "lora_dropout",
+    "modules_to_save",
     "peft_type",
     "r",
     "rank_pattern",
@@ -53,6 +55,14 @@ READ_FIELDS = {
 NEW_ADAPTER_FIELDS = {"init_lora_weights": True, "inference_mode": False}
 PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}
 SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others also change the base weights
+
+
+class BaseModel(NamedTuple):
+    """Which model an adapter is for: a Hub id and its revision, or the path of a folder; no name if it is not known."""
+
+    name: str | None = None
+    revision: str | None = None
+
 
 Number = TypeVar("Number", int, float)
 
@@ -71,7 +81,7 @@ def adapter_config_from(config: Any) -> dict[str, Any]:
     Raises InputError for the first field that is unsupported or has an invalid value.
     """
     fields = PEFT_DEFAULTS | config.to_dict()
-    for name in ("target_modules", "exclude_modules", "target_parameters"):
+    for name in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save"):
         if isinstance(fields.get(name), set | tuple):
             fields[name] = sorted(fields[name])
     refuse_unsupported(fields, type(config).__name__, InputError)
@@ -109,14 +119,18 @@ def refuse_unsupported(config: Mapping[str, Any], source: Path | str, error: typ
             refuse(field, "must be an object with module names as keys; other patterns are not supported")
         if not all(map(is_positive, by_name.values())):
             refuse(field, "its values must be numbers above zero")
-    parameters = config.get("target_parameters")
-    if parameters and not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
-        refuse("target_parameters", "must be a list of names")
+    for field in ("target_parameters", "modules_to_save"):
+        if config.get(field) and not is_list_of_names(config[field]):
+            refuse(field, "must be a list of names")
     targets = config.get("target_modules")
-    if targets is None and parameters:
+    if targets is None and config.get("target_parameters"):
         return
-    if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
+    if not isinstance(targets, str) and not is_list_of_names(targets):
         refuse("target_modules", "must be a list of names or a pattern")
+
+
+def is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def is_number(value: Any) -> bool:
@@ -171,6 +185,20 @@ def matches_suffix(module: str, names: Collection[str]) -> bool:
     return any(end in names for end in suffixes(module))
 
 
+def is_saved(module: str, names: Collection[str]) -> bool:
+    """Whether one of the names in modules_to_save is the end of the module's name, as PEFT matches them."""
+    return any(name and module.endswith(name) for name in names)
+
+
+def shortest_saved_names(saved: Collection[str], others: Collection[str]) -> list[str]:
+    """modules_to_save that matches `saved` and none of `others`."""
+    ends = {
+        next(end for end in suffixes(name) if end == name or not any(is_saved(other, [end]) for other in others))
+        for name in saved
+    }
+    return sorted(ends)
+
+
 def suffixes(name: str) -> list[str]:
     """q_proj, self_attn.q_proj, 0.self_attn.q_proj, …"""
     parts = name.split(".")
@@ -183,13 +211,16 @@ def compose_adapter_config(
     dropout: float,
     modules: set[str],
     parameters: Collection[str],
-    base_model: str | None,
+    saved: Collection[str],
+    tied: bool,
+    base: BaseModel,
 ) -> dict[str, Any]:
     """adapter_config.json for projections with the given ranks and alphas.
 
     The most common rank and alpha are written once; deviating ones are written by name.
     modules: the Hub names of all modules of the model. parameters: the names of the projections that are not modules
-    but stacked expert weights. base_model: for base_model_name_or_path.
+    but stacked expert weights. saved: the names of the modules that are trained as a whole; tied: whether embedding and
+    head are among them as one parameter.
     """
     rank, ranks_by_name = most_common_value(ranks, modules)
     alpha, alphas_by_name = most_common_value({name: as_int_if_whole(alpha) for name, alpha in alphas.items()}, modules)
@@ -197,7 +228,7 @@ def compose_adapter_config(
     return {
         "alpha_pattern": alphas_by_name,
         "auto_mapping": None,
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": base.name,
         "bias": "none",
         "exclude_modules": exclude,
         "fan_in_fan_out": False,
@@ -205,16 +236,17 @@ def compose_adapter_config(
         "init_lora_weights": True,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "modules_to_save": None,
+        "modules_to_save": shortest_saved_names(saved, modules - set(saved)) or None,
         "peft_type": "LORA",
         "r": rank,
         "rank_pattern": ranks_by_name,
+        "revision": base.revision,
         "target_modules": targets,
         "target_parameters": sorted({suffixes(name)[2] for name in parameters}) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
-    }
+    } | ({"ensure_weight_tying": True} if tied else {})
 
 
 def most_common_value(values: Mapping[str, Number], modules: set[str]) -> tuple[Number, dict[str, Number]]:

@@ -1,46 +1,34 @@
-"""Writes and strictly reads LoRA adapters in PEFT's format.
+"""LoRA adapters in PEFT's format: the names of their tensors, and writing one. `adapter_reading` reads them.
 
 The format has two tensors for each projection of the Hub: `base_model.model.<projection>.lora_A.weight` [r, in] and
 `….lora_B.weight` [out, r]. The update is lora_alpha / r * B A; with rank-stabilised LoRA it is lora_alpha / √r * B A.
 The caller says which projections exist and which columns they have in packed linears. The update of E stacked experts
 is stored as one update of rank E r: A [E r, in] is one expert after another; in B [out, r E] the experts alternate
-column by column. Knows files and names; must not know layers.
+column by column. A module that is trained as a whole (`modules_to_save`) has the tensor
+`base_model.model.<module>.weight`. Of a tied embedding and head both are stored, and `ensure_weight_tying` is set:
+readers that do not know this field get the same logits. Knows files and names; must not know layers.
 """
 
-import itertools
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from ligermodels.errors import CheckpointError, InputError
-from ligermodels.weights.adapter_config import (
-    ADAPTER_CONFIG_FILE,
-    compose_adapter_config,
-    matches_suffix,
-    rank_and_alpha,
-    read_adapter_config,
-    target_names,
-)
+from ligermodels.errors import InputError
+from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, compose_adapter_config
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE
-from ligermodels.weights.exporting import TOKENIZER_FILES, hub_tensors
-from ligermodels.weights.files import StoredTensor, read_header, shortened
-from ligermodels.weights.loading import FLOAT_DTYPES
-from ligermodels.weights.mapping import Piece, is_lora_parameter, plan_pieces
-from ligermodels.weights.module import HubModule, LowRankModule
-from ligermodels.weights.reading import safe_file
-from ligermodels.weights.sharding import copy_local_shard, reshard
+from ligermodels.weights.exporting import TOKENIZER_FILES, copy_files, hub_tensors
+from ligermodels.weights.files import shortened
+from ligermodels.weights.mapping import Piece, Rule, full_box, is_lora_parameter, plan_pieces
+from ligermodels.weights.module import HubModule, LowRankModule, tied_names
+from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
-PICKLE = "adapter_model.bin"
-ADAPTER_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 ColumnSpan = tuple[int, int]  # start, stop
 
 
@@ -75,12 +63,16 @@ class LoRASettings:
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """An adapter folder in PEFT's format, with its validated configuration and its tensors, which stay on disk."""
+class Layout:
+    """What of a model can be in an adapter, under the names of one checkpoint layout.
 
-    folder: Path
-    config: dict[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    projections: all modules that can have LoRA. modules: those that can be trained as a whole, each with its name on
+    the Hub; each has one parameter, its weight. rules: of the layout.
+    """
+
+    projections: Mapping[str, Packed]
+    modules: Mapping[str, str]
+    rules: tuple[Rule, ...]
 
 
 def low_rank_modules(model: HubModule, projections: Iterable[str]) -> dict[str, LowRankModule]:
@@ -123,57 +115,75 @@ def tensor_name(projection: str, factor: str) -> str:
     return f"base_model.model.{projection}.lora_{factor}.weight"
 
 
+def saved_tensor_name(module: str) -> str:
+    return f"base_model.model.{module}.weight"
+
+
 @torch.no_grad()
 def write_adapter(
     model: HubModule,
-    projections: Mapping[str, Packed],
+    layout: Layout,
     folder: str | Path,
-    base_model: str | None,
+    base: BaseModel,
     also: Callable[[Path], None] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes the LoRA of `model` to `folder` in PEFT's format. The folder must be empty or not exist.
+    """Writes the LoRA of `model`, and the modules that are trained as a whole, to `folder` in PEFT's format.
 
-    projections: the linears that can have LoRA. base_model: written as base_model_name_or_path. also: see
-    `write_folder`. overwrite: see `export_weights`. If parameters are DTensors, every rank must call.
+    The files of the tokenizer are copied from the folder that the model was loaded from. The folder must be empty or
+    not exist. also: see `write_folder`. overwrite: see `export_weights`. If parameters are DTensors, every rank must
+    call.
     Raises InputError if the model has no LoRA, and CheckpointError as export_weights does.
     """
     reshard(model)
-    modules = low_rank_modules(model, projections)
+    modules = low_rank_modules(model, layout.projections)
     if not modules:
         raise InputError("the model has no LoRA to export; add it with add_lora")
-    pieces = adapter_pieces(modules, projections)
     parameters = {f"{name}.{x}": getattr(module, x) for name, module in modules.items() for x in ("lora_A", "lora_B")}
+    parameters |= {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in model.modules_to_save}
+    pieces = [*adapter_pieces(modules, layout.projections), *saved_pieces(model, layout)]
     entries = [Entry(piece.tensor, parameters[piece.parameter].dtype, piece.shape) for piece in pieces]
     # Larger dtypes first, so that every tensor is aligned to its dtype.
     order = sorted(range(len(pieces)), key=lambda index: -entries[index].dtype.itemsize)
     entries, pieces = [entries[index] for index in order], [pieces[index] for index in order]
-    tensors = hub_tensors(model, parameters, pieces, None)
-    config = adapter_config_of(modules, projections, hub_module_names(model), base_model)
+    tensors = hub_tensors(model, parameters, pieces, {name: value.dtype for name, value in parameters.items()})
+    config = adapter_config_of(model, modules, layout, base)
 
     def write(temporary: Path) -> None:
         write_safetensors(temporary / ADAPTER_FILE, entries, tensors)
         write_json(temporary / ADAPTER_CONFIG_FILE, config)
+        if model.source is not None:
+            copy_files(model.source, temporary, TOKENIZER_FILES)
 
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
     replaced = ADAPTER_FILES if overwrite else ()
     write_folder(Path(folder).absolute(), write, tensors, sharded, also, replaced)
 
 
-def hub_module_names(model: HubModule) -> set[str]:
-    """The Hub's names of all modules of the model that have a weight."""
+def saved_pieces(model: HubModule, layout: Layout) -> Iterator[Piece]:
+    """The tensors of the modules that are trained as a whole."""
+    for name in model.modules_to_save:
+        shape = tuple(model.get_parameter(f"{name}.weight").shape)
+        yield Piece(saved_tensor_name(layout.modules[name]), f"{name}.weight", full_box(shape), shape)
+
+
+def tied_modules(model: HubModule) -> set[str]:
+    """The modules whose weight is also that of another module: embedding and head, where they are tied."""
+    return {name.removesuffix(".weight") for pair in tied_names(model).items() for name in pair}
+
+
+def hub_module_names(model: HubModule, rules: Iterable[Rule]) -> set[str]:
+    """The names of all modules of the model that have a weight, by the rules of a checkpoint layout."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    tensors = (piece.tensor for piece in plan_pieces(shapes, model.weight_rules()))
+    tensors = (piece.tensor for piece in plan_pieces(shapes, rules))
     return {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
 
 
 def adapter_config_of(
-    modules: Mapping[str, LowRankModule],
-    projections: Mapping[str, Packed],
-    all_modules: set[str],
-    base_model: str | None,
+    model: HubModule, modules: Mapping[str, LowRankModule], layout: Layout, base: BaseModel
 ) -> dict[str, Any]:
-    """adapter_config.json for the LoRA of `modules`. all_modules: as returned by hub_module_names."""
+    """adapter_config.json for the LoRA of `modules` and the modules that are trained as a whole."""
+    projections = layout.projections
     owners = {
         packed.parameter or name: module
         for linear, module in modules.items()
@@ -185,120 +195,8 @@ def adapter_config_of(
     alphas = {name: module.alpha for name, module in owners.items()}
     dropout = max(module.dropout for module in modules.values())
     parameters = {name for linear in modules if (name := projections[linear].parameter) is not None}
-    return compose_adapter_config(ranks, alphas, dropout, all_modules, parameters, base_model)
-
-
-def read_adapter(folder: str | Path) -> Adapter:
-    """Reads the configuration and the header of the tensors. Raises CheckpointError naming the file and the field."""
-    folder = Path(folder)
-    if (folder / PICKLE).exists() and not (folder / ADAPTER_FILE).exists():
-        raise CheckpointError(f"{folder / PICKLE}: pickles can run code and are not read; save it as {ADAPTER_FILE}")
-    return Adapter(folder, read_adapter_config(folder), read_header(safe_file(folder, ADAPTER_FILE)))
-
-
-def match_adapter(
-    adapter: Adapter, layouts: Sequence[Mapping[str, Packed]]
-) -> tuple[Mapping[str, Packed], dict[str, LoRASettings]]:
-    """The first of the model's layouts that has all projections of the adapter, and the adapter's settings by linear.
-
-    Every tensor must belong to a projection, and every projection must have both of its tensors; so must every
-    projection that the configuration targets by name, unless the configuration restricts its targets further. Of
-    experts, both projections have LoRA or neither. Raises CheckpointError otherwise; if no layout has all projections,
-    the error refers to the first.
-    """
-    found = {match[1] for match in map(ADAPTER_TENSOR.fullmatch, adapter.tensors) if match}
-    known = ({name for packed in layout.values() for name in packed.columns} for layout in layouts)
-    layout = next((layout for layout, names in zip(layouts, known, strict=True) if found <= names), layouts[0])
-    refuse_mismatched_adapter(adapter, layout)
-    return layout, lora_settings(adapter, layout)
-
-
-def lora_settings(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[str, LoRASettings]:
-    """The settings by linear. Raises CheckpointError if projections of one packed linear differ in rank or alpha."""
-    settings = {}
-    for linear, packed in projections.items():
-        names = [name for name in packed.columns if tensor_name(name, "A") in adapter.tensors]
-        strengths = {rank_and_alpha(adapter.config, packed.parameter or name) for name in names}
-        if len(strengths) > 1:
-            raise CheckpointError(
-                f"{adapter.folder / ADAPTER_CONFIG_FILE}: rank_pattern and alpha_pattern must give the same values to "
-                f"{', '.join(names)}: they are one packed linear here"
-            )
-        if names:
-            rank, alpha = strengths.pop()
-            dtype = adapter.tensors[tensor_name(names[0], "A")].dtype
-            dropout = float(adapter.config.get("lora_dropout", 0.0))
-            settings[linear] = LoRASettings(tuple(packed.columns[name] for name in names), rank, alpha, dropout, dtype)
-    return settings
-
-
-def refuse_mismatched_adapter(adapter: Adapter, projections: Mapping[str, Packed]) -> None:
-    """Raises one CheckpointError that lists the tensors that are missing, unexpected, or of a wrong shape or dtype."""
-    stored, config = adapter.tensors, adapter.config
-    shapes: dict[str, tuple[int, int]] = {}
-    for packed in projections.values():
-        for name, (start, stop) in packed.columns.items():
-            rank = packed.groups * rank_and_alpha(config, packed.parameter or name)[0]
-            shapes |= {tensor_name(name, "A"): (rank, packed.in_features), tensor_name(name, "B"): (stop - start, rank)}
-    found = {match[1] for match in map(ADAPTER_TENSOR.fullmatch, stored) if match}
-    stacked = {
-        name.removesuffix(".base_layer")
-        for packed in projections.values()
-        if packed.parameter
-        for name in packed.columns
-    }
-    found |= {name + below for name in stacked & found for below in ("", ".base_layer")}
-    targets = target_names(config) or ()
-    found |= {name for packed in projections.values() for name in packed.columns if matches_suffix(name, targets)}
-    needed = [tensor_name(name, factor) for name in sorted(found) for factor in "AB"]
-    faults = {
-        "missing": [name for name in needed if name in shapes and name not in stored],
-        "not of a projection that can have LoRA": [name for name in stored if name not in shapes],
-        "of the wrong shape": [
-            f"{name} is {list(tensor.shape)} instead of {list(shapes[name])}"
-            for name, tensor in stored.items()
-            if name in shapes and tensor.shape != shapes[name]
-        ],
-        "not floating point": [
-            f"{name} is {tensor.dtype}" for name, tensor in stored.items() if tensor.dtype not in FLOAT_DTYPES
-        ],
-    }
-    listed = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
-    if listed or not stored:
-        raise CheckpointError(
-            f"{adapter.folder / ADAPTER_FILE}: does not fit the model and {ADAPTER_CONFIG_FILE}: "
-            f"{'; '.join(listed) or 'it is empty'}"
-        )
-
-
-def refuse_different_lora(
-    adapter: Adapter, modules: Mapping[str, LowRankModule], settings: Mapping[str, LoRASettings]
-) -> None:
-    """Raises CheckpointError if the model's LoRA differs from the adapter's in linears, columns, ranks or scales."""
-    ours = {linear: (module.columns, module.rank, module.scale) for linear, module in modules.items()}
-    theirs = {linear: (own.columns, own.rank, own.alpha / own.rank) for linear, own in settings.items()}
-    different = sorted(linear for linear in ours.keys() | theirs.keys() if ours.get(linear) != theirs.get(linear))
-    if different:
-        linear = different[0]
-        raise CheckpointError(
-            f"{adapter.folder / ADAPTER_CONFIG_FILE}: the model already has different LoRA: on {linear}, columns, rank "
-            f"and scale are {ours.get(linear)}, the adapter's are {theirs.get(linear)}"
-        )
-
-
-@torch.no_grad()
-def fill_updates(
-    model: HubModule, adapter: Adapter, projections: Mapping[str, Packed], settings: Mapping[str, LoRASettings]
-) -> None:
-    """Copies the adapter's tensors into the model's LoRA; into the local shards if they are DTensors.
-
-    Raises CheckpointError if the model has different LoRA.
-    """
-    modules = low_rank_modules(model, projections)
-    refuse_different_lora(adapter, modules, settings)
-    with safe_open(adapter.folder / ADAPTER_FILE, framework="pt") as stored:
-        for name, pieces in itertools.groupby(adapter_pieces(modules, projections), key=lambda p: p.parameter):
-            linear, _, factor = name.rpartition(".")
-            parameter = getattr(modules[linear], factor)
-            value = torch.cat([stored.get_tensor(piece.tensor) for piece in pieces])
-            copy_local_shard(parameter, value.to(parameter.device, parameter.dtype))
+    saved = [layout.modules[name] for name in model.modules_to_save]
+    tied = not tied_modules(model).isdisjoint(model.modules_to_save)
+    return compose_adapter_config(
+        ranks, alphas, dropout, hub_module_names(model, layout.rules), parameters, saved, tied, base
+    )

@@ -82,7 +82,7 @@ def export_weights(
     model: if its parameters are DTensors, every rank must call; rank 0 writes, and all return when the folder is
     complete.
     source: the folder that the model was loaded from; its files that match `copied_files` are copied.
-    dtype: of the written tensors: float64, float32, float16 or bfloat16; None keeps the parameters' dtypes.
+    dtype: of the written tensors: float64, float32, float16 or bfloat16; None for the model's.
     max_shard_size: bytes of tensors per file, as a number or as "5GB" or "2GiB"; a larger tensor gets its own file.
     also: see `write_folder`.
     values: a state dict with the values to write; None for those of the model. If they are whole, one rank may call.
@@ -97,12 +97,15 @@ def export_weights(
     if values is None:
         reshard(model)
         values = dict(model.named_parameters())
-    # Larger dtypes first, so that every tensor is aligned to its dtype.
+    # Modules that are trained as a whole beside LoRA may be wider than the model. Larger dtypes come first, so that
+    # every tensor is aligned to its dtype.
     names = [name for name, _ in model.named_parameters()]
-    parameters = {name: values[name] for name in sorted(names, key=lambda name: -values[name].itemsize)}
+    dtypes = {name: dtype or values[name].dtype for name in names}
+    dtypes |= {f"{name}.weight": dtype or model.dtype for name in model.modules_to_save}
+    parameters = {name: values[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
     pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.export_rules())
-    entries = [Entry(piece.tensor, dtype or parameters[piece.parameter].dtype, piece.shape) for piece in pieces]
-    tensors = hub_tensors(model, parameters, pieces, dtype)
+    entries = [Entry(piece.tensor, dtypes[piece.parameter], piece.shape) for piece in pieces]
+    tensors = hub_tensors(model, parameters, pieces, dtypes)
 
     def write(temporary: Path) -> None:
         write_shards(temporary, entries, tensors, limit)
@@ -127,27 +130,28 @@ def size_in_bytes(size: int | str) -> int:
 
 
 def hub_tensors(
-    model: HubModule, parameters: Mapping[str, Tensor], pieces: Sequence[Piece], dtype: torch.dtype | None
+    model: HubModule, parameters: Mapping[str, Tensor], pieces: Sequence[Piece], dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[Blocks]:
-    """The tensor of each piece as blocks to write. A sharded parameter is gathered once for all its pieces."""
+    """The tensor of each piece as blocks to write, in the dtype of its parameter's entry in `dtypes`. A sharded
+    parameter is gathered once for all its pieces."""
     for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
         yield from parameter_tensors(
-            full_tensor(parameters[name]), low_rank_updates(model, parameters, name), group, dtype
+            full_tensor(parameters[name]), low_rank_updates(model, parameters, name), group, dtypes[name]
         )
 
 
 def parameter_tensors(
-    parameter: Tensor, updates: Sequence[Update], pieces: Iterator[Piece], dtype: torch.dtype | None
+    parameter: Tensor, updates: Sequence[Update], pieces: Iterator[Piece], dtype: torch.dtype
 ) -> Iterator[Blocks]:
     """The tensors of one gathered parameter. A separate function, so that it is freed before the next is gathered."""
     for piece in pieces:
         if parameter.ndim == 3 and updates:
             yield itertools.chain.from_iterable(
-                tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype or parameter.dtype)
+                tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype)
                 for expert in range(piece.index[0].start, piece.index[0].stop)
             )
         else:
-            yield tensor_blocks(piece, parameter, updates[0] if updates else None, dtype or parameter.dtype)
+            yield tensor_blocks(piece, parameter, updates[0] if updates else None, dtype)
 
 
 def expert_piece(stacked: Piece) -> Piece:

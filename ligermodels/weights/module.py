@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.weights.mapping import Piece, Rule, foreign_adapters, plan_pieces
+from ligermodels.weights.mapping import Piece, Rule, foreign_adapters, is_lora_parameter, plan_pieces
 
 
 class HubModule(nn.Module):
@@ -24,6 +24,7 @@ class HubModule(nn.Module):
     source: the folder that the model was loaded from, None for a new model.
     generation_config: the content of its generation_config.json.
     loaded_rules: of the layout that the weights were loaded from, None for a new model.
+    modules_to_save: the modules that are trained as a whole beside LoRA, with a weight each; an adapter stores them.
     """
 
     hub_class: ClassVar[str]
@@ -34,6 +35,7 @@ class HubModule(nn.Module):
         self.source: Path | None = None
         self.generation_config: dict[str, Any] = {}
         self.loaded_rules: tuple[Rule, ...] | None = None
+        self.modules_to_save: tuple[str, ...] = ()
         self.register_state_dict_post_hook(remove_tied_copies)
         self.register_load_state_dict_pre_hook(accept_hub_names)
 
@@ -47,8 +49,10 @@ class HubModule(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point parameter."""
-        return next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
+        """The dtype of the first floating-point parameter; beside LoRA, of the first that is frozen as its base."""
+        trained = {f"{name}.weight" for name in self.modules_to_save}
+        named = ((name, parameter) for name, parameter in self.named_parameters() if parameter.is_floating_point())
+        return next(p.dtype for name, p in named if name not in trained and not is_lora_parameter(name))
 
     def _apply(self, fn, recurse=True):
         """Ties parameters again: to_empty() from the meta device creates a separate one for each name."""

@@ -29,8 +29,9 @@ FLAGS = {
     "steps": None, "batch_size": None, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
     "learning_rate": None, "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
     "dtype": None, "param_dtype": None, "float8": False, "activation_checkpointing": None, "compile": False,
-    "seed": 0, "lora_rank": None, "lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": ("all-linear",),
-    "lora_export": "merged", "output": None, "resume": None, "allow_changes": False, "checkpoint_every": 0,
+    "seed": 0, "lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0, "lora_targets": ("all-linear",),
+    "modules_to_save": (), "adapter": None, "lora_export": None, "output": None,
+    "resume": None, "allow_changes": False, "checkpoint_every": 0,
     "keep_checkpoints": 2, "no_export": False, "on_nan": "stop", "dp_replicate": 1, "eval_every": None, "log_to": (),
     "profile": None,
 }  # fmt: skip
@@ -89,11 +90,12 @@ def test_a_family_may_name_its_size_as_info_takes_it():
 
 
 @pytest.mark.parametrize("given", [["q_proj,v_proj"], ["q_proj", "v_proj"], ["q_proj,", "v_proj"]])
-def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
+def test_lora_targets_and_modules_to_save_are_separated_by_commas_or_spaces(given, tmp_path):
     assert parse("--lora-rank", "8", "--lora-targets", *given).lora_targets == ("q_proj", "v_proj")
     (tmp_path / "my.toml").write_text(f"lora_targets = {given}")
     args = parse("--lora-rank", "8", "--config", str(tmp_path / "my.toml"))
     assert args.lora_targets == ("q_proj", "v_proj")
+    assert parse("--lora-rank", "8", "--modules-to-save", *given).modules_to_save == ("q_proj", "v_proj")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,8 @@ def test_lora_targets_are_separated_by_commas_or_spaces(given, tmp_path):
         (["--optimizer", "adamv"], ["one of adamw, adamw8bit, muon; did you mean 'adamw'"]),
         (["--log-to", "tensorbord"], ["--log-to: is 'tensorbord'", "did you mean 'tensorboard'"]),
         (["--model", "qwen2", "--lora-alpha", "8"], ["--lora-alpha goes with --lora-rank"]),
+        (["--model", "qwen2", "--modules-to-save", "norm"], ["--modules-to-save goes with --lora-rank"]),
+        (["--model", "qwen2", "--adapter", "a"], ["--adapter a: qwen2 is a family with new weights"]),
         (["--model", "qwen2", "--float8"], ["--float8", "add --compile"]),
         (
             ["--model", "qwen2", "--prompt-field", "q"],

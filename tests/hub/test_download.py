@@ -154,7 +154,8 @@ def adapter(repository, files, tmp_path):
     model = ligermodels.load(NAME)
     ligermodels.add_lora(model, rank=2)
     ligermodels.export_adapter(model, tmp_path / "adapter")
-    own = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
+    written = (path for path in (tmp_path / "adapter").rglob("*") if path.is_file())
+    own = {str(path.relative_to(tmp_path / "adapter")): path.read_bytes() for path in written}
     own_tokenizer = {"tokenizer.json": files["tokenizer.json"].replace(b"w5", b"v5")}
     repository.add("owner/adapter", own | {"optimizer.pt": b"x", "adapter_model.bin": b"x"} | own_tokenizer)
     return model
@@ -169,7 +170,7 @@ def test_an_adapter_is_downloaded_as_two_files_and_its_tokenizer_and_names_its_b
     assert asked & {"optimizer.pt", "adapter_model.bin"} == set()
     assert asked >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
     settings = json.loads((hub.adapter_folder("owner/adapter") / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == NAME
+    assert (settings["base_model_name_or_path"], settings["revision"]) == (NAME, adapter.source.name)
     assert ligermodels.load_tokenizer(NAME, adapter="owner/adapter").encode("v5 w7") == [5, 7]
 
 
@@ -222,6 +223,15 @@ def test_the_command_line_resolves_model_and_adapter_once_each(repository, adapt
     asked = {request.path for request in repository.asked("GET", "/revision/main")}
     assert asked == {f"/api/models/{name}/revision/main" for name in (NAME, "owner/adapter")}
     assert len(repository.asked("GET", "/revision/main")) == 2
+
+
+def test_an_adapter_stands_for_the_commit_of_the_base_that_it_was_trained_on(repository, files, adapter, capsys):
+    repository.add(NAME, files | {"tokenizer.json": b"of another commit"})
+    generated = ["--prompt", "v5", "--max-new-tokens", "1", "--device", "cpu"]
+    assert main(["generate", "owner/adapter", *generated]) == 0
+    assert capsys.readouterr().out.startswith("v5")
+    with pytest.raises(CheckpointError, match="contains an adapter and no model: load its base model"):
+        ligermodels.load("owner/adapter")
 
 
 # Errors before weights are downloaded

@@ -1,5 +1,6 @@
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from ligermodels import hub
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.hub import models
+from ligermodels.hub.adapters import base_model
 from tests.weights.tiny import LAYERS, RAW, Tiny, randomized
 
 
@@ -81,10 +83,14 @@ def test_export_accepts_a_dtype_and_a_shard_size(tmp_path):
     assert same(hub.load(tmp_path / "out"), model.bfloat16())
 
 
-def test_a_folder_in_the_hub_cache_is_named_by_its_hub_id(tmp_path):
+def test_a_folder_in_the_hub_cache_is_named_by_its_hub_id_and_commit_and_another_by_its_absolute_path(
+    tmp_path, monkeypatch
+):
     cached = tmp_path / "models--meta-llama--Llama-3.2-1B" / "snapshots" / "4e20de36"
-    assert models.base_model_name(cached) == "meta-llama/Llama-3.2-1B"
-    assert models.base_model_name(tmp_path / "my--model") == str(tmp_path / "my--model")
+    assert base_model(cached) == ("meta-llama/Llama-3.2-1B", "4e20de36")
+    assert base_model(tmp_path / "my--model") == (str(tmp_path / "my--model"), None)
+    monkeypatch.chdir(tmp_path)
+    assert base_model(Path("other/../my--model")) == (str(tmp_path / "my--model"), None)
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def test_add_lora_takes_the_configuration_of_peft(load, name, tmp_path):
     ("family", "config", "message"),
     [
         ("llama", lora("q_proj", use_dora=True), "LoraConfig: use_dora is True; is not supported"),
-        ("llama", lora("q_proj", modules_to_save=["lm_head"]), r"modules_to_save is \['lm_head'\]; is not supported"),
+        ("llama", lora("q_proj", modules_to_save=["k_proj"]), "modules_to_save: 'k_proj' is neither the embedding nor"),
         ("llama", lora("q_proj", bias="all"), "bias is 'all'; must be 'none'"),
         ("llama", lora("q_proj", init_lora_weights="gaussian"), "init_lora_weights is 'gaussian'; a new adapter needs"),
         ("llama", lora("q_proj", inference_mode=True), "inference_mode is True; a new adapter needs False"),
@@ -324,5 +324,5 @@ def test_add_lora_refuses_by_name_what_it_does_not_support(family, config, messa
 
 
 def test_add_lora_takes_a_configuration_or_keywords():
-    with pytest.raises(InputError, match="pass either a config, or rank, alpha, dropout and targets"):
+    with pytest.raises(InputError, match="pass either a config, or rank, alpha, dropout, targets and modules_to_save"):
         ligermodels.add_lora(ligermodels.create(CASES["llama"]), lora("q_proj"), rank=4)

@@ -226,14 +226,18 @@ def experts(base, launcher):
     return folder
 
 
-@pytest.mark.parametrize("model, targets", [("base/model", ["all-linear"]), ("experts", ["q_proj", "experts"])])
-def test_an_adapter_and_the_merged_model_are_the_same(model, targets, base, experts, launcher):
+@pytest.mark.parametrize(
+    ("model", "targets", "saved"),
+    [("base/model", ["all-linear"], ["embed_tokens", "lm_head"]), ("experts", ["q_proj", "experts"], [])],
+)
+def test_an_adapter_and_the_merged_model_are_the_same(model, targets, saved, base, experts, launcher):
     lora = ["--model", model, "--data", "own.txt", *SMALL, *LORA, "--lora-targets", *targets]
+    lora += ["--lora-alpha", "32", "--modules-to-save", *saved]
     name = model.replace("/", "-")
     adapter, merged = (launcher.folder / f"{name}-{kind}" for kind in ("adapter", "merged"))
     done = launcher.succeed(*lora, "--output", adapter, "--lora-export", "adapter")
     assert f"Saved {adapter / 'adapter'}, in PEFT's format. To generate with it, and to train the" in done.stdout
-    assert f"  ligermodels generate {model} --adapter {shlex.quote(str(adapter / 'adapter'))} --prompt" in done.stdout
+    assert f"  ligermodels generate {shlex.quote(str(adapter / 'adapter'))} --prompt" in done.stdout
     launcher.succeed(*lora, "--output", merged, ranks=2)
     torch.testing.assert_close(losses(merged), losses(adapter), rtol=2e-6, atol=0)
     before, after = (record["validation_loss"] for record in records(adapter) if "validation_loss" in record)
@@ -246,7 +250,8 @@ def test_an_adapter_and_the_merged_model_are_the_same(model, targets, base, expe
     whole = ligermodels.load(merged / "model")
     torch.testing.assert_close(whole(ids).logits, start(ids).logits, rtol=1e-3, atol=1e-3)
     moved = [name for name, parameter in whole.named_parameters() if not torch.equal(parameter, untrained[name])]
-    assert moved and not any("norm" in name or "embed" in name for name in moved)
+    assert moved and not any("norm" in name for name in moved)
+    assert ("model.embed_tokens.weight" in moved) == ("lm_head.weight" in moved) == bool(saved)
 
 
 def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(launcher, capsys):
@@ -255,7 +260,7 @@ def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(launcher, capsys):
     lora = ["--model", "bare", "--data", "chats", *SMALL, *LORA, "--lora-export", "adapter", "--output", "brought"]
     done = launcher.succeed(*lora)
     adapter, merged = output / "adapter", launcher.folder / "merged"
-    assert done.last_lines[1] == '  ligermodels generate bare --adapter brought/adapter --chat --prompt "Hello!"'
+    assert done.last_lines[1] == "  ligermodels generate brought/adapter --chat"
 
     assert main(["export", str(bare), str(merged), "--adapter", str(adapter)]) == 0
     ids = load_tokenizer(adapter).apply_chat_template([{"role": "user", "content": "Hello!"}])
@@ -268,10 +273,15 @@ def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(launcher, capsys):
 
     capsys.readouterr()
     said = ["--chat", "--prompt", "Hello!", "--max-new-tokens", "8", "--device", "cpu"]
-    for flags in ([str(bare), "--adapter", str(adapter)], [str(merged)]):
+    for flags in ([str(bare), "--adapter", str(adapter)], [str(adapter)], [str(merged)]):
         assert main(["generate", *flags, *said]) == 0
-    one, other = capsys.readouterr().out.splitlines()
-    assert one == other != ""
+    one, *others = capsys.readouterr().out.splitlines()
+    assert others == [one, one] and one != ""
+
+    continued = launcher.succeed("--adapter", "brought/adapter", "--data", "more", *SMALL, "--output", "further")
+    assert "brought/adapter on " in continued.stdout and "  ligermodels generate further/adapter" in continued.stdout
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (launcher.folder / "further/adapter" / file).read_bytes() == (adapter / file).read_bytes()
 
 
 def test_chats_texts_and_folders_are_mixed_and_correct_answers_counted(launcher):
@@ -319,9 +329,11 @@ def test_a_model_of_the_hub_is_trained_by_its_name_and_revision(base, launcher):
     (cached / "refs/v1").write_text(commit)
     adapter = [*LORA, "--lora-export", "adapter"]
     done = launcher.succeed("--model", "someone/tiny", "--revision", "v1", "--data", "own.txt", *SMALL, *adapter)
-    assert "  ligermodels generate someone/tiny --revision v1 --adapter runs/tiny/adapter --prompt" in done.stdout
+    assert "  ligermodels generate runs/tiny/adapter --prompt" in done.stdout
     config = json.loads((launcher.folder / "runs/tiny/adapter/adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "someone/tiny"
+    assert (config["base_model_name_or_path"], config["revision"]) == ("someone/tiny", commit)
+    continued = launcher.succeed("--adapter", "runs/tiny/adapter", "--data", "own.txt", *SMALL, "--dry-run")
+    assert continued.stdout.startswith("runs/tiny/adapter on someone/tiny\n")
     first = next(record for record in records(launcher.folder / "runs/tiny") if "validation_loss" in record)
     last = next(record for record in reversed(records(base[1])) if "validation_loss" in record)
     assert first["step"] == 0 and first["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)

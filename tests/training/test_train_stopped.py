@@ -32,6 +32,7 @@ def straight(launcher):
 
 
 LORA = ["--model", "straight/model", *RUN, "--lora-rank", "4", "--lora-dropout", "0.3", "--checkpoint-every", "3"]
+LORA += ["--modules-to-save", "norm"]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,13 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, ChatTemplate
-from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerFiles, split_as_qwen2
+from ligermodels.tokenizer.files import (
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TokenizerFiles,
+    has_tokenizer,
+    split_as_qwen2,
+)
 from ligermodels.weights.config_file import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -70,11 +76,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
 
 
-def read_tokenizer_and_end(folder: Path) -> tuple[Tokenizer, int]:
+def read_tokenizer_and_end(folder: Path, adapter: Path | None = None) -> tuple[Tokenizer, int]:
     """The tokenizer of a model folder, and its end-of-text token: the first eos_token_id of config.json, otherwise of
-    generation_config.json. Raises InputError if neither gives one."""
-    configs = read_config(folder), read_generation_config(folder)
+    generation_config.json. An adapter's folder with a tokenizer comes first. Raises InputError if none gives one."""
+    own = adapter if adapter is not None and has_tokenizer(adapter) else None
+    configs = [read_config(folder), read_generation_config(folder)]
+    if own is not None:
+        configs.insert(0, read_generation_config(own))
     ends = [token for config in configs for token in end_of_text_ids(config, folder)]
     if not ends:
         raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is missing; it must be the end-of-text token")
-    return Tokenizer.from_folder(folder), ends[0]
+    return Tokenizer.from_folder(own or folder), ends[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import InputError
+from ligermodels.hub import adapter_folder
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.config import TrainConfig
@@ -175,8 +176,10 @@ class SourceReader:
     def tokenizer(self) -> tuple[Tokenizer, int]:
         """The tokenizer, with the chat template of the run, and the end-of-text token."""
         names = [name for name in self.names if name not in BUILT_IN_SOURCES]
-        if self.folder and (names or has_tokenizer(self.folder)):
-            tokenizer, end = read_tokenizer_and_end(self.folder)
+        adapter = None if self.config.adapter is None else adapter_folder(self.config.adapter)
+        has_one = any(folder is not None and has_tokenizer(folder) for folder in (self.folder, adapter))
+        if self.folder and (names or has_one):
+            tokenizer, end = read_tokenizer_and_end(self.folder, adapter)
         else:
             tokenizer, end = self.trained_tokenizer(names), END_OF_TEXT_ID
             self.new_tokenizer = tokenizer

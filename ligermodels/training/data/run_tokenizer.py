@@ -6,6 +6,7 @@ folders; must not know rows.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,19 @@ from ligermodels.tokenizer.chat_template import (
     TEMPLATE_JSON_FILE,
     ChatTemplate,
 )
-from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, has_tokenizer
-from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, save_tokenizer
+from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE
+from ligermodels.training.data.new_tokenizer import SPECIAL_IDS, save_tokenizer
 from ligermodels.training.data.progress import print_status
 from ligermodels.weights.config_file import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     end_of_text_ids,
-    read_config,
     read_generation_config,
 )
 from ligermodels.weights.exporting import replace_tokenizer
 from ligermodels.weights.reading import read_text
 from ligermodels.weights.writing import write_json
 
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 QUESTION, ANSWER = "QUESTION5b1c", "ANSWER5b1c"  # texts that no template contains
 
 
@@ -103,19 +102,19 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     return first if first in tokenizer.tokenizer.get_added_tokens_decoder() else None
 
 
-def generation_config(tokenizer: Tokenizer | None, source: Path | None, *, is_new: bool, chats: bool) -> dict[str, Any]:
+def generation_config(
+    tokenizer: Tokenizer | None, given: dict[str, Any], config: Mapping[str, Any], *, chats: bool
+) -> dict[str, Any]:
     """The content of generation_config.json for the model of a run.
 
-    source: the folder of the pretrained model, which has the file. is_new: whether the tokenizer is. chats: whether the
-    model learns chats; the end of a turn is then one of its eos_token_id.
+    given, config: the model's generation_config.json and config.json. chats: whether the model learns chats; the end of
+    a turn is then one of its eos_token_id.
     """
-    given = GENERATION_CONFIG if is_new else read_generation_config(source) if source else {}
     end = end_of_turn(tokenizer) if chats and tokenizer else None
     if end is None:
         return given
-    raw = read_config(source) if source else {}
-    complete = {field: raw[field] for field in SPECIAL_IDS if raw.get(field) is not None} | given
-    ids = end_of_text_ids(complete, f"{source or ''}/{CONFIG_FILE}")
+    complete = {field: config[field] for field in SPECIAL_IDS if config.get(field) is not None} | given
+    ids = end_of_text_ids(complete, CONFIG_FILE)
     return given if end in ids else complete | {"eos_token_id": [*ids, end]}
 
 
@@ -124,12 +123,12 @@ def write_tokenizer(
 ) -> None:
     """Writes the tokenizer of a run, and generation_config.json, to the folder of an exported model or adapter.
 
-    source: the folder of the pretrained model, whose tokenizer files are copied. new: the tokenizer if it is a new one.
+    source: a folder whose tokenizer files replace those there, or None. new: the tokenizer if it is a new one.
     template: the source of the chat template, if it replaces those of the files.
     """
     if new is not None:
         save_tokenizer(new, folder)
-    elif source is not None and not has_tokenizer(folder):
+    elif source is not None:
         replace_tokenizer(source, folder)
     if template is not None:
         replace_templates(folder, template)

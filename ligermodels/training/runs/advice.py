@@ -21,23 +21,20 @@ from ligermodels.training.runs.settings import SETTINGS_FILE
 SCRIPT = "train.py"
 
 
-def advice(config: RunConfig, world: World, exported: Path, base: Path | None, *, chats: bool) -> list[str]:
+def advice(config: RunConfig, world: World, exported: Path, *, chats: bool) -> list[str]:
     """Lines for the user; the first says what was saved.
 
-    exported: the model's or the adapter's folder, inside that of the run. base: the folder of the pretrained model;
-    None for new weights. chats: whether the model was trained on conversations.
+    exported: the model's or the adapter's folder, inside that of the run; an adapter names its base model. chats:
+    whether the model was trained on conversations.
     """
-    adapter = exported.name == ADAPTER
     commands = {}
-    if any(has_tokenizer(folder) for folder in (exported, *([base] if adapter and base else []))):
-        revision = ["--revision", config.revision] if config.revision else []
-        model = [str(config.model), *revision, "--adapter", str(exported)] if adapter else [str(exported)]
-        prompt = '--chat --prompt "Hello!"' if chats else '--prompt "Once upon a time"'
-        commands["generate with it"] = f"ligermodels generate {shlex.join(model)} {prompt}"
+    if has_tokenizer(exported):
+        prompt = "--chat" if chats else '--prompt "Once upon a time"'
+        commands["generate with it"] = f"ligermodels generate {shlex.quote(str(exported))} {prompt}"
     if runs_on_two(config, world):
         file = shlex.quote(str(exported.parent / SETTINGS_FILE))
         commands["train the same on two devices"] = f"torchrun --nproc-per-node 2 {torchrun_target()} --config {file}"
-    saved = f"Saved {exported}" + (", in PEFT's format" if adapter else "")
+    saved = f"Saved {exported}" + (", in PEFT's format" if exported.name == ADAPTER else "")
     if not commands:
         return [saved]
     return [f"{saved}. To {', and to '.join(commands)}:", *(f"  {command}" for command in commands.values())]

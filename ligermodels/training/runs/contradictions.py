@@ -7,7 +7,7 @@ from ligermodels.training.data.opening import missing_data
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
 from ligermodels.units import counted
 
-LORA_SETTINGS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_export")
+LORA_SETTINGS = ("lora_alpha", "lora_dropout", "lora_targets", "modules_to_save", "lora_export")
 
 
 def refuse_contradictions(config: TrainConfig) -> None:
@@ -42,10 +42,12 @@ def refuse_contradictions(config: TrainConfig) -> None:
         )
     if config.float8 and not config.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
-    if is_family and config.lora_rank and config.lora_export == "adapter":
+    if is_family and config.adapter:
+        raise InputError(f"--adapter {config.adapter}: {config.model} is a family with new weights, not its base model")
+    if is_family and config.exports_adapter:
         raise InputError(f"--lora-export adapter: the new weights of {config.model} would be lost; leave it out")
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
-    if config.lora_rank is None and unused:
+    if unused and not config.with_lora:
         raise InputError(f"--{unused[0].replace('_', '-')} goes with --lora-rank, which is missing")
     if not config.data and not is_family:
         raise missing_data(config)

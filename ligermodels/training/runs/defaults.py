@@ -58,7 +58,7 @@ def precision(config: TrainConfig, world: World) -> dict[str, Choice]:
     dtype = Choice("bfloat16", "the model is on a GPU") if on_gpu else Choice("float32", "the model is on a CPU")
     chosen = tiny | ({} if config.is_tiny else {"dtype": dtype})
     computed = config.dtype or chosen["dtype"].value
-    half = computed == "bfloat16" and world.size == 1 and not config.lora_rank
+    half = computed == "bfloat16" and world.size == 1 and not config.with_lora
     return chosen | {"param_dtype": Choice("bfloat16" if half else "float32")}
 
 
@@ -68,8 +68,8 @@ def schedule(config: TrainConfig, data: Data, hidden_size: int, world: World) ->
     batch = fitting_batch_size(rows, length, SFT_TOKENS_PER_STEP if sft else TEXT_TOKENS_PER_STEP, world)
     steps = run_length(config, rows, config.batch_size or batch.value, sft=sft)
     taken = config.steps or steps.value
-    rate = default_learning_rate(hidden_size, pretrained=not config.has_new_weights, lora=config.lora_rank is not None)
-    trained = "new weights" if config.has_new_weights else "LoRA" if config.lora_rank else "full fine-tuning"
+    rate = default_learning_rate(hidden_size, pretrained=not config.has_new_weights, lora=config.with_lora)
+    trained = "new weights" if config.has_new_weights else "LoRA" if config.with_lora else "full fine-tuning"
     return {
         "sequence_length": Choice(length, length_reason(data, length)),
         "batch_size": batch,

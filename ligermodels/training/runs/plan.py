@@ -82,11 +82,16 @@ class Plan:
         return [self.config.steps * self.config.batch_size / rows for rows in self.passes]
 
     @property
+    def title(self) -> str:
+        """The model, and the adapter that is continued on it."""
+        return self.config.title if self.config.adapter is None else f"{self.config.adapter} on {self.config.title}"
+
+    @property
     def line(self) -> str:
         """The whole run in one line."""
         trained = "" if self.trained == self.parameters.total else f", {self.trained:,} of them trained"
         return (
-            f"{self.config.title}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
+            f"{self.title}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
             f"{self.steps}; {self.step}"
         )
 
@@ -107,7 +112,7 @@ class Plan:
         )
 
     def text(self) -> str:
-        return "\n".join([self.config.title, *(f"  {label:13} {value}" for label, value in self.table())])
+        return "\n".join([self.title, *(f"  {label:13} {value}" for label, value in self.table())])
 
     def table(self) -> Iterator[tuple[str, str]]:
         count = self.parameters
@@ -155,7 +160,7 @@ class Plan:
     @property
     def exported(self) -> int:
         """Bytes of the export on the disk, about."""
-        if self.config.lora_rank and self.config.lora_export == "adapter":
+        if self.config.exports_adapter:
             return self.trained * torch.float32.itemsize
         return self.parameters.total * (torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32).itemsize
 

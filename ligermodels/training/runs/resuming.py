@@ -14,7 +14,10 @@ from ligermodels.training.runs.settings_file import read_settings
 from ligermodels.units import counted
 
 # Settings that decide which tensors a checkpoint has, and in which dtypes.
-CHECKPOINT_SETTINGS = ("param_dtype", "optimizer", "optimizer_state_dtype", "lora_rank", "lora_targets")
+CHECKPOINT_SETTINGS = (
+    *("param_dtype", "optimizer", "optimizer_state_dtype"),
+    *("lora_rank", "lora_targets", "modules_to_save", "adapter"),
+)
 
 
 def refuse_resuming(config: TrainConfig) -> None:

@@ -78,11 +78,11 @@ def memory_saving_flags(
         yield f"--micro-batch-size {half} ({peak}), with gradient accumulation"
     if config.dtype != "bfloat16":
         yield "--dtype bfloat16"
-    elif config.param_dtype == "float32" and config.lora_rank is None:
+    elif config.param_dtype == "float32" and not config.with_lora:
         yield "--param-dtype bfloat16"
     if config.optimizer == "adamw":
         yield "--optimizer adamw8bit or --optimizer-state-dtype bfloat16"
-    if config.lora_rank is None:
+    if not config.with_lora:
         yield "--lora-rank 16"
     shorter = estimate(sequence_length=config.sequence_length // 2, checkpointed_blocks=checkpointed_blocks).peak
     yield f"--sequence-length {config.sequence_length // 2} ({memory_size(shorter)})"

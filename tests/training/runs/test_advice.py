@@ -14,11 +14,10 @@ TO_TRAIN = "To train the same on two devices:"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """The folder of a base with a tokenizer, and that of a run."""
+    """The folder of a run."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("base", "run/model", "run/adapter"):
+    for folder in ("run/model", "run/adapter"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "base/tokenizer.json").touch()
     monkeypatch.setattr("sys.argv", ["../my train.py"])
     return tmp_path
 
@@ -26,7 +25,7 @@ def here(tmp_path, monkeypatch):
 def advised(here, *argv, saved="model", world=None, chats=False):
     args = run_config("--model", "base", *argv)
     folder = (here / "run" / saved).relative_to(here)
-    return advice(args, world or World(CPU), folder, here / "base", chats=chats)
+    return advice(args, world or World(CPU), folder, chats=chats)
 
 
 def test_no_generate_command_is_printed_without_a_tokenizer(here):
@@ -56,11 +55,11 @@ def test_the_two_device_command_is_printed_only_if_two_devices_can_run_it(argv, 
     assert (TORCHRUN in lines) == ("two devices" in lines[0]) == can
 
 
-def test_the_command_for_an_adapter_names_its_base_model(here):
-    lora = ["--lora-rank", "4", "--revision", "v 1", "--batch-size", "1"]
-    assert advised(here, *lora, saved="adapter", chats=True) == [
+def test_an_adapter_stands_for_its_base_model_and_a_chat_needs_no_prompt(here):
+    (here / "run/adapter/tokenizer.json").touch()
+    assert advised(here, "--lora-rank", "4", "--batch-size", "1", saved="adapter", chats=True) == [
         "Saved run/adapter, in PEFT's format. To generate with it:",
-        "  ligermodels generate base --revision 'v 1' --adapter run/adapter --chat --prompt \"Hello!\"",
+        "  ligermodels generate run/adapter --chat",
     ]
 
 

@@ -81,7 +81,14 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
         {"model": config("mixtral", False), "lora": "float32"} | HALF,
         {"checkpointed_blocks": 1},
     ),
-    "fp32 LoRA on a bf16 base": ({"model": config("llama", False), "lora": "float32"} | HALF, {}),
+    "fp32 LoRA and embedding on a bf16 base": (
+        {"model": config("llama", False), "lora": "float32", "saved": ["embed_tokens", "lm_head", "norm"]} | HALF,
+        {},
+    ),
+    "fp32 LoRA and a tied embedding on a bf16 base": (
+        {"model": config("qwen2", True), "lora": "float32", "saved": ["lm_head"]} | HALF,
+        {"checkpointed_blocks": 1},
+    ),
 }
 
 
