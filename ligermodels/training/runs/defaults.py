@@ -37,14 +37,14 @@ def with_choices(config: TrainConfig, choices: Mapping[str, Choice]) -> tuple[Tr
     """The settings with `choices` for those that are not given, and a line for each choice that has a reason."""
     made = {name: choice for name, choice in choices.items() if getattr(config, name) is None}
     lines = [
-        f"--{name.replace('_', '-')} {shown(choice.value)}: {choice.reason}"
+        f"--{name.replace('_', '-')} {as_flag_value(choice.value)}: {choice.reason}"
         for name, choice in made.items()
         if choice.reason
     ]
     return replace(config, **{name: choice.value for name, choice in made.items()}), lines
 
 
-def shown(value: Any) -> str:
+def as_flag_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
