@@ -35,16 +35,19 @@ from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import check_logger_packages, open_loggers
-from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, is_validated
+from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
 from ligermodels.training.runs.contradictions import refuse_contradictions
-from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
+from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder, replacing
+from ligermodels.training.runs.intervals import checkpoint_due, validation_due
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
+from ligermodels.training.runs.publishing import check_hub_access, publish
 from ligermodels.training.runs.rescue import rescued
-from ligermodels.training.runs.resuming import refuse_other_data, refuse_resuming
+from ligermodels.training.runs.resuming import refuse_finished, refuse_other_data, refuse_other_settings
 from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.training.runs.stopping import signals
+from ligermodels.training.runs.validations import Validations, validation_losses
 from ligermodels.training.scaling import float8, fsdp
 from ligermodels.training.scaling.activation_checkpointing import (
     MemoryEstimator,
@@ -62,12 +65,14 @@ TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": tor
 
 @dataclass(frozen=True)
 class TrainResult:
-    """model: as it was trained; under FSDP2 its parameters are DTensors. metrics: the records of metrics.jsonl, in
-    order, such as {"step": 1, "loss": 6.9, …}. folder: of the run. exported: the model's or the adapter's folder in it;
-    None where nothing was exported.
+    """model: as it was trained; under FSDP2 its parameters are DTensors. step: the step after which it had these
+    weights: the last one, or that with the lowest validation loss (`best_checkpoint`). metrics: the records of
+    metrics.jsonl, in order, such as {"step": 1, "loss": 6.9, …}. folder: of the run. exported: the model's or the
+    adapter's folder in it; None where nothing was exported.
     """
 
     model: CausalLM
+    step: int
     metrics: list[dict[str, Any]]
     folder: Path
     exported: Path | None
@@ -98,7 +103,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
     """The run of these settings, before it allocates any memory."""
     refuse_contradictions(config)
     check_logger_packages(config.log_to)
-    refuse_resuming(config)
+    refuse_other_settings(config)
+    check_hub_access(config, world)
 
     # The model, without its weights yet. Frozen weights are stored in the compute dtype.
     is_family = config.model in list_architectures()
@@ -116,6 +122,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
 
     # The data, and the memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
     data = open_data(config, pretrained, model.config.vocab_size, world)
+    refuse_finished(config)
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
     build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
     estimate = memory_needs(model, build(model), config, world, compute_dtype)
@@ -200,15 +207,29 @@ def train(config: TrainConfig) -> TrainResult:
         if config.resume:
             begins = f"resumes after step {progress.step}" if progress.step else "has no checkpoint, starts again"
             metrics.say(f"{output}: {begins}")
-        validate = partial(evaluate, model, data, run.micro_batch_size, world, metrics, stop)
-        validated = distributed.from_first(world.is_first and is_validated(output / METRICS_FILE, progress.step))
-        expected = validation_due(config, progress.step) if progress.step else pretrained is not None
-
         resume = resume_command(output, world)
-        # A validation that a signal interrupts stops the run; it is made up for on resume, before the next step.
-        stopped = expected and not validated and not validate(progress.step)
-        exported = None
-        while progress.step < config.steps and not stopped:
+        losses, saved = distributed.from_first((validation_losses(metrics.records()), checkpoints.steps()))
+        validations = Validations(config, losses, saved)
+        checkpoints.protected = validations.best
+        if lost := validations.lost_line():
+            metrics.say(lost)
+
+        def validate(progress: Progress) -> bool:
+            """Returns False where a signal interrupts it: the run stops, and a resume makes up for the validation."""
+            loss = evaluate(model, data, run.micro_batch_size, world, metrics, stop, progress.step)
+            if loss is None:
+                return False
+            validations.add(progress.step, loss)
+            checkpoints.protected = validations.best
+            ends = validations.end_run and config.checkpoint_every != 0
+            if ends or validations.best == progress.step:
+                checkpoints.save(model, optimizer, progress)
+                metrics.resume_clock()
+            return True
+
+        expected = validation_due(config, progress.step) if progress.step else pretrained is not None
+        stopped = expected and progress.step not in validations.losses and not validate(progress)
+        while progress.step < config.steps and not stopped and not validations.end_run:
             # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
             batches = data.training.micro_batches(progress.rows, config.batch_size, config.micro_batch_size, world)
@@ -221,14 +242,15 @@ def train(config: TrainConfig) -> TrainResult:
                 loss += share.detach()
 
             # A step that is not finite updates nothing. The host reads the numbers while the update runs.
-            notes = [torch.full_like(loss, float(note)) for note in (stop.requested, checkpoints.failed)]
+            signs = stop.requested, checkpoints.failed, checkpoints.minutes_since_save >= config.checkpoint_minutes
+            notes = [torch.full_like(loss, float(sign)) for sign in signs]
             totals, norm = distributed.total(torch.stack([loss, *notes])), fsdp.gradient_norm(model)
             read = read_async(torch.cat([totals, norm[None]]))
             rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, peak)
             set_learning_rate(optimizer, rate)
             clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
             optimizer.zero_grad()
-            loss_value, told_to_stop, failed, norm_value = read()
+            loss_value, told_to_stop, failed, overdue, norm_value = read()
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
             metrics.step(progress.step + 1, loss_value, norm_value, rate, skipped=not finite)
             profiler.end(last=progress.step + 1 == config.steps)
@@ -252,31 +274,41 @@ def train(config: TrainConfig) -> TrainResult:
             stopped = told_to_stop > 0 and progress.step < config.steps
             if failed:
                 checkpoints.wait()  # which raises
-            last_without_export = config.no_export and progress.step == config.steps
-            due = config.checkpoint_every and (last_without_export or progress.step % config.checkpoint_every == 0)
-            if stopped or due:
+            if stopped or checkpoint_due(config, progress.step, overdue=overdue > 0):
                 checkpoints.save(model, optimizer, progress)  # written in the background, during validation
                 metrics.resume_clock()
-            if not stopped and validation_due(config, progress.step) and not validate(progress.step):
+            if not stopped and validation_due(config, progress.step) and not validate(progress):
                 stopped = True
                 checkpoints.save(model, optimizer, progress)
 
-        checkpoints.wait()
+        if stopped or config.no_export:
+            checkpoints.wait()
         metrics.finish()
+        exported, exported_step = None, progress.step
         if stopped:
             metrics.say(f"Stopped after step {progress.step}. To resume:")
             metrics.say(f"  {resume}")
-        elif not config.no_export:
-            with rescued(checkpoints, model, optimizer, progress, resume):
+        elif progress.step < config.steps:
+            metrics.say(validations.early_stopping_line())
+        if not stopped and not config.no_export:
+            save = partial(checkpoints.save, model, optimizer, progress) if config.checkpoint_every == 0 else None
+            with rescued(checkpoints, save, resume, metrics.say):
+                if config.best_checkpoint:
+                    metrics.say(validations.best_line())
+                exported_step = validations.best or progress.step
+                if exported_step != progress.step:
+                    checkpoints.restore_weights(model, exported_step)
                 exported = export_run(model, data, config, output, compute_dtype)
+            metrics.write({"step": progress.step, "exported": exported.name})  # the run is finished
             chats = data.validation.completion_only and data.tokenizer is not None and bool(data.tokenizer.templates)
             for line in advice(config, world, exported, model.source, chats=chats):
                 metrics.say(line)
+            publish(config, exported, exported_step, validations.losses.get(exported_step), world, metrics.say)
         if world.is_first:
             draw_curves(metrics.records(), output / "curves.png", str(output), metrics.say)
         distributed.wait_for_all()
         records = distributed.from_first(metrics.records())
-    return TrainResult(model, records, output, exported)
+    return TrainResult(model, exported_step, records, output, exported)
 
 
 def with_param_dtype(config: TrainConfig, world: World) -> TrainConfig:
@@ -290,16 +322,14 @@ def with_param_dtype(config: TrainConfig, world: World) -> TrainConfig:
     return replace(config, param_dtype=config.param_dtype or ("bfloat16" if half else "float32"))
 
 
-def validation_due(config: TrainConfig, step: int) -> bool:
-    """Whether a run validates after this step, which counts from 1."""
-    return step % config.eval_every == 0 or step == config.steps
-
-
 def export_run(model: CausalLM, data: Data, config: TrainConfig, output: Path, dtype: torch.dtype) -> Path:
     """Writes the model, or the LoRA adapter alone, into the run's folder; returns where."""
     also = partial(save_tokenizer, data.new_tokenizer) if data.new_tokenizer else None
-    if config.lora_rank and config.lora_export == "adapter":
-        export_adapter(model, output / ADAPTER, also=also)
-        return output / ADAPTER
-    export(model, output / MODEL, dtype=dtype, also=also)
-    return output / MODEL
+    as_adapter = config.lora_rank is not None and config.lora_export == "adapter"
+    exported = output / (ADAPTER if as_adapter else MODEL)
+    with replacing(exported) as folder:  # a run that was lengthened has one already
+        if as_adapter:
+            export_adapter(model, folder, also=also)
+        else:
+            export(model, folder, dtype=dtype, also=also)
+    return exported

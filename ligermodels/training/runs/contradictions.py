@@ -28,6 +28,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError(f"--profile {config.profile}: the run has {counted(config.steps, 'step')}; name one of them")
     if config.validation_fraction is not None:
         refuse_unused_fraction(config)
+    refuse_contradicting_checkpoints(config)
     if config.optimizer == "adamw8bit" and config.optimizer_state_dtype:
         raise InputError(
             f"--optimizer-state-dtype {config.optimizer_state_dtype}: the states of --optimizer adamw8bit have 8 bits; "
@@ -40,6 +41,20 @@ def refuse_contradictions(config: TrainConfig) -> None:
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if config.lora_rank is None and unused:
         raise InputError(f"--{unused[0].replace('_', '-')} goes with --lora-rank, which is missing")
+
+
+def refuse_contradicting_checkpoints(config: TrainConfig) -> None:
+    minutes, default = config.checkpoint_minutes, FIELDS["checkpoint_minutes"].default
+    if config.checkpoint_every is not None and minutes != default:
+        raise InputError(
+            f"--checkpoint-minutes {minutes:g} and --checkpoint-every {config.checkpoint_every} are two ways to say "
+            "when: leave one out"
+        )
+    if config.best_checkpoint and config.checkpoint_every == 0:
+        raise InputError("--checkpoint-every 0 keeps no checkpoint that --best-checkpoint could export: leave one out")
+    for name in ("best_checkpoint", "push_to_hub"):
+        if config.no_export and getattr(config, name):
+            raise InputError(f"--no-export leaves nothing for --{name.replace('_', '-')}: leave one out")
 
 
 def refuse_unused_fraction(config: TrainConfig) -> None:

@@ -12,11 +12,13 @@ from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError
 from ligermodels.weights.locking import lock_file
 from ligermodels.weights.writing import (
+    UNFINISHED_FOLDER,
     failure,
     in_use,
     remove_empty_folders,
     remove_leftovers,
     remove_path,
+    sync,
     write_error,
 )
 
@@ -71,6 +73,27 @@ def acquire(folder: Path) -> TextIO:
     for exported in (MODEL, ADAPTER):
         remove_leftovers(folder / exported)
     return lock
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """The path to which the body exports. An old export stays until the new one is complete and takes its place.
+
+    Every rank calls; rank 0 renames. The next run in the folder removes what a killed one has left.
+    """
+    if not in_use(folder):
+        yield folder
+        return
+    new, old = (folder.with_name(f"{folder.name}{UNFINISHED_FOLDER}{name}") for name in ("new", "old"))
+    yield new
+
+    def replace() -> None:
+        folder.rename(old)
+        new.rename(folder)
+        sync(folder.parent)
+        remove_path(old)
+
+    raise_on_all(failure(replace) if is_first() else None)
 
 
 def has_first_files_alone(folder: Path) -> bool:

@@ -140,8 +140,13 @@ class Plan:
     @property
     def checkpoints(self) -> int:
         """The most checkpoints on the disk at a time: a new one is complete before an old one is removed."""
-        saves = self.config.steps // self.config.checkpoint_every if self.config.checkpoint_every else 0
-        return min(saves, max(2, self.config.keep_checkpoints))
+        config = self.config
+        if config.checkpoint_every == 0:
+            return 0
+        saves = math.ceil(config.steps / (config.checkpoint_every or 1))  # by time: perhaps after every step
+        if config.best_checkpoint:
+            saves = min(config.steps, saves + math.ceil(config.steps / config.eval_every))
+        return min(saves, max(2, config.keep_checkpoints) + config.best_checkpoint)
 
     @property
     def warnings(self) -> list[str]:
@@ -176,10 +181,12 @@ class Plan:
         folder, free = free_space(config.output or Path())
         there = len(committed_steps(config.resume / CHECKPOINTS)) if config.resume else 0
         exported = 0 if config.no_export else self.exported
-        needed = max(number * self.checkpoint, min(number, config.keep_checkpoints) * self.checkpoint + exported)
+        stay = min(number, config.keep_checkpoints + config.best_checkpoint)
+        needed = max(number * self.checkpoint, stay * self.checkpoint + exported)
         if needed - there * self.checkpoint <= free:
             return
-        parts = [f"{counted(number, 'checkpoint')} of {memory_size(self.checkpoint)}"] * bool(number)
+        most = "up to " if config.checkpoint_every is None and number > 1 else ""
+        parts = [f"{most}{counted(number, 'checkpoint')} of {memory_size(self.checkpoint)}"] * bool(number)
         parts += [f"the export of {memory_size(exported)}"] * bool(exported)
         yield f"no room for {' and '.join(parts)}: {folder} has {memory_size(free)}; make room there"
 
