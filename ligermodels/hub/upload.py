@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, errors, get_token
+from huggingface_hub import HfApi, constants, errors
 from huggingface_hub.utils import validate_repo_id
 
 from ligermodels.errors import HubError, first_line
@@ -65,7 +65,7 @@ def reason(error: Exception) -> str:
     match error:
         case errors.HFValidationError():
             return "is not the name of a repository such as 'owner/model'"
-        case _ if get_token() is None:
+        case errors.LocalTokenNotFoundError():
             return "there is no token of the Hub; run `hf auth login`, or set HF_TOKEN"
         case errors.OfflineModeIsEnabled():
             return "HF_HUB_OFFLINE is set; unset it"

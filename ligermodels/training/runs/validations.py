@@ -35,7 +35,7 @@ class Validations:
 
     @property
     def best(self) -> int | None:
-        """With --best-checkpoint, the step with the lowest loss of those with a checkpoint; else, or without any, None."""
+        """The step with the lowest loss of those with a checkpoint; None without any, or without --best-checkpoint."""
         if not self.config.best_checkpoint:
             return None
         return lowest({step: loss for step, loss in self.losses.items() if step not in self.unsaved})
