@@ -185,7 +185,7 @@ class Plan:
         needed = max(number * self.checkpoint, stay * self.checkpoint + exported)
         if needed - there * self.checkpoint <= free:
             return
-        most = "up to " if config.checkpoint_every is None and number > 1 else ""
+        most = "up to " if number > 1 and (config.checkpoint_every is None or config.best_checkpoint) else ""
         parts = [f"{most}{counted(number, 'checkpoint')} of {memory_size(self.checkpoint)}"] * bool(number)
         parts += [f"the export of {memory_size(exported)}"] * bool(exported)
         yield f"no room for {' and '.join(parts)}: {folder} has {memory_size(free)}; make room there"
