@@ -1,6 +1,7 @@
 """Whether the token may write a repository, what is uploaded, and the lines that errors become."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -15,8 +16,9 @@ CARD = "# A card\n"
 class Hub:
     """Stands for huggingface_hub's client. error: raised by every call. has: the files of the repository."""
 
-    account = {"name": "me", "orgs": [{"name": "lab"}], "auth": {"accessToken": {"role": "write"}}}
-    error, has, calls = None, (), []
+    account: ClassVar = {"name": "me", "orgs": [{"name": "lab"}], "auth": {"accessToken": {"role": "write"}}}
+    calls: ClassVar = []
+    error, has = None, ()
 
     def whoami(self):
         if self.error:

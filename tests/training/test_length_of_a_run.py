@@ -2,6 +2,7 @@
 
 import shutil
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -248,7 +249,8 @@ def test_a_run_without_a_checkpoint_cannot_be_lengthened_and_one_that_was_interr
 class Hub:
     """Stands for huggingface_hub's client. calls: what was uploaded. error: raised by an upload."""
 
-    calls, error = [], None
+    calls: ClassVar = []
+    error = None
 
     def whoami(self):
         return {"name": "me", "orgs": [{"name": "lab"}], "auth": {"accessToken": {"role": "write"}}}
