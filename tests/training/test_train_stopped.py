@@ -235,6 +235,23 @@ def test_a_signal_during_a_validation_stops_the_run_there_and_the_validation_is_
     assert validations(folder) == validations(separated) and losses(folder) == losses(separated)
 
 
+def test_two_ranks_agree_on_checkpoints_by_time_the_best_and_early_stopping(launcher):
+    """At this learning rate the validation loss rises after step 3. One rank then goes on, and exports the same."""
+    run = [*LLAMA, "--steps", "6", "--sequence-length", "32", "--warmup", "1", "--learning-rate", "0.05"]
+    run += ["--eval-every", "1", "--best-checkpoint", "--early-stopping", "2", "--keep-checkpoints", "1"]
+    done = launcher.succeed(*run, "--checkpoint-minutes", "1e-6", "--output", "agreed", ranks=2)
+    folder = launcher.folder / "agreed"
+    assert "early stopping: 2 validations in a row had no lower loss than step 3\n" in done.stdout
+    assert steps_of(folder) == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000003", "step-000005"]
+    exported = weights(folder)
+    refused = launcher.run("--resume", "agreed", ranks=2)
+    assert refused.statuses == [2, 2] and "give more than --early-stopping 2\n" in refused.stderr
+    done = launcher.succeed("--resume", "agreed", "--early-stopping", "9")
+    assert steps_of(folder) == [1, 2, 3, 4, 5, 6] and "step 3 has the lowest validation loss" in done.stdout
+    assert weights(folder) == exported
+
+
 def test_all_ranks_stop_at_a_loss_that_is_not_finite_and_resume_without_that_step(straight, launcher):
     """A token of the model has no embedding that is finite; one document of eight, a row each, begins with it."""
     model = shutil.copytree(straight / "model", launcher.folder / "holed")

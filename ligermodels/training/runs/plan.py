@@ -5,6 +5,7 @@
 
 import functools
 import math
+import os
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
@@ -173,7 +174,18 @@ class Plan:
                 f"{memory_size(self.memory.peak)} is more than the GPU has; lower --micro-batch-size or "
                 "--sequence-length, or use --activation-checkpointing auto, --lora-rank or more ranks"
             )
+        yield from self.host_memory_warnings()
         yield from self.disk_warnings()
+
+    def host_memory_warnings(self) -> Iterator[str]:
+        """Warns where the host has no room for the copy that each rank makes of its part of a checkpoint."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        copies = ranks * self.checkpoint // dp_shard_size(self.world, self.config.dp_replicate)
+        if self.world.device.type == "cuda" and self.checkpoints and copies > host_memory():
+            yield (
+                f"a checkpoint is copied to host memory first, {memory_size(copies)}, but this host has "
+                f"{memory_size(host_memory())}; --checkpoint-every 0 saves none"
+            )
 
     def disk_warnings(self) -> Iterator[str]:
         """Warns where the disk is too full, beyond what a resumed run has on it already."""
@@ -231,6 +243,11 @@ def free_space(folder: Path) -> tuple[Path, int]:
 def device_memory(device: torch.device) -> int | None:
     """Bytes of a GPU's memory; None for a CPU, which other processes share."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def host_memory() -> int:
+    """Bytes of this host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def computes_in_bfloat16() -> bool:

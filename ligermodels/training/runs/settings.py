@@ -27,7 +27,7 @@ WITHOUT_EFFECT_ON_RESULT = (
     *("on_nan", "dp_replicate", "eval_every", "log_to", "profile"),
 )
 # A run may be lengthened. Its number of steps is known, and compared, once the data are open: runs/resuming.py.
-LENGTH = ("steps", "epochs")
+LENGTH_SETTINGS = ("steps", "epochs")
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def differences(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     resumed.
     """
     now = settings(config)
-    names = [name for name in {**now, **saved} if name not in (*WITHOUT_EFFECT_ON_RESULT, *LENGTH)]
+    names = [name for name in {**now, **saved} if name not in (*WITHOUT_EFFECT_ON_RESULT, *LENGTH_SETTINGS)]
     return [
         f"{name}: {shown_value(now.get(name))}, was {shown_value(saved.get(name))}"
         for name in names
