@@ -173,21 +173,18 @@ def test_bfloat16_gives_a_warning_on_a_cpu_without_bf16_instructions(machine, in
 
 
 def test_a_checkpoint_larger_than_the_memory_of_the_host_gives_a_warning(monkeypatch):
-    """Four ranks of two hosts copy a quarter each, replicas of the model too."""
     monkeypatch.setattr(module, "device_memory", lambda device: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     one = 3 * 4 * 1_049_728
 
     def warnings(host, *flags):
         monkeypatch.setattr(module, "host_memory", lambda: host)
-        return planned("--steps", "250", *flags, world=World(torch.device("cuda"), size=4))[1].warnings
+        return planned("--steps", "250", *flags, world=World(torch.device("cuda")))[1].warnings
 
-    (warning,) = warnings(one // 2 - 1)
-    assert warning.startswith(
-        f"a checkpoint is copied to host memory first, {memory_size(one // 2)}, but this host has"
+    copied = (
+        f"a checkpoint is copied to host memory first, {memory_size(one)}, but this host has {memory_size(one - 1)}"
     )
-    assert len(warnings(one - 1, "--dp-replicate", "2")) == 1
-    assert warnings(one // 2 + 1024) == warnings(1, "--checkpoint-every", "0") == []
+    assert warnings(one - 1) == [f"{copied}; --checkpoint-every 0 saves none"]
+    assert warnings(one + 1024) == warnings(1, "--checkpoint-every", "0") == []
 
 
 def test_in_a_mixture_each_source_has_epochs_of_its_own():
