@@ -303,9 +303,9 @@ def train(config: TrainConfig) -> TrainResult:
             chats = data.validation.completion_only and data.tokenizer is not None and bool(data.tokenizer.templates)
             for line in advice(config, world, exported, model.source, chats=chats):
                 metrics.say(line)
-            publish(config, exported, exported_step, validations.losses.get(exported_step), world, metrics.say)
         if world.is_first:
             draw_curves(metrics.records(), output / "curves.png", str(output), metrics.say)
+        publish(config, exported, exported_step, validations.losses.get(exported_step), world, metrics.say)
         distributed.wait_for_all()
         records = distributed.from_first(metrics.records())
     return TrainResult(model, exported_step, records, output, exported)

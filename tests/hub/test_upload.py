@@ -14,15 +14,16 @@ CARD = "# A card\n"
 
 
 class Hub:
-    """Stands for huggingface_hub's client. error: raised by every call. has: the files of the repository."""
+    """Stands for huggingface_hub's client. has: the files of the repository. errors: raised by calls of these names."""
 
     account: ClassVar = {"name": "me", "orgs": [{"name": "lab"}], "auth": {"accessToken": {"role": "write"}}}
     calls: ClassVar = []
-    error, has = None, ()
+    errors: ClassVar = {}
+    has = ()
 
     def whoami(self):
-        if self.error:
-            raise self.error
+        if "whoami" in self.errors:
+            raise self.errors["whoami"]
         return self.account
 
     def create_repo(self, name, private, exist_ok):
@@ -30,6 +31,8 @@ class Hub:
         return SimpleNamespace(repo_id=name if "/" in name else f"me/{name}")
 
     def upload_folder(self, repo_id, folder_path):
+        if "upload_folder" in self.errors:
+            raise self.errors["upload_folder"]
         self.calls.append(("folder", repo_id, folder_path))
 
     def file_exists(self, repo_id, name):
@@ -39,12 +42,17 @@ class Hub:
         self.calls.append(("file", repo_id, path_in_repo, path_or_fileobj))
 
 
+def replace_client(monkeypatch):
+    """Returns the class that stands for the client from here on."""
+    fake = type("Fake", (Hub,), {"calls": [], "errors": {}})
+    monkeypatch.setattr(upload, "HfApi", fake)
+    return fake
+
+
 @pytest.fixture
 def hub(monkeypatch):
-    fake = type("Fake", (Hub,), {"calls": []})
-    monkeypatch.setattr(upload, "HfApi", fake)
     monkeypatch.setenv("HF_TOKEN", "a-token")
-    return fake
+    return replace_client(monkeypatch)
 
 
 def refusal(name):
@@ -78,7 +86,7 @@ def test_a_repository_of_the_account_or_its_organisations_can_be_written(hub):
     ],
 )
 def test_every_error_is_one_line_with_a_remedy(error, words, hub):
-    hub.error = error
+    hub.errors["whoami"] = error
     assert refusal("mine") == f"mine: {words}"
 
 

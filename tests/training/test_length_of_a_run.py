@@ -1,19 +1,17 @@
 """How a run ends and goes on: its checkpoints, the best one, early stopping, more steps, a failed or pushed export."""
 
 import shutil
-from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ligermodels.errors import CheckpointError, HubError, InputError
-from ligermodels.hub import upload
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.checkpoints import files
 from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.runs.settings import config_of_run
+from tests.hub.test_upload import replace_client
 from tests.training.launching import loop, losses, records, weights
 
 # Within the warmup the learning rate does not depend on the number of steps.
@@ -246,45 +244,18 @@ def test_a_run_without_a_checkpoint_cannot_be_lengthened_and_one_that_was_interr
 # The Hub
 
 
-class Hub:
-    """Stands for huggingface_hub's client. calls: what was uploaded. error: raised by an upload."""
-
-    calls: ClassVar = []
-    error = None
-
-    def whoami(self):
-        return {"name": "me", "orgs": [{"name": "lab"}], "auth": {"accessToken": {"role": "write"}}}
-
-    def create_repo(self, name, private, exist_ok):
-        assert private and exist_ok
-        return SimpleNamespace(repo_id=f"me/{name}")
-
-    def upload_folder(self, repo_id, folder_path):
-        if self.error:
-            raise self.error
-        self.calls.append((repo_id, folder_path))
-
-    def file_exists(self, repo_id, name):
-        return name != "README.md"
-
-    def upload_file(self, path_or_fileobj, path_in_repo, repo_id):
-        self.calls.append((path_in_repo, path_or_fileobj.decode()))
-
-
 @pytest.fixture
 def hub(monkeypatch):
-    fake = type("Fake", (Hub,), {"calls": []})
-    monkeypatch.setattr(upload, "HfApi", fake)
-    return fake
+    return replace_client(monkeypatch)
 
 
 def test_the_export_is_pushed_with_a_model_card(hub, scripted, tmp_path, capsys):
     scripted(6)
     result = run(tmp_path / "run", steps=1, push_to_hub="mine")
     assert "Uploaded to https://huggingface.co/me/mine\n" in capsys.readouterr().out
-    pushed, (name, card) = hub.calls
-    assert pushed == ("me/mine", result.exported) and name == "README.md"
-    assert card == (
+    _, pushed, (*uploaded, card) = hub.calls
+    assert pushed == ("folder", "me/mine", result.exported) and uploaded == ["file", "me/mine", "README.md"]
+    assert card.decode() == (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- ligermodels\n---\n\n# mine\n\n"
         "New weights: llama. Trained with ligermodels: 1 step of 1 sequence of 32 tokens, validation loss 6.000 nats "
         "per token.\n"
@@ -293,7 +264,7 @@ def test_the_export_is_pushed_with_a_model_card(hub, scripted, tmp_path, capsys)
 
 def test_an_upload_that_fails_leaves_the_export_and_prints_the_command(hub, scripted, tmp_path, capsys):
     scripted(6)
-    hub.error = ConnectionError("gone")
+    hub.errors["upload_folder"] = ConnectionError("gone")
     result = run(tmp_path / "a run", steps=1, push_to_hub="mine")
     said = capsys.readouterr().out.splitlines()
     assert said[-2].startswith("warning: --push-to-hub mine: ") and "gone" in said[-2]

@@ -33,14 +33,15 @@ def refuse_unwritable(name: str) -> None:
 
 
 def publish(
-    config: TrainConfig, exported: Path, step: int, loss: float | None, world: World, say: Callable[[str], None]
+    config: TrainConfig, exported: Path | None, step: int, loss: float | None, world: World, say: Callable[[str], None]
 ) -> None:
     """Uploads the export. Every rank calls; rank 0 uploads, the others wait. A failure is a warning with a remedy.
 
-    step: of the exported weights. loss: their validation loss, if it is known.
+    exported: its folder; None for a run that was stopped. step: of the exported weights. loss: their validation loss,
+    if it is known.
     """
     name = config.push_to_hub
-    if name is None:
+    if name is None or exported is None:
         return
     with distributed.waiting_group(UPLOAD_TIMEOUT) as group:
         if world.is_first:
