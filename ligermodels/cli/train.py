@@ -18,7 +18,7 @@ from ligermodels.training.runs.settings import config_from_file, config_of_run
 EXAMPLES = """\
 examples:
   ligermodels train --model qwen2                          a million parameters on the embedded stories, on a CPU
-  ligermodels train --model llama:8b --data random --steps 10 --no-export                 speed and memory alone
+  ligermodels train --model llama:8b --data random --steps 10 --no-export --checkpoint-every 0    speed and memory alone
   ligermodels train --model Qwen/Qwen3-8B --data chats.jsonl --lora-rank 16
   torchrun --nproc-per-node 8 train.py --model meta-llama/Meta-Llama-3-8B --data 'web/*.parquet=0.9' code.jsonl=0.1 \\
       --checkpoint-every 500

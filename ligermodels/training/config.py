@@ -136,10 +136,17 @@ class TrainConfig:
     resume: Path | None = setting("run", None, "continue the run in this folder, with the settings of its train.toml",
         metavar="FOLDER")
     allow_changes: bool = setting("run", False, "resume although settings that change the result differ")
-    checkpoint_every: int = setting("run", 0, "steps between checkpoints; 0: only when stopped; with --no-export also "
-        "after the last step", COUNT)
+    checkpoint_every: int | None = setting("run", None, "steps between checkpoints, with one at the end; 0: only when "
+        "stopped", COUNT, shown="by time, and one at the end")
+    checkpoint_minutes: float = setting("run", 30.0, "minutes between checkpoints without --checkpoint-every",
+        ABOVE_ZERO)
     keep_checkpoints: int = setting("run", 2, "number of checkpoints kept, the newest", POSITIVE)
+    best_checkpoint: bool = setting("run", False, "export the weights with the lowest validation loss, whose "
+        "checkpoint is kept, instead of the last")
+    early_stopping: int | None = setting("run", None, "end the run after this many validations in a row without a "
+        "lower loss", POSITIVE, shown="take all steps")
     no_export: bool = setting("run", False, "do not write a model at the end")
+    push_to_hub: str | None = setting("run", None, "upload the export to this repository of the Hub", metavar="NAME")
     on_nan: Literal["stop", "skip"] = setting("run", "stop", "at a loss or gradient norm that is not finite")
     dp_replicate: int = setting("run", 1, "HSDP: model replicas, each sharded over ranks / replicas ranks", POSITIVE)
 

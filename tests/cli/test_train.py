@@ -31,8 +31,9 @@ FLAGS = {
     "dtype": None, "param_dtype": None, "float8": False, "activation_checkpointing": None, "compile": False,
     "seed": 0, "lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0, "lora_targets": ("all-linear",),
     "modules_to_save": (), "adapter": None, "lora_export": None, "output": None,
-    "resume": None, "allow_changes": False, "checkpoint_every": 0,
-    "keep_checkpoints": 2, "no_export": False, "on_nan": "stop", "dp_replicate": 1, "eval_every": None, "log_to": (),
+    "resume": None, "allow_changes": False, "checkpoint_every": None,
+    "checkpoint_minutes": 30.0, "keep_checkpoints": 2, "best_checkpoint": False, "early_stopping": None,
+    "no_export": False, "push_to_hub": None, "on_nan": "stop", "dp_replicate": 1, "eval_every": None, "log_to": (),
     "profile": None,
 }  # fmt: skip
 OF_THE_COMMAND = ("config", "dry_run")
@@ -129,6 +130,20 @@ def test_lora_targets_and_modules_to_save_are_separated_by_commas_or_spaces(give
         (["--model", "qwen2", "--modules-to-save", "norm"], ["--modules-to-save goes with --lora-rank"]),
         (["--model", "qwen2", "--adapter", "a"], ["--adapter a: qwen2 is a family with new weights"]),
         (["--model", "qwen2", "--float8"], ["--float8", "add --compile"]),
+        (["--checkpoint-minutes", "0"], ["--checkpoint-minutes: is '0'; must be a number above 0"]),
+        (
+            ["--model", "qwen2", "--checkpoint-minutes", "5", "--checkpoint-every", "0"],
+            ["--checkpoint-minutes 5 and --checkpoint-every 0 are two ways to say when: leave one out"],
+        ),
+        (
+            ["--model", "qwen2", "--best-checkpoint", "--checkpoint-every", "0"],
+            ["--checkpoint-every 0 keeps no checkpoint that --best-checkpoint could export: leave one out"],
+        ),
+        (
+            ["--model", "qwen2", "--best-checkpoint", "--no-export"],
+            ["--no-export leaves nothing for --best-checkpoint: leave one out"],
+        ),
+        (["--model", "qwen2", "--push-to-hub", "x", "--no-export"], ["--no-export leaves nothing for --push-to-hub"]),
         (
             ["--model", "qwen2", "--prompt-field", "q"],
             ["--prompt-field goes with --completion-field, which"],
@@ -292,7 +307,7 @@ def test_a_resumed_run_takes_its_own_settings_and_folder(tmp_path):
     args = parse_arguments(["--resume", str(tmp_path), "--steps", "9", "--eval-every", "3"])
     assert args.output == args.resume == tmp_path
     assert (args.model, args.learning_rate, args.steps, args.lora_rank) == ("qwen2", 1e-5, 9, 8)
-    assert differences(read_settings(tmp_path / "train.toml"), args) == ["steps: 9, was not set"]
+    assert differences(read_settings(tmp_path / "train.toml"), args) == []  # the length is compared with what was done
 
 
 def test_only_settings_that_change_the_result_are_differences():
@@ -311,6 +326,7 @@ def test_only_settings_that_change_the_result_are_differences():
             "tensorboard",
         ),
         *("--checkpoint-every", "5", "--eval-every", "5", "--on-nan", "skip", "--no-export", "--profile", "3"),
+        *("--early-stopping", "2"),
     )
     assert sorted(differences(saved, args)) == [
         "data: a b, was a",

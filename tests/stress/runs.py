@@ -3,7 +3,7 @@
 Part of the kills hit every operation that changes a file of a new and of a resumed run, one after the other; where that
 is more than half of the kills, a random choice of the operations. The others hit random moments, several of them one
 run. Compared are the losses, the validations, the newest checkpoint (trained weights, optimizer states, random states)
-and the exported folder.
+and the exported folder, which is that of a best checkpoint before the last.
 """
 
 import random
@@ -15,6 +15,8 @@ import ligermodels
 from ligermodels.training.checkpoints.files import checkpoint_step, committed_steps, verify_files
 from ligermodels.training.data.embedded_stories import stories, vocabulary_texts
 from ligermodels.training.data.new_tokenizer import save_tokenizer, train_tokenizer
+from ligermodels.training.reporting.metrics import METRICS_FILE
+from ligermodels.weights.writing import UNFINISHED_FOLDER
 from tests.cases import LLAMA
 from tests.training.launching import Launcher, records
 
@@ -22,8 +24,10 @@ VOCABULARY = 300
 # LoRA with dropout over a pretrained model: frozen weights, random states and a validation before the first step.
 RUN = ["--model", "base", "--data", "own.txt", "--steps", "6", "--batch-size", "2", "--sequence-length", "32"]
 RUN += ["--warmup", "1", "--eval-every", "3", "--checkpoint-every", "2", "--lora-rank", "2", "--lora-dropout", "0.3"]
+RUN += ["--best-checkpoint", "--learning-rate", "0.03"]  # so high that step 3 is better than step 6
 TIMINGS = {"tokens_per_second", "mfu"}
-TEMPORARY_LOCKS = {".model.lock"}  # an empty lock may stay behind a finished run
+# An empty lock may stay behind a finished run.
+TEMPORARY_LOCKS = {".model.lock", f".model{UNFINISHED_FOLDER}new.lock"}
 
 
 class Stress:
@@ -33,7 +37,8 @@ class Stress:
         self.launcher, self.chance = launcher, random.Random(seed)
         self.kills = {"at a file operation": 0, "at a random moment": 0}
         self.runs = self.resumes = 0
-        launcher.succeed(*RUN, "--output", "undisturbed")  # which also fills the cache of tokenised data
+        done = launcher.succeed(*RUN, "--output", "undisturbed")  # which also fills the cache of tokenised data
+        assert "step 3 has the lowest validation loss" in done.stdout
         self.undisturbed = launcher.folder / "undisturbed"
         self.half = self.stopped_halfway()
         begun = time.monotonic()
@@ -47,7 +52,7 @@ class Stress:
         return int(done.last_lines[-1].removesuffix(" file operations"))
 
     def stopped_halfway(self):
-        """A run that was killed after step 2 and its checkpoint; it has step 3 and a validation after it to repeat."""
+        """A run that was killed after step 3, its validation and its checkpoint, which is the one to export."""
         half = shutil.copytree(self.undisturbed, self.launcher.folder / "half")
         shutil.rmtree(half / "model")
         for checkpoint in committed_steps(half / "checkpoints")[1:]:
@@ -77,7 +82,7 @@ class Stress:
                 break
             self.kills["at a random moment"] += 1
             self.usual *= 1.05  # the load of the machine changes: about one run in five is to be faster
-            if (folder / "model").exists():
+            if is_finished(folder):
                 break
         self.finish(folder)
 
@@ -93,7 +98,7 @@ class Stress:
 
     def finish(self, folder):
         """Lets the run go on to its end, from the last step that was committed, and compares it."""
-        if not (folder / "model").exists():
+        if not is_finished(folder):
             committed = committed_steps(folder / "checkpoints")
             for checkpoint in committed:
                 verify_files(checkpoint, 0, 1)
@@ -118,6 +123,13 @@ class Stress:
 
     def outcome(self):
         return {"kills": sum(self.kills.values())} | self.kills | {"resumes": self.resumes} | self.operations
+
+
+def is_finished(folder):
+    """Whether the run has an export, and has recorded that it is complete."""
+    if not (folder / "model").exists() or not (folder / METRICS_FILE).exists():
+        return False
+    return any("exported" in record for record in records(folder))
 
 
 def recorded(folder):

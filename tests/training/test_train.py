@@ -24,21 +24,24 @@ from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.optimizers.schedules import learning_rate
 from tests.training.launching import TRAIN, losses, records, weights
 
-SMALL = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
+SHORT = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
+SMALL = [*SHORT, "--checkpoint-every", "0"]
 LLAMA = ["--model", "llama", "--data", "own.txt", *SMALL]
 LORA = ["--lora-rank", "4", "--learning-rate", "1e-3"]
-LEFT = {"train.toml", "metrics.jsonl", "curves.png", "lock", "model"}
+LEFT = {"train.toml", "metrics.jsonl", "curves.png", "lock", "model", "checkpoints"}
 
 
 @pytest.fixture(scope="module")
 def base(launcher):
     """A run of a tiny Llama, and its folder."""
-    return launcher.succeed(*LLAMA, "--output", "base", "--eval-every", "3", picture=True), launcher.folder / "base"
+    run = ["--model", "llama", "--data", "own.txt", *SHORT, "--eval-every", "3", "--output", "base"]
+    return launcher.succeed(*run, picture=True), launcher.folder / "base"
 
 
 def test_a_run_logs_every_step_exports_a_model_and_prints_the_next_commands(base, launcher):
     done, folder = base
     assert {path.name for path in folder.iterdir()} == LEFT
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000004"]
     assert [record["step"] for record in records(folder) if "loss" in record] == [1, 2, 3, 4]
     validations = {record["step"]: record for record in records(folder) if "validation_loss" in record}
     assert list(validations) == [3, 4]
@@ -342,7 +345,7 @@ def test_a_model_of_the_hub_is_trained_by_its_name_and_revision(base, launcher):
 def test_a_run_is_logged_to_tensorboard_on_request(launcher):
     launcher.succeed(*LLAMA, "--log-to", "tensorboard", "--no-export", "--output", "logged")
     folder = launcher.folder / "logged"
-    assert {path.name for path in folder.iterdir()} == LEFT - {"model", "curves.png"} | {"tensorboard"}
+    assert {path.name for path in folder.iterdir()} == LEFT - {"model", "curves.png", "checkpoints"} | {"tensorboard"}
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses(folder), rel=1e-6)
 
@@ -370,8 +373,8 @@ REFUSED = {
         "the new weights of llama would be lost",
     ),
     "no run": (["--resume", "nothing"], "nothing/train.toml: is missing: there is no run to resume"),
-    "a finished run": (["--resume", "base"], "--resume base: the run is finished; start another with --model base/"),
-    "an adapter's run": (["--resume", "adapted"], "adapted: the run is finished; move adapted/adapter away to resume"),
+    "a finished run": (["--resume", "base"], "--resume base: the run is finished, after 4 steps; to lengthen it, give"),
+    "an adapter's run": (["--resume", "adapted", "--steps", "9"], "adapted: the run is finished, and has no check"),
     "a run as a model": (["--model", "base"], "base: contains no config.json; did you mean 'base/model'?"),
     "an adapter as a model": (["--model", "adapted/adapter"], "adapted/adapter: contains an adapter and no model"),
 }
@@ -386,6 +389,7 @@ def faults(base, launcher):
     (launcher.folder / "adapted/adapter").mkdir(parents=True)
     (launcher.folder / "adapted/adapter/adapter_config.json").write_text("{}")
     shutil.copy(folder / "train.toml", launcher.folder / "adapted")
+    (launcher.folder / "adapted/metrics.jsonl").write_text('{"step": 4, "exported": "adapter"}\n')
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -415,6 +419,7 @@ def test_a_closed_pipe_ends_it_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_in_python_gives_back_the_model_the_metrics_and_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -424,7 +429,8 @@ def test_a_run_in_python_gives_back_the_model_the_metrics_and_the_folder(tmp_pat
     result = train(config)
     assert (result.folder, result.exported) == (Path("runs/llama"), Path("runs/llama/model"))
     assert [record["step"] for record in result.metrics if "loss" in record] == [1, 2, 3]
-    assert result.metrics[-1]["step"] == 3 and result.metrics == records(result.folder)
+    assert result.metrics[-1] == {"step": 3, "exported": "model"} and result.metrics == records(result.folder)
+    assert result.step == 3
     for ours, stored in zip(result.model.parameters(), ligermodels.load(result.exported).parameters(), strict=True):
         assert torch.equal(ours, stored)
     assert capsys.readouterr().out.splitlines()[-1] == (

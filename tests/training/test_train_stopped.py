@@ -133,10 +133,7 @@ def test_changed_settings_are_listed_and_refused_without_allow_changes(stopped, 
     done = launcher.succeed(*change, "--allow-changes", "--no-export")
     assert "resumes after step" in done.stdout
     assert "learning_rate = 0.001\n" in (copy / "train.toml").read_text()
-    launcher.succeed("--resume", copy.name, "--checkpoint-every", "15")  # from where it was stopped, once more
-    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["step-000015", "step-000016"]
-    done = launcher.run("--resume", copy.name)
-    assert done.status == 2 and "it has taken 16 steps already; give more --steps with --allow-changes" in done.stderr
+    assert max(path.name for path in (copy / "checkpoints").iterdir()) == "step-000016"
 
 
 def test_a_killed_run_resumes_bit_exactly_from_its_last_checkpoint(undisturbed, launcher):
@@ -150,7 +147,7 @@ def test_a_killed_run_resumes_bit_exactly_from_its_last_checkpoint(undisturbed, 
     assert weights(one) == weights(undisturbed)
     assert losses(one) == losses(undisturbed) and steps_of(one) == list(range(1, 17))
     kept = [path.name for path in sorted((one / "checkpoints").iterdir())]
-    assert kept == ["step-000009", "step-000012", "step-000015"]
+    assert kept == ["step-000012", "step-000015", "step-000016"]
 
 
 def test_a_run_that_was_killed_before_its_first_step_starts_by_either_command(straight, launcher):
@@ -208,7 +205,8 @@ def test_a_last_validation_is_made_up_for_without_an_export_and_then_the_run_is_
     launcher.succeed("--resume", killed.name, "--no-export")
     assert validations(killed) == validations(separated)
     again = launcher.run("--resume", killed.name, "--no-export")
-    assert again.status == 2 and "it has taken 6 steps already; give more --steps with --allow-changes" in again.stderr
+    words = "the run is finished, after 6 steps; to lengthen it, give more --steps, or --no-export off to export it"
+    assert again.status == 2 and words in again.stderr
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -236,6 +234,23 @@ def test_a_signal_during_a_validation_stops_the_run_there_and_the_validation_is_
     monkeypatch.setattr(loop, "evaluate", evaluate)
     train(config)
     assert validations(folder) == validations(separated) and losses(folder) == losses(separated)
+
+
+def test_two_ranks_agree_on_checkpoints_by_time_the_best_and_early_stopping(launcher):
+    """At this learning rate the validation loss rises after step 3. One rank then goes on, and exports the same."""
+    run = [*LLAMA, "--steps", "6", "--sequence-length", "32", "--warmup", "1", "--learning-rate", "0.05"]
+    run += ["--eval-every", "1", "--best-checkpoint", "--early-stopping", "2", "--keep-checkpoints", "1"]
+    done = launcher.succeed(*run, "--checkpoint-minutes", "1e-6", "--output", "agreed", ranks=2)
+    folder = launcher.folder / "agreed"
+    assert "early stopping: 2 validations in a row had no lower loss than step 3\n" in done.stdout
+    assert steps_of(folder) == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000003", "step-000005"]
+    exported = weights(folder)
+    refused = launcher.run("--resume", "agreed", ranks=2)
+    assert refused.statuses == [2, 2] and "give more than --early-stopping 2\n" in refused.stderr
+    done = launcher.succeed("--resume", "agreed", "--early-stopping", "9")
+    assert steps_of(folder) == [1, 2, 3, 4, 5, 6] and "step 3 has the lowest validation loss" in done.stdout
+    assert weights(folder) == exported
 
 
 def test_all_ranks_stop_at_a_loss_that_is_not_finite_and_resume_without_that_step(straight, launcher):

@@ -47,6 +47,11 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def superseded(folder: Path, keep: int, protected: int | None) -> list[Path]:
+    """Returns the complete checkpoints that are neither among the newest `keep` nor that of the step `protected`."""
+    return [path for path in committed_steps(folder)[:-keep] if checkpoint_step(path) != protected]
+
+
 def remove_checkpoint(checkpoint: Path) -> None:
     """Renames a checkpoint to a temporary name, then removes it: a partly removed one never has a final name."""
     temporary = checkpoint.with_name(checkpoint.name + TEMPORARY)
@@ -76,11 +81,11 @@ class CheckpointWriter(HuggingFaceStorageWriter):
 
     The base class would copy the tensors twice in memory, which blocks the training thread for about one second per
     GiB. This class writes them to the file without a copy.
-    keep: how many checkpoints stay; `finish` removes the older ones.
+    keep, protected: `finish` removes the checkpoints that are `superseded` then.
     """
 
-    def __init__(self, folder: Path, record: Mapping[str, Any], keep: int) -> None:
-        self.folder, self.record, self.keep = folder, record, keep
+    def __init__(self, folder: Path, record: Mapping[str, Any], keep: int, protected: int | None = None) -> None:
+        self.folder, self.record, self.keep, self.protected = folder, record, keep, protected
         self.temporary = folder.with_name(folder.name + TEMPORARY)
         super().__init__(str(self.temporary), save_distributed=True)
 
@@ -116,7 +121,7 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         write_json(self.temporary / RECORD, self.record)
         write_json(self.temporary / MANIFEST, {"files": files | {RECORD: manifest_entry(self.temporary / RECORD)}})
         commit(self.temporary, self.folder)
-        for old in committed_steps(self.folder.parent)[: -self.keep]:
+        for old in superseded(self.folder.parent, self.keep, self.protected):
             remove_checkpoint(old)
 
 

@@ -6,13 +6,14 @@
 
 Each rank writes its own shards into a folder that all ranks share. Resume is bit-exact on the same number of ranks. On
 another number of ranks the weights, the optimizer state and the data order are exact, and random numbers start anew.
-This file decides what is saved and when. state.py collects the tensors; files.py defines the files. Must not know how
-a step is computed.
+This file saves and restores. state.py collects the tensors; checks.py compares them with those of the run; files.py
+defines the files. Must not know how a step is computed.
 """
 
 import dataclasses
 import errno
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
@@ -25,13 +26,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ligermodels.distributed import is_first, rank, same_on_all, world_size
 from ligermodels.errors import CheckpointError
 from ligermodels.training.checkpoints import files, state
+from ligermodels.training.checkpoints.checks import check_same_run, check_tensors_match
 from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.weights.files import shortened
 from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import write_error
 
@@ -59,7 +59,8 @@ class Checkpoints:
     """The checkpoints in a folder. A context manager; every rank creates one while the process group exists.
 
     keep: how many of the newest checkpoints stay, at least 1. settings: the run's settings as JSON values; each
-    checkpoint stores them.
+    checkpoint stores them. protected: the step of a checkpoint that stays although it is older; set by the caller, to
+    the same on all ranks.
     The first save allocates host memory for this rank's weights and optimizer state (pinned if they are on a GPU).
     Later saves reuse this memory and are faster.
     """
@@ -74,7 +75,9 @@ class Checkpoints:
         self.thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self.running: futures.Future[None] | None = None
         self.frozen: dict[str, list[Any]] | None = None  # computed once: frozen weights do not change during a run
-        self.committed: Path | None = None
+        self.saved: Path | None = None  # the newest checkpoint of this process: it is committed, or being written
+        self.saved_at = time.monotonic()
+        self.protected: int | None = None
         if is_first():
             files.remove_unfinished(folder)
 
@@ -91,6 +94,11 @@ class Checkpoints:
         """Whether the last save is known to have failed on this rank. `wait` then raises on all ranks."""
         return self.running is not None and self.running.done() and self.running.exception() is not None
 
+    @property
+    def minutes_since_save(self) -> float:
+        """Minutes since the last save began, or since this object was made; not the same on all ranks."""
+        return (time.monotonic() - self.saved_at) / 60
+
     def wait(self) -> None:
         """Waits until the last save is committed. Every rank calls it.
 
@@ -98,18 +106,21 @@ class Checkpoints:
         """
         running, self.running = self.running, None
         if running is not None:
+            saved, self.saved = self.saved, None  # a save that failed may be repeated
             running.result()
+            self.saved = saved
 
     def save(self, model: nn.Module, optimizer: AdamW, progress: Progress) -> None:
         """Copies the run's state to host memory, and starts to write it in the background. Every rank calls it.
 
-        Waits for the previous save, and raises its error if it failed. If this step is already committed, nothing is
-        done.
+        Waits for the previous save, and raises its error if it failed. If this step is saved, or being written, nothing
+        is done.
         """
-        self.wait()
         folder = files.step_folder(self.folder, progress.step)
-        if folder == self.committed:
+        if folder == self.saved:
             return
+        self.wait()
+        self.saved, self.saved_at = folder, time.monotonic()
         reshard(model)
         if self.frozen is None:
             self.frozen = state.frozen_weights(model)
@@ -125,7 +136,7 @@ class Checkpoints:
             "frozen": self.frozen,
         }
         copies = self.copies.copy(tensors)
-        writer = files.CheckpointWriter(folder, record, self.keep)
+        writer = files.CheckpointWriter(folder, record, self.keep, self.protected)
         self.running = self.thread.submit(self.write, writer, tensors, copies)
 
     def write(self, writer: files.CheckpointWriter, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> None:
@@ -139,7 +150,6 @@ class Checkpoints:
                 self.write_once(writer, tensors, copies)
         except OSError as error:
             raise self.save_error(writer.folder, error) from error
-        self.committed = writer.folder
 
     def write_once(
         self, writer: files.CheckpointWriter, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]
@@ -159,7 +169,8 @@ class Checkpoints:
         """
         if error.errno not in DISK_FULL:
             return False
-        replaced = same_on_all(files.committed_steps, self.folder, group=self.group)[: -max(1, self.keep - 1)]
+        kept = max(1, self.keep - 1)
+        replaced = same_on_all(files.superseded, self.folder, kept, self.protected, group=self.group)
         same_on_all(self.remove, replaced, group=self.group)
         return bool(replaced)
 
@@ -178,6 +189,10 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Returns the folder of the newest checkpoint; None if there is none."""
         return next(reversed(files.committed_steps(self.folder)), None)
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the complete checkpoints, in order."""
+        return [files.checkpoint_step(checkpoint) for checkpoint in files.committed_steps(self.folder)]
 
     def saved_settings(self) -> dict[str, Any] | None:
         """Returns the settings stored in the newest checkpoint; None if there is none.
@@ -199,21 +214,13 @@ class Checkpoints:
         if checkpoint is None:
             return None
         reshard(model)
-        same_on_all(files.verify_files, checkpoint, rank(), world_size(), group=self.group)
-        record = files.read_record(checkpoint)
+        record = self.verified_record(checkpoint)
         self.frozen = state.frozen_weights(model)
         check_same_run(checkpoint, record, type(optimizer).__name__, self.frozen)
         progress = read_progress(checkpoint, record["progress"])
-        tensors = state.trained_weights(model) | state.optimizer_state(model, optimizer)
-        reader = HuggingFaceStorageReader(str(checkpoint))
-        stored = reader.read_metadata().state_dict_metadata
-        same_on_all(check_tensors_match, checkpoint, stored, tensors, group=self.group)
         exact = record["ranks"] == world_size() and record["device"] == self.device.type
         random = state.random_states(self.device) if exact else {}
-        try:
-            dcp.load(tensors | random, storage_reader=reader, **self.ranks)
-        except CheckpointException as failure:
-            raise read_error(checkpoint, first_failure(failure)) from failure
+        self.load(checkpoint, state.trained_weights(model) | state.optimizer_state(model, optimizer), random)
         if exact:
             state.set_random_states(random, self.device)
         else:
@@ -221,8 +228,39 @@ class Checkpoints:
                 f"{checkpoint.name} was saved on {record['ranks']} x {record['device']}: weights, optimizer state and "
                 f"data order are exact on {world_size()} x {self.device.type}, random numbers (dropout) start anew"
             )
-        self.committed = checkpoint
+        self.saved = checkpoint
         return progress
+
+    def restore_weights(self, model: nn.Module, step: int) -> None:
+        """Loads the trained weights of one step's checkpoint, of this run, into the model. Every rank calls it.
+
+        Raises CheckpointError on all ranks, before anything is changed, if a file is missing or damaged.
+        """
+        self.wait()
+        checkpoint = files.step_folder(self.folder, step)
+        self.verified_record(checkpoint)
+        reshard(model)
+        self.load(checkpoint, state.trained_weights(model), part="weights.")
+
+    def verified_record(self, checkpoint: Path) -> dict[str, Any]:
+        """Returns training.json of a checkpoint, after all ranks together have checked the hashes of its files."""
+        same_on_all(files.verify_files, checkpoint, rank(), world_size(), group=self.group)
+        return files.read_record(checkpoint)
+
+    def load(
+        self, checkpoint: Path, tensors: dict[str, Tensor], random: Mapping[str, Tensor] | None = None, part: str = ""
+    ) -> None:
+        """Fills tensors from a checkpoint, whose tensors with names that begin with `part` they must be.
+
+        random: states of this rank's random number generators, which are filled too.
+        """
+        reader = HuggingFaceStorageReader(str(checkpoint))
+        stored = {name: x for name, x in reader.read_metadata().state_dict_metadata.items() if name.startswith(part)}
+        same_on_all(check_tensors_match, checkpoint, stored, tensors, group=self.group)
+        try:
+            dcp.load(tensors | dict(random or {}), storage_reader=reader, **self.ranks)
+        except CheckpointException as failure:
+            raise read_error(checkpoint, first_failure(failure)) from failure
 
 
 def read_progress(checkpoint: Path, values: Mapping[str, Any]) -> Progress:
@@ -249,45 +287,3 @@ def read_error(checkpoint: Path, error: BaseException) -> BaseException:
     return CheckpointError(
         f"{checkpoint}: cannot be read: {error.strerror or error}; {files.fallback_hint(checkpoint)}"
     )
-
-
-def check_same_run(checkpoint: Path, record: Mapping[str, Any], optimizer: str, frozen: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the checkpoint has another optimizer or other frozen weights than this run."""
-    if optimizer != record["optimizer"]:
-        raise CheckpointError(
-            f"{checkpoint}: its optimizer is {record['optimizer']}, not {optimizer}; give the same --optimizer"
-        )
-    saved = record["frozen"]
-    different = sorted(name for name in saved.keys() | frozen.keys() if saved.get(name) != frozen.get(name))
-    if different:
-        raise CheckpointError(
-            f"{checkpoint}: was trained with other frozen weights: {shortened(different)}; give the same --model, "
-            "--revision, --dtype and --lora options"
-        )
-
-
-def check_tensors_match(
-    checkpoint: Path, stored: Mapping[str, TensorStorageMetadata], expected: Mapping[str, Tensor]
-) -> None:
-    """Raises CheckpointError if names, shapes or dtypes differ. expected: the tensors of this run."""
-    saved = {name: entry for name, entry in stored.items() if not name.startswith("rank-")}
-    both = {name: (saved[name], expected[name]) for name in expected if name in saved}
-    faults = {
-        "missing": [name for name in expected if name not in saved],
-        "unexpected": [name for name in saved if name not in expected],
-        "misshapen": [
-            f"{name} is {list(entry.size)} instead of {list(x.shape)}"
-            for name, (entry, x) in both.items()
-            if entry.size != x.shape
-        ],
-        "in another dtype": [
-            f"{name} is {entry.properties.dtype} instead of {x.dtype}"
-            for name, (entry, x) in both.items()
-            if entry.properties.dtype != x.dtype
-        ],
-    }
-    found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
-    if found:
-        raise CheckpointError(
-            f"{checkpoint}: does not fit this run: {'; '.join(found)}; give the settings it was saved with"
-        )

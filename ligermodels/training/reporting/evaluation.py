@@ -19,12 +19,12 @@ SAMPLE_TOKENS = 40
 @torch.no_grad()
 def evaluate(
     model: CausalLM, data: Data, micro_batch_size: int, world: World, metrics: Metrics, stop: Stop, step: int
-) -> bool:
+) -> float | None:
     """Computes and reports the validation loss, the accuracy on questions and a sample. Every rank calls it.
 
     data: its validation rows, tokenizer and questions. micro_batch_size: rows per forward pass of a rank. stop: if a
-    signal requests a stop, validation ends early and reports nothing. step: the step to report. Returns whether
-    validation was completed, the same on all ranks.
+    signal requests a stop, validation ends early and reports nothing. step: the step to report. Returns the loss in
+    nats per supervised token, the same bits on all ranks; None if validation ended early.
     """
     model.eval()
     loss = validation_loss(model, data.validation, micro_batch_size, world, stop)
@@ -33,7 +33,7 @@ def evaluate(
             answers, sample = correct_answers(model, data), greedy_sample(model, data)
         metrics.validation(step, loss, data.floor, answers=answers, sample=sample)
     model.train()
-    return loss is not None
+    return loss
 
 
 def validation_loss(

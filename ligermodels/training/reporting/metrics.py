@@ -278,12 +278,6 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     return parse_records(metrics_bytes(file), file)
 
 
-def is_validated(file: Path, step: int) -> bool:
-    """Whether the metrics file has the validation after this step; False if there is no file."""
-    records = read_metrics(file) if os.path.lexists(file) else []
-    return any(record["step"] == step and "validation_loss" in record for record in records)
-
-
 def metrics_bytes(file: Path) -> bytes:
     with open_for_reading(file) as stream:
         return stream.read()

@@ -35,6 +35,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
     if config.validation_fraction is not None:
         refuse_unused_fraction(config)
     refuse_contradicting_fields(config)
+    refuse_contradicting_checkpoints(config)
     if config.optimizer == "adamw8bit" and config.optimizer_state_dtype:
         raise InputError(
             f"--optimizer-state-dtype {config.optimizer_state_dtype}: the states of --optimizer adamw8bit have 8 bits; "
@@ -57,6 +58,20 @@ def refuse_unused_profile(config: TrainConfig) -> None:
     """Raises InputError if the profiled step is none of the run's, as far as their number is known."""
     if config.profile and config.steps and config.profile > config.steps:
         raise InputError(f"--profile {config.profile}: the run has {counted(config.steps, 'step')}; name one of them")
+
+
+def refuse_contradicting_checkpoints(config: TrainConfig) -> None:
+    minutes, default = config.checkpoint_minutes, FIELDS["checkpoint_minutes"].default
+    if config.checkpoint_every is not None and minutes != default:
+        raise InputError(
+            f"--checkpoint-minutes {minutes:g} and --checkpoint-every {config.checkpoint_every} are two ways to say "
+            "when: leave one out"
+        )
+    if config.best_checkpoint and config.checkpoint_every == 0:
+        raise InputError("--checkpoint-every 0 keeps no checkpoint that --best-checkpoint could export: leave one out")
+    for name in ("best_checkpoint", "push_to_hub"):
+        if config.no_export and getattr(config, name):
+            raise InputError(f"--no-export leaves nothing for --{name.replace('_', '-')}: leave one out")
 
 
 def refuse_unused_fraction(config: TrainConfig) -> None:

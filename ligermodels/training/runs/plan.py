@@ -5,6 +5,7 @@
 
 import functools
 import math
+import os
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
@@ -167,8 +168,13 @@ class Plan:
     @property
     def checkpoints(self) -> int:
         """The most checkpoints on the disk at a time: a new one is complete before an old one is removed."""
-        saves = self.config.steps // self.config.checkpoint_every if self.config.checkpoint_every else 0
-        return min(saves, max(2, self.config.keep_checkpoints))
+        config = self.config
+        if config.checkpoint_every == 0:
+            return 0
+        saves = math.ceil(config.steps / (config.checkpoint_every or 1))  # by time: perhaps after every step
+        if config.best_checkpoint:
+            saves = min(config.steps, saves + math.ceil(config.steps / config.eval_every))
+        return min(saves, max(2, config.keep_checkpoints) + config.best_checkpoint)
 
     @property
     def warnings(self) -> list[str]:
@@ -195,7 +201,18 @@ class Plan:
                 f"{memory_size(self.memory.peak)} is more than the GPU has; lower --micro-batch-size or "
                 "--sequence-length, or use --activation-checkpointing auto, --lora-rank or more ranks"
             )
+        yield from self.host_memory_warnings()
         yield from self.disk_warnings()
+
+    def host_memory_warnings(self) -> Iterator[str]:
+        """Warns where the host has no room for the copy that each rank makes of its part of a checkpoint."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        copies = ranks * self.checkpoint // dp_shard_size(self.world, self.config.dp_replicate)
+        if self.world.device.type == "cuda" and self.checkpoints and copies > host_memory():
+            yield (
+                f"a checkpoint is copied to host memory first, {memory_size(copies)}, but this host has "
+                f"{memory_size(host_memory())}; --checkpoint-every 0 saves none"
+            )
 
     def disk_warnings(self) -> Iterator[str]:
         """Warns where the disk is too full, beyond what a resumed run has on it already."""
@@ -203,10 +220,12 @@ class Plan:
         folder, free = free_space(config.output or Path())
         there = len(committed_steps(config.resume / CHECKPOINTS)) if config.resume else 0
         exported = 0 if config.no_export else self.exported
-        needed = max(number * self.checkpoint, min(number, config.keep_checkpoints) * self.checkpoint + exported)
+        stay = min(number, config.keep_checkpoints + config.best_checkpoint)
+        needed = max(number * self.checkpoint, stay * self.checkpoint + exported)
         if needed - there * self.checkpoint <= free:
             return
-        parts = [f"{counted(number, 'checkpoint')} of {memory_size(self.checkpoint)}"] * bool(number)
+        most = "up to " if number > 1 and (config.checkpoint_every is None or config.best_checkpoint) else ""
+        parts = [f"{most}{counted(number, 'checkpoint')} of {memory_size(self.checkpoint)}"] * bool(number)
         parts += [f"the export of {memory_size(exported)}"] * bool(exported)
         yield f"no room for {' and '.join(parts)}: {folder} has {memory_size(free)}; make room there"
 
@@ -254,6 +273,11 @@ def free_space(folder: Path) -> tuple[Path, int]:
 def device_memory(device: torch.device) -> int | None:
     """Bytes of a GPU's memory; None for a CPU, which other processes share."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def host_memory() -> int:
+    """Bytes of this host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def computes_in_bfloat16() -> bool:

@@ -1,33 +1,42 @@
 """A run whose export fails: its last step is saved, so that resuming it only repeats the export."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
-
-from ligermodels.errors import InputError
-from ligermodels.training.checkpoints import Checkpoints, Progress
-from ligermodels.training.optimizers.adamw import AdamW
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.training.checkpoints import Checkpoints
 
 
 @contextmanager
 def rescued(
-    checkpoints: Checkpoints, model: nn.Module, optimizer: AdamW, progress: Progress, command: str
+    checkpoints: Checkpoints, save: Callable[[], None] | None, command: str, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Where the body raises, on all ranks, saves the run's state and says so in the error.
+    """Waits for the run's last checkpoint, then runs the body, which exports.
 
-    command: resumes the run from there.
+    Where the body raises, on all ranks, the error says whether the last step is saved. A checkpoint that could not be
+    written does not keep the run from its export; it is a warning then.
+    save: saves the last step, for a run without a checkpoint of it. command: resumes the run. say: gets the warning.
     """
+    unsaved = save_error(checkpoints.wait)
     try:
         yield
     except Exception as error:
-        try:
-            checkpoints.save(model, optimizer, progress)
-            checkpoints.wait()
-            saved = f"the last step is saved; to export it again: {command}"
-        except InputError as another:
-            saved = f"the last step could not be saved either: {another}"
+        if save is not None:
+            unsaved = save_error(save) or save_error(checkpoints.wait)
+        saved = f"the last step is saved; to export it again: {command}"
+        if unsaved:
+            saved = f"the last step could not be saved either: {unsaved}"
         if isinstance(error, InputError | OSError):
             raise InputError(f"{error}; {saved}") from error
         error.add_note(saved)
         raise
+    if unsaved:
+        say(f"warning: {unsaved}")
+
+
+def save_error(save: Callable[[], None]) -> CheckpointError | None:
+    try:
+        save()
+    except CheckpointError as error:
+        return error
+    return None

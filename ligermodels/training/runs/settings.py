@@ -20,11 +20,14 @@ from ligermodels.weights.writing import replace_file
 SETTINGS_FILE = "train.toml"
 # These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
 NOT_SETTINGS = ("output", "resume", "allow_changes")
-# These leave the result of training unchanged, except for rounding where sums are taken in another order.
+# These leave a step's result unchanged, except for rounding where sums are taken in another order.
 WITHOUT_EFFECT_ON_RESULT = (
     *("allow_bad_lines", "micro_batch_size", "activation_checkpointing", "compile", "lora_export", "checkpoint_every"),
-    *("keep_checkpoints", "no_export", "on_nan", "dp_replicate", "eval_every", "log_to", "profile"),
+    *("checkpoint_minutes", "keep_checkpoints", "best_checkpoint", "early_stopping", "no_export", "push_to_hub"),
+    *("on_nan", "dp_replicate", "eval_every", "log_to", "profile"),
 )
+# A run may be lengthened. Its number of steps is known, and compared, once the data are open: runs/resuming.py.
+LENGTH_SETTINGS = ("steps", "epochs")
 
 
 def config_from_file(file: Path, **changes: Any) -> TrainConfig:
@@ -134,10 +137,11 @@ def as_toml(value: str | bool | int | float | list[str]) -> str:
 def differences(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     """The settings that change the result of training and differ, as "learning_rate: 0.001, was 0.01".
 
-    saved: what `settings` or `read_settings` returned for the run that is resumed.
+    The length of the run is not among them. saved: what `settings` or `read_settings` returned for the run that is
+    resumed.
     """
     now = settings(config)
-    names = [name for name in {**now, **saved} if name not in WITHOUT_EFFECT_ON_RESULT]
+    names = [name for name in {**now, **saved} if name not in (*WITHOUT_EFFECT_ON_RESULT, *LENGTH_SETTINGS)]
     return [
         f"{name}: {shown_value(now.get(name))}, was {shown_value(saved.get(name))}"
         for name in names

@@ -22,6 +22,7 @@ from ligermodels.training.checkpoints import state as training_state
 from ligermodels.training.runs.folder import locked
 from ligermodels.training.runs.stopping import signals
 from ligermodels.training.scaling.fsdp import shard
+from ligermodels.weights.sharding import full_tensor
 from tests.training.checkpoints.checkpointing import (
     assert_same,
     new_optimizer,
@@ -63,6 +64,15 @@ def check_resume_of_one_process_on_two_ranks(folder, mesh):
         "numbers (dropout) start anew"
     ]
     assert_same(state_of(*run), torch.load(folder / "one.pt") | {"random": random})
+
+
+def check_restore_of_the_weights_of_one_process_on_two_ranks(folder, mesh):
+    run = new_sharded_run(mesh, seed=2)
+    with Checkpoints(folder / "one", 2, {}) as checkpoints:
+        checkpoints.restore_weights(run[0], 2)
+    expected = torch.load(folder / "one.pt")
+    for name, parameter in run[0].named_parameters():
+        assert torch.equal(full_tensor(parameter), expected[name]), name
 
 
 def check_restore_into_a_model_from_the_meta_device(folder):
@@ -177,6 +187,7 @@ def main(folder):
     check_that_the_first_rank_locks_for_all(folder)
     check_that_a_signal_to_one_rank_reaches_all()
     check_resume_of_one_process_on_two_ranks(folder, mesh)
+    check_restore_of_the_weights_of_one_process_on_two_ranks(folder, mesh)
     check_restore_into_a_model_from_the_meta_device(folder)
     check_that_all_ranks_raise_if_one_fails(folder, mesh)
     check_that_ranks_make_room_together(folder, mesh)

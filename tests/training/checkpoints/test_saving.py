@@ -133,6 +133,36 @@ def test_the_newest_checkpoints_stay_and_unfinished_ones_are_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
 
 
+def test_a_protected_checkpoint_stays_beside_the_newest(tmp_path):
+    run = new_run()
+    with Checkpoints(tmp_path, 1, {}) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(*run, Progress(step=step))
+            checkpoints.protected = 2 if step < 4 else 4
+        checkpoints.wait()
+        assert checkpoints.steps() == [4, 5]
+
+
+def test_the_trained_weights_of_an_older_checkpoint_are_restored_alone(tmp_path):
+    run = new_run(trained="blocks.1")
+    train(*run, range(1))
+    before = state_of(*run)
+    with Checkpoints(tmp_path, 2, {}) as checkpoints:
+        checkpoints.save(*run, Progress(step=1))
+        train(*run, range(1, 3))
+        checkpoints.save(*run, Progress(step=3))
+        after = state_of(*run)
+        checkpoints.restore_weights(run[0], 1)
+        checkpoints.save(*run, Progress(step=3))  # is saved: does nothing
+    weights = dict(run[0].named_parameters()).keys()
+    assert_same(state_of(*run), after | {name: before[name] for name in weights})
+    assert not torch.equal(before["blocks.1.mlp.down_proj.weight"], after["blocks.1.mlp.down_proj.weight"])
+    flip(tmp_path / "step-000001/rank-00000.safetensors", -3)
+    with pytest.raises(CheckpointError, match=r"step-000001/rank-00000\.safetensors: damaged"):
+        Checkpoints(tmp_path, 2, {}).restore_weights(run[0], 1)
+    assert_same(state_of(*run), after | {name: before[name] for name in weights})
+
+
 def test_older_checkpoints_are_removed_after_the_new_one_is_committed(tmp_path, monkeypatch):
     removed = []
     monkeypatch.setattr(
@@ -192,11 +222,17 @@ def test_on_a_full_disk_the_previous_checkpoint_stays_and_the_error_names_it(whe
     assert_same(state_of(*resumed), saved)
 
 
-@pytest.mark.parametrize("keep, before, after", [(1, [1], [1]), (2, [1, 2], [2, 3]), (3, [1, 2], [1, 2])])
-def test_on_a_full_disk_checkpoints_to_be_replaced_are_removed_first(keep, before, after, tmp_path, monkeypatch):
-    """The disk has room for `before` alone. The newest checkpoint and those within `keep` are never removed."""
+@pytest.mark.parametrize(
+    "keep, protected, before, after",
+    [(1, None, [1], [1]), (2, None, [1, 2], [2, 3]), (3, None, [1, 2], [1, 2]), (2, 1, [1, 2], [1, 2])],
+)
+def test_on_a_full_disk_checkpoints_to_be_replaced_are_removed_first(
+    keep, protected, before, after, tmp_path, monkeypatch
+):
+    """The disk has room for `before` alone. The newest checkpoint and those that stay are never removed."""
     run = new_run()
     with Checkpoints(tmp_path, keep, {}) as checkpoints:
+        checkpoints.protected = protected
         for step in before:
             checkpoints.save(*run, Progress(step=step))
         checkpoints.wait()

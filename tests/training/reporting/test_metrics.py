@@ -11,7 +11,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.training.reporting import metrics as module
-from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, is_validated, read_metrics
+from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, read_metrics
 
 CPU = torch.device("cpu")
 
@@ -280,17 +280,6 @@ def test_a_metrics_file_is_not_written_through_a_link_of_its_temporary_name(tmp_
     with run(tmp_path, 1) as metrics:
         metrics.step(1, 1.0, 1.0, 0.1)
     assert (tmp_path / "elsewhere").read_text() == "mine" and len(records(tmp_path)) == 1
-
-
-def test_a_validation_is_known_by_its_whole_record(tmp_path):
-    assert not is_validated(tmp_path / METRICS_FILE, 3)
-    with run(tmp_path, 9) as metrics:
-        metrics.step(3, 1.0, 1.0, 0.1)
-        metrics.validation(2, 0.1)
-    assert [is_validated(tmp_path / METRICS_FILE, step) for step in (2, 3)] == [True, False]
-    with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write('{"step": 3, "validation_loss": 0.1')  # where the process was killed
-    assert not is_validated(tmp_path / METRICS_FILE, 3)
 
 
 def test_loggers_get_every_record_and_are_closed_when_the_run_fails(tmp_path):

@@ -123,7 +123,8 @@ def test_a_full_disk_gives_a_warning_about_the_export(argv, size, tmp_path, monk
 
     def warnings(free, *more):
         monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-        return planned("--steps", "250", "--output", f"{tmp_path}/new/run", *argv, *more)[1].warnings
+        flags = ("--steps", "250", "--checkpoint-every", "0", "--output", f"{tmp_path}/new/run", *argv, *more)
+        return planned(*flags)[1].warnings
 
     needs = f"no room for the export of {memory_size(size)}: {tmp_path} has {memory_size(size - 1)}; make room there"
     assert warnings(size - 1) == [needs]
@@ -131,25 +132,32 @@ def test_a_full_disk_gives_a_warning_about_the_export(argv, size, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "flags, number, exports",
+    "flags, number, exports, said",
     [
-        (["--checkpoint-every", "50"], 2, True),
-        (["--checkpoint-every", "50", "--keep-checkpoints", "1", "--no-export"], 2, False),  # one beside another
-        (["--checkpoint-every", "50", "--keep-checkpoints", "9"], 5, True),
+        ([], 2, True, "up to 2 checkpoints"),  # by time
+        (["--steps", "1", "--warmup", "0"], 1, True, "1 checkpoint"),
+        (["--checkpoint-every", "50"], 2, True, "2 checkpoints"),
+        (["--checkpoint-every", "50", "--keep-checkpoints", "1", "--no-export"], 2, False, "2 checkpoints"),
+        (["--checkpoint-every", "50", "--keep-checkpoints", "9"], 5, True, "5 checkpoints"),
+        (["--checkpoint-every", "60", "--keep-checkpoints", "9"], 5, True, "5 checkpoints"),  # with the last
+        (["--checkpoint-every", "300"], 1, True, "1 checkpoint"),
+        (["--best-checkpoint"], 3, True, "up to 3 checkpoints"),
+        (["--best-checkpoint", "--checkpoint-every", "250", "--eval-every", "250"], 2, True, "up to 2 checkpoints"),
     ],
 )
-def test_a_full_disk_gives_a_warning_about_the_checkpoints(flags, number, exports, tmp_path, monkeypatch):
+def test_a_full_disk_gives_a_warning_about_the_checkpoints(flags, number, exports, said, tmp_path, monkeypatch):
     parameters = 1_049_728
     one, export = 3 * 4 * parameters, 4 * parameters * exports  # a weight and its two moments
 
     def warnings(free, *more):
         monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-        return planned("--steps", "250", *flags, *more)[1].warnings
+        warnings = planned("--steps", "250", *flags, *more)[1].warnings
+        return [warning for warning in warnings if "epochs" not in warning]
 
     least = number * one + export + 1024  # of the moments, 4 bytes a parameter more are the steps
     assert warnings(least) == []
     (warning,) = warnings(number * one + export - 1)
-    assert warning.startswith(f"no room for {number} checkpoints of {memory_size(one)}")
+    assert warning.startswith(f"no room for {said} of {memory_size(one)}")
     assert (f" and the export of {memory_size(export)}: " in warning) == exports
     (tmp_path / "train.toml").write_text('model = "llama"')
     (tmp_path / "checkpoints/step-000050").mkdir(parents=True)
@@ -178,6 +186,21 @@ def test_cut_documents_and_chosen_settings_are_shown():
     assert whole.notes == [f"chosen: {chosen}", f"cut: 3 of 200 documents are longer than {cut} of them whole"]
     assert f"  chosen        {chosen}" in whole.text() and "  cut           3 of 200 documents are" in whole.text()
     assert planned("--steps", "250")[1].notes == []
+
+
+def test_a_checkpoint_larger_than_the_memory_of_the_host_gives_a_warning(monkeypatch):
+    monkeypatch.setattr(module, "device_memory", lambda device: None)
+    one = 3 * 4 * 1_049_728
+
+    def warnings(host, *flags):
+        monkeypatch.setattr(module, "host_memory", lambda: host)
+        return planned("--steps", "250", *flags, world=World(torch.device("cuda")))[1].warnings
+
+    copied = (
+        f"a checkpoint is copied to host memory first, {memory_size(one)}, but this host has {memory_size(one - 1)}"
+    )
+    assert warnings(one - 1) == [f"{copied}; --checkpoint-every 0 saves none"]
+    assert warnings(one + 1024) == warnings(1, "--checkpoint-every", "0") == []
 
 
 def test_in_a_mixture_each_source_has_epochs_of_its_own():

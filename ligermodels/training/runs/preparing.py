@@ -1,0 +1,118 @@
+"""What a run is before it allocates any memory: its settings, its model on the meta device, its data, its plan.
+
+Everything that can be wrong with a run is refused here, as far as it is known by then. Must not know the loop.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ligermodels import distributed
+from ligermodels.distributed import World
+from ligermodels.hub import adapter_folder, add_lora_of_adapter, create, resolve
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.lora_targets import add_lora
+from ligermodels.training.config import RunConfig, TrainConfig
+from ligermodels.training.data import Data, open_data, refuse_short_epoch
+from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, SPECIAL_IDS
+from ligermodels.training.optimizers import build_optimizer
+from ligermodels.training.optimizers.adamw import AdamW
+from ligermodels.training.reporting.loggers import check_logger_packages
+from ligermodels.training.runs.continuing import with_base_of_adapter
+from ligermodels.training.runs.contradictions import refuse_contradictions, refuse_unused_profile
+from ligermodels.training.runs.defaults import completed, precision, schedule, with_choices
+from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
+from ligermodels.training.runs.publishing import check_hub_access
+from ligermodels.training.runs.resuming import refuse_finished, refuse_other_settings
+from ligermodels.training.scaling.activation_checkpointing import (
+    MemoryEstimator,
+    apply_activation_checkpointing,
+    must_reshard_after_forward,
+)
+from ligermodels.training.scaling.micro_batches import micro_batch_size_of
+
+TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Run(NamedTuple):
+    """A run before it allocates any memory: its model on the meta device, its data, its plan."""
+
+    config: RunConfig
+    pretrained: Path | None  # the folder of the weights to start from
+    model: CausalLM
+    data: Data
+    build: Callable[[CausalLM], AdamW]  # the optimizer
+    estimate: MemoryEstimator
+    reshard_after_forward: bool
+    plan: Plan
+
+
+def plan(config: TrainConfig) -> Plan:
+    """What a run of these settings would do and need: parameters, memory, tokens, steps. It writes nothing.
+
+    Raises InputError for settings that contradict each other, data that cannot be read, a model that does not exist.
+    """
+    return prepare(config, distributed.start()).plan
+
+
+def prepare(config: TrainConfig, world: World) -> Run:
+    """The run of these settings, before it allocates any memory."""
+    config = with_base_of_adapter(config)
+    refuse_contradictions(config)
+    check_logger_packages(config.log_to)
+    refuse_other_settings(config)
+    check_hub_access(config, world)
+
+    # The model, without its weights yet. Frozen weights are stored in the compute dtype.
+    pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
+    config, chosen = with_choices(config, precision(config, world))
+    # Whether fp32 products use tf32 is set in torch, for the process.
+    torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
+    compute_dtype, param_dtype = TORCH_DTYPES[str(config.dtype)], TORCH_DTYPES[str(config.param_dtype)]
+    size = config.size if config.has_new_weights else None
+    dtype = compute_dtype if config.with_lora else param_dtype
+    model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta")
+    if config.adapter:
+        add_lora_of_adapter(model, adapter_folder(config.adapter), param_dtype)
+    elif config.lora_rank:
+        add_lora(
+            model, rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
+            targets=config.lora_targets, modules_to_save=config.modules_to_save, dtype=param_dtype,
+        )  # fmt: skip
+
+    # The data, and the settings that depend on it.
+    data = open_data(config, pretrained, model.config.vocab_size, model.config.max_position_embeddings)
+    if data.new_tokenizer:
+        take_special_ids(model)
+    config, more = with_choices(config, schedule(config, data, model.config.hidden_size, world))
+    config = completed(config)
+    refuse_short_epoch(data, config.batch_size)
+    refuse_unused_profile(config)
+    refuse_finished(config)
+
+    # The memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
+    states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
+    build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
+    estimate = memory_needs(model, build(model), config, world, compute_dtype)
+    micro_batch_size = micro_batch_size_of(config, world, len(model.model.layers), estimate)
+    estimate = partial(estimate, batch_size=micro_batch_size)
+    checkpointed_blocks = apply_activation_checkpointing(model, config.activation_checkpointing, world, estimate)
+    reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
+    estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
+    made = make_plan(
+        model, config, world, description=data.description, rows=len(data.training),
+        passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
+        lengths=data.lengths, micro_batch_size=micro_batch_size, chosen=[*chosen, *more],
+        checkpointed_blocks=checkpointed_blocks, memory=estimate(checkpointed_blocks=checkpointed_blocks),
+    )  # fmt: skip
+    return Run(config, pretrained, model, data, build, estimate, reshard_after_forward, made)
+
+
+def take_special_ids(model: CausalLM) -> None:
+    """Gives the model the special tokens of a new tokenizer, in place of those that its configuration has."""
+    model.generation_config = GENERATION_CONFIG
+    model.config.raw = {**model.config.raw, **SPECIAL_IDS}
+    model.config.pad_token_id = model.model.embed_tokens.padding_idx = None
