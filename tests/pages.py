@@ -8,12 +8,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.S | re.M)
 
-# Flags that pages name and that the command line does not have yet.
-PENDING = {
-    *("--epochs", "--best-checkpoint", "--early-stopping", "--checkpoint-minutes", "--push-to-hub", "--chat-template"),
-    *("--text-field", "--prompt-field", "--completion-field", "--adapter", "--modules-to-save"),
-}
-
 
 class Block(NamedTuple):
     language: str

@@ -17,7 +17,7 @@ import ligermodels
 from ligermodels.cli import build_parser
 from ligermodels.cli.train import config_from_flags
 from ligermodels.training.config import FIELDS
-from tests.pages import PENDING, ROOT, blocks, commands, ligermodels_arguments, prose, python_blocks
+from tests.pages import ROOT, blocks, commands, ligermodels_arguments, prose, python_blocks
 
 README, TRAINING, PYTHON_API = ROOT / "README.md", ROOT / "docs/training.md", ROOT / "docs/python-api.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -27,7 +27,7 @@ LANGUAGES = {"sh", "python", "text"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 INLINE_FLAG = re.compile(r"`(--[a-z0-9-]+)")
 OTHER_FLAGS = {"--clock-control", "--cache-control", "--provider", "--gpus", "--generate", "--dist", "--help"}
-OTHER_FLAGS |= {"--max-lora-rank", *PENDING}
+OTHER_FLAGS |= {"--max-lora-rank"}
 OTHER_PROGRAMS = {"pip", "pytest", "ruff", "mypy", "lm_eval", "vllm", "llama-cli", "llama-quantize", "ollama"}
 OTHER_PROGRAMS |= {"grep", "rsync", "curl", "hf"}
 OTHER_SCRIPTS = {"llama.cpp/convert_hf_to_gguf.py"}
@@ -88,8 +88,6 @@ def test_the_commands_of_a_page_are_ones_that_the_command_line_takes(page):
     for words in commands(page):
         arguments = ligermodels_arguments(words)
         if arguments is not None:
-            if arguments[0] == "train" and PENDING & {*arguments}:
-                continue
             args = build_parser().parse_args(arguments)
             if arguments[0] == "train" and not (hasattr(args, "resume") or args.config):
                 config_from_flags(args)

@@ -22,7 +22,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.cli import main
 from ligermodels.training.reporting.metrics import read_metrics
 from tests.interop.folders import export_with_tokenizer, tiny_model
-from tests.pages import PENDING, ROOT, blocks_of, commands_of, ligermodels_arguments, sections
+from tests.pages import ROOT, blocks_of, commands_of, ligermodels_arguments, sections
 from tests.training.launching import Launcher
 
 SECTIONS = sections(ROOT / "docs/recipes.md")
@@ -143,11 +143,6 @@ def write_texts(folder):
     parquet.write_table(table({"text": TEXTS}), folder / "web/part.parquet")
 
 
-def is_pending(title):
-    """Whether a command of the section needs a flag in PENDING."""
-    return any(words[1] == "train" and not PENDING.isdisjoint(words) for words in section_commands(title))
-
-
 def section_commands(title):
     """The commands of a section that run here."""
     return [
@@ -248,7 +243,7 @@ CHECKS = {
     "Mixture of experts: LoRA on the experts": check_experts, "Export to Hugging Face": check_llama_cpp,
     "Export to GGUF": check_llama_cpp, "Serve with vLLM": check_vllm,
 }  # fmt: skip
-RUN_ALONE = [title for title in SECTIONS if title not in (ON_A_CPU, RESUME) and not is_pending(title)]
+RUN_ALONE = [title for title in SECTIONS if title not in (ON_A_CPU, RESUME)]
 
 
 @pytest.mark.parametrize("title", RUN_ALONE)

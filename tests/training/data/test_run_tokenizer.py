@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
-from ligermodels.training.data.new_tokenizer import train_tokenizer
+from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, train_tokenizer
 from ligermodels.training.data.run_tokenizer import end_of_turn, generation_config, use_template, write_tokenizer
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import write_folder
@@ -82,21 +82,17 @@ def test_the_end_of_a_turn_is_the_token_after_an_answer_or_before_the_next_turn(
 
 
 def test_the_end_of_a_turn_is_added_to_the_stop_tokens(tokenizer):
-    base, eot = tokenizer.file.parent, tokenizer.eos_token_id
-    (base / "config.json").write_text('{"bos_token_id": 384, "eos_token_id": 385, "vocab_size": 389}')
+    eot = tokenizer.eos_token_id
+    config = {"bos_token_id": 384, "eos_token_id": 385, "vocab_size": 389}
     wanted = {"bos_token_id": 384, "eos_token_id": [385, eot]}
-    assert generation_config(tokenizer, base, is_new=False, chats=True) == wanted
-    (base / "generation_config.json").write_text('{"eos_token_id": [5], "temperature": 0.6}')
+    assert generation_config(tokenizer, {}, config, chats=True) == wanted
+    given = {"eos_token_id": [5], "temperature": 0.6}
     wanted = {"bos_token_id": 384, "eos_token_id": [5, eot], "temperature": 0.6}
-    assert generation_config(tokenizer, base, is_new=False, chats=True) == wanted
+    assert generation_config(tokenizer, given, config, chats=True) == wanted
     given = {"eos_token_id": [eot, 5]}
-    (base / "generation_config.json").write_text(json.dumps(given))
-    assert generation_config(tokenizer, base, is_new=False, chats=True) == given
-    (base / "generation_config.json").write_text('{"eos_token_id": 5}')
-    assert generation_config(tokenizer, base, is_new=False, chats=False) == {"eos_token_id": 5}
-    new = {"bos_token_id": 0, "eos_token_id": [0, 2]}
-    assert generation_config(None, None, is_new=True, chats=False) == new
-    assert generation_config(None, None, is_new=False, chats=True) == {}
+    assert generation_config(tokenizer, given, config, chats=True) == given
+    assert generation_config(tokenizer, {"eos_token_id": 5}, config, chats=False) == {"eos_token_id": 5}
+    assert generation_config(None, {}, {}, chats=True) == {}
 
 
 def test_an_export_has_the_template_alone_and_all_else_as_it_was(tmp_path):
@@ -118,7 +114,7 @@ def test_an_export_has_the_template_alone_and_all_else_as_it_was(tmp_path):
         assert ours.templates.keys() == {"default"}
         text = "<s><|user|>\nHi!\n<|assistant|>\nHello.</s>"
         assert ours.render_chat_template(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False) == text
-    write_tokenizer(base, base, None, None, {})
+    write_tokenizer(base, None, None, None, {})
     assert json.loads((base / "tokenizer_config.json").read_text()) == described
     assert not (base / "generation_config.json").exists()
 
@@ -126,9 +122,9 @@ def test_an_export_has_the_template_alone_and_all_else_as_it_was(tmp_path):
 def test_a_new_tokenizer_is_written_with_the_template_of_the_run(tmp_path):
     new = train_tokenizer(["Hi! Hello. " * 20], 300)
     use_template(new, "zephyr")
-    config = generation_config(new, None, is_new=True, chats=True)
+    config = generation_config(new, GENERATION_CONFIG, {}, chats=True)
     write_tokenizer(tmp_path, None, new, new.chat_template, config)
     text = "<|user|>\nHi!<|endoftext|>\n<|assistant|>\nHello.<|endoftext|>\n"
     for tokenizer in (Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
         assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": [0, 2]}
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == GENERATION_CONFIG
