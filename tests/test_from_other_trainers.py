@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ligermodels.training.config import FIELDS
-from tests.pages import PENDING, ROOT
+from tests.pages import ROOT
 
 TEXT = (ROOT / "docs/from-other-trainers.md").read_text(encoding="utf-8")
 TABLES = [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", TEXT, re.M)]
@@ -42,7 +42,7 @@ def test_the_first_column_has_every_flag_and_no_other():
     first_cells = [line.split("|")[1] for table in TABLES for line in table]
     named = {flag for cell in first_cells for flag in re.findall(r"--[a-z]+[a-z0-9-]*", cell)}
     assert flags() <= named
-    assert named <= flags() | OF_THE_COMMAND | PENDING
+    assert named <= flags() | OF_THE_COMMAND
 
 
 @pytest.mark.parametrize(("place", "name"), OPTIONS.items(), ids=OPTIONS.values())
