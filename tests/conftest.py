@@ -1,5 +1,6 @@
 """Without a GPU, Triton kernels are built for the interpreter: this must run before anything imports triton."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: garbage collections, which some libraries ask for at every step, pass over it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
