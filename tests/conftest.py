@@ -61,9 +61,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-def pytest_collection_finish():
-    """What is imported by now stays: garbage collections, which some libraries ask for at every step, pass over it."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports make no garbage, and what they made stays: later garbage collections pass over it.
+
+    Trainer and TRL ask for several of them in every run, which took most of the time of their tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ They are forked from a server process that has already imported everything, whic
 """
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -177,6 +178,7 @@ def child(command):
 
 
 def main():
+    gc.freeze()  # a garbage collection in a child would copy all that the server has imported
     for line in sys.stdin:
         question = json.loads(line)
         if "wait" in question:
