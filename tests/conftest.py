@@ -64,16 +64,22 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Imports make no garbage, and what they made stays: later garbage collections pass over it.
-
-    Trainer and TRL ask for several of them in every run, which took most of the time of their tests.
-    """
+    """Imports make no garbage to look for."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_garbage_collections():
+    """What is there before a file's tests stays; the garbage collections that they cause pass over it.
+
+    Trainer and TRL ask for several in every run, which took most of the time of their tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
