@@ -1,5 +1,7 @@
 """Without a GPU, Triton kernels are built for the interpreter: this must run before anything imports triton."""
 
+import gc
+import json
 import os
 from pathlib import Path
 
@@ -61,6 +63,26 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports make no garbage to look for."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_garbage_collections():
+    """What is there before a file's tests stays; the garbage collections that they cause pass over it.
+
+    Trainer and TRL ask for several in every run, which took most of the time of their tests.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def reference_on_cpu(monkeypatch):
     """CPU tensors take the plain PyTorch reference, as for users; the fixture `kernels` turns the kernels on."""
@@ -81,3 +103,19 @@ def poisoned():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory):
+    """Starts runs of train.py, or of a module, in a folder with stories and conversations in it."""
+    # Most files need neither of them, and they import all of training.
+    from ligermodels.training.data.embedded_stories import conversations, stories
+    from tests.training.launching import Launcher
+
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "own.txt").write_text("\n".join(text for text, _ in stories(3, 100)))
+    (folder / "more").mkdir()
+    with (folder / "more/chats.jsonl").open("w") as file:
+        file.writelines(json.dumps({"messages": messages}) + "\n" for messages in conversations(3, 60))
+    with Launcher(folder) as started:
+        yield started

@@ -14,7 +14,6 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers.lora import initialize_lora, lora_modules
 from tests.cases import CASES
 from tests.layers.adapters import adapt
-from tests.layers.sharded_adapters import on_two_ranks
 from tests.reference_model import reference_model, save_reference, tokens
 from tests.test_round_trip import FAMILIES, bits, parameters_equal, reread, weights
 
@@ -321,14 +320,15 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_two_ranks_write_the_same_files_as_one_process_and_both_raise_errors(base, tmp_path):
+def test_two_ranks_write_the_same_files_as_one_process_and_both_raise_errors(base, launcher, tmp_path):
     model, new = adapt(ligermodels.load(base)), ligermodels.load(base)
     ligermodels.export_adapter(model, tmp_path / "adapter")
     ligermodels.export(model, tmp_path / "merged", dtype=torch.bfloat16, max_shard_size="20KB")
     ligermodels.add_lora(new, rank=4, alpha=6.0)
     initialize_lora(new, torch.Generator().manual_seed(1))
     ligermodels.export_adapter(new, tmp_path / "new-alone")
-    torch.multiprocessing.spawn(on_two_ranks, (base, tmp_path), nprocs=2)
+    (tmp_path / "file").touch()
+    launcher.succeed(base, tmp_path, ranks=2, module="tests.layers.sharded_adapters")
 
     assert bits(tmp_path / "base-2") == bits(base)
     assert files(tmp_path / "new") == files(tmp_path / "new-alone")

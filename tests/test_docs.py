@@ -62,11 +62,17 @@ def names(page: Path) -> str:
 RUNNABLE = [page for page in PAGES if any(block.reason is None for block in python_blocks(page))]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Shared by the pages: matplotlib's list of fonts and the tokenised stories take seconds to make."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("page", RUNNABLE, ids=names)
-def test_the_python_snippets_of_a_page_run_one_after_the_other_on_a_cpu(page, tmp_path):
+def test_the_python_snippets_of_a_page_run_one_after_the_other_on_a_cpu(page, cache, tmp_path):
     script = tmp_path / "snippets.py"  # its folder is searched first for modules: no other's name
     script.write_text(as_script(page), encoding="utf-8")
-    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | home | on_cpu
     result = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)

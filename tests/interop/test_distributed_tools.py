@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from ligermodels.kernels import launch
 from tests.interop.tiny import MODELS, TIED, batch, build
 
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -164,10 +163,12 @@ def test_a_distributed_checkpoint_of_a_plain_model(name, tmp_path):
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name in TIED)
 
 
-def on_two_ranks(rank, file):
-    torch.set_num_threads(1)
-    launch.interpreting = False  # a process of its own: the fixture of conftest.py has not run here
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+def test_two_ranks(launcher):
+    launcher.succeed(ranks=2, module="tests.interop.test_distributed_tools")
+
+
+def main():
+    dist.init_process_group("gloo")
     for name in ("gemma2", "qwen3_moe"):
         model = build(name)
         train(DistributedDataParallel(model), model.parameters())
@@ -178,5 +179,5 @@ def on_two_ranks(rank, file):
     dist.destroy_process_group()
 
 
-def test_two_ranks(tmp_path):
-    torch.multiprocessing.spawn(on_two_ranks, (tmp_path / "store",), 2)
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,7 @@
-"""LoRA in a model sharded over two ranks. Does not import tests.conftest, so that a new process starts fast."""
+"""LoRA in a model sharded over two ranks. Usage: sharded_adapters BASE FOLDER, on each rank."""
+
+import sys
+from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -26,8 +29,9 @@ def sharded(base, lora=True):
     return model
 
 
-def on_two_ranks(rank, base, folder):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+def main(base, folder):
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
     ligermodels.export(sharded(base, lora=False), folder / "base-2")
     assert (folder / "base-2" / "config.json").exists()  # on every rank
     model = sharded(base)
@@ -38,7 +42,7 @@ def on_two_ranks(rank, base, folder):
     ligermodels.export(model, folder / "merged-2", dtype=torch.bfloat16, max_shard_size="20KB")
     for wrong, settings in {
         folder / "adapter": {},  # in use
-        folder / "store" / "below-a-file": {},
+        folder / "file" / "below-a-file": {},
         folder / "too-large": {"dtype": torch.float16},
     }.items():
         if settings:
@@ -48,3 +52,7 @@ def on_two_ranks(rank, base, folder):
         except CheckpointError as error:
             (folder / f"{rank}-{wrong.name}").write_text(str(error))
     torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,13 +1,9 @@
-import json
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ligermodels.training.data.embedded_stories import conversations, stories
 from tests.conftest import DEVICE
-from tests.training.launching import Launcher
 
 
 @pytest.fixture
@@ -31,15 +27,3 @@ def cache_of_its_own(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
-
-
-@pytest.fixture(scope="session")
-def launcher(tmp_path_factory):
-    """Starts runs of train.py in a folder with stories and conversations in it."""
-    folder = tmp_path_factory.mktemp("runs")
-    (folder / "own.txt").write_text("\n".join(text for text, _ in stories(3, 100)))
-    (folder / "more").mkdir()
-    with (folder / "more/chats.jsonl").open("w") as file:
-        file.writelines(json.dumps({"messages": messages}) + "\n" for messages in conversations(3, 60))
-    with Launcher(folder) as started:
-        yield started

@@ -5,6 +5,7 @@ They are forked from a server process that has already imported everything, whic
 """
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -91,12 +92,12 @@ class Launcher:
         print(json.dumps(question), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
-    def start(self, *arguments, ranks=1, file_size=None, picture=False, watched=None, fatal=None):
+    def start(self, *arguments, ranks=1, module=None, file_size=None, picture=False, watched=None, fatal=None):
         """Starts a run and returns it.
 
-        file_size: limit of the size of a file, in bytes. picture: whether curves.png is drawn, which takes longer than
-        the training. watched: the folder whose file operations are counted; at the one with the number `fatal` the run
-        is killed. torch.compile traces, but does not compile.
+        module: to run in place of train.py. file_size: limit of the size of a file, in bytes. picture: whether
+        curves.png is drawn, which takes longer than the training. watched: the folder whose file operations are
+        counted; at the one with the number `fatal` the run is killed. torch.compile traces, but does not compile.
         """
         self.count += 1
         output, errors = (self.folder / ".runs" / f"{self.count}.{name}" for name in ("out", "err"))
@@ -104,7 +105,7 @@ class Launcher:
         os.mkfifo(output)
         command = {
             "arguments": [str(argument) for argument in arguments], "folder": str(self.folder), "output": str(output),
-            "errors": str(errors), "file_size": file_size, "picture": picture,
+            "errors": str(errors), "module": module, "file_size": file_size, "picture": picture,
             "watched": watched, "fatal": fatal,
         }  # fmt: skip
         environments = [{}] if ranks == 1 else self.rank_environments(ranks)
@@ -163,7 +164,10 @@ def child(command):
     if command["watched"]:
         operations = FileOperations(command["watched"], command["fatal"])
     try:
-        runpy.run_path(str(TRAIN), run_name="__main__")
+        if command["module"]:
+            runpy.run_module(command["module"], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(TRAIN), run_name="__main__")
     except SystemExit as end:
         status = end.code or 0
     except BaseException:
@@ -177,6 +181,7 @@ def child(command):
 
 
 def main():
+    gc.freeze()  # a garbage collection in a child would copy all that the server has imported
     for line in sys.stdin:
         question = json.loads(line)
         if "wait" in question:

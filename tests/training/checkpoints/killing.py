@@ -6,6 +6,7 @@ Usage: killing.py FOLDER KILLS SEED. Prints the outcome as JSON. This process ha
 thread, so that it can fork a child in milliseconds.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -101,6 +102,7 @@ def main(folder, kills, seed):
     chance = random.Random(seed)
     undisturbed: list[str] = []
     train_to_the_end(folder / "undisturbed", undisturbed.append)  # imports all lazy parts of torch before the forks
+    gc.freeze()  # a garbage collection in a child would copy all of it
     begun, child = time.monotonic(), Child(folder / "timed")
     child.listen(GIVE_UP, "committed")
     usual = time.monotonic() - begun

@@ -27,7 +27,6 @@ from tests.training.checkpoints.checkpointing import (
     state_of,
     train,
 )
-from tests.training.scaling.test_fsdp import torchrun
 
 # saving.py ignores it too, but pytest resets the filters.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -357,15 +356,14 @@ def test_the_test_model_has_tied_weights_and_a_parameter_without_a_gradient():
 # Ranks
 
 
-def test_ranks_save_together_and_any_number_of_ranks_can_resume(tmp_path, monkeypatch):
+def test_ranks_save_together_and_any_number_of_ranks_can_resume(launcher, tmp_path, monkeypatch):
     """The checks that run on two ranks are in checkpoint_ranks.py."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # no rank has a GPU
     one = new_run()
     train(*one, range(2))
     save(tmp_path / "one", *one, step=2)
     torch.save(state_of(*one), tmp_path / "one.pt")
-    done = torchrun(2, "-m", "tests.training.checkpoints.checkpoint_ranks", str(tmp_path))
-    assert done.returncode == 0, done.stderr[-6000:]
+    launcher.succeed(tmp_path, ranks=2, module="tests.training.checkpoints.checkpoint_ranks")
 
     for folder, options in (("two", {}), ("hybrid", {}), ("muon", RUNS["muon"]), ("8 bit", RUNS["8 bit"])):
         lines, run = [], new_run(**options, seed=2)

@@ -31,22 +31,21 @@ def config(model_type, tied):
     }  # fmt: skip
 
 
-def torchrun(ranks, *command, folder=ROOT, interpret=False):
-    """Runs a script or module under torchrun on the CPU, in `folder`. interpret: with interpreted Triton kernels."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+WORKER = "tests.training.scaling.worker"
+
+
+def forked(launcher, ranks, tmp_path, runs):
+    launcher.succeed(tmp_path / "r.pt", json.dumps(runs), ranks=ranks, module=WORKER)
+    return torch.load(tmp_path / "r.pt")
+
+
+def interpreted(ranks, tmp_path, runs):
+    """With the Triton kernels, which the launcher's processes have not built for the interpreter: under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", WORKER, tmp_path / "r.pt", json.dumps(runs)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment |= {
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": str(int(interpret)),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [*launcher, *command]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def workers(ranks, tmp_path, runs, interpret=False):
-    worker = "-m", "tests.training.scaling.worker", str(tmp_path / "r.pt"), json.dumps(runs)
-    done = torchrun(ranks, *worker, interpret=interpret)
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
     return torch.load(tmp_path / "r.pt")
 
@@ -92,10 +91,10 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
 }
 
 
-def test_two_ranks_train_like_one_process(tmp_path, on_cpu):
+def test_two_ranks_train_like_one_process(launcher, tmp_path, on_cpu):
     """One process computes the micro-batches of both ranks in turn. A sum of two numbers does not depend on order."""
     shared = [common | only | {"accumulate": 1, "batch_size": 2} for common, only in RUNS.values()]
-    for (name, (common, _)), got in zip(RUNS.items(), workers(2, tmp_path, shared), strict=True):
+    for (name, (common, _)), got in zip(RUNS.items(), forked(launcher, 2, tmp_path, shared), strict=True):
         alone = train(accumulate=2, batch_size=2, **common)
         assert alone["losses"][-1] < alone["losses"][0], name
         assert_same_run(got, alone, name)
@@ -111,17 +110,17 @@ def test_no_block_returns_a_view_because_fsdp_would_warn_about_it_on_every_rank(
     assert len(views) == 2 * len(model.model.layers) and not any(views)
 
 
-def test_four_ranks_with_two_replicas_train_like_one_process(tmp_path, on_cpu):
+def test_four_ranks_with_two_replicas_train_like_one_process(launcher, tmp_path, on_cpu):
     model = config("llama", tied=False)
     alone = train(model, batch_size=8)
     settings = {"model": model, "batch_size": 1, "accumulate": 2, "dp_replicate": 2}
-    assert_same_run(workers(4, tmp_path, [settings])[0], alone)
+    assert_same_run(forked(launcher, 4, tmp_path, [settings])[0], alone)
 
 
 def test_two_ranks_with_fused_autograd_nodes_train_like_one_process_without_them(tmp_path, on_cpu):
     model = {"model": config("llama", tied=False), "steps": 2}
     runs = {"in full": model, "LoRA": model | {"lora": "float32"}}
-    sharded = workers(2, tmp_path, [{"batch_size": 2} | settings for settings in runs.values()], interpret=True)
+    sharded = interpreted(2, tmp_path, [{"batch_size": 2} | settings for settings in runs.values()])
     for (name, settings), got in zip(runs.items(), sharded, strict=True):
         alone = train(batch_size=4, **settings)
         assert min(alone["norms"]) > 1e-3
