@@ -8,6 +8,7 @@ are not masked: two matrix products forward, five backward.
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks import timing
 from benchmarks.ops import Op, random_input, work_per_pass
@@ -21,6 +22,7 @@ SHAPES = [
     (4, 2048, 8, 4, 256, 0, 50),
     (4, 8192, 8, 4, 256, 0, 50),
     (4, 8192, 8, 4, 256, 0, 0),
+    (1, 64, 4, 2, 128, 0, 0),  # its time is bound by the host
 ]
 
 
@@ -34,6 +36,10 @@ def packed(q, k, v, _):
     """The rows one after the other, with the offsets at which they begin."""
     offsets = torch.arange(0, q.shape[0] * q.shape[1] + 1, q.shape[1], dtype=torch.int32, device=q.device)
     return *(x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)), offsets
+
+
+def rows(q, k, v, _):
+    return q, k, v
 
 
 def work(batch, length, heads, kv_heads, size, window, softcap):
@@ -64,6 +70,17 @@ def reference(q, k, v, chosen):
 attention = Op("attention", SHAPES, inputs, reference, work, ceiling=timing.MATMUL)
 
 
+@attention.provider("pytorch", [shape for shape in SHAPES if not any(shape[-2:])], rows)
+def pytorch(*shape):
+    """torch's choice of kernel, of plain rows."""
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    return attend
+
+
 @attention.provider("ligermodels", layout=packed)
 def ours(*shape):
     def attend(q, k, v, offsets):
@@ -84,6 +101,6 @@ def without(*shape):
     return call
 
 
-@attention.provider("ligermodels, plain rows", layout=lambda q, k, v, _: (q, k, v))
+@attention.provider("ligermodels, plain rows", layout=rows)
 def plain(*shape):
     return lambda q, k, v: module.attention(q, k, v, **options(*shape[-2:]))

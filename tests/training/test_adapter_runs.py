@@ -63,14 +63,14 @@ def test_a_run_continues_an_adapter_where_it_ended_and_exports_an_adapter(first,
 
 
 def test_a_run_that_continues_an_adapter_resumes_bit_by_bit_and_can_be_merged(second, launcher):
-    killed = Path(shutil.copytree(second, second.with_name("resumed")))
+    killed = Path(shutil.copytree(second, second.with_name("second-resumed")))
     shutil.rmtree(killed / "adapter")
     shutil.rmtree(killed / "checkpoints/step-000004")
-    launcher.succeed("--resume", "resumed")
+    launcher.succeed("--resume", "second-resumed")
     for file in (second / "adapter").iterdir():
         assert (killed / "adapter" / file.name).read_bytes() == file.read_bytes(), file.name
     shutil.rmtree(killed / "adapter")
-    launcher.succeed("--resume", "resumed", "--lora-export", "merged")
+    launcher.succeed("--resume", "second-resumed", "--lora-export", "merged")
     expected = ligermodels.load(second.parent / "origin/model")
     ligermodels.load_adapter(expected, second / "adapter")
     ids = torch.arange(24)[None]

@@ -358,8 +358,8 @@ def test_an_error_of_all_ranks_is_printed_once(launcher):
 
 REFUSED = {
     "an unknown flag": (["--model", "llama", "--batchsize", "4"], "--batchsize: no such flag; did you mean"),
-    "an unknown model": (["--model", "qwen3000"], "qwen3000: "),
-    "a mistyped model": (["--model", "Qwen/Qwen3-8"], "did you mean 'Qwen/Qwen3-8B'?"),
+    "an unknown model": (["--model", "qwen3000", "--data", "own.txt"], "qwen3000: "),
+    "a mistyped model": (["--model", "Qwen/Qwen3-8", "--data", "own.txt"], "did you mean 'Qwen/Qwen3-8B'?"),
     "float8 on a CPU": ([*LLAMA, "--float8", "--compile"], "float8 needs a GPU of compute capability 8.9"),
     "a folder in use": ([*LLAMA, "--output", "base"], "base: exists already; give another --output"),
     "no data": (["--model", "llama", "--data", "none.jsonl"], "none.jsonl"),
@@ -375,8 +375,14 @@ REFUSED = {
     "no run": (["--resume", "nothing"], "nothing/train.toml: is missing: there is no run to resume"),
     "a finished run": (["--resume", "base"], "--resume base: the run is finished, after 4 steps; to lengthen it, give"),
     "an adapter's run": (["--resume", "adapted", "--steps", "9"], "adapted: the run is finished, and has no check"),
-    "a run as a model": (["--model", "base"], "base: contains no config.json; did you mean 'base/model'?"),
-    "an adapter as a model": (["--model", "adapted/adapter"], "adapted/adapter: contains an adapter and no model"),
+    "a run as a model": (
+        ["--model", "base", "--data", "own.txt"],
+        "base: contains no config.json; did you mean 'base/model'?",
+    ),
+    "an adapter as a model": (
+        ["--model", "adapted/adapter", "--data", "own.txt"],
+        "adapted/adapter: contains an adapter and no model",
+    ),
 }
 
 
