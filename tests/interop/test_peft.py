@@ -1,5 +1,7 @@
 """PEFT on our models adapts the Hub's projections, and trains, merges and saves as on transformers' own models."""
 
+import copy
+
 import peft
 import pytest
 import torch
@@ -10,12 +12,14 @@ from ligermodels.errors import InputError
 from ligermodels.integrations.transformers import TransformersModel
 from ligermodels.layers.packed import PackedLinear
 from tests.cases import CASES
+from tests.kernels.error_budget import relative_error
 from tests.reference_model import labels_of, reference_model, save_reference, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of tied weights and of missing base models
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EPSILON = torch.finfo(torch.float32).eps
 TWO_LAYERS = {"num_hidden_layers": 2}
 
 
@@ -132,6 +136,14 @@ def assert_close(ours, theirs):
         assert error <= 1e-5 * scale + 1e-7, f"{name}: {error} of {scale}"
 
 
+def assert_within_budget(ours, theirs, exact):
+    """Errors against float64 of at most three times those of transformers' model, whose sums are in another order, and
+    a few roundings, where its own error is small by chance."""
+    for name, expected in exact.items():
+        error, allowed = relative_error(ours[name], expected), 3 * relative_error(theirs[name], expected) + 4 * EPSILON
+        assert error <= allowed, f"{name}: {error:.1e}, allowed {allowed:.1e}"
+
+
 def logits(model, ids):
     with torch.no_grad():
         return model.eval()(input_ids=ids).logits
@@ -148,10 +160,11 @@ BARE_AND_FACE = [
 @pytest.mark.parametrize("name, read", BARE_AND_FACE)
 def test_training_equals_that_of_transformers_model(load, name, read):
     raw, theirs, ours = adapt_both(load, name, read)
+    exact = copy.deepcopy(theirs).double()
     ids = tokens(raw)
     for _ in range(2):
-        assert_close(step(ours, ids), step(theirs, ids))
-    assert_close(trained(ours), trained(theirs))
+        assert_within_budget(step(ours, ids), step(theirs, ids), step(exact, ids))
+    assert_within_budget(trained(ours), trained(theirs), trained(exact))
 
 
 def outputs(model, ids):

@@ -74,7 +74,7 @@ def test_fine_tuning_on_chats_raises_accuracy_from_near_zero_to_80_percent(lora,
     model.load_state_dict(base.state_dict())
     assert count_correct_answers(model, tokenizer, questions) <= 3
     if lora:
-        ligermodels.add_lora(model, rank=8)
+        ligermodels.add_lora(model, rank=8, alpha=32)
     documents = chat_documents(tokenizer, chats)
     repeated = itertools.islice(itertools.cycle(documents), CHAT_STEPS * DOCUMENTS)
     steps = split_into_steps(list(repeated), DOCUMENTS)
