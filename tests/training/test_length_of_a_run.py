@@ -205,8 +205,11 @@ def test_a_lengthened_run_is_the_long_run_and_replaces_the_export(scripted, tmp_
     straight = run(tmp_path / "straight", steps=4)
     short = run(tmp_path / "run", steps=2)
     old = weights(short.folder)
-    assert refusal(short.folder) == "the run is finished, after 2 steps; to lengthen it, give more --steps"
-    assert refusal(short.folder, steps=1) == "1 step are fewer than the 2 that it has taken; give more --steps"
+    assert refusal(short.folder) == "the run is finished, after 2 steps; to lengthen it, give more --epochs or --steps"
+    assert (
+        refusal(short.folder, steps=1)
+        == "it has taken 2 steps, more than the 1 now given; give more --epochs or --steps"
+    )
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")

@@ -52,8 +52,8 @@ def refuse_finished(config: RunConfig) -> None:
     checkpoints, taken = committed_steps(config.resume / CHECKPOINTS), last_step(config.resume)
     if config.steps < taken:
         raise InputError(
-            f"--resume {config.resume}: {counted(config.steps, 'step')} are fewer than the {taken} that it has taken; "
-            "give more --steps"
+            f"--resume {config.resume}: it has taken {counted(taken, 'step')}, more than the {config.steps} now given; "
+            "give more --epochs or --steps"
         )
     planned = read_record(checkpoints[-1])["settings"].get("steps", 0) if checkpoints else 0
     if config.steps < planned and not config.allow_changes:
@@ -68,7 +68,7 @@ def refuse_finished(config: RunConfig) -> None:
     losses = {step: loss for step, loss in validation_losses(records).items() if step <= end}
     stopped_early = Validations(config, losses).end_run
     if stopped_early or end >= config.steps:
-        remedy = f"more than --early-stopping {config.early_stopping}" if stopped_early else "more --steps"
+        remedy = f"more than --early-stopping {config.early_stopping}" if stopped_early else "more --epochs or --steps"
         export = ", or --no-export off to export it" if config.no_export else ""
         raise InputError(
             f"--resume {config.resume}: the run is finished, after {counted(end, 'step')}; to lengthen it, give "
