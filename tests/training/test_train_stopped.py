@@ -205,7 +205,7 @@ def test_a_last_validation_is_made_up_for_without_an_export_and_then_the_run_is_
     launcher.succeed("--resume", killed.name, "--no-export")
     assert validations(killed) == validations(separated)
     again = launcher.run("--resume", killed.name, "--no-export")
-    words = "the run is finished, after 6 steps; to lengthen it, give more --epochs or --steps, or --no-export off to export it"
+    words = "finished, after 6 steps; to lengthen it, give more --epochs or --steps, or --no-export off to export it"
     assert again.status == 2 and words in again.stderr
 
 
