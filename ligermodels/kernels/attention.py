@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ligermodels.kernels.dispatch import autocast, is_traced, runs_kernels, widen
-from ligermodels.kernels.flash_attention import flash_attention, runs_flash_attention
+from ligermodels.kernels.flash_attention import HEAD_DIMS, flash_attention, head_dims, runs_flash_attention
 from ligermodels.kernels.launch import shared_memory
 
 SDPA_BACKENDS = [
@@ -93,6 +93,20 @@ def attention(
         return attention_reference(q, k, v, scale, window, softcap, cu_seqlens, position_ids)
     mask = dense_mask(q.shape[1], k.shape[1], q.device, window, cu_seqlens, position_ids)
     return sdpa(q, k, v, scale, dropout, attn_mask=mask[:, None])
+
+
+def packed_attention_name(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str:
+    """What computes the attention of packed documents, for reports, and what would be faster to install."""
+    if device.type != "cuda":
+        return "SDPA, one document after the other"
+    gpu, half = device.index or 0, dtype in (torch.float16, torch.bfloat16)
+    if half and head_dim in head_dims(gpu):
+        return "FlashAttention 4"
+    faster = half and head_dim in HEAD_DIMS.get(torch.cuda.get_device_capability(gpu)[0], ())
+    other = "; the extra `flash` is faster: pip install 'ligermodels[flash]'" if faster else ""
+    if softcap is not None:
+        return f"FlexAttention{other}"
+    return f"FlashAttention 2{other}" if half else "SDPA with a dense mask"
 
 
 def attention_reference(

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import attention as module
-from ligermodels.kernels.attention import attention, attention_reference, dense_mask
+from ligermodels.kernels.attention import attention, attention_reference, dense_mask, packed_attention_name
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
@@ -119,3 +119,15 @@ def test_the_default_scale_is_one_over_the_square_root_of_the_head_dimension():
     expected = attention(*inputs, scale=0.25)
     torch.testing.assert_close(attention(*inputs), expected)
     torch.testing.assert_close(attention_reference(*inputs), attention_reference(*inputs, 0.25))
+
+
+def test_the_attention_of_packed_documents_has_a_name_and_says_what_is_faster(monkeypatch):
+    def name(size=128, dtype=torch.bfloat16, softcap=None, installed=()):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
+        monkeypatch.setattr(module, "head_dims", lambda gpu: installed)
+        return packed_attention_name(torch.device("cuda"), dtype, size, softcap)
+
+    faster = "; the extra `flash` is faster: pip install 'ligermodels[flash]'"
+    assert name() == f"FlashAttention 2{faster}" and name(softcap=50.0) == f"FlexAttention{faster}"
+    assert name(installed=(128,)) == name(softcap=50.0, installed=(128,)) == "FlashAttention 4"
+    assert (name(size=80), name(dtype=torch.float32)) == ("FlashAttention 2", "SDPA with a dense mask")

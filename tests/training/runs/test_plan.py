@@ -78,6 +78,7 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
     assert table["trained"] == "1,049,728, 100.00%"
     assert (table["data"], table["validation"]) == ("my.jsonl: 1,000 rows", "11 rows, every 550 steps")
     assert table["the run"] == "500 steps = 2.0 epochs, 512,000 tokens"
+    assert table["attention"] == "SDPA, one document after the other"
     flops = flops_per_token(model, 256)
     assert table["compute"] == f"{flops:.3g} FLOPs a token, {flops * 512_000:.3g} in all"
     assert table["memory"] == "of a CPU process, not all at the same time, 3 of 4 blocks checkpointed"
