@@ -83,7 +83,7 @@ class TrainConfig:
     completion_field: str | None = setting("data", None, "field or column that has the completion; only this "
         "is trained on", metavar="NAME")
     validation_fraction: float | None = setting("data", None, "fraction of --data that is held out for validation",
-        FRACTION, shown="0.01, of large data at most about 131,000 tokens")
+        FRACTION, shown="0.01; of small data up to 0.05, of large data at most about 131,000 tokens")
     sequence_length: int | None = setting("data", None, "tokens per sequence", LENGTH,
         shown="2048, or the longest document's if shorter; tiny: 256")
     packing: bool = setting("data", True, "sequence packing with document masking")

@@ -23,13 +23,8 @@ VOCABULARY = 300
 # LoRA with dropout over a pretrained model: frozen weights, random states and a validation before the first step.
 RUN = ["--model", "base", "--data", "own.txt", "--steps", "6", "--batch-size", "2", "--sequence-length", "32"]
 RUN += ["--warmup", "1", "--eval-every", "3", "--checkpoint-every", "2", "--lora-rank", "2", "--lora-dropout", "0.3"]
-RUN += [
-    "--lora-alpha",
-    "32",
-    "--best-checkpoint",
-    "--learning-rate",
-    "0.03",
-]  # so high that step 3 is better than step 6
+RUN += ["--validation-fraction", "0.01", "--best-checkpoint"]
+RUN += ["--lora-alpha", "32", "--learning-rate", "0.03"]  # so high that step 3 is better than step 6
 TIMINGS = {"tokens_per_second", "mfu"}
 # An empty lock may stay behind a finished run.
 TEMPORARY_LOCKS = {".model.lock"}

@@ -63,7 +63,7 @@ def test_an_export_renders_chats_by_the_template_and_stops_at_the_end_of_a_turn(
 
 def test_a_template_that_no_record_uses_is_said(settings, tmp_path, capsys):
     texts = tmp_path / "texts.jsonl"
-    texts.write_text('{"prompt": "Paris?", "completion": " It\'s 21 degrees."}\n' * 60)
+    texts.write_text("".join(f'{{"prompt": "Paris?", "completion": " It\'s {n} degrees."}}\n' for n in range(60)))
     plan(TrainConfig(**settings, chat_template="tulu"))
     assert capsys.readouterr().err == ""
     plan(TrainConfig(**settings | {"data": str(texts), "validation_data": None}, chat_template="tulu"))

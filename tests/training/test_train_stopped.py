@@ -240,6 +240,7 @@ def test_two_ranks_agree_on_checkpoints_by_time_the_best_and_early_stopping(laun
     """At this learning rate the validation loss rises after step 3. One rank then goes on, and exports the same."""
     run = [*LLAMA, "--steps", "6", "--sequence-length", "32", "--warmup", "1", "--learning-rate", "0.05"]
     run += ["--eval-every", "1", "--best-checkpoint", "--early-stopping", "2", "--keep-checkpoints", "1"]
+    run += ["--validation-fraction", "0.01"]
     done = launcher.succeed(*run, "--checkpoint-minutes", "1e-6", "--output", "agreed", ranks=2)
     folder = launcher.folder / "agreed"
     assert "early stopping: 2 validations in a row had no lower loss than step 3\n" in done.stdout

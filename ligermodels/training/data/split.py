@@ -13,7 +13,8 @@ import numpy as np
 
 from ligermodels.training.data.store import TokenStore, document_hashes
 
-DEFAULT_FRACTION, DEFAULT_MAX_TOKENS = 0.01, 2**17
+DEFAULT_FRACTION, SMALL_DATA_FRACTION = 0.01, 0.05
+DEFAULT_MIN_TOKENS, DEFAULT_MAX_TOKENS = 2**14, 2**17
 MAX_OVERSHOOT = 10  # whole documents may have up to this many times the given fraction of all tokens
 
 
@@ -55,8 +56,14 @@ class Selection:
 
 
 def default_fraction(stores: Sequence[TokenStore]) -> float:
-    """The validation fraction if none is given; it is small for large data, so that each validation stays short."""
-    return min(DEFAULT_FRACTION, DEFAULT_MAX_TOKENS / sum(len(store.tokens) for store in stores))
+    """The validation fraction if none is given.
+
+    It is larger for small data, whose validation loss would otherwise be that of a few documents, and smaller for large
+    data, so that each validation stays short.
+    """
+    tokens = sum(len(store.tokens) for store in stores)
+    fraction = max(DEFAULT_FRACTION, min(SMALL_DATA_FRACTION, DEFAULT_MIN_TOKENS / tokens))
+    return min(fraction, DEFAULT_MAX_TOKENS / tokens)
 
 
 def all_documents(store: TokenStore) -> Selection:

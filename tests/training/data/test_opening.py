@@ -3,6 +3,7 @@ import dataclasses
 import json
 import random
 import tracemalloc
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -343,6 +344,16 @@ def test_the_order_of_the_data_depends_on_the_seed_and_not_on_the_number_of_rank
         )
 
     assert step(1) == step(2) == step(4) != step(1, seed=1)
+
+
+def test_the_default_validation_fraction_is_larger_for_small_data_and_smaller_for_large():
+    def fraction(*tokens):
+        return split.default_fraction([SimpleNamespace(tokens=range(count)) for count in tokens])
+
+    assert fraction(9_000) == fraction(100_000, 227_680) == 0.05
+    assert fraction(655_360) == 0.025
+    assert fraction(1_638_400) == fraction(13_107_200) == 0.01
+    assert fraction(13_107_200, 13_107_200) == 0.005
 
 
 def test_the_default_validation_split_of_large_data_is_limited_in_tokens(texts, folder, tmp_path, monkeypatch):
