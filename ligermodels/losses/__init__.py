@@ -4,6 +4,46 @@ A loss reads tensors that a model has already computed, on any device, and retur
 number of units in the step. Must not know files, models, tokenizers, ranks or trainers.
 """
 
+from ligermodels.losses.advantages import group_advantages, reward_table, rloo_advantages
+from ligermodels.losses.per_token import per_token
+from ligermodels.losses.policy import bnpo, cispo, dapo, dr_grpo, gmpo, grpo, luspo, rloo, sapo, vespo
+from ligermodels.losses.policy_weights import (
+    clipped_tokens,
+    entropy_sum,
+    kl_penalty,
+    next_entropy_coef,
+    off_policy_mask,
+    sampler_log_weights,
+    sampler_weights,
+    top_entropy_mask,
+)
+from ligermodels.losses.ratios import importance_ratios
 from ligermodels.losses.segments import segment_means, segment_sums
 
-__all__ = ["segment_means", "segment_sums"]
+__all__ = [
+    "bnpo",
+    "cispo",
+    "clipped_tokens",
+    "dapo",
+    "dr_grpo",
+    "entropy_sum",
+    "gmpo",
+    "group_advantages",
+    "grpo",
+    "importance_ratios",
+    "kl_penalty",
+    "luspo",
+    "next_entropy_coef",
+    "off_policy_mask",
+    "per_token",
+    "reward_table",
+    "rloo",
+    "rloo_advantages",
+    "sampler_log_weights",
+    "sampler_weights",
+    "sapo",
+    "segment_means",
+    "segment_sums",
+    "top_entropy_mask",
+    "vespo",
+]

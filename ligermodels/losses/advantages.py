@@ -30,7 +30,9 @@ def reward_table(rewards: Sequence[Sequence[float | None]]) -> Tensor:
     if not table.isfinite().all():
         function, completion = (~table.isfinite()).nonzero()[0].tolist()
         value = rewards[function][completion]
-        raise InputError(f"rewards: function {function} returned {value} for completion {completion}; None means absent")
+        raise InputError(
+            f"rewards: function {function} returned {value} for completion {completion}; None means absent"
+        )
     return table.masked_fill(absent, torch.nan).T
 
 
@@ -86,12 +88,12 @@ def rloo_advantages(
     reward_weights: Sequence[float] | None = None,
     normalize_advantages: bool = False,
 ) -> Tensor:
-    """Advantages of RLOO (arXiv 2402.14740): a completion's reward minus the mean of the others' of its group; fp32 [B].
+    """Advantages of RLOO: a completion's reward minus the mean of the others' of its group; fp32 [B].
 
     Equal to the deviation from the group's mean times n / (n − 1), n the completions of the group that have a reward;
     0 where n is 1. `normalize_advantages` then subtracts the batch's mean and divides by its standard deviation + 1e-4.
-    The arguments are those of `group_advantages`. RLOO has its KL divergence in the reward: subtract
-    beta * segment_sums(old_logprobs - ref_logprobs, cu_seqlens) from the rewards first.
+    The other arguments are those of `group_advantages`. RLOO has its KL divergence in the reward: subtract
+    beta * segment_sums(old_logprobs - ref_logprobs, cu_seqlens) from the rewards first. Source: arXiv 2402.14740.
     """
     total = _weighted_sum(_table(rewards, num_generations, reward_weights), reward_weights)
     groups = total.unflatten(0, (-1, num_generations))
