@@ -32,8 +32,8 @@ def vectors(spread=0.4):
     return (old + noise[0]).requires_grad_(), old, old + noise[1], old + noise[2] / 2, entropy
 
 
-def padded(values):
-    return torch.nn.utils.rnn.pad_sequence(list(values.split(LENGTHS)), batch_first=True)
+def padded(values, padding=0.0):
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(LENGTHS)), batch_first=True, padding_value=padding)
 
 
 def trl_loss(loss_type, logprobs, old, *, entropy=None, sampling=None, weights=None, ref=None, **changes):
@@ -101,7 +101,7 @@ def trl_loss(loss_type, logprobs, old, *, entropy=None, sampling=None, weights=N
         if value is not None:
             inputs[f"{name}_per_token_logps"] = padded(value)
     if weights is not None:
-        inputs["importance_sampling_ratio"] = padded(weights) if len(weights) == TOKENS else weights[:, None]
+        inputs["importance_sampling_ratio"] = padded(weights, 1.0) if len(weights) == TOKENS else weights[:, None]
     loss = trainer._compute_loss(stub, None, inputs)
     return loss, {name: values[0] for name, values in stub._metrics["train"].items()}
 
@@ -171,14 +171,14 @@ def test_the_samplers_correction_equals_trl(level, clip):
 def test_masks_and_the_entropy_bonus_equal_trl(name):
     logprobs, old, ref, sampling, entropy = vectors()
     entropy.requires_grad_()
-    mask = losses.top_entropy_mask(entropy, 0.6)
+    mask = losses.top_entropy_mask(entropy, 0.55)
     off_policy = losses.off_policy_mask(logprobs, sampling, ADVANTAGES, CU_SEQLENS, 0.02)
     assert 0 < mask.sum() < TOKENS and off_policy.tolist() == [1] * 5 + [1] + [0] * 7 + [1] * 3
     options = {"token_weights": mask * off_policy, "importance_sampling_level": "token"}
     options["token_penalty"] = 0.1 * losses.kl_penalty(logprobs, ref, old, CU_SEQLENS)
     bonus = losses.entropy_sum(entropy, CU_SEQLENS, mask) / mask.sum()
     loss = mean_loss(name, logprobs, old, ADVANTAGES, CU_SEQLENS, **options) - 0.07 * bonus
-    changes = {"top_entropy_quantile": 0.6, "off_policy_mask_threshold": 0.02, "entropy_coef": 0.07, "beta": 0.1}
+    changes = {"top_entropy_quantile": 0.55, "off_policy_mask_threshold": 0.02, "entropy_coef": 0.07, "beta": 0.1}
     expected, _ = trl_loss(name, logprobs, old, ref=ref, sampling=sampling, entropy=entropy, **changes)
     torch.testing.assert_close(gradient(loss, entropy), gradient(expected, entropy))
     check(loss, expected, logprobs)
