@@ -125,6 +125,7 @@ def cispo(
     Unit: token. epsilon_high is the bound itself, not its distance from 1.
     Source: arXiv 2506.13585. TRL: loss_type="cispo", whose epsilon_high is 0.2 unless it is set.
     """
+    _positive(epsilon_high=epsilon_high)
     ratios = importance_ratios(logprobs, old_logprobs, cu_seqlens, importance_sampling_level).detach()
     terms = -ratios.clamp(max=epsilon_high) * _of_tokens(advantages, cu_seqlens, ratios) * logprobs
     return _sum(_total(terms, token_weights, token_penalty), cu_seqlens)
@@ -207,9 +208,10 @@ def gmpo(
     Unit: completion. Source: arXiv 2507.20673. TRL: GMPOTrainer.
     """
     logs = log_ratios(logprobs, old_logprobs)
-    high = epsilon if epsilon_high is None else epsilon_high
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    _positive(epsilon=epsilon, epsilon_high=epsilon_high)
     positive = _of_tokens(advantages, cu_seqlens, logprobs) > 0
-    clipped = torch.where(positive, logs.clamp(max=high), logs.clamp(min=-epsilon))
+    clipped = torch.where(positive, logs.clamp(max=epsilon_high), logs.clamp(min=-epsilon))
     if token_mask is None:
         means = segment_means(clipped, cu_seqlens)
     else:
@@ -247,9 +249,11 @@ def _clipped(
     ratios: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float | None, delta: float | None
 ) -> Tensor:
     """The clipped surrogate of PPO, of tokens or of sequences."""
-    high = 1 + (epsilon if epsilon_high is None else epsilon_high)
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    _positive(epsilon=epsilon, epsilon_high=epsilon_high)
+    high = 1 + epsilon_high
     if delta is not None and delta <= high:
-        raise InputError(f"delta: {delta} must be above 1 + epsilon_high, {high:g}: below, it bounds all ratios")
+        raise InputError(f"delta: {delta} must be above 1 + epsilon_high, {high:g}; below, it takes the clip's place")
     bounded = ratios if delta is None else ratios.clamp(max=delta)
     return -torch.minimum(bounded * advantages, ratios.clamp(1 - epsilon, high) * advantages)
 

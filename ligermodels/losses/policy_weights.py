@@ -74,7 +74,7 @@ def sampler_log_weights(
 ) -> Tensor:
     """The logarithm of `sampler_weights` of a whole completion, [S], which `vespo` takes: of tokens it is the sum."""
     log_weights = _log_weights(old_logprobs, sampling_logprobs, cu_seqlens, mode, clip_max, clip_min)
-    log_weights = log_weights.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    log_weights = log_weights.clamp(min=-LARGEST_LOG_RATIO)
     return log_weights if mode.startswith("sequence") else segment_sums(log_weights, cu_seqlens)
 
 
@@ -93,6 +93,7 @@ def _log_weights(
     log_weights = (old_logprobs - sampling_logprobs).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
         log_weights = segment_sums(log_weights, cu_seqlens)
+    log_weights = log_weights.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     if mode.endswith("truncate"):
         return log_weights.clamp(low, high)
     return log_weights.masked_fill((log_weights < low) | (log_weights > high), -math.inf)

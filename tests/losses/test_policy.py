@@ -288,6 +288,13 @@ def test_gradients_agree_with_finite_differences(name):
     assert torch.autograd.gradcheck(loss, logprobs)
 
 
+def test_a_token_that_the_sampler_calls_impossible_does_not_overflow():
+    old, sampling = torch.tensor([-1.0, -2.0, -1e4]), torch.tensor([-math.inf, -2.0, -1.0])
+    weights = losses.sampler_weights(old, sampling, torch.tensor([0, 1, 2, 3]), mode="token_truncate", clip_max=None)
+    torch.testing.assert_close(weights, torch.tensor([20.0, 0.0, -20.0]).exp())
+    assert losses.sampler_weights(old, sampling, torch.tensor([0, 2, 3])).tolist() == pytest.approx([0, 0, 0], abs=1e-8)
+
+
 def test_the_entropy_coefficient_rises_where_the_entropy_is_low():
     assert losses.next_entropy_coef(0.1, 0.2) == pytest.approx(0.105)
     assert losses.next_entropy_coef(0.1, 0.3) == pytest.approx(0.095)
@@ -302,6 +309,8 @@ def test_arguments_that_cannot_be_meant_are_refused():
         losses.grpo(*vector, importance_sampling_level="tokens")
     with pytest.raises(InputError, match=r"^delta: 1.2 must be above 1 \+ epsilon_high, 1.28"):
         losses.dapo(*vector, delta=1.2, epsilon_high=0.28)
+    with pytest.raises(InputError, match=r"^epsilon_high: -0.1 must be above 0$"):
+        losses.gmpo(*vector, epsilon_high=-0.1)
     with pytest.raises(InputError, match=r"^sapo_temperature_neg: 0 must be above 0$"):
         losses.sapo(*vector, sapo_temperature_neg=0)
     with pytest.raises(InputError, match=r"^advantages: shape \(3,\), but cu_seqlens has 4 sequences$"):
