@@ -22,17 +22,17 @@ def reward_table(rewards: Sequence[Sequence[float | None]]) -> Tensor:
 
     Raises InputError where the functions returned different numbers of rewards, or NaN or an infinite number.
     """
-    lengths = sorted({len(values) for values in rewards})
-    if len(lengths) != 1:
-        raise InputError(f"rewards: every function must return one reward a completion; their numbers are {lengths}")
+    lengths = [len(values) for values in rewards]
+    if len(set(lengths)) != 1:
+        raise InputError(f"rewards has {lengths} values by function; every function must return one a completion")
     absent = torch.tensor([[value is None for value in values] for values in rewards])
-    table = torch.tensor([[0.0 if value is None else value for value in values] for values in rewards]).double()
+    table = torch.tensor(
+        [[0.0 if value is None else value for value in values] for values in rewards], dtype=torch.float64
+    )
     if not table.isfinite().all():
         function, completion = (~table.isfinite()).nonzero()[0].tolist()
         value = rewards[function][completion]
-        raise InputError(
-            f"rewards: function {function} returned {value} for completion {completion}; None means absent"
-        )
+        raise InputError(f"rewards has {value} of function {function} for completion {completion}; None means absent")
     return table.masked_fill(absent, torch.nan).T
 
 
@@ -59,14 +59,16 @@ def group_advantages(
     table = _table(rewards, num_generations, reward_weights)
     if multi_objective_aggregation == "normalize_then_sum":
         if scale_rewards != "group":
-            raise InputError(f'scale_rewards: "{scale_rewards}" has no effect with normalize_then_sum; leave it out')
+            raise InputError(
+                f'scale_rewards is "{scale_rewards}", which has no effect with normalize_then_sum; leave it out'
+            )
         grouped = table.unflatten(0, (-1, num_generations))
         normalised = (_deviations(grouped, 1) / (_std(grouped, 1) + EPSILON)).flatten(0, 1)
         total = _weighted_sum(normalised, reward_weights)
         return _without_absent(_deviations(total, 0) / (_std(total, 0) + EPSILON))
     if multi_objective_aggregation != "sum_then_normalize":
         raise InputError(
-            f'multi_objective_aggregation: "{multi_objective_aggregation}" is neither sum_then_normalize nor '
+            f'multi_objective_aggregation is "{multi_objective_aggregation}"; it must be sum_then_normalize or '
             "normalize_then_sum"
         )
     total = _weighted_sum(table, reward_weights)
@@ -77,7 +79,7 @@ def group_advantages(
     elif scale_rewards == "batch":
         advantages = advantages / (_std(total, 0) + EPSILON)
     elif scale_rewards != "none":
-        raise InputError(f'scale_rewards: "{scale_rewards}" is none of group, batch and none')
+        raise InputError(f'scale_rewards is "{scale_rewards}"; it must be group, batch or none')
     return _without_absent(advantages.flatten())
 
 
@@ -109,11 +111,15 @@ def _table(rewards: Tensor, num_generations: int, reward_weights: Sequence[float
     table = rewards.double()
     table = table[:, None] if table.ndim == 1 else table
     if num_generations < 2:
-        raise InputError(f"num_generations: a group needs two completions to compare, not {num_generations}")
+        raise InputError(f"num_generations is {num_generations}; a group needs two completions to compare")
     if table.shape[0] % num_generations:
-        raise InputError(f"rewards: {table.shape[0]} completions are no multiple of num_generations {num_generations}")
+        raise InputError(
+            f"rewards has {table.shape[0]} completions; it must have a multiple of num_generations, {num_generations}"
+        )
     if reward_weights is not None and len(reward_weights) != table.shape[1]:
-        raise InputError(f"reward_weights: {len(reward_weights)} weights for {table.shape[1]} reward functions")
+        raise InputError(
+            f"reward_weights has {len(reward_weights)} weights; it must have one for each of {table.shape[1]} functions"
+        )
     return table
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.losses.checks import check_positive, dtype_and_shape
 from ligermodels.losses.per_token import per_token
 from ligermodels.losses.ratios import LARGEST_LOG_RATIO, importance_ratios, log_ratios
 from ligermodels.losses.segments import segment_means, segment_sums
@@ -125,7 +126,7 @@ def cispo(
     Unit: token. epsilon_high is the bound itself, not its distance from 1.
     Source: arXiv 2506.13585. TRL: loss_type="cispo", whose epsilon_high is 0.2 unless it is set.
     """
-    _positive(epsilon_high=epsilon_high)
+    check_positive("epsilon_high", epsilon_high)
     ratios = importance_ratios(logprobs, old_logprobs, cu_seqlens, importance_sampling_level).detach()
     terms = -ratios.clamp(max=epsilon_high) * _of_tokens(advantages, cu_seqlens, ratios) * logprobs
     return _sum(_total(terms, token_weights, token_penalty), cu_seqlens)
@@ -148,7 +149,8 @@ def sapo(
     τ is sapo_temperature_pos where A > 0, else sapo_temperature_neg. Unit: completion.
     Source: arXiv 2511.20347. TRL: loss_type="sapo".
     """
-    _positive(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
+    check_positive("sapo_temperature_pos", sapo_temperature_pos)
+    check_positive("sapo_temperature_neg", sapo_temperature_neg)
     ratios = importance_ratios(logprobs, old_logprobs, cu_seqlens, importance_sampling_level)
     advantage = _of_tokens(advantages, cu_seqlens, ratios)
     temperature = torch.where(advantage > 0, sapo_temperature_pos, sapo_temperature_neg).to(ratios.dtype)
@@ -176,7 +178,7 @@ def vespo(
     neg. `sampler_log_weights` [S] are added to log W: the sampler's correction belongs there, not in token_weights.
     Unit: token. Source: arXiv 2602.10693. TRL: loss_type="vespo".
     """
-    _check_shape(advantages, cu_seqlens)
+    _check_advantages(advantages, cu_seqlens)
     logs = log_ratios(logprobs, old_logprobs).detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     log_weights = segment_sums(logs, cu_seqlens)
     if sampler_log_weights is not None:
@@ -209,7 +211,8 @@ def gmpo(
     """
     logs = log_ratios(logprobs, old_logprobs)
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
-    _positive(epsilon=epsilon, epsilon_high=epsilon_high)
+    check_positive("epsilon", epsilon)
+    check_positive("epsilon_high", epsilon_high)
     positive = _of_tokens(advantages, cu_seqlens, logprobs) > 0
     clipped = torch.where(positive, logs.clamp(max=epsilon_high), logs.clamp(min=-epsilon))
     if token_mask is None:
@@ -238,7 +241,7 @@ def rloo(
     advantages are those of `rloo_advantages`. `token_weights` act as their mean over a completion.
     Unit: completion. Source: arXiv 2402.14740. TRL: RLOOTrainer.
     """
-    _check_shape(advantages, cu_seqlens)
+    _check_advantages(advantages, cu_seqlens)
     logs = segment_sums(log_ratios(logprobs, old_logprobs), cu_seqlens)
     ratios = logs.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     terms = _of_tokens(_clipped(ratios, advantages, epsilon, epsilon_high, None), cu_seqlens, logprobs)
@@ -250,24 +253,27 @@ def _clipped(
 ) -> Tensor:
     """The clipped surrogate of PPO, of tokens or of sequences."""
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
-    _positive(epsilon=epsilon, epsilon_high=epsilon_high)
+    check_positive("epsilon", epsilon)
+    check_positive("epsilon_high", epsilon_high)
     high = 1 + epsilon_high
     if delta is not None and delta <= high:
-        raise InputError(f"delta: {delta} must be above 1 + epsilon_high, {high:g}; below, it takes the clip's place")
+        raise InputError(f"delta is {delta}; it must be above 1 + epsilon_high, {high:g}, or it takes the clip's place")
     bounded = ratios if delta is None else ratios.clamp(max=delta)
     return -torch.minimum(bounded * advantages, ratios.clamp(1 - epsilon, high) * advantages)
 
 
 def _of_tokens(values: Tensor, cu_seqlens: Tensor, like: Tensor) -> Tensor:
     """Values [S] at each token, in the shape and dtype of `like` [N]."""
-    _check_shape(values, cu_seqlens)
+    _check_advantages(values, cu_seqlens)
     return per_token(values.to(like.dtype), cu_seqlens, len(like))
 
 
-def _check_shape(advantages: Tensor, cu_seqlens: Tensor) -> None:
+def _check_advantages(advantages: Tensor, cu_seqlens: Tensor) -> None:
     if advantages.shape != (len(cu_seqlens) - 1,):
-        shape = tuple(advantages.shape)
-        raise InputError(f"advantages: shape {shape}, but cu_seqlens has {len(cu_seqlens) - 1} sequences")
+        raise InputError(
+            f"advantages is {dtype_and_shape(advantages)}; it must have one value for each of {len(cu_seqlens) - 1} "
+            "sequences"
+        )
 
 
 def _total(terms: Tensor, token_weights: Tensor | None, token_penalty: Tensor | None) -> Tensor:
@@ -281,9 +287,3 @@ def _sum(terms: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def _sum_of_means(terms: Tensor, cu_seqlens: Tensor) -> Tensor:
     return segment_means(terms, cu_seqlens).sum().to(terms.dtype)
-
-
-def _positive(**arguments: float) -> None:
-    for name, value in arguments.items():
-        if not value > 0:
-            raise InputError(f"{name}: {value} must be above 0")

@@ -88,7 +88,7 @@ def _log_weights(
 ) -> Tensor:
     """log ρ within its bounds, −∞ for a masked one: [S] or [N] by mode."""
     if mode not in SAMPLER_MODES:
-        raise InputError(f'mode: "{mode}" is none of {", ".join(SAMPLER_MODES)}')
+        raise InputError(f'mode is "{mode}"; it must be one of {", ".join(SAMPLER_MODES)}')
     low, high = _logarithm(clip_min, -math.inf), _logarithm(clip_max, math.inf)
     log_weights = (old_logprobs - sampling_logprobs).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
@@ -127,7 +127,7 @@ def top_entropy_mask(entropy: Tensor, top_entropy_quantile: float) -> Tensor:
     Source: arXiv 2506.01939. TRL: top_entropy_quantile, over a micro-batch of all ranks.
     """
     if not 0 <= top_entropy_quantile <= 1:
-        raise InputError(f"top_entropy_quantile: {top_entropy_quantile} is a share, from 0 to 1")
+        raise InputError(f"top_entropy_quantile is {top_entropy_quantile}; it must be a share, from 0 to 1")
     if not len(entropy):
         return entropy.float()
     return (entropy >= entropy.quantile(1 - top_entropy_quantile)).float()

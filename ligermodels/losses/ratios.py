@@ -20,7 +20,7 @@ def importance_ratios(
     if importance_sampling_level == "sequence":
         logs = per_token(segment_means(logs, cu_seqlens).to(logs.dtype), cu_seqlens, len(logs))
     elif importance_sampling_level != "token":
-        raise InputError(f'importance_sampling_level: "{importance_sampling_level}" is neither token nor sequence')
+        raise InputError(f'importance_sampling_level is "{importance_sampling_level}"; it must be token or sequence')
     return logs.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 

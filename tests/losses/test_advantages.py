@@ -23,9 +23,9 @@ def expected(values):
 def test_a_table_has_nan_where_a_function_returned_none():
     assert REWARDS.shape == (8, 2) and REWARDS.isnan().sum() == 4
     assert REWARDS[3].tolist() == [0.25, 1.0]
-    with pytest.raises(InputError, match=r"^rewards: function 1 returned inf for completion 0; None means absent$"):
+    with pytest.raises(InputError, match=r"^rewards has inf of function 1 for completion 0; None means absent$"):
         reward_table([[1.0, 2.0], [math.inf, 2.0]])
-    with pytest.raises(InputError, match=r"their numbers are \[1, 2\]$"):
+    with pytest.raises(InputError, match=r"^rewards has \[2, 1\] values by function"):
         reward_table([[1.0, 2.0], [2.0]])
 
 
@@ -67,23 +67,25 @@ def test_rloo_subtracts_the_mean_of_the_others():
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_equal_rewards_give_exactly_zero(scale):
-    rewards = torch.tensor([0.1, 0.1, 0.1, 0.7, 0.7, 0.7, 0.2, NAN, NAN])
-    assert group_advantages(rewards, 3, scale_rewards=scale).tolist() == [0] * 9
-    assert rloo_advantages(rewards, 3).tolist() == [0] * 9
-    gdpo = group_advantages(rewards, 3, multi_objective_aggregation="normalize_then_sum")
-    assert gdpo.tolist() == [0] * 9
+    rewards = torch.tensor([0.1] * 10 + [0.7] * 10 + [0.2] + [NAN] * 9, dtype=torch.float64)
+    assert group_advantages(rewards, 10, scale_rewards=scale).tolist() == [0] * 30
+    assert rloo_advantages(rewards, 10).tolist() == [0] * 30
+    gdpo = group_advantages(rewards, 10, multi_objective_aggregation="normalize_then_sum")
+    assert gdpo.tolist() == [0] * 30
 
 
 def test_arguments_that_cannot_be_meant_are_refused():
-    with pytest.raises(InputError, match=r"^num_generations: a group needs two completions to compare, not 1$"):
+    with pytest.raises(InputError, match=r"^num_generations is 1; a group needs two completions to compare$"):
         group_advantages(REWARDS, 1)
-    with pytest.raises(InputError, match=r"^rewards: 8 completions are no multiple of num_generations 3$"):
+    with pytest.raises(InputError, match=r"^rewards has 8 completions; it must have a multiple of num_generations, 3$"):
         rloo_advantages(REWARDS, 3)
-    with pytest.raises(InputError, match=r"^reward_weights: 1 weights for 2 reward functions$"):
+    with pytest.raises(InputError, match=r"^reward_weights has 1 weights; it must have one for each of 2 functions$"):
         group_advantages(REWARDS, 4, reward_weights=[1.0])
-    with pytest.raises(InputError, match=r'^scale_rewards: "std" is none of group, batch and none$'):
+    with pytest.raises(InputError, match=r'^scale_rewards is "std"; it must be group, batch or none$'):
         group_advantages(REWARDS, 4, scale_rewards="std")
-    with pytest.raises(InputError, match=r'^scale_rewards: "batch" has no effect with normalize_then_sum'):
+    with pytest.raises(InputError, match=r'^scale_rewards is "batch", which has no effect with normalize_then_sum'):
         group_advantages(REWARDS, 4, scale_rewards="batch", multi_objective_aggregation="normalize_then_sum")
-    with pytest.raises(InputError, match=r'^multi_objective_aggregation: "sum" is neither'):
+    with pytest.raises(
+        InputError, match=r'^multi_objective_aggregation is "sum"; it must be sum_then_normalize or normalize_then_sum$'
+    ):
         group_advantages(REWARDS, 4, multi_objective_aggregation="sum")
