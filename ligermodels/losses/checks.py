@@ -18,6 +18,11 @@ def check_not_negative(name: str, value: float) -> None:
         raise InputError(f"{name} is {value}; it must be 0 or more")
 
 
+def check_finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise InputError(f"{name} is {value}; it must be a finite number")
+
+
 def check_label_smoothing(value: float) -> None:
     """Half of the labels wrong would leave nothing to learn."""
     if not 0 <= value < 0.5:
@@ -43,8 +48,8 @@ def check_pairs(logprobs: Tensor, cu_seqlens: Tensor) -> None:
 def check_reference(ref_sums: Tensor, cu_seqlens: Tensor, remedy: str) -> None:
     if ref_sums.shape != (len(cu_seqlens) - 1,):
         raise InputError(
-            f"ref_sums is {dtype_and_shape(ref_sums)}; it must have one value for each of {len(cu_seqlens) - 1} sequences: "
-            f"pass {remedy}"
+            f"ref_sums is {dtype_and_shape(ref_sums)}; it must have one value for each of {len(cu_seqlens) - 1} "
+            f"sequences: pass {remedy}"
         )
 
 

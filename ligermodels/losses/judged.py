@@ -60,11 +60,11 @@ def kto(
     check_not_negative("undesirable_weight", undesirable_weight)
     sums = segment_sums(logprobs, cu_seqlens)
     ratios = sums - ref_sums.detach().double()
-    z = torch.as_tensor(z, dtype=ratios.dtype, device=ratios.device).detach()
+    z = z.detach() if isinstance(z, Tensor) else z
     gains = torch.where(desirable, ratios - z, z - ratios)
-    weights = torch.where(desirable, desirable_weight, undesirable_weight)
+    regrets = torch.sigmoid(-beta * gains)  # 1 − σ(β gain)
+    losses = torch.where(desirable, desirable_weight * regrets, undesirable_weight * regrets)
     present = cu_seqlens.diff() > 0
-    losses = (weights * torch.sigmoid(-beta * gains)).masked_fill(~present, 0)
 
     dtype = result_dtype(logprobs)
     rewards, logps = beta * ratios.detach(), sums.detach()
@@ -73,7 +73,7 @@ def kto(
         metrics[f"rewards/{side}"] = rewards.masked_fill(~chosen, 0).sum().to(dtype)
         metrics[f"logps/{side}"] = logps.masked_fill(~chosen, 0).sum().to(dtype)
         metrics[f"count/{side}"] = chosen.sum().to(dtype)
-    return JudgedLoss(losses.sum().to(dtype), present.sum().to(dtype), metrics)
+    return JudgedLoss(losses.masked_fill(~present, 0).sum().to(dtype), present.sum().to(dtype), metrics)
 
 
 def kto_kl_sum(logprobs: Tensor, cu_seqlens: Tensor, ref_sums: Tensor) -> tuple[Tensor, Tensor]:

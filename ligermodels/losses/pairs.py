@@ -28,7 +28,7 @@ class PairLoss(NamedTuple):
 
 def by_pair(values: Tensor) -> Tensor:
     """[2 P] of sequences as [P, 2]: chosen, rejected."""
-    return values.view(-1, 2)
+    return values.reshape(-1, 2)
 
 
 def margins(sides: Tensor) -> Tensor:

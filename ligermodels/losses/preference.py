@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError, suggest
-from ligermodels.losses.checks import check_label_smoothing, check_pairs, check_positive, check_reference
+from ligermodels.losses.checks import check_finite, check_label_smoothing, check_pairs, check_positive, check_reference
 from ligermodels.losses.margins import discopop, exo, hinge, logistic, power_score, robust_logistic, squared
 from ligermodels.losses.pairs import (
     PairLoss,
@@ -157,7 +157,16 @@ def dpo(
     check_pairs(logprobs, cu_seqlens)
     check_reference(ref_sums, cu_seqlens, "pair_sums(ref_logprobs, cu_seqlens)")
     check_losses(names, weights)
-    check_options(names, beta, label_smoothing, f_divergence_type, discopop_tau, ld_alpha, log_sum_squares)
+    check_options(
+        names,
+        beta,
+        label_smoothing,
+        f_divergence_type,
+        f_alpha_divergence_coef,
+        discopop_tau,
+        ld_alpha,
+        log_sum_squares,
+    )
 
     policy, reference = by_pair(pair_sums(logprobs, cu_seqlens, ld_alpha)), by_pair(ref_sums.detach().double())
     lengths = by_pair(cu_seqlens.diff())
@@ -206,6 +215,7 @@ def check_options(
     beta: float,
     label_smoothing: float,
     f_divergence_type: str,
+    f_alpha_divergence_coef: float,
     discopop_tau: float,
     ld_alpha: float | None,
     log_sum_squares: Tensor | None,
@@ -223,9 +233,10 @@ def check_options(
     read_more = [name for name in names if name not in READ_A_DIFFERENCE]
     if f_divergence_type != "reverse_kl" and read_more:
         raise InputError(
-            f"f_divergence_type {f_divergence_type} does not fit loss_type {read_more[0]}, in which β log Z(x) does not "
-            "cancel; use reverse_kl"
+            f"f_divergence_type {f_divergence_type} does not fit loss_type {read_more[0]}, in which β log Z(x) stays; "
+            "use reverse_kl"
         )
+    check_finite("f_alpha_divergence_coef", f_alpha_divergence_coef)
     check_positive("discopop_tau", discopop_tau)
     if ld_alpha is not None and not 0 <= ld_alpha <= 1:
         raise InputError(f"ld_alpha is {ld_alpha}; it must be between 0 and 1")

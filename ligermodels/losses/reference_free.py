@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError, suggest
-from ligermodels.losses.checks import check_label_smoothing, check_not_negative, check_pairs, check_positive
+from ligermodels.losses.checks import (
+    check_finite,
+    check_label_smoothing,
+    check_not_negative,
+    check_pairs,
+    check_positive,
+)
 from ligermodels.losses.margins import hinge, logistic, power_score, squared
 from ligermodels.losses.pairs import PairLoss, by_pair, margins, preference_metrics, result_dtype, sum_over_pairs
 from ligermodels.losses.segments import segment_sums
@@ -95,6 +101,7 @@ def simpo(
     check_pairs(logprobs, cu_seqlens)
     check_positive("beta", beta)
     check_not_negative("gamma", gamma)
+    check_finite("alpha", alpha)
     check_label_smoothing(label_smoothing)
     check_not_negative("nll_weight", nll_weight)
     sums, means, lengths = sides(logprobs, cu_seqlens)

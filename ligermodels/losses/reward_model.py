@@ -3,7 +3,6 @@
 import math
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -54,5 +53,5 @@ def reward(
         "min_reward": F.pad(shown.flatten(), (0, 1), value=math.inf).min(),  # no pairs: the identity of min
         "max_reward": F.pad(shown.flatten(), (0, 1), value=-math.inf).max(),
     }
-    pairs = torch.tensor(len(gaps), dtype=dtype, device=rewards.device)
+    pairs = rewards.new_full((), len(gaps), dtype=dtype)  # without a copy from the host
     return RewardLoss(losses.sum().to(dtype), pairs, {name: value.to(dtype) for name, value in metrics.items()})
