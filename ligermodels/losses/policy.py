@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.losses.checks import check_positive, dtype_and_shape
+from ligermodels.losses.checks import check_positive, check_sequences, dtype_and_shape
+from ligermodels.losses.pairs import result_dtype
 from ligermodels.losses.per_token import per_token
 from ligermodels.losses.ratios import LARGEST_LOG_RATIO, importance_ratios, log_ratios
 from ligermodels.losses.segments import segment_means, segment_sums
@@ -264,6 +265,7 @@ def _clipped(
 
 def _of_tokens(values: Tensor, cu_seqlens: Tensor, like: Tensor) -> Tensor:
     """Values [S] at each token, in the shape and dtype of `like` [N]."""
+    check_sequences(like, cu_seqlens)
     _check_advantages(values, cu_seqlens)
     return per_token(values.to(like.dtype), cu_seqlens, len(like))
 
@@ -282,8 +284,8 @@ def _total(terms: Tensor, token_weights: Tensor | None, token_penalty: Tensor | 
 
 
 def _sum(terms: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return segment_sums(terms, cu_seqlens).sum().to(terms.dtype)
+    return segment_sums(terms, cu_seqlens).sum().to(result_dtype(terms))
 
 
 def _sum_of_means(terms: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return segment_means(terms, cu_seqlens).sum().to(terms.dtype)
+    return segment_means(terms, cu_seqlens).sum().to(result_dtype(terms))

@@ -321,5 +321,7 @@ def test_arguments_that_cannot_be_meant_are_refused():
         InputError, match=r'^mode is "mask"; it must be one of token_truncate, token_mask, sequence_truncate'
     ):
         losses.sampler_weights(old, sampling, CU_SEQLENS, mode="mask")
+    with pytest.raises(InputError, match=r"^logprobs is float64 \[2, 8\]; it must be a vector"):
+        losses.grpo(logprobs.view(2, 8), None, ADVANTAGES, CU_SEQLENS)
     with pytest.raises(InputError, match=r"^top_entropy_quantile is 20; it must be a share, from 0 to 1$"):
         losses.top_entropy_mask(entropy, 20)

@@ -17,7 +17,6 @@ trl = pytest.importorskip("trl", minversion="1.16.0")
 CPOTrainer = pytest.importorskip("trl.experimental.cpo").CPOTrainer
 ORPOTrainer = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
 
-SIDES = [0, 2, 4, 6, 1, 3, 5, 7]  # TRL's order: all chosen, then all rejected
 BETA, SMOOTHING = 0.7, 0.1
 TOLERANCE = {"rtol": 2e-6, "atol": 1e-6}
 
@@ -50,13 +49,15 @@ def model_of(rows, log_sum_squares):
 
 
 def trl_dpo(data, log_sum_squares, names, weights, **options):
-    rows, inputs = completions(data, SIDES)
-    reference = pair_sums(data.reference, data.cu_seqlens, options.get("ld_alpha")).float()[SIDES]
-    inputs |= {"ref_chosen_logps": reference[:4], "ref_rejected_logps": reference[4:]}
+    pairs = (len(data.cu_seqlens) - 1) // 2
+    order = [*range(0, 2 * pairs, 2), *range(1, 2 * pairs, 2)]  # all chosen, then all rejected
+    rows, inputs = completions(data, order)
+    reference = pair_sums(data.reference, data.cu_seqlens, options.get("ld_alpha")).float()[order]
+    inputs |= {"ref_chosen_logps": reference[:pairs], "ref_rejected_logps": reference[pairs:]}
     settings = {"f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5, "ld_alpha": None} | options
     trainer = stub(loss_types=names, loss_weights=weights, precompute_ref_logps=True, use_weighting=False)
     trainer.__dict__.update(settings, args=SimpleNamespace(discopop_tau=0.05))
-    squares = as_rows(log_sum_squares, data.cu_seqlens, SIDES)
+    squares = as_rows(log_sum_squares, data.cu_seqlens, order)
     loss = trl.DPOTrainer._compute_loss(trainer, model_of(rows, squares), inputs, False)
     return loss, {name: values[0] for name, values in trainer._metrics["eval"].items()}
 
@@ -138,6 +139,16 @@ def test_orpo():
     assert result.metrics["rewards/chosen"].item() == pytest.approx(rewards[0].sum().item(), rel=1e-5)
 
 
+def test_trl_has_no_value_where_ours_is_finite():
+    """What docs/losses.md says of TRL: discopop and forward KL of a log-ratio of −200, two sure answers in ORPO."""
+    data = sequences([1, 1], torch.float32)._replace(logprobs=torch.tensor([-200.0, 0, 0, 0, 0], requires_grad=True))
+    for options, name in [({}, "discopop"), ({"f_divergence_type": "forward_kl"}, "sigmoid")]:
+        assert not trl_dpo(data, torch.zeros(5), [name], [1.0], **options)[0].isfinite()
+        assert ours(data, [name], [1.0], **options)[0].isfinite()
+    assert ORPOTrainer.odds_ratio_loss(stub(), torch.zeros(1), torch.zeros(1))[0].isnan().all()
+    assert orpo(torch.zeros(2), torch.tensor([0, 1, 2])).loss.isfinite()
+
+
 @pytest.mark.parametrize(
     ("kind", "mine"),
     [
@@ -163,7 +174,7 @@ def test_cpo_and_simpo(kind, mine):
 def test_reward(coefficient):
     rewards = torch.randn(8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     trainer = stub(args=SimpleNamespace(center_rewards_coefficient=coefficient))
-    outputs = SimpleNamespace(logits=rewards[SIDES][:, None])
+    outputs = SimpleNamespace(logits=torch.cat([rewards[::2], rewards[1::2]])[:, None])
     margin = torch.tensor([0.1, 0.5, 0.0, 1.0])
     inputs = {"attention_mask": torch.ones(8, 2), "margin": margin}
     theirs = trl.RewardTrainer.compute_loss(trainer, lambda **_: outputs, inputs)
