@@ -3,7 +3,8 @@
 All losses read the same vectors: `logprobs` and `old_logprobs` fp32 [N], the log-probabilities ℓ and ℓ_old of the
 completions' tokens under the policy that is trained and under the one that the update began with, both at the
 temperature of sampling; `advantages` [S], the A of each completion (`advantages.py`); `cu_seqlens` [S + 1], the offsets
-of the completions. `old_logprobs=None` says that there is one update for a batch: ℓ_old is ℓ, detached.
+of the completions; padding behind the last offset must be finite. `old_logprobs=None` says that there is one update for
+a batch: ℓ_old is ℓ, detached.
 
 w = exp(ℓ − ℓ_old) is the importance ratio of a token; `importance_sampling_level="sequence"` has the geometric mean of
 a completion's ratios instead, for each of its tokens (GSPO, arXiv 2507.18071). Log ratios are limited to ±20, so that
