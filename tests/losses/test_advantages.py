@@ -67,11 +67,11 @@ def test_rloo_subtracts_the_mean_of_the_others():
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_equal_rewards_give_exactly_zero(scale):
-    rewards = torch.tensor([0.1] * 10 + [0.7] * 10 + [0.2] + [NAN] * 9, dtype=torch.float64)
-    assert group_advantages(rewards, 10, scale_rewards=scale).tolist() == [0] * 30
-    assert rloo_advantages(rewards, 10).tolist() == [0] * 30
-    gdpo = group_advantages(rewards, 10, multi_objective_aggregation="normalize_then_sum")
-    assert gdpo.tolist() == [0] * 30
+    rewards = torch.tensor([0.1] * 3 + [0.7] * 3 + [0.2, NAN, NAN], dtype=torch.float64)
+    assert group_advantages(rewards, 3, scale_rewards=scale).tolist() == [0] * 9
+    assert rloo_advantages(rewards, 3).tolist() == [0] * 9
+    gdpo = group_advantages(rewards, 3, multi_objective_aggregation="normalize_then_sum")
+    assert gdpo.tolist() == [0] * 9
 
 
 def test_arguments_that_cannot_be_meant_are_refused():

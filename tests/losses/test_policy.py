@@ -265,7 +265,7 @@ def test_a_loss_adds_up_over_any_split_and_order_and_ignores_padding_and_empty_c
 @pytest.mark.parametrize("name", UNITS)
 def test_extreme_log_probabilities_leave_loss_and_gradient_finite(name):
     logprobs = torch.tensor([-1e4, -1e-9, -3.0, -1e4, 0.0, -2.0], requires_grad=True)
-    old = torch.tensor([-1e-9, -1e4, -3.0, 0.0, -1e4, -2.0])
+    old = torch.tensor([-1e-9, -1e4, -3.0, -5e3, -1e4, -2.0])
     advantages, offsets = torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0, 2, 3, 6])
     penalty = losses.kl_penalty(logprobs, old, old, offsets)
     loss = getattr(losses, name)(logprobs, old, advantages, offsets, token_penalty=penalty)
