@@ -39,6 +39,13 @@ def check_sequences(logprobs: Tensor, cu_seqlens: Tensor) -> None:
         )
 
 
+def check_tokens(name: str, values: Tensor, logprobs: Tensor) -> None:
+    if values.shape != logprobs.shape:
+        raise InputError(
+            f"{name} is {dtype_and_shape(values)}; it must have one value for each of {len(logprobs)} tokens"
+        )
+
+
 def check_pairs(logprobs: Tensor, cu_seqlens: Tensor) -> None:
     check_sequences(logprobs, cu_seqlens)
     if len(cu_seqlens) % 2 == 0:

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError, suggest
-from ligermodels.losses.checks import check_finite, check_label_smoothing, check_pairs, check_positive, check_reference
+from ligermodels.losses.checks import (
+    check_finite,
+    check_label_smoothing,
+    check_pairs,
+    check_positive,
+    check_reference,
+    check_tokens,
+)
 from ligermodels.losses.margins import discopop, exo, hinge, logistic, power_score, robust_logistic, squared
 from ligermodels.losses.pairs import (
     PairLoss,
@@ -156,6 +163,8 @@ def dpo(
     weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
     check_pairs(logprobs, cu_seqlens)
     check_reference(ref_sums, cu_seqlens, "pair_sums(ref_logprobs, cu_seqlens)")
+    if log_sum_squares is not None:
+        check_tokens("log_sum_squares", log_sum_squares, logprobs)
     check_losses(names, weights)
     check_options(
         names,

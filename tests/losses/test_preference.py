@@ -251,6 +251,8 @@ def test_tensors_that_do_not_fit_are_refused():
         dpo(data.logprobs, data.cu_seqlens, data.reference)
     with pytest.raises(InputError, match="cu_seqlens has 3 sequences; pairs need chosen and rejected alternating"):
         dpo(data.logprobs, data.cu_seqlens[:4], torch.zeros(3))
+    with pytest.raises(InputError, match=r"log_sum_squares is float32 \[1\]; it must have one value for each of 29"):
+        dpo(data.logprobs, data.cu_seqlens, torch.zeros(8), log_sum_squares=torch.zeros(1))
     with pytest.raises(InputError, match=r"cu_seqlens is float32 \[9\]"):
         dpo(data.logprobs, data.cu_seqlens.float(), torch.zeros(8))
     with pytest.raises(InputError, match=r"logprobs is float64 \[1, 29\]"):
