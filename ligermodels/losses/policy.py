@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.losses.checks import check_positive, check_sequences, dtype_and_shape
+from ligermodels.losses.checks import check_positive, check_sequences, check_tokens, dtype_and_shape
 from ligermodels.losses.pairs import result_dtype
 from ligermodels.losses.per_token import per_token
 from ligermodels.losses.ratios import LARGEST_LOG_RATIO, importance_ratios, log_ratios
@@ -220,6 +220,7 @@ def gmpo(
     if token_mask is None:
         means = segment_means(clipped, cu_seqlens)
     else:
+        check_tokens("token_mask", token_mask, logprobs)
         means = segment_sums(clipped * token_mask, cu_seqlens) / segment_sums(token_mask, cu_seqlens).clamp(min=1)
     ratios = means.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     terms = _of_tokens(-ratios * advantages, cu_seqlens, logprobs)
@@ -280,8 +281,13 @@ def _check_advantages(advantages: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _total(terms: Tensor, token_weights: Tensor | None, token_penalty: Tensor | None) -> Tensor:
-    weighted = terms if token_weights is None else terms * token_weights.detach()
-    return weighted if token_penalty is None else weighted + token_penalty
+    if token_weights is not None:
+        check_tokens("token_weights", token_weights, terms)
+        terms = terms * token_weights.detach()
+    if token_penalty is not None:
+        check_tokens("token_penalty", token_penalty, terms)
+        terms = terms + token_penalty
+    return terms
 
 
 def _sum(terms: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.losses.checks import check_tokens
 from ligermodels.losses.per_token import per_token
 from ligermodels.losses.ratios import LARGEST_LOG_RATIO, importance_ratios
 from ligermodels.losses.segments import segment_means, segment_sums
@@ -33,6 +34,7 @@ def kl_penalty(
     Times beta it is a loss's `token_penalty`; the sum over tokens, detached, over their number is the metric `kl`.
     Source: k3 by Schulman, http://joschu.net/blog/kl-approx.html; the correction arXiv 2512.02556.
     """
+    check_tokens("ref_logprobs", ref_logprobs, logprobs)
     difference = (ref_logprobs.detach() - logprobs).clamp(max=LARGEST_LOG_RATIO)
     k3 = difference.expm1() - difference
     if not use_bias_correction_kl:

@@ -6,6 +6,7 @@ Vectors are as in `policy.py`. Log ratios are limited to ±20 before they are ex
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.losses.checks import check_tokens
 from ligermodels.losses.per_token import per_token
 from ligermodels.losses.segments import segment_means
 
@@ -26,4 +27,7 @@ def importance_ratios(
 
 def log_ratios(logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
     """ℓ − ℓ_old of each token; without old log-probabilities ℓ minus itself, detached: 0, with the gradient of ℓ."""
-    return logprobs - (logprobs if old_logprobs is None else old_logprobs).detach()
+    if old_logprobs is None:
+        return logprobs - logprobs.detach()
+    check_tokens("old_logprobs", old_logprobs, logprobs)
+    return logprobs - old_logprobs.detach()

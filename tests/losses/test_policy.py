@@ -323,5 +323,13 @@ def test_arguments_that_cannot_be_meant_are_refused():
         losses.sampler_weights(old, sampling, CU_SEQLENS, mode="mask")
     with pytest.raises(InputError, match=r"^logprobs is float64 \[2, 8\]; it must be a vector"):
         losses.grpo(logprobs.view(2, 8), None, ADVANTAGES, CU_SEQLENS)
+    with pytest.raises(InputError, match=r"^old_logprobs is "):
+        losses.rloo(logprobs, old[:1], ADVANTAGES, CU_SEQLENS)
+    with pytest.raises(InputError, match=r"^token_weights is "):
+        losses.vespo(*vector, token_weights=ADVANTAGES)
+    with pytest.raises(InputError, match=r"^token_penalty is "):
+        losses.sapo(*vector, token_penalty=old[0])
+    with pytest.raises(InputError, match=r"^ref_logprobs is "):
+        losses.kl_penalty(logprobs, old[:1], old, CU_SEQLENS)
     with pytest.raises(InputError, match=r"^top_entropy_quantile is 20; it must be a share, from 0 to 1$"):
         losses.top_entropy_mask(entropy, 20)
