@@ -24,7 +24,7 @@ HOMES = {
     "load_tokenizer": "hub",
     "stream": "generation",
 }
-MODULES = ("nn", "ops", "training")
+MODULES = ("losses", "nn", "ops", "training")
 __all__ = list(HOMES)
 
 

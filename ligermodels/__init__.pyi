@@ -1,3 +1,4 @@
+from ligermodels import losses as losses
 from ligermodels import nn as nn
 from ligermodels import ops as ops
 from ligermodels import training as training

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "aliases": set(),
     "distributed": {"errors"},
     "kernels": set(),
+    "losses": {"errors"},
     "ops": {"kernels"},
     "nn": {"kernels", "ops"},
     "configs": {"errors"},
