@@ -11,6 +11,11 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 
+def flag_of(name: str) -> str:
+    """A flag as it is written on a command line."""
+    return f"--{name.replace('_', '-')}"
+
+
 def first_of(values: Sequence[str]) -> str | None:
     return values[0] if values else None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ligermodels.aliases import Alias, alias_hint
+from ligermodels.aliases import Alias, alias_hint, flag_of
 from ligermodels.errors import InputError, suggest_closest
 from ligermodels.units import is_whole_number
 
@@ -73,10 +73,6 @@ def hint_of_flag(word: str, arguments: Sequence[str], command: Parser) -> str:
     known = {option.removeprefix("--").replace("-", "_") for option in names}
     hint = alias_hint(name, [value] if equals else [*behind], command.flag_aliases, known, flag_with_value)
     return hint or f"{suggest_closest(name, names)}; --help lists them all"
-
-
-def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def flag_with_value(name: str, value: str | None) -> str:

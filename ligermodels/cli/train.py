@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels import distributed
-from ligermodels.aliases import TRAIN_ALIASES
-from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands, flag_of
+from ligermodels.aliases import TRAIN_ALIASES, flag_of
+from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
 from ligermodels.cli.listing import architecture_list
 from ligermodels.errors import InputError
 from ligermodels.training import plan, train

@@ -18,7 +18,7 @@ import torch
 
 from ligermodels import distributed
 from ligermodels.errors import InputError
-from ligermodels.hub import adapter_folder, export, export_adapter, load_adapter
+from ligermodels.hub import export, export_adapter, load_adapter
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.tokenizer.files import has_tokenizer
@@ -75,7 +75,7 @@ def train(config: TrainConfig) -> TrainResult:
     Raises InputError for what cannot be run, before memory is allocated where that is known by then.
     """
     world = distributed.start()
-    config, pretrained, model, data, build, estimate, reshard_after_forward, run = prepare(config, world)
+    config, pretrained, adapter, model, data, build, estimate, reshard_after_forward, run = prepare(config, world)
     compute_dtype = TORCH_DTYPES[config.dtype]
     has_template = data.tokenizer is not None and bool(data.tokenizer.templates)
     chats = config.chat_template is not None or (has_template and data.validation.completion_only)
@@ -109,8 +109,8 @@ def train(config: TrainConfig) -> TrainResult:
             load_weights(model, pretrained)
             initialize_lora(model, torch.Generator(world.device).manual_seed(config.seed))
             model.source = pretrained
-            if config.adapter:
-                load_adapter(model, config.adapter)
+            if adapter:
+                load_adapter(model, adapter)
         model.generation_config = generation_config(
             data.tokenizer, model.generation_config, model.config.raw, chats=chats
         )
@@ -231,7 +231,7 @@ def train(config: TrainConfig) -> TrainResult:
                 exported_step = validations.best or progress.step
                 if exported_step != progress.step:
                     checkpoints.restore_weights(model, exported_step)
-                exported = export_run(model, data, config, output, compute_dtype)
+                exported = export_run(model, data, config, adapter, output, compute_dtype)
             metrics.write({"step": progress.step, "exported": exported.name})  # the run is finished
             for line in advice(config, world, exported, chats=chats):
                 metrics.say(line)
@@ -243,13 +243,14 @@ def train(config: TrainConfig) -> TrainResult:
     return TrainResult(model, exported_step, records, output, exported)
 
 
-def export_run(model: CausalLM, data: Data, config: TrainConfig, output: Path, dtype: torch.dtype) -> Path:
+def export_run(
+    model: CausalLM, data: Data, config: TrainConfig, adapter: Path | None, output: Path, dtype: torch.dtype
+) -> Path:
     """Writes the model, or the LoRA adapter alone, into the run's folder; returns where.
 
     It replaces the export of a run that was lengthened.
     """
     template = data.tokenizer.chat_template if data.tokenizer and config.chat_template else None
-    adapter = adapter_folder(config.adapter) if config.adapter else None
     also = partial(
         write_tokenizer, source=adapter if adapter and has_tokenizer(adapter) else None, new=data.new_tokenizer,
         template=template, generation_config=model.generation_config,

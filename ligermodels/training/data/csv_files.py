@@ -69,7 +69,7 @@ def read_column_names(file: Path, delimiter: str, progress: ReadingProgress) -> 
 
 
 def csv_rows(file: Path, delimiter: str, progress: ReadingProgress, *, strict: bool) -> Iterator[tuple[int, list[str]]]:
-    """The rows that have any text, with the numbers of their first lines. Raises InputError for what is not CSV."""
+    """The rows that are not empty, each with the number of its first line. Raises InputError for what is not CSV."""
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD_BYTES))  # of the process; the default is 131,072
     with open_text_stream(file, progress, newline="") as stream:
         lines = CSVLines(stream, str(file), delimiter)

@@ -62,18 +62,21 @@ class Data:
     questions: list[Question] | None
 
 
-def open_data(config: TrainConfig, folder: Path | None, vocab_size: int, positions: int) -> Data:
+def open_data(
+    config: TrainConfig, folder: Path | None, vocab_size: int, positions: int, adapter: Path | None = None
+) -> Data:
     """Opens the data of a run. Every rank must call this, and gets the same data.
 
-    folder: the model's folder, whose tokenizer is used; None trains a new tokenizer on the data. vocab_size: the
-    model's, and the largest size of a new tokenizer. positions: the model's max_position_embeddings. Without a
-    sequence length in `config`, rows are as long as the longest document, at most DEFAULT_SEQUENCE_LENGTH and
-    positions. Raises InputError for data that cannot be read, that is too little, or that does not fit the model.
+    folder: the model's folder, whose tokenizer is used; None trains a new tokenizer on the data. adapter: the folder of
+    the adapter that the run continues; a tokenizer in it comes first. vocab_size: the model's, and the largest size of
+    a new tokenizer. positions: the model's max_position_embeddings. Without a sequence length in `config`, rows are as
+    long as the longest document, at most DEFAULT_SEQUENCE_LENGTH and positions. Raises InputError for data that cannot
+    be read, that is too little, or that does not fit the model.
     """
     specs = [parse_spec(text) for text in config.data or [default_source(config, vocab_size)]]
     weights = mixture_weights(specs)
     longest_row = config.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, positions)
-    reader = SourceReader([spec.name for spec in specs], folder, vocab_size, config, longest_row)
+    reader = SourceReader([spec.name for spec in specs], folder, vocab_size, config, longest_row, adapter)
     sources = [reader.documents(spec.name, split=not config.validation_data) for spec in specs]
     separate = [unweighted_name(text) for text in config.validation_data or []]
     validation_sources = [reader.documents(name, split=False) for name in separate] or sources

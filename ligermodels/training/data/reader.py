@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import InputError
-from ligermodels.hub import adapter_folder
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.config import TrainConfig
@@ -75,10 +74,11 @@ class SourceReader:
     """
 
     def __init__(
-        self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig, row_length: int
-    ) -> None:
+        self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig, row_length: int,
+        adapter: Path | None = None,
+    ) -> None:  # fmt: skip
         self.names, self.folder, self.vocab_size, self.config = names, folder, vocab_size, config
-        self.row_length = row_length
+        self.row_length, self.adapter = row_length, adapter
         self.skipped, self.chats = 0, 0
         self.used_tokenizer: Tokenizer | None = None
         self.new_tokenizer: Tokenizer | None = None
@@ -176,10 +176,9 @@ class SourceReader:
     def tokenizer(self) -> tuple[Tokenizer, int]:
         """The tokenizer, with the chat template of the run, and the end-of-text token."""
         names = [name for name in self.names if name not in BUILT_IN_SOURCES]
-        adapter = None if self.config.adapter is None else adapter_folder(self.config.adapter)
-        has_one = any(folder is not None and has_tokenizer(folder) for folder in (self.folder, adapter))
+        has_one = any(folder is not None and has_tokenizer(folder) for folder in (self.folder, self.adapter))
         if self.folder and (names or has_one):
-            tokenizer, end = read_tokenizer_and_end(self.folder, adapter)
+            tokenizer, end = read_tokenizer_and_end(self.folder, self.adapter)
         else:
             tokenizer, end = self.trained_tokenizer(names), END_OF_TEXT_ID
             self.new_tokenizer = tokenizer

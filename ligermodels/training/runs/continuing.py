@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
 from ligermodels.hub import adapter_folder, base_of_adapter
 from ligermodels.training.config import FIELDS, TrainConfig
@@ -41,7 +42,7 @@ def refuse_other_lora(config: TrainConfig, folder: Path) -> None:
         given, there = getattr(config, name), adapter.get(key)
         if given != FIELDS[name].default and comparable(given) != comparable(there):
             raise InputError(
-                f"--{name.replace('_', '-')} {shown(given)}: {folder / ADAPTER_CONFIG_FILE} has {key} {shown(there)}, "
+                f"{flag_of(name)} {shown(given)}: {folder / ADAPTER_CONFIG_FILE} has {key} {shown(there)}, "
                 "which --adapter continues: leave the flag out"
             )
 

@@ -1,5 +1,6 @@
 """Settings that contradict each other, refused before any file is read and any memory is allocated."""
 
+from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TrainConfig
 from ligermodels.training.data.embedded import RANDOM
@@ -49,7 +50,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError(f"--lora-export adapter: the new weights of {config.model} would be lost; leave it out")
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if unused and not config.with_lora:
-        raise InputError(f"--{unused[0].replace('_', '-')} goes with --lora-rank, which is missing")
+        raise InputError(f"{flag_of(unused[0])} goes with --lora-rank, which is missing")
     if not config.data and not is_family:
         raise missing_data(config)
 
@@ -71,7 +72,7 @@ def refuse_contradicting_checkpoints(config: TrainConfig) -> None:
         raise InputError("--checkpoint-every 0 keeps no checkpoint that --best-checkpoint could export: leave one out")
     for name in ("best_checkpoint", "push_to_hub"):
         if config.no_export and getattr(config, name):
-            raise InputError(f"--no-export leaves nothing for --{name.replace('_', '-')}: leave one out")
+            raise InputError(f"--no-export leaves nothing for {flag_of(name)}: leave one out")
 
 
 def refuse_unused_fraction(config: TrainConfig) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from ligermodels.aliases import flag_of
 from ligermodels.distributed import World
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data
@@ -37,7 +38,7 @@ def with_choices(config: TrainConfig, choices: Mapping[str, Choice]) -> tuple[Tr
     """The settings with `choices` for those that are not given, and a line for each choice that has a reason."""
     made = {name: choice for name, choice in choices.items() if getattr(config, name) is None}
     lines = [
-        f"--{name.replace('_', '-')} {as_flag_value(choice.value)}: {choice.reason}"
+        f"{flag_of(name)} {as_flag_value(choice.value)}: {choice.reason}"
         for name, choice in made.items()
         if choice.reason
     ]

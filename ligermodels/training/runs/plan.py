@@ -47,9 +47,9 @@ class Plan:
 
     rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
     once. lengths: of the training documents. micro_batch_size: sequences per forward pass of a rank. chosen: a line for
-    each setting that was not given. head_dim, softcap: of attention. checkpointed_blocks: blocks with activation
-    checkpointing, of `blocks`. memory: of one rank. flops: per token. positions: the model's max_position_embeddings.
-    checkpoint: bytes of one checkpoint, about.
+    each setting that was not given. dtype: of computation. head_dim, softcap: of attention. checkpointed_blocks: blocks
+    with activation checkpointing, of `blocks`. memory: of one rank. flops: per token. positions: the model's
+    max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
     config: RunConfig
@@ -63,6 +63,7 @@ class Plan:
     lengths: DocumentLengths
     micro_batch_size: int
     chosen: Sequence[str]
+    dtype: torch.dtype
     head_dim: int
     softcap: float | None
     flops: int
@@ -131,8 +132,7 @@ class Plan:
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
         if self.config.packing:
-            dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
-            yield "attention", packed_attention_name(self.world.device, dtype, self.head_dim, self.softcap)
+            yield "attention", packed_attention_name(self.world.device, self.dtype, self.head_dim, self.softcap)
         checkpointed = (
             f", {self.checkpointed_blocks} of {self.blocks} blocks checkpointed" if self.checkpointed_blocks else ""
         )
@@ -170,7 +170,7 @@ class Plan:
         """Bytes of the export on the disk, about."""
         if self.config.exports_adapter:
             return self.trained * torch.float32.itemsize
-        return self.parameters.total * (torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32).itemsize
+        return self.parameters.total * self.dtype.itemsize
 
     @property
     def checkpoints(self) -> int:
@@ -249,6 +249,7 @@ def make_plan(
     lengths: DocumentLengths,
     micro_batch_size: int,
     chosen: Sequence[str],
+    dtype: torch.dtype,
     checkpointed_blocks: int,
     memory: TrainingMemory,
 ) -> Plan:
@@ -261,7 +262,7 @@ def make_plan(
     checkpoint = sum(parameter.nbytes for parameter in trained) + states
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
-        lengths, micro_batch_size, chosen, model.config.head_dim, decoder_blocks(model)[0].self_attn.softcap,
+        lengths, micro_batch_size, chosen, dtype, model.config.head_dim, decoder_blocks(model)[0].self_attn.softcap,
         flops_per_token(model, config.sequence_length), memory, checkpointed_blocks, len(model.model.layers),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip

@@ -42,6 +42,7 @@ class Run(NamedTuple):
 
     config: RunConfig
     pretrained: Path | None  # the folder of the weights to start from
+    adapter: Path | None  # the folder of the adapter to continue
     model: CausalLM
     data: Data
     build: Callable[[CausalLM], AdamW]  # the optimizer
@@ -75,8 +76,9 @@ def prepare(config: TrainConfig, world: World) -> Run:
     size = config.size if config.has_new_weights else None
     dtype = compute_dtype if config.with_lora else param_dtype
     model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta")
-    if config.adapter:
-        add_lora_of_adapter(model, adapter_folder(config.adapter), param_dtype)
+    adapter = adapter_folder(config.adapter) if config.adapter else None
+    if adapter:
+        add_lora_of_adapter(model, adapter, param_dtype)
     elif config.lora_rank:
         add_lora(
             model, rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
@@ -84,7 +86,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         )  # fmt: skip
 
     # The data, and the settings that depend on it.
-    data = open_data(config, pretrained, model.config.vocab_size, model.config.max_position_embeddings)
+    data = open_data(config, pretrained, model.config.vocab_size, model.config.max_position_embeddings, adapter)
     if data.new_tokenizer:
         take_special_ids(model)
     config, more = with_choices(config, schedule(config, data, model.config.hidden_size, world))
@@ -106,9 +108,10 @@ def prepare(config: TrainConfig, world: World) -> Run:
         model, config, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
         lengths=data.lengths, micro_batch_size=micro_batch_size, chosen=[*chosen, *more],
-        checkpointed_blocks=checkpointed_blocks, memory=estimate(checkpointed_blocks=checkpointed_blocks),
+        dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks,
+        memory=estimate(checkpointed_blocks=checkpointed_blocks),
     )  # fmt: skip
-    return Run(config, pretrained, model, data, build, estimate, reshard_after_forward, made)
+    return Run(config, pretrained, adapter, model, data, build, estimate, reshard_after_forward, made)
 
 
 def take_special_ids(model: CausalLM) -> None:

@@ -29,15 +29,12 @@ def micro_batch_size_of(config: RunConfig, world: World, blocks: int, estimate: 
     if world.device.type != "cuda":
         return sizes[0]
     usable = usable_share(torch.cuda.get_device_properties(world.device).total_memory, world)
-    fits = {
-        (size, count): estimate(batch_size=size, checkpointed_blocks=count).peak <= usable
-        for size in sizes
-        for count in (0, blocks)
-    }
     large = [size for size in sizes if size * config.sequence_length >= FEWEST_TOKENS]
     options = {
         "none": [(size, 0) for size in sizes],
         "auto": [*((size, 0) for size in large), *((size, blocks) for size in sizes)],
         "full": [(size, blocks) for size in sizes],
     }
-    return next((size for size, count in options[config.activation_checkpointing] if fits[size, count]), 1)
+    tried = options[config.activation_checkpointing]
+    fitting = (s for s, count in tried if estimate(batch_size=s, checkpointed_blocks=count).peak <= usable)
+    return next(fitting, 1)

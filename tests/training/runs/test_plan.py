@@ -34,7 +34,7 @@ def planned(
     return model, make_plan(
         model, args, world or World(CPU), description="my.jsonl", rows=rows, passes=passes or [rows],
         validation_rows=validation_rows, lengths=lengths, micro_batch_size=args.micro_batch_size or args.batch_size,
-        chosen=chosen, checkpointed_blocks=checkpointed_blocks, memory=memory,
+        chosen=chosen, dtype=getattr(torch, args.dtype), checkpointed_blocks=checkpointed_blocks, memory=memory,
     )  # fmt: skip
 
 
