@@ -1,17 +1,28 @@
-"""A preallocated key-value cache for a batch whose rows may differ in length. Must not know models."""
+"""A preallocated key-value cache for a batch whose rows may differ in length, for calls of a model's forward.
+
+Generation uses the paged cache instead. Must not know models.
+"""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.kernels.attention import attention
 
-class LayerCache:
+
+class KVLayer:
     """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
+        keys, values = self.update(k, v, position_ids)
+        return attention(q, keys, values, position_ids=position_ids, **options)
 
     def update(self, k: Tensor, v: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k, v [B, T, Hkv, D] at position_ids [B, T] and returns all keys and values of the cache.
@@ -40,15 +51,20 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache for each layer, and the number of filled positions of each row: `lengths`, int64 [B]."""
+    """One KVLayer for each layer, and the number of filled positions of each row: `lengths`, int64 [B]."""
+
+    sequence_lengths = None
 
     def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device) -> None:
-        self.layers = [LayerCache(max_length) for _ in range(num_layers)]
+        self.layers = [KVLayer(max_length) for _ in range(num_layers)]
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
 
     def next_positions(self, count: int) -> Tensor:
         """Positions [B, count] of the next tokens of every row."""
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+
+    def advance(self, count: int | Tensor) -> None:
+        self.lengths += count
 
     def reserve(self, max_length: int) -> None:
         """Makes room for this many positions."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.configs.rope import FULL_ATTENTION
-from ligermodels.generation.kv_cache import LayerCache
+from ligermodels.generation.cache import LayerCache
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
@@ -72,17 +72,14 @@ class Attention(PackingModule):
         """
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
         q, k, v = self.split_and_rotate(qkv, positions)
-        if cache is None:
-            out = attention(
-                q, k, v, scale=self.scale, window=self.window, softcap=self.softcap,
-                dropout=self.dropout if self.training else 0.0,
-                cu_seqlens=positions.cu_seqlens, max_seqlen=positions.max_seqlen,
-            )  # fmt: skip
+        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        if cache is not None:
+            out = cache.attend(q, k, v, positions.position_ids, **options)
         else:
-            k, v = cache.update(k, v, positions.position_ids)
             out = attention(
-                q, k, v, scale=self.scale, window=self.window, softcap=self.softcap, position_ids=positions.position_ids
-            )
+                q, k, v, dropout=self.dropout if self.training else 0.0,
+                cu_seqlens=positions.cu_seqlens, max_seqlen=positions.max_seqlen, **options,
+            )  # fmt: skip
         return apply_linear(self.o_proj, out.flatten(2)), residual
 
     def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:

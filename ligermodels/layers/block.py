@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.configs.base import Config
-from ligermodels.generation.kv_cache import LayerCache
+from ligermodels.generation.cache import LayerCache
 from ligermodels.layers.attention import Attention, Positions
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE

@@ -16,8 +16,8 @@ from torch.utils._pytree import _register_namedtuple
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
+from ligermodels.generation.cache import Cache
 from ligermodels.generation.decoding import generate
-from ligermodels.generation.kv_cache import KVCache
 from ligermodels.generation.sampling import Sampling
 from ligermodels.kernels.attention import document_ids
 from ligermodels.kernels.cross_entropy import cross_entropy
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
     ) -> DecoderOutput:
@@ -114,7 +114,8 @@ class Decoder(nn.Module):
         x = self.scale(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
         if position_ids is None:
             position_ids = default_positions(x, cu_seqlens, cache)
-        angles = {name: rotary(position_ids) for name, rotary in self.rotary_emb.items()}
+        lengths = None if cache is None else cache.sequence_lengths
+        angles = {name: rotary(position_ids, lengths) for name, rotary in self.rotary_emb.items()}
         positions = Positions(position_ids, angles, cu_seqlens, max_seqlen)
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
@@ -124,7 +125,7 @@ class Decoder(nn.Module):
             if router_logits is not None:
                 routers.append(router_logits)
         if cache is not None:
-            cache.lengths += x.shape[1]
+            cache.advance(x.shape[1])
         hidden, _ = add_then_norm(self.norm, x, residual)
         return DecoderOutput(hidden, routers, [*states, hidden] if output_hidden_states else states)
 
@@ -135,7 +136,7 @@ class Decoder(nn.Module):
         return embeddings * embeddings.new_full((), self.embedding_scale)
 
 
-def default_positions(x: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
+def default_positions(x: Tensor, cu_seqlens: Tensor | None, cache: Cache | None) -> Tensor:
     """Positions [B or 1, T] of x [B, T, H]: from 0, from the start of each packed document, or from the cache's end."""
     length = x.shape[1]
     if cache is not None:
@@ -230,10 +231,10 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         skip_logits: bool | None = None,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
@@ -261,7 +262,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         cache: keys and values of earlier tokens; those of input_ids are added to it.
         inputs_embeds: [B, T, H], in place of input_ids: what `get_input_embeddings()` returns, before the family's
         embedding scale.
-        logits_to_keep: compute the logits of only this many last positions; 0 for all.
+        logits_to_keep: compute the logits of only this many last positions, 0 for all; or of the positions in this int64
+        tensor.
         skip_logits: do not compute logits; None skips them in training mode with labels, where the fused loss never
         holds those of many tokens.
         output_hidden_states: also return the embeddings, the output of every block but the last, and the normed output
@@ -288,7 +290,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             loss = self.loss(output.hidden, targets, num_items_in_batch, balance)
         if skip_logits is None:
             skip_logits = labels is not None and self.training
-        logits = None if skip_logits else self.logits(decoded.unpack(output.hidden)[:, -logits_to_keep:])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = None if skip_logits else self.logits(decoded.unpack(output.hidden)[:, kept])
         states = tuple(decoded.unpack(state) for state in output.hidden_states)
         return CausalLMOutput(loss, logits, states or None, balance)
 
@@ -300,7 +303,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
     ) -> Decoded:
@@ -313,7 +316,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
         output = self.model(input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states)
         if cache is not None and isinstance(layout, AlignedRows):
-            cache.lengths -= layout.padding
+            cache.advance(-layout.padding)
         return Decoded(output, labels, cu_seqlens, layout)
 
     def balance(self, router_logits: list[Tensor], requested: bool | None) -> Tensor | None:

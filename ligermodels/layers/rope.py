@@ -40,34 +40,42 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq = self.initial_frequencies().to(device)
         return self
 
-    def frequencies(self, position_ids: Tensor) -> Tensor:
-        """The frequencies [R / 2] for a call with these positions."""
+    def frequencies(self, position_ids: Tensor, lengths: Tensor | None) -> Tensor:
+        """The frequencies [R / 2], or [B or 1, T or 1, R / 2] if they depend on the sequence; arguments as `forward`'s."""
         return self.inv_freq.to(position_ids.device)  # on the CPU while the model is on the meta device
 
     @torch.no_grad()
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids [B or 1, T] int -> cos, sin [B * T or T, R / 2] fp32."""
-        angle = position_ids.reshape(-1, 1).float() * self.frequencies(position_ids)
+    def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """position_ids [B or 1, T] int -> cos, sin [B * T or T, R / 2] fp32.
+
+        lengths: [B or 1, T], of each token's sequence; None if a row of the call is a sequence up to its last position.
+        """
+        angle = (position_ids[..., None].float() * self.frequencies(position_ids, lengths)).flatten(0, 1)
         return angle.cos() * self.attention_factor, angle.sin() * self.attention_factor
 
 
 class DynamicRotaryEmbedding(RotaryEmbedding):
-    """Dynamic NTK scaling: theta grows with the largest position of the call beyond max_position_embeddings."""
+    """Dynamic NTK scaling: theta grows with the length of the sequence beyond max_position_embeddings."""
 
-    def frequencies(self, position_ids: Tensor) -> Tensor:
+    def frequencies(self, position_ids: Tensor, lengths: Tensor | None) -> Tensor:
         factor, trained = self.rope.factor_or_one, self.max_position_embeddings
-        length = (position_ids.max() + 1).clamp_min(trained).float()
+        length = lengths_of_sequences(position_ids, lengths).clamp_min(trained).float()
         stretch = (factor * length / trained - (factor - 1)) ** (self.rotary_dim / (self.rotary_dim - 2))
         return (self.rope.rope_theta * stretch) ** -exponents(self.rotary_dim, length.device)
 
 
 class LongRotaryEmbedding(RotaryEmbedding):
-    """LongRoPE: if any position of a call is beyond the trained length, the long factors apply to all of them."""
+    """LongRoPE: the long factors apply to all tokens of a sequence that is longer than the trained length."""
 
-    def frequencies(self, position_ids: Tensor) -> Tensor:
+    def frequencies(self, position_ids: Tensor, lengths: Tensor | None) -> Tensor:
         short, long = self.inv_freq.to(position_ids.device)
         trained = self.rope.original_max_position_embeddings or self.max_position_embeddings
-        return torch.where(position_ids.max() < trained, short, long)
+        return torch.where(lengths_of_sequences(position_ids, lengths) <= trained, short, long)
+
+
+def lengths_of_sequences(position_ids: Tensor, lengths: Tensor | None) -> Tensor:
+    """[B or 1, T or 1, 1]: `lengths`, or without them up to the last position of each row."""
+    return (position_ids.amax(-1, keepdim=True) + 1 if lengths is None else lengths)[..., None]
 
 
 def rotary_embedding(rope: Rope, head_dim: int, max_position_embeddings: int) -> RotaryEmbedding:
