@@ -17,8 +17,8 @@ from ligermodels.cli.parsing import (
     resolve_model,
 )
 from ligermodels.errors import InputError, print_to_stderr, printable
-from ligermodels.generation.decoding import model_stop_tokens, stream
-from ligermodels.generation.texts import text_steps
+from ligermodels.generation.decoding import engine_for
+from ligermodels.generation.sampling import Sampling
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 
@@ -151,8 +151,6 @@ def stream_text(
     """
     if not ids:
         raise InputError("generate: the prompt has no tokens; pass a text that is not empty")
-    tokens = stream(
-        model, [ids], args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-        seed=args.seed,
-    )  # fmt: skip
-    return (piece for [piece] in text_steps(tokens, [shown], tokenizer, model_stop_tokens(model, tokenizer)))
+    sampling: Sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    engine = engine_for(model, tokenizer, [ids], args.max_new_tokens, None, sampling, shown)
+    return (drawn.text for step in engine.run() for drawn in step)

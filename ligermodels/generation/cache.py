@@ -1,13 +1,16 @@
-"""What a model sees of a key-value cache: one object a layer that attends, and the positions of new tokens.
+"""What models and generation see of each other: a model of its cache, generation of a model.
 
-`KVCache` (kv_cache.py) is the plain one for calls of one's own; the steps of the generation engine (paged_cache.py) are
-the others. Must not know models.
+`KVCache` (kv_cache.py) is a plain cache for calls of a model's forward; the views of the paged cache that the steps of
+the engine have (prefill.py, rows.py) are the others. Must not know any family.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from ligermodels.configs.base import Config
 
 
 class LayerCache(Protocol):
@@ -40,3 +43,24 @@ class Cache(Protocol):
     def advance(self, count: int | Tensor) -> None:
         """Counts the tokens of a call, after its last layer; count: of all rows, or of each, [B]."""
         ...
+
+
+class GenerativeModel(Protocol):
+    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper."""
+
+    config: Config
+    generation_config: dict[str, Any]
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def attention_windows(self) -> list[int | None]:
+        """The window of each layer, None for full attention."""
+        ...
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]: ...
+
+    def __call__(self, *args: Any, **options: Any) -> Any: ...

@@ -1,23 +1,23 @@
-"""Batched decoding with a key-value cache. Of a model it uses only forward and config; must not know any family."""
+"""Generation for a batch of prompts: all at once, or step by step. Must not know any family."""
 
-import warnings
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Unpack, overload
 
-import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
-from ligermodels.generation.kv_cache import KVCache
-from ligermodels.generation.sampling import Sampling, sample_tokens
-from ligermodels.generation.texts import TextTokenizer, encode_prompts, text_steps
-from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, end_of_text_ids
-from ligermodels.weights.module import HubModule
+from ligermodels.generation.cache import GenerativeModel
+from ligermodels.generation.capacity import tokens_that_fit
+from ligermodels.generation.engine import MAX_ROWS, Drawn, Engine
+from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
+from ligermodels.generation.sampling import Sampling, SamplingOptions
+from ligermodels.generation.stop_tokens import model_stop_tokens
+from ligermodels.generation.texts import TextTokenizer, encode_prompts
 
 
 @overload
 def generate(
-    model: HubModule,
+    model: GenerativeModel,
     prompts: Tensor | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -27,7 +27,7 @@ def generate(
 ) -> list[list[int]]: ...
 @overload
 def generate(
-    model: HubModule,
+    model: GenerativeModel,
     prompts: Sequence[str],
     *,
     max_new_tokens: int,
@@ -36,7 +36,7 @@ def generate(
     **sampling: Unpack[Sampling],
 ) -> list[str]: ...
 def generate(
-    model: HubModule,
+    model: GenerativeModel,
     prompts: Tensor | Sequence[Sequence[int]] | Sequence[str],
     *,
     max_new_tokens: int,
@@ -54,28 +54,20 @@ def generate(
     InputError for a token id outside the vocabulary and for texts without a tokenizer.
     """
     ids, decoder = encode_prompts(prompts, tokenizer)
-    stops = model_stop_tokens(model, tokenizer) if stop_tokens is None else set(stop_tokens)
-    steps = token_steps(model, ids, max_new_tokens, **sampling)
+    if max_new_tokens == 0:
+        return [""] * len(ids) if decoder is not None else [[] for _ in ids]
+    if stop_tokens is None:
+        stop_tokens = model_stop_tokens(model, tokenizer)
+    engine = engine_for(model, decoder, ids, max_new_tokens, stop_tokens, sampling)
+    completions = sorted(engine, key=lambda completion: (completion.request, completion.sample))
     if decoder is not None:
-        texts = [""] * len(ids)
-        for pieces in text_steps(steps, ids, decoder, stops):
-            texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
-        return texts
-    rows: list[list[int]] = [[] for _ in ids]
-    running = [True] * len(ids)
-    for tokens in steps:
-        for row, token in enumerate(tokens):
-            if running[row]:
-                rows[row].append(token)
-                running[row] = token not in stops
-        if not any(running):
-            break
-    return rows
+        return [completion.text or "" for completion in completions]
+    return [completion.ids for completion in completions]
 
 
 @overload
 def stream(
-    model: HubModule,
+    model: GenerativeModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -84,7 +76,7 @@ def stream(
 ) -> Iterator[list[int]]: ...
 @overload
 def stream(
-    model: HubModule,
+    model: GenerativeModel,
     prompts: Sequence[str],
     max_new_tokens: int,
     *,
@@ -92,7 +84,7 @@ def stream(
     **sampling: Unpack[Sampling],
 ) -> Iterator[list[str]]: ...
 def stream(
-    model: HubModule,
+    model: GenerativeModel,
     prompts: Sequence[Sequence[int]] | Sequence[str],
     max_new_tokens: int,
     *,
@@ -105,86 +97,49 @@ def stream(
     to each row's stop token; "" for a row that has ended, or has an incomplete character.
     """
     ids, decoder = encode_prompts(prompts, tokenizer)
-    steps = token_steps(model, ids, max_new_tokens, **sampling)
-    return steps if decoder is None else text_steps(steps, ids, decoder, model_stop_tokens(model, decoder))
+    if max_new_tokens == 0:
+        return iter(())
+    engine = engine_for(model, decoder, ids, max_new_tokens, () if decoder is None else None, sampling)
+    if decoder is None:
+        return ([drawn.token for drawn in row if drawn] for row in steps(engine))
+    return ([drawn.text if drawn else "" for drawn in row] for row in steps(engine))
 
 
-@torch.no_grad()
-def token_steps(
-    model: HubModule,
+def engine_for(
+    model: GenerativeModel,
+    tokenizer: TextTokenizer | None,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-) -> Iterator[list[int]]:
-    """Yields the next token of every row, one step at a time.
+    stop_tokens: Collection[int] | None,
+    sampling: Sampling,
+    shown: Sequence[int] | None = None,
+) -> Engine:
+    """An engine with these requests, and a cache for all of them if the GPU has the memory; see `Engine.submit`."""
+    options = SamplingOptions(**sampling)
+    lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
+    rows = min(MAX_ROWS, options.n * len(prompts))
+    tokens = sum(options.n * pages_for(length) * PAGE_SIZE for length in lengths)
+    if model.device.type == "cuda":
+        tokens = min(tokens, tokens_that_fit(model, rows))
+    engine = Engine(model, tokenizer=tokenizer, max_tokens=tokens, max_length=max(lengths), max_rows=rows)
+    for prompt in prompts:
+        engine.submit(prompt, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, shown=shown, **sampling)
+    return engine
 
-    Shorter prompts are padded on the right. Each row writes the cache at its own positions, so that entries of padding
-    are always ahead of the row: they are masked until they are overwritten.
+
+def steps(engine: Engine) -> Iterator[list[Drawn | None]]:
+    """The engine's tokens as steps of all rows, which are its samples; None for a row that has ended.
+
+    Rows that are ahead of others wait for them.
     """
-    device = model.device
-    if device.type == "meta":
-        raise ValueError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")
-    if not all(prompts):
-        raise ValueError("generate: a prompt is empty; give each at least one token")
-    check_token_ids(prompts, model.config.vocab_size)
-    longest = max(len(prompt) for prompt in prompts)
-    history = pad_right(prompts, longest + max_new_tokens).to(device)
-    last = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-
-    cache = KVCache(model.config.num_hidden_layers, len(prompts), history.shape[1], device)
-    # The cache is filled at first, and again where LongRoPE's frequencies change for all positions.
-    prefills = {longest, (model.config.longrope_switch_length or -1) + 1}
-    trained_length = model.config.trained_length
-    for length in range(longest, longest + max_new_tokens):
-        if length == max(longest, trained_length + 1):
-            warn_beyond(trained_length)
-        if length in prefills:
-            cache.lengths.zero_()
-            model(history[:, :length], cache=cache, logits_to_keep=1)
-            cache.lengths.copy_(last[:, 0])
-        logits = model(history.gather(1, last), cache=cache).logits[:, -1]
-        token = sample_tokens(logits, temperature, top_k, top_p, generator)[:, None]
-        last = last + 1
-        history.scatter_(1, last, token)
-        yield token[:, 0].tolist()
-
-
-def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raises InputError for a token id outside the vocabulary."""
-    outside = [token for prompt in prompts for token in prompt if not 0 <= token < vocab_size]
-    if outside:
-        raise InputError(
-            f"generate: token id {outside[0]} is outside the vocabulary of {vocab_size}; "
-            "encode the prompt with the model's own tokenizer"
-        )
-
-
-def pad_right(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
-    """The prompts as rows of `length` token ids, [B, length] int64, padded with 0 on the right."""
-    padded = torch.zeros(len(prompts), length, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = torch.tensor(prompt)
-    return padded
-
-
-def warn_beyond(trained_length: int) -> None:
-    warnings.warn(
-        f"the text is longer than the {trained_length:,} tokens that the model was trained for "
-        "(max_position_embeddings), and may become worse from here on",
-        stacklevel=2,
-    )
-
-
-def model_stop_tokens(model: HubModule, tokenizer: TextTokenizer | None = None) -> set[int]:
-    """eos_token_id of generation_config.json, which has more of them for chat models; else that of config.json.
-
-    tokenizer: its end-of-text token is one more.
-    """
-    more = set() if tokenizer is None or tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    if "eos_token_id" in model.generation_config:
-        return more | set(end_of_text_ids(model.generation_config, GENERATION_CONFIG_FILE))
-    return more | set(end_of_text_ids(model.config.raw, CONFIG_FILE))
+    rows = sum(request.options.n for request in engine.waiting)
+    waiting: list[deque[Drawn]] = [deque() for _ in range(rows)]
+    ended = [False] * rows
+    for tokens in engine.run():
+        for drawn in tokens:
+            sample = drawn.sample
+            row = sample.request.number * sample.request.options.n + sample.number
+            waiting[row].append(drawn)
+            ended[row] = sample.finish_reason is not None
+        while any(waiting) and all(queue or done for queue, done in zip(waiting, ended, strict=True)):
+            yield [queue.popleft() if queue else None for queue in waiting]

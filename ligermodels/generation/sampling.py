@@ -35,3 +35,17 @@ def sample_tokens(
         removed = torch.zeros_like(preceding, dtype=torch.bool).scatter_(1, order, preceding >= top_p)
         logits = logits.masked_fill(removed, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int = 0
+    n: int = 1
+    filters: bool = False

@@ -1,6 +1,6 @@
 """Prompts that are texts, and the text of generated tokens. Must not know models, nor how a tokenizer works."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol, cast, runtime_checkable
 
 from torch import Tensor
@@ -45,25 +45,6 @@ def encode_prompts(
         given = "missing" if tokenizer is None else f"of type {type(tokenizer).__name__}"
         raise InputError(f"generate: tokenizer is {given}; texts need that of ligermodels.load_tokenizer")
     return tokenizer.encode_batch(cast(Sequence[str], prompts)), tokenizer
-
-
-def text_steps(
-    steps: Iterator[list[int]], shown: Sequence[Sequence[int]], tokenizer: TextTokenizer, stops: Collection[int]
-) -> Iterator[list[str]]:
-    """The text of each row's tokens, as far as it has become final with each step; "" once the row has ended.
-
-    steps: the next token of every row. shown: the tokens before them, whose text is left out; the space between the two
-    texts depends on them. stops: tokens that end a row, and have no text.
-    """
-    rows = [RowText(tokenizer, ids) for ids in shown]
-    for tokens in steps:
-        yield [
-            "" if row.ended else row.end() if token in stops else row.step(token)
-            for row, token in zip(rows, tokens, strict=True)
-        ]
-        if all(row.ended for row in rows):
-            return
-    yield ["" if row.ended else row.end() for row in rows]
 
 
 class RowText:

@@ -214,6 +214,10 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         """The arguments of `forward`; a method that PEFT expects of causal language models."""
         return {"input_ids": input_ids} | inputs
 
+    def attention_windows(self) -> list[int | None]:
+        """The window of each layer's attention, None for full attention; a cache keeps that many keys."""
+        return [cast(Block, block).self_attn.window for block in self.model.layers]
+
     @abstractmethod
     def layer(self, config: Any, index: int) -> Block:
         """Builds block number `index`."""
@@ -262,8 +266,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         cache: keys and values of earlier tokens; those of input_ids are added to it.
         inputs_embeds: [B, T, H], in place of input_ids: what `get_input_embeddings()` returns, before the family's
         embedding scale.
-        logits_to_keep: compute the logits of only this many last positions, 0 for all; or of the positions in this int64
-        tensor.
+        logits_to_keep: compute the logits of only this many last positions, 0 for all; or of these positions, int64.
         skip_logits: do not compute logits; None skips them in training mode with labels, where the fused loss never
         holds those of many tokens.
         output_hidden_states: also return the embeddings, the output of every block but the last, and the normed output

@@ -41,7 +41,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def frequencies(self, position_ids: Tensor, lengths: Tensor | None) -> Tensor:
-        """The frequencies [R / 2], or [B or 1, T or 1, R / 2] if they depend on the sequence; arguments as `forward`'s."""
+        """The frequencies [R / 2], or [B or 1, T or 1, R / 2] if they depend on the sequence. See `forward`."""
         return self.inv_freq.to(position_ids.device)  # on the CPU while the model is on the meta device
 
     @torch.no_grad()

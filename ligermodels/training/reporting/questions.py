@@ -6,7 +6,6 @@ from ligermodels.generation.decoding import generate
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 
-BATCH_SIZE = 32
 Prompt = str | Sequence[Mapping[str, str]]
 
 
@@ -17,17 +16,14 @@ def count_correct_answers(model: CausalLM, tokenizer: Tokenizer, questions: Sequ
     continues. Text after the answer is ignored, so an answer must end in a way that no other answer starts with, such
     as "12." with its full stop.
     """
-    encoded = sorted(((prompt_ids(tokenizer, prompt), answer) for prompt, answer in questions), key=lambda q: len(q[0]))
-    correct = 0
+    prompts = [prompt_ids(tokenizer, prompt) for prompt, _ in questions]
+    answers = [answer for _, answer in questions]
+    longest = max(map(len, tokenizer.encode_batch([f" {answer}" for answer in answers], add_special_tokens=False)))
     was_training = model.training
     model.eval()
-    for start in range(0, len(encoded), BATCH_SIZE):
-        prompts, answers = zip(*encoded[start : start + BATCH_SIZE], strict=True)
-        longest = max(map(len, tokenizer.encode_batch([f" {answer}" for answer in answers], add_special_tokens=False)))
-        replies = map(tokenizer.decode, generate(model, prompts, max_new_tokens=longest))
-        correct += sum(reply.lstrip().startswith(answer) for reply, answer in zip(replies, answers, strict=True))
+    replies = map(tokenizer.decode, generate(model, prompts, max_new_tokens=longest))
     model.train(was_training)
-    return correct
+    return sum(reply.lstrip().startswith(answer) for reply, answer in zip(replies, answers, strict=True))
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:

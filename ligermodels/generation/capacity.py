@@ -1,0 +1,72 @@
+"""How many tokens the cache of the engine can hold, and whether a request fits into it. Must not know how steps run."""
+
+from bisect import bisect_right
+
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.generation.cache import GenerativeModel
+from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, layer_groups
+from ligermodels.generation.requests import Request
+from ligermodels.units import counted, memory_size
+
+SHARE = 0.8  # of the free memory; the rest is for activations and logits
+MOST_PAGES = 2**24  # that are considered: a billion tokens
+
+
+def cache_bytes(model: GenerativeModel, max_tokens: int, max_rows: int) -> int:
+    """The memory of a paged cache for so many tokens and rows."""
+    groups = layer_groups(model.attention_windows(), max_tokens, max_tokens, max_rows)
+    slots = sum(group.slots * len(group.layers) for group in groups)
+    return slots * 2 * model.config.key_value_size * model.dtype.itemsize
+
+
+def tokens_that_fit(model: GenerativeModel, max_rows: int) -> int:
+    """The most tokens, in whole pages, whose cache takes at most SHARE of the GPU's free memory.
+
+    Raises InputError on the CPU, and if not even one page fits.
+    """
+    if model.device.type != "cuda":
+        raise InputError("generate: max_tokens is missing; on the CPU, give the tokens that the cache must hold")
+    free = free_memory(model.device)
+
+    def size(pages: int) -> int:
+        return cache_bytes(model, pages * PAGE_SIZE, max_rows)
+
+    pages = bisect_right(range(1, MOST_PAGES), int(SHARE * free), key=size)
+    if not pages:
+        raise InputError(
+            f"generate: the key-value cache needs at least {memory_size(size(1))}, but the GPU has {memory_size(free)} "
+            "of free memory; free some, or use a smaller model"
+        )
+    return pages * PAGE_SIZE
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes on the GPU that nothing uses; what PyTorch keeps for reuse counts as free."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_room(cache: PagedCache, request: Request, max_rows: int) -> None:
+    """Raises InputError for a request that the cache could not hold even if it were empty."""
+    samples, prompt_length = request.options.n, len(request.ids)
+    if samples > max_rows:
+        raise InputError(f"generate: n is {samples}, but the engine runs {counted(max_rows, 'sample')} at a time")
+    longest = max(group.width for group in cache.groups) * PAGE_SIZE
+    size = f"{counted(prompt_length, 'token')} and {request.max_new_tokens:,} new ones"
+    if all(group.window is not None for group in cache.groups):
+        longest = request.length
+    if request.length > longest:
+        raise InputError(
+            f"generate: a prompt of {size} is longer than the {longest:,} that the engine holds for one request; lower "
+            "max_new_tokens, or give the engine a larger max_length"
+        )
+    needed = cache.pages_needed(prompt_length, request.length, samples)
+    for group, pages in zip(cache.groups, needed, strict=True):
+        if pages > group.pages:
+            raise InputError(
+                f"generate: {counted(samples, 'sample')} of a prompt of {size} need {pages * PAGE_SIZE:,} tokens of "
+                f"the cache, which holds {group.pages * PAGE_SIZE:,}; lower max_new_tokens or n, or give the engine a "
+                "larger max_tokens"
+            )

@@ -1,0 +1,342 @@
+"""The generation engine: requests on a paged cache, which enter and leave the running batch as there is room.
+
+Of a model it uses forward, config, parameters and the windows of its layers; must not know any family.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.generation.cache import GenerativeModel
+from ligermodels.generation.capacity import check_room, tokens_that_fit
+from ligermodels.generation.graphs import GraphedStep, rows_of_graph, uses_graphs
+from ligermodels.generation.paged_cache import PagedCache
+from ligermodels.generation.prefill import Piece, PrefillStep
+from ligermodels.generation.requests import Completion, Request, Sample
+from ligermodels.generation.rows import NO_TOKEN, Rows, decode_step
+from ligermodels.generation.sampling import Sampling, SamplingOptions
+from ligermodels.generation.stop_tokens import model_stop_tokens
+from ligermodels.generation.texts import RowText, TextTokenizer
+
+MAX_ROWS = 256
+PREFILL_TOKENS = 8192  # of one prefill: enough for matrix products at full speed
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token that was drawn, and the text that has become final with it: "" without a tokenizer."""
+
+    sample: Sample
+    token: int
+    text: str
+
+
+@dataclass(eq=False)
+class Prompt:
+    """An admitted request, whose samples wait until its tokens are in the cache. done: how many are."""
+
+    request: Request
+    samples: list[Sample]
+    done: int = 0
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device may still be computing. read: waits for its (tokens, log-probabilities)."""
+
+    samples: list[Sample]
+    read: Callable[[], tuple[list[int], list[float]]]
+
+
+class Engine:
+    """Generates for many requests at a time (continuous batching).
+
+    A step feeds one token of every running sample. Samples that end leave at once; waiting requests enter in their
+    order, as soon as rows and pages of the key-value cache are free. The samples of a request share the pages of its
+    prompt, which is computed once; layers with a window keep the keys of their window alone. On a GPU, a step is
+    replayed from a CUDA graph, and its tokens are read while the next step runs.
+
+    What a request gives depends on its prompt, its options and its random numbers: on other requests only by rounding.
+
+    model: its weights may change between steps. tokenizer: of `load_tokenizer`, for prompts and results that are texts.
+    max_tokens: tokens that the cache holds, of all requests together; None for what 80 % of the GPU's free memory
+    holds. max_length: tokens of one request; None for max_tokens. max_rows: samples that run at a time.
+
+    Raises InputError for a model that has no weights in memory, and on the CPU without max_tokens.
+    """
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        *,
+        tokenizer: TextTokenizer | None = None,
+        max_tokens: int | None = None,
+        max_length: int | None = None,
+        max_rows: int = MAX_ROWS,
+    ) -> None:
+        if model.device.type == "meta":
+            raise InputError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")
+        self.model, self.tokenizer, self.device = model, tokenizer, model.device
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
+        self.cache = PagedCache(model.attention_windows(), self.max_tokens, max_length or self.max_tokens, max_rows)
+        self.rows = Rows.allocate(self.cache, max_rows, model.config.vocab_size, self.device)
+        self.graphs = GraphedStep(self.decode, model.parameters) if uses_graphs(model) else None
+        self.waiting: deque[Request] = deque()
+        self.prompts: deque[Prompt] = deque()
+        self.samples: list[Sample] = []  # of the rows in use, in their order
+        self.launched: deque[Launched] = deque()
+        self.submitted = 0
+        self.longest = 0  # position that was fed
+
+    # -- requests
+
+    def submit(
+        self,
+        prompt: Sequence[int] | str,
+        *,
+        max_new_tokens: int,
+        stop_tokens: Collection[int] | None = None,
+        shown: Sequence[int] | None = None,
+        stream: int | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> int:
+        """Adds a request and returns its number. It runs while the engine is iterated over.
+
+        prompt: token ids, or a text if the engine has a tokenizer. stop_tokens: what ends a sample; None for the
+        end-of-text tokens of the checkpoint and of the tokenizer. shown: tokens whose text the results continue; None
+        for those of the prompt. stream: which of the seed's sequences of random numbers; None for the request's number.
+        sampling: see `Sampling`.
+
+        Raises InputError for an empty prompt, a token id outside the vocabulary, options out of range, and a request
+        that the cache cannot hold.
+        """
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        check_prompt(ids, max_new_tokens, self.model.config.vocab_size)
+        stops = model_stop_tokens(self.model, self.tokenizer) if stop_tokens is None else stop_tokens
+        number = self.submitted
+        request = Request(
+            number, number if stream is None else stream, ids, max_new_tokens, frozenset(stops),
+            SamplingOptions(**sampling), ids if shown is None else shown,
+        )  # fmt: skip
+        check_room(self.cache, request, self.max_rows)
+        self.waiting.append(request)
+        self.submitted += 1
+        return number
+
+    def encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise InputError("generate: a prompt is a text; give the engine a tokenizer, that of load_tokenizer")
+        return self.tokenizer.encode_batch([text])[0]
+
+    def __iter__(self) -> Iterator[Completion]:
+        """Runs the requests until none is left, and yields each sample when it has ended."""
+        for step in self.run():
+            yield from (drawn.sample.completion() for drawn in step if drawn.sample.finish_reason is not None)
+
+    @torch.no_grad()
+    def run(self) -> Iterator[list[Drawn]]:
+        """Runs the requests until none is left, and yields the tokens of each step.
+
+        Requests that are left when the caller stops earlier, or when an error ends the run, are dropped.
+        """
+        if self.graphs is not None:
+            self.graphs.refresh()
+        try:
+            while self.waiting or self.prompts or self.samples:
+                yield self.advance()
+        finally:
+            self.drop_all()
+
+    def drop_all(self) -> None:
+        """Forgets all requests and frees their rows and pages."""
+        self.launched.clear()
+        for sample in [*self.samples, *(sample for prompt in self.prompts for sample in prompt.samples)]:
+            self.cache.release(sample.tables)
+        self.waiting.clear()
+        self.prompts.clear()
+        self.samples.clear()
+        self.rows.running.zero_()
+
+    # -- steps
+
+    def advance(self) -> list[Drawn]:
+        """Launches a prefill or a decode step, and returns the tokens of the one before, on the CPU those of this."""
+        self.admit()
+        may_wait = False
+        if self.prompts:
+            self.prefill()
+        elif any(sample.launched < sample.request.max_new_tokens for sample in self.samples):
+            self.decode_all()
+            may_wait = self.device.type == "cuda"
+        drawn: list[Drawn] = []
+        while len(self.launched) > may_wait:
+            drawn += self.read()
+        return drawn
+
+    def admit(self) -> None:
+        """Gives rows and pages to waiting requests, in their order, as long as there are enough for the next."""
+        in_use = len(self.samples) + sum(len(prompt.samples) for prompt in self.prompts)
+        while self.waiting:
+            request = self.waiting[0]
+            count, prompt_length = request.options.n, len(request.ids)
+            if in_use + count > self.max_rows:
+                return
+            if not self.cache.has_free(self.cache.pages_needed(prompt_length, request.length, count)):
+                return
+            self.waiting.popleft()
+            in_use += count
+            tables = self.cache.take(prompt_length, request.length, count)
+            self.prompts.append(Prompt(request, [self.sample(request, i, pages) for i, pages in enumerate(tables)]))
+
+    def sample(self, request: Request, number: int, tables: list[list[int]]) -> Sample:
+        text = None if self.tokenizer is None else RowText(self.tokenizer, request.shown)
+        return Sample(request, number, tables, text)
+
+    def prefill(self) -> None:
+        """Computes up to PREFILL_TOKENS tokens of the admitted prompts; samples whose prompt is complete get rows."""
+        pieces, complete, room = [], [], PREFILL_TOKENS
+        for prompt in self.prompts:
+            ids = prompt.request.ids
+            piece = Piece(ids[prompt.done : prompt.done + room], prompt.done, len(ids), prompt.samples[0].tables)
+            pieces.append(piece)
+            complete.append(piece.stop == len(ids))
+            prompt.done, room = piece.stop, room - len(piece.ids)
+            if not room:
+                break
+        logits = self.forward_pieces(pieces)
+        done = [self.prompts.popleft() for _ in range(sum(complete))]  # all but perhaps the last
+        if done:
+            self.start(done, logits)
+
+    def forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
+        """Fills the cache with pieces of sequences; returns the logits [pieces, V] after the last token of each."""
+        step = PrefillStep(self.cache, pieces, self.device)
+        self.warn_beyond(max(piece.stop for piece in pieces) - 1)
+        return self.model(
+            step.input_ids, position_ids=step.position_ids, cu_seqlens=step.cu_seqlens, max_seqlen=step.max_seqlen,
+            cache=step, logits_to_keep=step.last,
+        ).logits[0]  # fmt: skip
+
+    def start(self, prompts: Sequence[Prompt], logits: Tensor) -> None:
+        """Gives the samples of complete prompts rows behind those in use, and draws their first tokens.
+
+        logits: [prompts or more, V], after each prompt.
+        """
+        begin = len(self.samples)
+        for prompt in prompts:
+            self.samples += prompt.samples
+            request, tables = prompt.request, [sample.tables for sample in prompt.samples]
+            self.cache.copy_prompt(len(request.ids), request.length, tables, self.device)
+        new = self.samples[begin:]
+        counts = torch.tensor([len(prompt.samples) for prompt in prompts])
+        repeated = torch.arange(len(prompts)).repeat_interleave(counts).to(self.device)
+        rows = self.rows.view(begin, len(self.samples))
+        rows.assign([sample.new_row() for sample in new])
+        rows.append(logits[repeated], filtered=any(sample.request.options.filters for sample in new))
+        self.note_launched(new, rows)
+
+    def decode_all(self) -> None:
+        """Launches a decode step of all rows in use."""
+        self.refill()
+        position = max(sample.position for sample in self.samples)
+        self.warn_beyond(position)
+        filtered = any(sample.request.options.filters for sample in self.samples)
+        step = self.decode if self.graphs is None else self.graphs
+        count = len(self.samples)
+        step(count if self.graphs is None else rows_of_graph(count, self.max_rows), filtered)
+        self.note_launched(list(self.samples), self.rows.view(0, count))
+
+    def decode(self, count: int, filtered: bool) -> None:
+        """A decode step of the first `count` rows."""
+        decode_step(self.model, self.cache, self.rows.view(0, count), filtered)
+
+    def refill(self) -> None:
+        """Computes the keys of samples anew whose next token makes LongRoPE change its frequencies for all tokens."""
+        switch = self.model.config.longrope_switch_length
+        for sample in [sample for sample in self.samples if sample.position == switch]:
+            ids = [*sample.request.ids, *sample.ids][: sample.position]
+            for start in range(0, len(ids), PREFILL_TOKENS):
+                piece = Piece(ids[start : start + PREFILL_TOKENS], start, sample.position + 1, sample.tables)
+                self.forward_pieces([piece])
+
+    def note_launched(self, samples: list[Sample], rows: Rows) -> None:
+        for sample in samples:
+            sample.launched += 1
+        self.launched.append(Launched(samples, read_later(rows.drawn, rows.logprobs)))
+
+    def read(self) -> list[Drawn]:
+        """The tokens of the oldest step that was not read; samples that end with it leave their rows."""
+        step = self.launched.popleft()
+        drawn = []
+        for sample, token, logprob in zip(step.samples, *step.read(), strict=True):
+            if token != NO_TOKEN and sample.finish_reason is None:
+                drawn.append(Drawn(sample, token, sample.append(token, logprob)))
+        self.remove([d.sample for d in drawn if d.sample.finish_reason is not None])
+        return drawn
+
+    def remove(self, ended: Sequence[Sample]) -> None:
+        """Frees the rows and pages of samples; the last rows in use move to the places that they leave."""
+        if not ended:
+            return
+        moves: dict[int, int] = {}  # target -> source, both places before the moves
+        places = list(range(len(self.samples)))
+        for sample in ended:
+            self.cache.release(sample.tables)
+            place = self.samples.index(sample)
+            last, last_place = self.samples.pop(), places.pop()
+            if last is not sample:
+                self.samples[place], places[place] = last, last_place
+        moves = {target: source for target, source in enumerate(places) if target != source}
+        if moves:
+            self.rows.move(list(moves.values()), list(moves))
+        self.rows.running[len(self.samples) :] = False
+
+    def warn_beyond(self, position: int) -> None:
+        """Warns once when a position is fed that the model was not trained for."""
+        trained = self.model.config.trained_length
+        if self.longest < trained <= position:
+            warnings.warn(
+                f"the text is longer than the {trained:,} tokens that the model was trained for "
+                "(max_position_embeddings), and may become worse from here on",
+                stacklevel=2,
+            )
+        self.longest = max(self.longest, position)
+
+
+def check_prompt(ids: Sequence[int], max_new_tokens: int, vocab_size: int) -> None:
+    """Raises InputError for an empty prompt, an id outside the vocabulary, and fewer than one new token."""
+    if not ids:
+        raise InputError("generate: a prompt is empty; give each at least one token")
+    if max_new_tokens < 1:
+        raise InputError(f"generate: max_new_tokens is {max_new_tokens}; must be at least 1")
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise InputError(
+            f"generate: token id {outside} is outside the vocabulary of {vocab_size}; "
+            "encode the prompt with the model's own tokenizer"
+        )
+
+
+def read_later(tokens: Tensor, logprobs: Tensor) -> Callable[[], tuple[list[int], list[float]]]:
+    """Starts the copy of a step's results to the host, and returns a function that waits for them alone."""
+    if not tokens.is_cuda:
+        values = tokens.tolist(), logprobs.tolist()
+        return lambda: values
+    copies = [
+        torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in (tokens, logprobs)
+    ]
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> tuple[list[int], list[float]]:
+        copied.synchronize()
+        return copies[0].tolist(), copies[1].tolist()
+
+    return read

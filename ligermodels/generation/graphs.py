@@ -1,0 +1,66 @@
+"""Decode steps as CUDA graphs: captured once for each number of rows, then replayed without the host's work.
+
+Must not know models or requests.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ligermodels.generation.cache import GenerativeModel
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # of the graphs; beyond, multiples of 64
+COARSE = 64
+
+
+def rows_of_graph(count: int, limit: int) -> int:
+    """The number of rows of the graph that runs `count` rows, where there are `limit`."""
+    larger = next((rows for rows in ROWS if rows >= count), -(-count // COARSE) * COARSE)
+    return min(larger, limit)
+
+
+def uses_graphs(model: GenerativeModel) -> bool:
+    """Whether a model's steps can be captured: its weights lie on one GPU, and it gathers none while it runs."""
+    weights = list(model.parameters())
+    return all(weight.is_cuda for weight in weights) and not any(isinstance(weight, DTensor) for weight in weights)
+
+
+class GraphedStep:
+    """`step(rows, filtered)`, replayed from a CUDA graph from the second call of each pair of arguments on.
+
+    The first call runs as it is, which compiles the kernels and does what must not be captured. A graph reads the
+    weights at their addresses: `weights` gives those in use, and graphs of others are dropped.
+    """
+
+    def __init__(self, step: Callable[[int, bool], None], weights: Callable[[], Iterable[Tensor]]) -> None:
+        self.step, self.weights = step, weights
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}  # None: has run once
+        self.addresses: list[int] = []
+        self.pool: tuple[int, int] | None = None
+
+    def refresh(self) -> None:
+        """Drops the graphs if a weight is elsewhere than at their capture."""
+        addresses = [weight.data_ptr() for weight in self.weights()]
+        if addresses != self.addresses:
+            self.graphs, self.addresses = {}, addresses
+
+    def __call__(self, rows: int, filtered: bool) -> None:
+        key = rows, filtered
+        if key not in self.graphs:
+            self.step(rows, filtered)
+            self.graphs[key] = None
+            return
+        graph = self.graphs[key]
+        if graph is None:
+            graph = self.graphs[key] = self.capture(rows, filtered)
+        graph.replay()
+
+    def capture(self, rows: int, filtered: bool) -> torch.cuda.CUDAGraph:
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            self.step(rows, filtered)
+        return graph

@@ -1,0 +1,140 @@
+"""Prefill: prompts, or pieces of them, as one packed row whose keys and values go to the paged cache.
+
+A piece that does not begin its sequence attends to the earlier keys in the cache, and to its own. Attention is the one
+of training, so that nothing grows with the square of the length. Knows the paged cache; must not know models.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables, slots_of
+from ligermodels.kernels.attention import attention
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of a sequence, from position `start`. length: of the whole sequence that is prefilled.
+
+    tables: of the row that they are written for.
+    """
+
+    ids: Sequence[int]
+    start: int
+    length: int
+    tables: Tables
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class KeyPlan:
+    """Where the keys and values of a packed row lie, in the layers of one group.
+
+    slots: int64 [N], where those of the new tokens go. earlier: int64 [E], slots of what they attend to besides.
+    order: int64 [E + N], which puts earlier and new ones in the order of the sequences. offsets: int32 [pieces + 1], of
+    each piece's keys in that order; longest: the number of keys of the longest. The last three only with earlier ones.
+    """
+
+    slots: Tensor
+    earlier: Tensor | None = None
+    order: Tensor | None = None
+    offsets: Tensor | None = None
+    longest: int | None = None
+
+    def with_earlier(self, pool: Tensor, new: Tensor) -> Tensor:
+        """The keys or values of whole sequences, [1, E + N, Hkv, D]; new: [1, N, Hkv, D]."""
+        return torch.cat([pool[self.earlier], new[0]])[self.order][None]
+
+
+class PrefillLayer:
+    """A layer of the cache during a prefill."""
+
+    def __init__(self, layer: PagedLayer, plan: KeyPlan, cu_seqlens: Tensor, max_seqlen: int) -> None:
+        self.layer, self.plan = layer, plan
+        self.queries = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
+        plan, (key_pool, value_pool) = self.plan, self.layer.pools(k, v)
+        if plan.earlier is None:
+            out = attention(q, k, v, **self.queries, **options)
+        else:
+            keys, values = (
+                torch.cat([pool[plan.earlier], new[0]])[plan.order][None]
+                for pool, new in ((key_pool, k), (value_pool, v))
+            )
+            out = attention(
+                q, keys, values, cu_seqlens_k=plan.offsets, max_seqlen_k=plan.longest, **self.queries, **options
+            )
+        key_pool[plan.slots], value_pool[plan.slots] = k[0], v[0]
+        return out
+
+
+class PrefillStep:
+    """The cache as a model sees it in a prefill, and the other arguments of its forward.
+
+    input_ids, position_ids: int64 [1, N]. cu_seqlens: int32 [pieces + 1], their offsets; max_seqlen: the longest.
+    last: int64 [pieces], the place of each piece's last token.
+    """
+
+    def __init__(self, cache: PagedCache, pieces: Sequence[Piece], device: torch.device) -> None:
+        lengths = torch.tensor([len(piece.ids) for piece in pieces])
+        ends = lengths.cumsum(0)
+        self.input_ids = torch.tensor([token for piece in pieces for token in piece.ids])[None].to(device)
+        self.position_ids = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])[None].to(device)
+        self.sequence_lengths = (
+            torch.tensor([piece.length for piece in pieces]).repeat_interleave(lengths)[None].to(device)
+        )
+        self.cu_seqlens = torch.cat([torch.zeros(1), ends]).int().to(device)
+        self.max_seqlen = int(lengths.max())
+        self.last = (ends - 1).to(device)
+        plans = [key_plan(pieces, index, group.window, device) for index, group in enumerate(cache.groups)]
+        self.layers = [
+            PrefillLayer(layer, plans[group], self.cu_seqlens, self.max_seqlen)
+            for layer, group in zip(cache.layers, cache.group_of, strict=True)
+        ]
+
+    def next_positions(self, count: int) -> Tensor:
+        return self.position_ids
+
+    def advance(self, count: int | Tensor) -> None:
+        pass
+
+
+def key_plan(pieces: Sequence[Piece], group: int, window: int | None, device: torch.device) -> KeyPlan:
+    """The plan of one group of layers for these pieces."""
+    tables = [torch.tensor(piece.tables[group]) for piece in pieces]
+    slots = torch.cat([written_slots(piece, pages) for piece, pages in zip(pieces, tables, strict=True)]).to(device)
+    if not any(piece.start for piece in pieces):
+        return KeyPlan(slots)
+    starts = [first_seen(piece, window) for piece in pieces]
+    earlier = [
+        slots_of(pages, torch.arange(start, piece.start))
+        for piece, pages, start in zip(pieces, tables, starts, strict=True)
+    ]
+    order, place, new_place = [], 0, sum(map(len, earlier))
+    for piece, slots_before in zip(pieces, earlier, strict=True):
+        order += [torch.arange(place, place + len(slots_before)), torch.arange(new_place, new_place + len(piece.ids))]
+        place, new_place = place + len(slots_before), new_place + len(piece.ids)
+    counts = torch.tensor([piece.stop - start for piece, start in zip(pieces, starts, strict=True)])
+    offsets = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    return KeyPlan(
+        slots, torch.cat(earlier).to(device), torch.cat(order).to(device), offsets.to(device), int(counts.max())
+    )
+
+
+def first_seen(piece: Piece, window: int | None) -> int:
+    """The first position that a token of the piece attends to."""
+    return 0 if window is None else max(0, piece.start - window + 1)
+
+
+def written_slots(piece: Piece, pages: Tensor) -> Tensor:
+    """The slots of a piece's tokens, int64 [n]; 0 for those that a ring of pages no longer holds at its end."""
+    slots = slots_of(pages, torch.arange(piece.start, piece.stop))
+    slots[: max(0, len(slots) - len(pages) * PAGE_SIZE)] = 0
+    return slots

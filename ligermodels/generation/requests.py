@@ -1,0 +1,113 @@
+"""What the engine is given and what it returns: requests, their samples, and the text of these.
+
+Must not know models, devices or the cache's memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ligermodels.generation.paged_cache import Tables
+from ligermodels.generation.rows import NewRow
+from ligermodels.generation.sampling import SamplingOptions
+from ligermodels.generation.texts import RowText
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished sample of a request.
+
+    request: what `submit` returned. sample: its number among the request's samples. prompt, ids: token ids, of the
+    prompt and of what is new, a stop token included. logprobs: of each new token under the distribution that it was
+    drawn from, in nats; of greedy decoding, under the softmax. text: of the new tokens, without the stop token or stop
+    string; None without a tokenizer. finish_reason: "stop" at a stop token or string, "length" at max_new_tokens.
+    """
+
+    request: int
+    sample: int
+    prompt: Sequence[int]
+    ids: list[int]
+    logprobs: list[float]
+    text: str | None
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt and how it is continued.
+
+    number: of the request. stream: which of the seed's sequences of random numbers. shown: tokens whose text the text
+    of the results continues.
+    """
+
+    number: int
+    stream: int
+    ids: Sequence[int]
+    max_new_tokens: int
+    stop_tokens: frozenset[int]
+    options: SamplingOptions
+    shown: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """The most tokens that a row of the cache holds: the last one that is drawn is never fed."""
+        return len(self.ids) + self.max_new_tokens - 1
+
+
+@dataclass(eq=False)
+class Sample:
+    """One continuation of a request, in a row of its own.
+
+    tables: its pages. text: turns its tokens into text, None without a tokenizer. launched: tokens that were drawn or
+    are being drawn on the device.
+    """
+
+    request: Request
+    number: int
+    tables: Tables
+    text: RowText | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    launched: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def position(self) -> int:
+        """The position of the token that the next step feeds."""
+        return len(self.request.ids) + self.launched - 1
+
+    def new_row(self) -> NewRow:
+        """The row that continues the prompt."""
+        request, options, last = self.request, self.request.options, len(self.request.ids) - 1
+        return NewRow(
+            positions=last, ends=last + request.max_new_tokens, temperature=options.temperature,
+            top_k=options.top_k or 0, top_p=1.0 if options.top_p is None else options.top_p, min_p=options.min_p or 0.0,
+            seeds=options.seed, streams=request.stream << 32 | self.number, stop_tokens=request.stop_tokens,
+            tables=self.tables,
+        )  # fmt: skip
+
+    def append(self, token: int, logprob: float) -> str:
+        """Takes the next token, and returns the text that has become final with it; "" without a tokenizer."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self.request.stop_tokens:
+            self.finish_reason = "stop"
+        elif len(self.ids) == self.request.max_new_tokens:
+            self.finish_reason = "length"
+        if self.text is None:
+            return ""
+        piece = "" if self.finish_reason == "stop" else self.text.step(token)
+        if self.finish_reason is not None:
+            piece += self.text.end()
+        self.pieces.append(piece)
+        return piece
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        text = None if self.text is None else "".join(self.pieces)
+        return Completion(
+            self.request.number, self.number, self.request.ids, self.ids, self.logprobs, text, self.finish_reason
+        )

@@ -1,0 +1,176 @@
+"""The state of the rows that are being generated, on the device, and one step that moves all of them on by a token.
+
+All shapes are fixed and nothing is read on the host, so that the step can be captured as a CUDA graph. Must not know
+requests, nor which rows belong together.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables
+from ligermodels.kernels.decode_attention import decode_attention
+from ligermodels.kernels.sample import sample
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class NewRow:
+    """What a row begins with; fields as those of `Rows`. tables: its pages in each group."""
+
+    NUMBERS: ClassVar = ("positions", "ends", "temperature", "top_k", "top_p", "min_p", "seeds", "streams")
+
+    positions: int
+    ends: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seeds: int
+    streams: int
+    stop_tokens: Collection[int]
+    tables: Tables
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What each row [R] is at. The first rows are those in use.
+
+    tokens: int64, the last token, which the next step feeds. positions: int64, its position. ends: int64, the position
+    at which the row has its last token. running: bool. stops: bool [R, V], the tokens that end the row. temperature,
+    top_k, top_p, min_p, seeds, streams: arguments of `kernels.sample.sample`, whose counters are (stream, position).
+    drawn: int64, what the last step drew, NO_TOKEN for a row that had ended. logprobs: fp32, its log-probability.
+    tables: int32 [R, width] of each group of the cache.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    ends: Tensor
+    running: Tensor
+    stops: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    streams: Tensor
+    drawn: Tensor
+    logprobs: Tensor
+    tables: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(cls, cache: PagedCache, count: int, vocab_size: int, device: torch.device) -> "Rows":
+        """Rows that are not in use."""
+
+        def whole() -> Tensor:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+
+        def real() -> Tensor:
+            return torch.zeros(count, dtype=torch.float32, device=device)
+
+        return cls(
+            tokens=whole(), positions=whole(), ends=whole(), running=whole().bool(),
+            stops=torch.zeros(count, vocab_size, dtype=torch.bool, device=device),
+            temperature=real(), top_k=whole().int(), top_p=real(), min_p=real(), seeds=whole(), streams=whole(),
+            drawn=whole(), logprobs=real(),
+            tables=tuple(torch.zeros(count, group.width, dtype=torch.int32, device=device) for group in cache.groups),
+        )  # fmt: skip
+
+    def tensors(self) -> Iterator[Tensor]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            yield from (value if isinstance(value, tuple) else [value])
+
+    def view(self, start: int, stop: int) -> "Rows":
+        """Some rows, sharing memory with these."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tables = tuple(table[start:stop] for table in values.pop("tables"))
+        return Rows(tables=tables, **{name: value[start:stop] for name, value in values.items()})
+
+    def assign(self, rows: Sequence["NewRow"]) -> None:
+        """Begins as many rows as there are, behind their prompts."""
+        for name in NewRow.NUMBERS:
+            target = getattr(self, name)
+            target.copy_(torch.tensor([getattr(row, name) for row in rows], dtype=target.dtype))
+        for group, table in enumerate(self.tables):
+            pages = [row.tables[group] for row in rows]
+            table.copy_(torch.tensor([[*own, *[0] * (table.shape[1] - len(own))] for own in pages]))
+        self.running.fill_(True)
+        self.stops.zero_()
+        places = [(index, token) for index, row in enumerate(rows) for token in row.stop_tokens]
+        if places:
+            self.stops[tuple(torch.tensor(places).T.to(self.stops.device))] = True
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies rows to the places of others."""
+        places = torch.tensor([sources, targets]).to(self.tokens.device)
+        for tensor in self.tensors():
+            tensor[places[1]] = tensor[places[0]]
+
+    def append(self, logits: Tensor, filtered: bool) -> None:
+        """Draws the next token of every row that runs, from logits [R, V].
+
+        filtered: whether any row uses top_k, top_p or min_p; without, sampling reads the logits fewer times.
+        """
+        filters = (self.top_k, self.top_p, self.min_p) if filtered else (None, None, None)
+        counters = torch.stack([self.streams, self.positions + 1], -1)
+        tokens, logprobs = sample(logits, self.temperature, *filters, self.seeds, counters)
+        self.drawn.copy_(tokens.where(self.running, NO_TOKEN))
+        self.logprobs.copy_(logprobs)
+        self.tokens.copy_(tokens)
+        self.positions.add_(self.running)
+        stopped = self.stops.gather(1, tokens[:, None])[:, 0] | (self.positions >= self.ends)
+        self.running.logical_and_(~stopped)
+
+
+class DecodeLayer:
+    """A layer of the cache during a decode step. slots: int64 [B]; table: int32 [B, width]; lengths: int64 [B]."""
+
+    def __init__(self, layer: PagedLayer, slots: Tensor, table: Tensor, lengths: Tensor) -> None:
+        self.layer, self.slots, self.table, self.lengths = layer, slots, table, lengths
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
+        keys, values = self.layer.pools(k, v)
+        keys[self.slots], values[self.slots] = k[:, 0], v[:, 0]
+        out = decode_attention(q[:, 0], keys, values, self.table, self.lengths, page_size=PAGE_SIZE, **options)
+        return out[:, None]
+
+
+class DecodeCache:
+    """The paged cache as a model sees it in a decode step of these rows: a token of each, at `positions`.
+
+    A row that does not run writes to page 0 and attends to nothing.
+    """
+
+    sequence_lengths = None
+
+    def __init__(self, cache: PagedCache, rows: Rows) -> None:
+        self.positions = rows.positions[:, None]
+        lengths = (rows.positions + 1).where(rows.running, 0)
+        slots = [next_slots(table, rows.positions).where(rows.running, 0) for table in rows.tables]
+        self.layers = [
+            DecodeLayer(layer, slots[group], rows.tables[group], lengths)
+            for layer, group in zip(cache.layers, cache.group_of, strict=True)
+        ]
+
+    def next_positions(self, count: int) -> Tensor:
+        return self.positions
+
+    def advance(self, count: int | Tensor) -> None:
+        pass
+
+
+def next_slots(table: Tensor, positions: Tensor) -> Tensor:
+    """The slot of each row's position, int64 [R]. table: int32 [R, width]."""
+    pages = table.gather(1, (positions // PAGE_SIZE % table.shape[1])[:, None])[:, 0]
+    return pages.long() * PAGE_SIZE + positions % PAGE_SIZE
+
+
+def decode_step(model: Callable[..., Any], cache: PagedCache, rows: Rows, filtered: bool) -> None:
+    """Feeds the last token of every row, and draws the next. filtered: as in `Rows.append`."""
+    view = DecodeCache(cache, rows)
+    rows.append(model(rows.tokens[:, None], position_ids=view.positions, cache=view).logits[:, -1], filtered)
