@@ -42,16 +42,17 @@ def flex_attention(
 
 @functools.cache
 def compiled_flex_attention():
+    return torch.compile(flex_attention_with_sinks)
+
+
+def flex_attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any) -> Tensor:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any) -> Tensor:
-        if sinks is None:
-            return flex_attention(q, k, v, **options)
-        out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
-        # One more column of the softmax, whose value is zero, scales what the other columns give.
-        return (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(out.dtype)
-
-    return torch.compile(attend)
+    if sinks is None:
+        return flex_attention(q, k, v, **options)
+    out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    # One more column of the softmax, whose value is zero, scales what the other columns give.
+    return (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(out.dtype)
 
 
 @functools.cache
