@@ -121,6 +121,7 @@ TRAIN_ALIASES = (
     Alias("warmup_ratio warmup_fraction", "warmup", no_value, "it is a number of steps: the ratio x --steps"),
     Alias("clip_grad_norm gradient_clipping grad_clip gradient_clip_val max_norm", "max_grad_norm"),
     Alias("random_state random_seed data_seed", "seed"),
+    Alias("full_determinism enable_full_determinism", "deterministic", switch("on", "off")),
     # Precision, memory and speed
     Alias("bf16", "dtype", switch("bfloat16", "float32")),
     Alias("fp16", "dtype", switch("bfloat16", "float32"), "training in float16 is not supported"),

@@ -246,6 +246,20 @@ def test_info_shows_parameters_files_and_memory_from_config_json_alone(folder, c
     assert lines["LoRA"].split("=")[0] != lines["train"].split("=")[0]
 
 
+def test_info_says_what_computes_attention_and_what_would_be_faster(capsys, monkeypatch):
+    def attention():
+        assert main(["info", "gemma2:2b"]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if "attention" in line)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert attention() == "  attention    in training, float32 on cpu: SDPA, one document after the other"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
+    monkeypatch.setattr("ligermodels.kernels.attention.head_dims", lambda gpu: ())
+    faster = "FlexAttention; the extra `flash` is faster: pip install 'ligermodels[flash]'"
+    assert attention() == f"  attention    in training, bfloat16 on cuda: {faster}"
+
+
 def test_info_of_a_preset_and_of_files(folder, capsys):
     assert main(["info", "qwen3_moe:30b-a3b"]) == 0
     assert "30,532,122,624, 3,353,032,704 active" in capsys.readouterr().out

@@ -3,12 +3,15 @@
 import argparse
 from collections.abc import Iterator
 
+import torch
+
 from ligermodels.cli.flags import Commands, add_command, positive
 from ligermodels.cli.parsing import add_dtype, add_revision, print_line
 from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
+from ligermodels.kernels.attention import packed_attention_name
 from ligermodels.layers.lora_targets import add_lora
-from ligermodels.memory import count_parameters, inference_memory, training_memory
+from ligermodels.memory import count_parameters, decoder_blocks, inference_memory, training_memory
 from ligermodels.units import byte_size, counted, memory_size
 
 
@@ -31,7 +34,8 @@ def add_to(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     described = describe(args.model, dtype=args.dtype, revision=args.revision)
     print_line(args.model)
-    for label, value in (*fact_lines(described), *memory_lines(described, args)):
+    attention = "attention", attention_line(described, args.dtype)
+    for label, value in (*fact_lines(described), attention, *memory_lines(described, args)):
         print_line(f"  {label:12} {value}".rstrip())
 
 
@@ -50,6 +54,15 @@ def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
     yield "files", f"{len(files)}, {byte_size(sum(size or 0 for size in files.values()))}" if files else "none"
     for name, size in files.items():
         yield "", f"{name}  {'missing' if size is None else byte_size(size)}"
+
+
+def attention_line(described: Description, dtype: torch.dtype | None) -> str:
+    """What computes the attention of training on this machine, and what would be faster to install."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)  # as training chooses it
+    softcap = decoder_blocks(described.model)[0].self_attn.softcap
+    name = packed_attention_name(device, dtype, described.model.config.head_dim, softcap)
+    return f"in training, {str(dtype).removeprefix('torch.')} on {device.type}: {name}"
 
 
 def memory_lines(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:

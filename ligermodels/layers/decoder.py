@@ -19,7 +19,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.cache import Cache
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.sampling import Sampling
-from ligermodels.kernels.attention import document_ids
+from ligermodels.kernels.attention_mask import document_ids
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.layers.attention import Positions

@@ -117,6 +117,7 @@ class TrainConfig:
         "only their inputs for the backward pass; auto: as few as fit into memory", shown="auto; tiny: none")
     compile: bool = setting("training", False, "torch.compile each block")
     seed: int = setting("training", 0, "seed of new weights, data order and dropout", SEED)
+    deterministic: bool = setting("training", False, "the same bits in every run on the same devices; slower attention")
 
     lora_rank: int | None = setting("LoRA", None, "rank of the LoRA updates", POSITIVE, shown="train all weights")
     lora_alpha: float | None = setting("LoRA", None, "the updates are scaled by alpha / rank", ABOVE_ZERO,

@@ -35,6 +35,7 @@ from ligermodels.training.reporting.loggers import open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
+from ligermodels.training.runs.determinism import deterministic_algorithms
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
 from ligermodels.training.runs.intervals import checkpoint_due, validation_due
 from ligermodels.training.runs.preparing import TORCH_DTYPES, prepare
@@ -81,6 +82,7 @@ def train(config: TrainConfig) -> TrainResult:
     chats = config.chat_template is not None or (has_template and data.validation.completion_only)
 
     with ExitStack() as held:
+        held.enter_context(deterministic_algorithms(config.deterministic, compiled=config.compile))
         output = config.resume or new_folder(config.output, default_folder(config.title))
         held.enter_context(locked(output))
         if config.resume is None:  # from here on --resume works; a resumed run writes its settings when it is restored

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from ligermodels.kernels import attention as module
+from ligermodels.kernels import flash_attention_2, flex_attention
 from ligermodels.kernels.attention import attention, attention_reference, dense_mask, packed_attention_name
+from ligermodels.kernels.attention_mask import Mask
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
@@ -17,17 +19,22 @@ def compile_afresh():
 
 def draw(batch=2, queries=37, keys=None, heads=6, kv_heads=2, size=16):
     """q, k, v as views of one packed projection, as in the layers."""
-    packed = torch.randn(batch, keys or queries, heads + 2 * kv_heads, size, dtype=torch.float64, device=DEVICE)
+    longest = max(queries, keys or queries)
+    packed = torch.randn(batch, longest, heads + 2 * kv_heads, size, dtype=torch.float64, device=DEVICE)
     q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
-    return q[:, :queries], k, v
+    return q[:, :queries], k[:, : keys or queries], v[:, : keys or queries]
+
+
+def offsets(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
 def compare(inputs, dtype, **options):
-    """attention against its reference, outputs and gradients."""
-    reference = {k: v for k, v in options.items() if k != "max_seqlen"}
+    """attention against its reference, outputs and gradients. inputs: q, k, v and, if there are any, sinks."""
+    reference = {k: v for k, v in options.items() if not k.startswith("max_seqlen")}
     check(
-        lambda q, k, v: attention(q, k, v, scale=SCALE, **options),
-        lambda q, k, v: attention_reference(q, k, v, SCALE, **reference),
+        lambda q, k, v, sinks=None: attention(q, k, v, scale=SCALE, sinks=sinks, **options),
+        lambda q, k, v, sinks=None: attention_reference(q, k, v, SCALE, sinks=sinks, **reference),
         inputs,
         dtype,
         factor=3.0,  # online softmax rescales running sums, which rounds more often than the reference
@@ -108,10 +115,154 @@ def test_the_reference_agrees_with_a_computation_by_hand():
     torch.testing.assert_close(out.cpu(), torch.tensor([10.0, 10 * weight + 20 * (1 - weight)]))
 
 
-def test_packed_documents_in_several_rows_raise():
-    q, k, v = draw()
-    with pytest.raises(ValueError, match="one row"):
-        attention(q, k, v, scale=1.0, cu_seqlens=torch.tensor([0, 37], dtype=torch.int32))
+# Offsets of queries and keys, each a document without queries and one without keys, or (queries, keys) of a row.
+LAYOUTS = {"a row": (9, 9), "fewer queries": (5, 9), "more queries": (9, 5),
+           "documents": ((0, 1, 5, 5, 9), (0, 3, 5, 7, 11)), "no keys": ((0, 4, 4, 9), (0, 0, 2, 5))}  # fmt: skip
+
+
+def by_hand(q, k, v, pairs, softcap=None, sinks=None):
+    """Attention of one row in float64. pairs: bool [T, S], which keys a query sees."""
+    group = q.shape[2] // k.shape[2]
+    out = torch.zeros_like(q)
+    for head in range(q.shape[2]):
+        for query in pairs.any(1).nonzero().flatten().tolist():
+            scores = SCALE * (k[0, pairs[query], head // group] @ q[0, query, head])
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            weights = torch.exp(scores)
+            total = weights.sum() + (0.0 if sinks is None else torch.exp(sinks[head]))
+            out[0, query, head] = (weights / total) @ v[0, pairs[query], head // group]
+    return out
+
+
+def pairs_by_hand(layout, causal, window):
+    ends, ends_k = layout if isinstance(layout[0], tuple) else ((0, layout[0]), (0, layout[1]))
+    pairs = torch.zeros(ends[-1], ends_k[-1], dtype=torch.bool)
+    for begin, end, begin_k, end_k in zip(ends, ends[1:], ends_k, ends_k[1:], strict=False):
+        for query in range(begin, end):
+            for key in range(begin_k, end_k):
+                ahead = (key - end_k) - (query - end)  # the last query is at the last key
+                pairs[query, key] = (not causal or ahead <= 0) and (window is None or abs(ahead) < window)
+    return pairs
+
+
+@pytest.mark.parametrize("extras", [(), ("softcap", "sinks")])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_reference_and_the_cpu_agree_with_loops_over_queries(layout, causal, window, extras):
+    pairs = pairs_by_hand(layout, causal, window)
+    q, k, v = (x.cpu() for x in draw(1, *pairs.shape, heads=4, size=8))
+    sinks = torch.randn(4, dtype=torch.float64) if "sinks" in extras else None
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    options = {"softcap": 2.0 if "softcap" in extras else None, "sinks": sinks}
+    expected = by_hand(q, k, v, pairs, **options)
+    upstream = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, inputs, upstream)
+    if isinstance(layout[0], tuple):
+        options |= {"cu_seqlens": offsets(*layout[0]).cpu(), "cu_seqlens_k": offsets(*layout[1]).cpu()}
+    for function in (attention, attention_reference):
+        out = function(q, k, v, scale=SCALE, causal=causal, window=window, **options)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(torch.autograd.grad(out, inputs, upstream), gradients)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 3.0}, {"causal": False}], ids=str)
+def test_sinks_are_within_the_error_budget(options, dtype):
+    sinks = torch.randn(6, dtype=torch.float64, device=DEVICE)
+    compare((*draw(), sinks), dtype, **options)
+    packed = options | {"cu_seqlens": offsets(0, 1, 12, 12, 37), "max_seqlen": 25}
+    compare((*draw(batch=1), sinks), dtype, **packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 5}, {"softcap": 3.0}, {"causal": False}, {"causal": False, "window": 5}], ids=str
+)
+def test_documents_with_more_keys_than_queries_are_within_the_error_budget(options, dtype):
+    documents = {"cu_seqlens": offsets(0, 1, 12, 12, 37), "cu_seqlens_k": offsets(0, 9, 20, 21, 50)}
+    compare(draw(1, 37, 50), dtype, **documents, max_seqlen=25, max_seqlen_k=29, **options)
+
+
+def test_the_cpu_and_the_gpu_take_sinks_over_a_cache():
+    sinks = torch.randn(6, dtype=torch.float64, device=DEVICE)
+    compare((*draw(queries=3, keys=24), sinks), torch.float32, position_ids=torch.tensor([[3, 4, 5]], device=DEVICE))
+
+
+def test_sinks_of_flash_attention_2_have_the_gradients_of_one_more_column(monkeypatch):
+    """Its kernels, which compute without sinks, are replaced by their formulas in float64."""
+
+    def scores_of(q, k):
+        return SCALE * torch.einsum("thd,shd->hts", q, k).masked_fill(~pairs, -torch.inf)
+
+    def run_forward(q, k, v, *options):
+        scores = scores_of(q, k)
+        return torch.einsum("hts,shd->thd", scores.softmax(-1), v), scores.logsumexp(-1), None, None
+
+    def run_backward(dout, q, k, v, out, lse, *options):
+        weights = torch.exp(scores_of(q, k) - lse[..., None])
+        dots = torch.einsum("thd,shd->hts", dout, v) - (dout * out).sum(-1).T[..., None]
+        dscores = SCALE * weights * dots
+        dk, dv = (torch.einsum("hts,thd->shd", *pair) for pair in ((dscores, q), (weights, dout)))
+        return torch.einsum("hts,shd->thd", dscores, k), dk, dv
+
+    monkeypatch.setattr(flash_attention_2, "run_forward", run_forward)
+    monkeypatch.setattr(flash_attention_2, "run_backward", run_backward)
+    pairs = pairs_by_hand(((0, 4, 9), (0, 4, 9)), True, None)
+    inputs = [x.cpu().requires_grad_() for x in (*draw(1, 9, heads=4, kv_heads=4, size=8), torch.randn(4).double())]
+    expected = by_hand(*inputs[:3], pairs, sinks=inputs[3])
+    out = flash_attention_2.flash_attention_2(*inputs, SCALE, Mask(cu_seqlens=offsets(0, 4, 9).cpu()), 0.0)
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn_like(out)
+    gradients = [torch.autograd.grad(x, inputs, upstream, retain_graph=True) for x in (out, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [True, False])
+def test_flex_attention_takes_sinks_windows_and_other_numbers_of_keys(causal, monkeypatch):
+    monkeypatch.setattr(flex_attention, "compiled_flex_attention", lambda: flex_attention.flex_attention_with_sinks)
+    monkeypatch.setattr(flex_attention, "shared_memory", lambda device: 0)
+    q, k, v = (x.float().cpu() for x in draw(1, 37, 50))
+    sinks, cu_seqlens, cu_seqlens_k = torch.randn(6), offsets(0, 1, 12, 12, 37).cpu(), offsets(0, 9, 20, 21, 50).cpu()
+    mask = Mask(4, 0 if causal else 4, cu_seqlens, cu_seqlens_k)
+    out = flex_attention.flex_attention(q, k, v, sinks, SCALE, 3.0, mask)
+    expected = attention_reference(
+        q, k, v, SCALE, 5, 3.0, cu_seqlens, causal=causal, sinks=sinks, cu_seqlens_k=cu_seqlens_k
+    )
+    torch.testing.assert_close(out, expected)
+    cu_seqlens_k[2] = 15  # the next batch, in the same tensor
+    expected = attention_reference(
+        q, k, v, SCALE, 5, 3.0, cu_seqlens, causal=causal, sinks=sinks, cu_seqlens_k=cu_seqlens_k
+    )
+    torch.testing.assert_close(flex_attention.flex_attention(q, k, v, sinks, SCALE, 3.0, mask), expected)
+
+
+REFUSED = {
+    "needs a batch of one row, but the batch has 2 rows": {"cu_seqlens": offsets(0, 37)},
+    "cu_seqlens_k needs cu_seqlens": {"cu_seqlens_k": offsets(0, 37)},
+    "they need causal=True": {"causal": False, "position_ids": torch.zeros(2, 37)},
+    "dropout cannot be combined with a softcap or with sinks": {"dropout": 0.1, "sinks": torch.zeros(6)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_arguments_that_contradict_each_other_raise(message):
+    with pytest.raises(ValueError, match=message):
+        attention(*draw(2 if "one row" in message or "position" in REFUSED[message] else 1), **REFUSED[message])
+
+
+def test_documents_with_other_numbers_of_keys_need_their_offsets():
+    with pytest.raises(ValueError, match="37 queries over 50 keys in documents need cu_seqlens_k"):
+        attention(*draw(1, 37, 50), cu_seqlens=offsets(0, 12, 37))
+
+
+def test_a_mask_of_quadratic_memory_is_told_once(recwarn):
+    for _ in range(2):
+        module.warn_of_quadratic_memory(torch.float32, 8)
+    assert [str(x.message) for x in recwarn] == [
+        "attention over packed documents in float32 with heads of 8 stores a mask of tokens x tokens; bfloat16 does not"
+    ]
 
 
 def test_the_default_scale_is_one_over_the_square_root_of_the_head_dimension():
