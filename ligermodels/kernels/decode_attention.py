@@ -29,7 +29,7 @@ from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 
 TILE_BYTES = 16384  # of the keys that one step of a program reads; as many of values
-WARPS, STAGES = 4, 3
+WARPS, STAGES, COMBINE_WARPS = 4, 3, 8
 PROGRAMS_PER_MULTIPROCESSOR = 4  # at least, if there are enough keys
 MIN_ROWS = 16  # of a tile of queries: the smallest height of tl.dot
 COMBINED_SPLITS = 64  # that the second kernel reads at a time
@@ -94,9 +94,8 @@ def _split_kernel(
     split = tl.program_id(0) // KV_HEADS % splits
     row = (tl.program_id(0) // KV_HEADS // splits).to(tl.int64)
     length, first_key, first_tile, tiles, share = _locate(lengths_ptr, row, splits, KEYS, WINDOW)
-    if SPLIT:
-        if split * share >= tiles:
-            return
+    if SPLIT and split * share >= tiles:
+        return
     query = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     key = tl.arange(0, KEYS)
@@ -105,19 +104,21 @@ def _split_kernel(
     q = tl.load(q_ptr + row * q_stride + q_head[:, None] * SIZE + column[None, :], q_mask, other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
-        if split == 0:  # the sink is where the first split starts from: a score whose value is zero
-            top = tl.load(sinks_ptr + q_head, query < GROUP, other=0.0).to(tl.float32) * LOG2_E
-            total += 1.0
+    if SINKS:  # the sink is where the first split starts from: a score whose value is zero
+        sink = tl.load(sinks_ptr + q_head, query < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        top = tl.where(split == 0, sink, top)
+        total += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     table_ptr += row * table_stride
     keys_ptr += head * SIZE
     values_ptr += head * SIZE
     first = first_tile + split * share
+    # A block is looked up one tile ahead: loads that wait for it in the same step would not be pipelined.
+    block = tl.load(table_ptr + first * KEYS // PAGE % max_blocks)
     for tile in range(first, tl.minimum(first + share, first_tile + tiles)):
         start = tile * KEYS
-        block = tl.load(table_ptr + start // PAGE % max_blocks).to(tl.int64)
-        slot = block * PAGE + start % PAGE + key
+        slot = block.to(tl.int64) * PAGE + start % PAGE + key
+        block = tl.load(table_ptr + (start + KEYS) // PAGE % max_blocks)
         visible = (start + key < length) & (start + key >= first_key)
         k_mask = visible[None, :] & (column < SIZE)[:, None]
         k = tl.load(keys_ptr + slot[None, :] * key_stride + column[:, None], k_mask, other=0.0)
@@ -183,8 +184,9 @@ def _launchers(
         num_warps=WARPS, num_stages=STAGES, **pdl,
     )  # fmt: skip
     combine = _combine_kernel.bind(
-        HEADS=heads, SIZE=size, WINDOW=window, KEYS=keys, SPLITS=COMBINED_SPLITS, WIDTH=width, num_warps=WARPS, **pdl
-    )
+        HEADS=heads, SIZE=size, WINDOW=window, KEYS=keys, SPLITS=COMBINED_SPLITS, WIDTH=width,
+        num_warps=COMBINE_WARPS, **pdl,
+    )  # fmt: skip
     return attend, combine
 
 

@@ -354,14 +354,17 @@ def adamw_case(batch, length, width) -> Case:
     return Case(ours, reference, tensors, [torch.tensor(3.0, device=DEVICE)])
 
 
-def decode_attention_case(batch, length, heads, kv_heads, head_size, **options) -> Case:
-    """Each token is a row of its own, with a length of up to three blocks in a pool of five."""
+def decode_attention_case(batch, length, heads, kv_heads, head_size, only_one=False, **options) -> Case:
+    """Each token is a row of its own, with a length of up to three blocks in a pool of five.
+
+    only_one: the op is called on the first row alone, whose keys are then split.
+    """
 
     def attend(function, q, keys, values, table, lengths):
-        pools, index = (x.to(q.dtype) for x in (keys, values)), (x.flatten(0, 1) for x in (table, lengths))
+        pools = [x.to(q.dtype) for x in (keys, values)]
+        q, table, lengths = (x.flatten(0, 1)[: 1 if only_one else None] for x in (q, table, lengths))
         with torch.no_grad():
-            out = function(q.flatten(0, 1), *pools, *index, scale=head_size**-0.5, page_size=64, **options)
-        return out.view(q.shape)
+            return function(q, *pools, table, lengths, scale=head_size**-0.5, page_size=64, **options)
 
     # Exact in half precision too: constants keep their dtype.
     pools = [normal(5 * 64, kv_heads, head_size).bfloat16().float() for _ in range(2)]
@@ -506,8 +509,8 @@ OPS = {
     "decode_attention": Op(
         draw=decode_attention_case, small=(6, 3, 20), real=(*HEADS, (14, 2, 64), (16, 1, 256)), has_gradients=False
     ),
-    "decode_attention with a window and a softcap": Op(
-        draw=partial(decode_attention_case, window=70, softcap=50.0), small=(6, 3, 20), real=((64, 8, 64), (8, 4, 256)),
-        has_gradients=False,
+    "decode_attention of one row, with a window and a softcap": Op(
+        draw=partial(decode_attention_case, only_one=True, window=70, softcap=50.0), small=(6, 3, 20),
+        real=((64, 8, 64), (8, 4, 256)), has_gradients=False,
     ),
 }  # fmt: skip
