@@ -58,7 +58,7 @@ def empty_results(targets: Tensor, metrics: bool, token_scaling: bool) -> RowRes
 
 
 @triton.jit
-def _softcap(x, softcap, FP32: tl.constexpr):
+def apply_softcap(x, softcap, FP32: tl.constexpr):
     """softcap * tanh(x / softcap)."""
     if FP32:
         # The exponential form cancels near zero: accurate enough for half precision; fp32 takes a series there.
@@ -77,7 +77,7 @@ def _softcap(x, softcap, FP32: tl.constexpr):
 def _load_logits(row_ptr, column, inside, logit_scale, softcap, SOFTCAP: tl.constexpr, POLICY: tl.constexpr):
     """The scaled and softcapped logits at `column`; outside the mask the values are meaningless."""
     logits = tl.load(row_ptr + column, inside, other=0.0, eviction_policy=POLICY).to(tl.float32) * logit_scale
-    return _softcap(logits, softcap, row_ptr.dtype.element_ty == tl.float32) if SOFTCAP else logits
+    return apply_softcap(logits, softcap, row_ptr.dtype.element_ty == tl.float32) if SOFTCAP else logits
 
 
 @triton.jit

@@ -139,6 +139,12 @@ def _forbid_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def refuse_gradients(op: str, *inputs: Tensor | None) -> None:
+    """Raises RuntimeError if autograd would record an op that has no backward."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        raise RuntimeError(f"{op}: has no backward; call it under torch.no_grad()")
+
+
 def widen(x: Tensor) -> Tensor:
     """`x` in the dtype that references compute in: fp32 for half precision, otherwise its own dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -21,6 +21,7 @@ from ligermodels.kernels.cross_entropy import (
     cross_entropy_with_metrics,
     cross_entropy_with_metrics_reference,
 )
+from ligermodels.kernels.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
@@ -100,6 +101,7 @@ class Op:
     # FLOPs of backward divided by those of forward: with all leaves trained, then with each leaf alone. Empty if there
     # is no matrix product, or one is in place, which FLOP counters miss.
     products: tuple[float, ...] = ()
+    has_gradients: bool = True
 
     def case(self, batch: int = 2, length: int = 4, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> Case:
         return self.draw(batch, length, *self.small).to(dtype, device)
@@ -352,6 +354,26 @@ def adamw_case(batch, length, width) -> Case:
     return Case(ours, reference, tensors, [torch.tensor(3.0, device=DEVICE)])
 
 
+def decode_attention_case(batch, length, heads, kv_heads, head_size, only_one=False, **options) -> Case:
+    """Each token is a row of its own, with a length of up to three blocks in a pool of five.
+
+    only_one: the op is called on the first row alone, whose keys are then split.
+    """
+
+    def attend(function, q, keys, values, table, lengths):
+        pools = [x.to(q.dtype) for x in (keys, values)]
+        q, table, lengths = (x.flatten(0, 1)[: 1 if only_one else None] for x in (q, table, lengths))
+        with torch.no_grad():
+            return function(q, *pools, table, lengths, scale=head_size**-0.5, page_size=64, **options)
+
+    # Exact in half precision too: constants keep their dtype.
+    pools = [normal(5 * 64, kv_heads, head_size).bfloat16().float() for _ in range(2)]
+    table = torch.randint(5, (batch, length, 3), device=DEVICE, dtype=torch.int32)
+    lengths = torch.randint(3 * 64 + 1, (batch, length), device=DEVICE)
+    ours, reference = (partial(attend, f) for f in (decode_attention, decode_attention_reference))
+    return Case(ours, reference, [normal(batch, length, heads, head_size)], [*pools, table, lengths])
+
+
 def run_all_kernels(name: str, case: Case) -> None:
     """Runs all kernels of a case: norms have other variants if their inputs are frozen."""
     for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
@@ -483,5 +505,12 @@ OPS = {
     # Not our kernels: the backend that runs anywhere. test_attention.py covers softcaps, document masking and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
-    "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14)),
+    "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14), has_gradients=False),
+    "decode_attention": Op(
+        draw=decode_attention_case, small=(6, 3, 20), real=(*HEADS, (14, 2, 64), (16, 1, 256)), has_gradients=False
+    ),
+    "decode_attention of one row, with a window and a softcap": Op(
+        draw=partial(decode_attention_case, only_one=True, window=70, softcap=50.0), small=(6, 3, 20),
+        real=((64, 8, 64), (8, 4, 256)), has_gradients=False,
+    ),
 }  # fmt: skip
