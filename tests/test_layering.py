@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "nn": {"kernels", "ops"},
     "configs": {"errors"},
     "weights": {"errors", "distributed", "configs"},
-    "generation": {"errors", "weights"},
+    "generation": {"errors", "units", "configs", "kernels", "weights"},
     "layers": {"errors", "configs", "kernels", "weights", "generation"},
     "memory": {"configs", "kernels", "layers"},
     "architectures": {"configs", "layers", "weights"},
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     },
     "verify": {"errors", "layers", "weights", "hub", "generation", "tokenizer"},
     "cli": {
-        *("errors", "units", "distributed", "configs", "layers", "weights", "architectures", "hub", "generation"),
+        *("errors", "units", "distributed", "configs", "kernels", "layers", "weights", "architectures", "hub", "generation"),
         *("tokenizer", "memory", "training", "verify", "aliases", "__version__"),
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},

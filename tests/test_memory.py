@@ -1,14 +1,14 @@
 """Memory estimates against measured bytes: tensors of tiny models, and peak memory of training steps on an H200."""
 
-import importlib
 
 import pytest
 import torch
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
-from ligermodels.generation.decoding import stream
-from ligermodels.generation.kv_cache import KVCache
+from ligermodels.generation.capacity import cache_bytes
+from ligermodels.generation.engine import Engine
+from ligermodels.generation.paged_cache import PAGE_SIZE
 from ligermodels.memory import count_parameters, inference_memory, state_bytes, training_memory
 from ligermodels.training.optimizers import build_optimizer
 from tests.cases import LLAMA
@@ -102,14 +102,14 @@ def nbytes(tensors):
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def test_the_size_of_the_key_value_cache_is_exact(monkeypatch):
-    caches = []
-    module = importlib.import_module("ligermodels.generation.decoding")
-    monkeypatch.setattr(module, "KVCache", lambda *args: caches.append(KVCache(*args)) or caches[-1])
+def test_the_size_of_the_key_value_cache_is_exact():
     model = ligermodels.create(MODELS["dense"])
-    next(stream(model, [[5, 6, 7], [8, 9]], 4))
-    allocated = nbytes(x for layer in caches[0].layers for x in (layer.keys, layer.values))
-    assert inference_memory(model, 2, 7, torch.float32).cache == allocated
+    engine = Engine(model, max_tokens=2 * 128)
+    engine.submit(range(5, 70), max_new_tokens=4)
+    next(engine.run())
+    allocated = nbytes(x for layer in engine.cache.layers for x in (layer.keys, layer.values))
+    page = cache_bytes(model, PAGE_SIZE, 1) - cache_bytes(model, 0, 1)
+    assert inference_memory(model, 2, 128, torch.float32).cache == allocated - page == 4 * page
 
 
 def test_only_the_top_k_experts_count_as_active():

@@ -7,7 +7,7 @@ import torch
 
 from ligermodels import hub
 from ligermodels.cli import main
-from ligermodels.generation.kv_cache import LayerCache
+from ligermodels.generation.rows import DecodeLayer
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.verify import parity, reference, round_trip
 from ligermodels.verify.certificate import file_name
@@ -71,7 +71,7 @@ def test_certificates_of_different_models_have_different_file_names(tmp_path, mo
 
 def test_each_check_detects_its_own_fault(folder, tmp_path, capsys, monkeypatch):
     """Faults in one gradient, the KV cache, bf16 only, the text, and the files other than weights; the rest passes."""
-    load, update, encode, render = hub.load, LayerCache.update, Tokenizer.encode, Tokenizer.render_chat_template
+    load, attend, encode, render = hub.load, DecodeLayer.attend, Tokenizer.encode, Tokenizer.render_chat_template
     config_of = round_trip.read_config
 
     def faulty(folder, dtype=None, **options):
@@ -82,8 +82,8 @@ def test_each_check_detects_its_own_fault(folder, tmp_path, capsys, monkeypatch)
                 layer.mlp.down_proj.weight.data += 0.1 * torch.randn(layer.mlp.down_proj.weight.shape).bfloat16()
         return model
 
-    def stale(self, k, v, position_ids):
-        return update(self, k, -v if k.shape[1] == 1 else v, position_ids)
+    def stale(self, q, k, v, position_ids, **options):
+        return attend(self, q, k, -v, position_ids, **options)
 
     def changed(folder):
         return config_of(folder) | ({"rms_norm_eps": 0.5} if folder.name == "export" else {})
@@ -92,7 +92,7 @@ def test_each_check_detects_its_own_fault(folder, tmp_path, capsys, monkeypatch)
         (folder / "tokenizer_config.json").write_text("{}")
 
     monkeypatch.setattr(hub, "load", faulty)
-    monkeypatch.setattr(LayerCache, "update", stale)
+    monkeypatch.setattr(DecodeLayer, "attend", stale)
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **options: encode(self, text, **options)[::-1])
     monkeypatch.setattr(Tokenizer, "render_chat_template", lambda *args, **options: render(*args, **options) + " ")
     monkeypatch.setattr(round_trip, "read_config", changed)

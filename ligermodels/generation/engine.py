@@ -17,9 +17,9 @@ from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import check_room, tokens_that_fit
 from ligermodels.generation.graphs import GraphedStep, rows_of_graph, uses_graphs
 from ligermodels.generation.paged_cache import PagedCache
-from ligermodels.generation.prefill import Piece, PrefillStep
-from ligermodels.generation.requests import Completion, Request, Sample
-from ligermodels.generation.rows import NO_TOKEN, Rows, decode_step
+from ligermodels.generation.prefill import PromptPiece, PrefillStep
+from ligermodels.generation.requests import GeneratedSample, Request, Sample
+from ligermodels.generation.rows import NO_TOKEN, RowStates, decode_step
 from ligermodels.generation.sampling import Sampling, SamplingOptions
 from ligermodels.generation.stop_tokens import model_stop_tokens
 from ligermodels.generation.texts import RowText, TextTokenizer
@@ -38,7 +38,7 @@ class Drawn:
 
 
 @dataclass(eq=False)
-class Prompt:
+class AdmittedRequest:
     """An admitted request, whose samples wait until its tokens are in the cache. done: how many are."""
 
     request: Request
@@ -86,10 +86,10 @@ class Engine:
         self.max_rows = max_rows
         self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
         self.cache = PagedCache(model.attention_windows(), self.max_tokens, max_length or self.max_tokens, max_rows)
-        self.rows = Rows.allocate(self.cache, max_rows, model.config.vocab_size, self.device)
+        self.rows = RowStates.allocate(self.cache, max_rows, model.config.vocab_size, self.device)
         self.graphs = GraphedStep(self.decode, model.parameters) if uses_graphs(model) else None
         self.waiting: deque[Request] = deque()
-        self.prompts: deque[Prompt] = deque()
+        self.prompts: deque[AdmittedRequest] = deque()
         self.samples: list[Sample] = []  # of the rows in use, in their order
         self.launched: deque[Launched] = deque()
         self.submitted = 0
@@ -135,7 +135,7 @@ class Engine:
             raise InputError("generate: a prompt is a text; give the engine a tokenizer, that of load_tokenizer")
         return self.tokenizer.encode_batch([text])[0]
 
-    def __iter__(self) -> Iterator[Completion]:
+    def __iter__(self) -> Iterator[GeneratedSample]:
         """Runs the requests until none is left, and yields each sample when it has ended."""
         for step in self.run():
             yield from (drawn.sample.completion() for drawn in step if drawn.sample.finish_reason is not None)
@@ -193,7 +193,9 @@ class Engine:
             self.waiting.popleft()
             in_use += count
             tables = self.cache.take(prompt_length, request.length, count)
-            self.prompts.append(Prompt(request, [self.sample(request, i, pages) for i, pages in enumerate(tables)]))
+            self.prompts.append(
+                AdmittedRequest(request, [self.sample(request, i, pages) for i, pages in enumerate(tables)])
+            )
 
     def sample(self, request: Request, number: int, tables: list[list[int]]) -> Sample:
         text = None if self.tokenizer is None else RowText(self.tokenizer, request.shown)
@@ -204,7 +206,7 @@ class Engine:
         pieces, complete, room = [], [], PREFILL_TOKENS
         for prompt in self.prompts:
             ids = prompt.request.ids
-            piece = Piece(ids[prompt.done : prompt.done + room], prompt.done, len(ids), prompt.samples[0].tables)
+            piece = PromptPiece(ids[prompt.done : prompt.done + room], prompt.done, len(ids), prompt.samples[0].tables)
             pieces.append(piece)
             complete.append(piece.stop == len(ids))
             prompt.done, room = piece.stop, room - len(piece.ids)
@@ -215,7 +217,7 @@ class Engine:
         if done:
             self.start(done, logits)
 
-    def forward_pieces(self, pieces: Sequence[Piece]) -> Tensor:
+    def forward_pieces(self, pieces: Sequence[PromptPiece]) -> Tensor:
         """Fills the cache with pieces of sequences; returns the logits [pieces, V] after the last token of each."""
         step = PrefillStep(self.cache, pieces, self.device)
         self.warn_beyond(max(piece.stop for piece in pieces) - 1)
@@ -224,7 +226,7 @@ class Engine:
             cache=step, logits_to_keep=step.last,
         ).logits[0]  # fmt: skip
 
-    def start(self, prompts: Sequence[Prompt], logits: Tensor) -> None:
+    def start(self, prompts: Sequence[AdmittedRequest], logits: Tensor) -> None:
         """Gives the samples of complete prompts rows behind those in use, and draws their first tokens.
 
         logits: [prompts or more, V], after each prompt.
@@ -263,10 +265,10 @@ class Engine:
         for sample in [sample for sample in self.samples if sample.position == switch]:
             ids = [*sample.request.ids, *sample.ids][: sample.position]
             for start in range(0, len(ids), PREFILL_TOKENS):
-                piece = Piece(ids[start : start + PREFILL_TOKENS], start, sample.position + 1, sample.tables)
+                piece = PromptPiece(ids[start : start + PREFILL_TOKENS], start, sample.position + 1, sample.tables)
                 self.forward_pieces([piece])
 
-    def note_launched(self, samples: list[Sample], rows: Rows) -> None:
+    def note_launched(self, samples: list[Sample], rows: RowStates) -> None:
         for sample in samples:
             sample.launched += 1
         self.launched.append(Launched(samples, read_later(rows.drawn, rows.logprobs)))

@@ -16,7 +16,7 @@ from ligermodels.kernels.attention import attention
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptPiece:
     """Consecutive tokens of a sequence, from position `start`. length: of the whole sequence that is prefilled.
 
     tables: of the row that they are written for.
@@ -82,7 +82,7 @@ class PrefillStep:
     last: int64 [pieces], the place of each piece's last token.
     """
 
-    def __init__(self, cache: PagedCache, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, cache: PagedCache, pieces: Sequence[PromptPiece], device: torch.device) -> None:
         lengths = torch.tensor([len(piece.ids) for piece in pieces])
         ends = lengths.cumsum(0)
         self.input_ids = torch.tensor([token for piece in pieces for token in piece.ids])[None].to(device)
@@ -106,7 +106,7 @@ class PrefillStep:
         pass
 
 
-def key_plan(pieces: Sequence[Piece], group: int, window: int | None, device: torch.device) -> KeyPlan:
+def key_plan(pieces: Sequence[PromptPiece], group: int, window: int | None, device: torch.device) -> KeyPlan:
     """The plan of one group of layers for these pieces."""
     tables = [torch.tensor(piece.tables[group]) for piece in pieces]
     slots = torch.cat([written_slots(piece, pages) for piece, pages in zip(pieces, tables, strict=True)]).to(device)
@@ -128,12 +128,12 @@ def key_plan(pieces: Sequence[Piece], group: int, window: int | None, device: to
     )
 
 
-def first_seen(piece: Piece, window: int | None) -> int:
+def first_seen(piece: PromptPiece, window: int | None) -> int:
     """The first position that a token of the piece attends to."""
     return 0 if window is None else max(0, piece.start - window + 1)
 
 
-def written_slots(piece: Piece, pages: Tensor) -> Tensor:
+def written_slots(piece: PromptPiece, pages: Tensor) -> Tensor:
     """The slots of a piece's tokens, int64 [n]; 0 for those that a ring of pages no longer holds at its end."""
     slots = slots_of(pages, torch.arange(piece.start, piece.stop))
     slots[: max(0, len(slots) - len(pages) * PAGE_SIZE)] = 0

@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Completion:
+class GeneratedSample:
     """A finished sample of a request.
 
     request: what `submit` returned. sample: its number among the request's samples. prompt, ids: token ids, of the
@@ -105,9 +105,9 @@ class Sample:
         self.pieces.append(piece)
         return piece
 
-    def completion(self) -> Completion:
+    def completion(self) -> GeneratedSample:
         assert self.finish_reason is not None
         text = None if self.text is None else "".join(self.pieces)
-        return Completion(
+        return GeneratedSample(
             self.request.number, self.number, self.request.ids, self.ids, self.logprobs, text, self.finish_reason
         )

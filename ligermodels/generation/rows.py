@@ -20,7 +20,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class NewRow:
-    """What a row begins with; fields as those of `Rows`. tables: its pages in each group."""
+    """What a row begins with; fields as those of `RowStates`. tables: its pages in each group."""
 
     NUMBERS: ClassVar = ("positions", "ends", "temperature", "top_k", "top_p", "min_p", "seeds", "streams")
 
@@ -37,7 +37,7 @@ class NewRow:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowStates:
     """What each row [R] is at. The first rows are those in use.
 
     tokens: int64, the last token, which the next step feeds. positions: int64, its position. ends: int64, the position
@@ -63,8 +63,8 @@ class Rows:
     tables: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, cache: PagedCache, count: int, vocab_size: int, device: torch.device) -> "Rows":
-        """Rows that are not in use."""
+    def allocate(cls, cache: PagedCache, count: int, vocab_size: int, device: torch.device) -> "RowStates":
+        """RowStates that are not in use."""
 
         def whole() -> Tensor:
             return torch.zeros(count, dtype=torch.int64, device=device)
@@ -85,11 +85,11 @@ class Rows:
             value = getattr(self, field.name)
             yield from (value if isinstance(value, tuple) else [value])
 
-    def view(self, start: int, stop: int) -> "Rows":
+    def view(self, start: int, stop: int) -> "RowStates":
         """Some rows, sharing memory with these."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tables = tuple(table[start:stop] for table in values.pop("tables"))
-        return Rows(tables=tables, **{name: value[start:stop] for name, value in values.items()})
+        return RowStates(tables=tables, **{name: value[start:stop] for name, value in values.items()})
 
     def assign(self, rows: Sequence["NewRow"]) -> None:
         """Begins as many rows as there are, behind their prompts."""
@@ -148,7 +148,7 @@ class DecodeCache:
 
     sequence_lengths = None
 
-    def __init__(self, cache: PagedCache, rows: Rows) -> None:
+    def __init__(self, cache: PagedCache, rows: RowStates) -> None:
         self.positions = rows.positions[:, None]
         lengths = (rows.positions + 1).where(rows.running, 0)
         slots = [next_slots(table, rows.positions).where(rows.running, 0) for table in rows.tables]
@@ -170,7 +170,7 @@ def next_slots(table: Tensor, positions: Tensor) -> Tensor:
     return pages.long() * PAGE_SIZE + positions % PAGE_SIZE
 
 
-def decode_step(model: Callable[..., Any], cache: PagedCache, rows: Rows, filtered: bool) -> None:
-    """Feeds the last token of every row, and draws the next. filtered: as in `Rows.append`."""
+def decode_step(model: Callable[..., Any], cache: PagedCache, rows: RowStates, filtered: bool) -> None:
+    """Feeds the last token of every row, and draws the next. filtered: as in `RowStates.append`."""
     view = DecodeCache(cache, rows)
     rows.append(model(rows.tokens[:, None], position_ids=view.positions, cache=view).logits[:, -1], filtered)

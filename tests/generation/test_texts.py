@@ -4,8 +4,8 @@ import pytest
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation.decoding import model_stop_tokens
-from ligermodels.generation.texts import text_steps
+from ligermodels.generation.stop_tokens import model_stop_tokens
+from ligermodels.generation.texts import RowText
 from ligermodels.tokenizer import Tokenizer
 from tests.conftest import DEVICE
 from tests.interop.folders import new_tokenizer, tiny_model
@@ -49,10 +49,11 @@ def test_an_incomplete_character_is_held_back_until_its_row_ends():
     first, second, third = tokenizer.encode("你", add_special_tokens=False)
 
     def pieces(*tokens):
-        return [piece for [piece] in text_steps(iter([[token] for token in tokens]), [[0]], tokenizer, {5})]
+        row = RowText(tokenizer, [0])
+        return [row.step(token) for token in tokens] + [row.end()]
 
-    assert pieces(first, second, third, 5) == ["", "", "你", ""]
-    assert pieces(first, 5) == pieces(first) == ["", "\N{REPLACEMENT CHARACTER}"]
+    assert pieces(first, second, third) == ["", "", "你", ""]
+    assert pieces(first) == ["", "\N{REPLACEMENT CHARACTER}"]
 
 
 def test_the_text_of_the_prompt_is_left_out_also_where_its_end_is_held_back(tmp_path):
@@ -61,14 +62,15 @@ def test_the_text_of_the_prompt_is_left_out_also_where_its_end_is_held_back(tmp_
     prompt = tokenizer.encode("It is 你")
     assert tokenizer.tokenizer.id_to_token(prompt[-1]) == "<0xA0>"
     more = tokenizer.encode(" one", add_special_tokens=False)
-    shown = "".join(piece for [piece] in text_steps(iter([[token] for token in more]), [prompt], tokenizer, ()))
+    row = RowText(tokenizer, prompt)
+    shown = "".join(map(row.step, more)) + row.end()
     assert shown == tokenizer.decode(prompt + more)[len(tokenizer.decode(prompt)) :] and "one" in shown
 
 
 def test_a_stream_of_texts_has_a_piece_of_every_row_and_step(model):
     tokenizer = new_tokenizer()
     steps = list(ligermodels.stream(model, TEXTS, 24, tokenizer=tokenizer, temperature=1.5, seed=3))
-    assert len(steps) == 25 and {len(pieces) for pieces in steps} == {2}
+    assert len(steps) == 24 and {len(pieces) for pieces in steps} == {2}
     assert ["".join(row) for row in zip(*steps, strict=True)] == sampled(model, TEXTS, tokenizer=tokenizer)
 
 

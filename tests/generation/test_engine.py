@@ -1,0 +1,160 @@
+"""The generation engine gives each request what a full forward of its tokens gives, whatever else it runs."""
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.errors import InputError
+from ligermodels.generation import engine as engine_module
+from ligermodels.generation.engine import Engine
+from ligermodels.generation.paged_cache import PAGE_SIZE
+from tests.cases import CASES
+from tests.conftest import DEVICE
+from tests.reference_model import tokens
+
+FAMILIES = [name for name in CASES if "-" not in name]
+PROMPTS = (3, 150, 70, 1, 64)  # tokens; windows are of a few, tables of windowed layers of two pages
+NEW = 70
+
+pytestmark = pytest.mark.filterwarnings("ignore:the text is longer than")
+
+
+def build(name):
+    """A model in fp64 with sharp attention, so that a key that should not be seen shows."""
+    model = ligermodels.create(CASES[name], device=DEVICE).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)
+    return model
+
+
+def prompts(name, lengths=PROMPTS):
+    return [tokens(CASES[name], 1, length, seed=length)[0].tolist() for length in lengths]
+
+
+def run(engine, prompts, **options):
+    """The completions of the prompts, in their order."""
+    options = {"max_new_tokens": NEW, "stop_tokens": ()} | options
+    for prompt in prompts:
+        engine.submit(prompt, **options)
+    return sorted(engine, key=lambda completion: (completion.request, completion.sample))
+
+
+def check_greedy(model, completion):
+    """Each token is the most likely one of a full forward of those before it, and has its log-probability."""
+    row = torch.tensor([[*completion.prompt, *completion.ids]], device=DEVICE)
+    with torch.no_grad():
+        logits = model(row[:, :-1]).logits[0, len(completion.prompt) - 1 :]
+    assert completion.ids == logits.argmax(-1).tolist()
+    expected = logits.log_softmax(-1).max(-1).values
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected.float().cpu(), rtol=1e-5, atol=1e-6)
+
+
+def all_free(engine):
+    return [len(pool.free) for pool in engine.cache.pools] == [group.pages for group in engine.cache.groups]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_gives_the_tokens_of_its_full_forward(name, monkeypatch):
+    """In a batch of two rows, which three of the prompts enter late; prompts come in pieces of 50 tokens."""
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 50)
+    model = build(name)
+    engine = Engine(model, max_tokens=1024, max_rows=2)
+    completions = run(engine, prompts(name))
+    assert [completion.prompt for completion in completions] == prompts(name)
+    for completion in completions:
+        assert len(completion.ids) == NEW and completion.finish_reason == "length"
+        check_greedy(model, completion)
+    assert all_free(engine)
+
+
+@pytest.mark.parametrize("name", ["llama-rope-dynamic", "phi3-longrope-long"])
+def test_frequencies_that_depend_on_the_length_are_those_of_each_request(name, monkeypatch):
+    model = build(name)
+    lengths = (3, 18, 22, 40)
+    alone = [ligermodels.generate(model, [prompt], max_new_tokens=25, stop_tokens=()) for prompt in prompts(name, lengths)]
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 7)
+    together = run(Engine(model, max_tokens=512, max_rows=3), prompts(name, lengths), max_new_tokens=25)
+    assert [[completion.ids] for completion in together] == alone
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("length", [5, 64, 100])
+def test_samples_of_a_request_share_the_pages_of_its_prompt(name, length):
+    """Only pages that a sample writes to are its own: the page where the prompt ends, and those behind."""
+    model = build(name)
+    engine = Engine(model, max_tokens=1024)
+    prompt = prompts(name, [length])[0]
+    for completion in run(engine, [prompt], n=3):
+        assert completion.finish_reason == "length"
+        check_greedy(model, completion)
+    whole = -(-(length + NEW - 1) // PAGE_SIZE)
+    shared = length // PAGE_SIZE
+    assert engine.cache.pages_needed(length, length + NEW - 1, 3)[0] == shared + 3 * (whole - shared)
+    assert all_free(engine)
+
+
+def test_layers_with_a_window_keep_the_pages_of_their_window():
+    engine = Engine(build("gemma2"), max_tokens=4096, max_rows=4)
+    full, windowed = engine.cache.groups
+    assert full.window is None and full.pages == 64 and full.width == 64
+    assert windowed.window == CASES["gemma2"]["sliding_window"] and windowed.width == 2 and windowed.pages == 8
+
+
+def test_a_sample_ends_at_its_stop_token_and_others_go_on():
+    model = build("llama")
+    free = run(Engine(model, max_tokens=1024), prompts("llama"))
+    stop = free[1].ids[4]
+    for completion, whole in zip(
+        run(Engine(model, max_tokens=1024), prompts("llama"), stop_tokens=[stop]), free, strict=True
+    ):
+        stopped = stop in whole.ids
+        assert completion.ids == (whole.ids[: whole.ids.index(stop) + 1] if stopped else whole.ids)
+        assert completion.finish_reason == ("stop" if stopped else "length")
+
+
+def test_an_engine_takes_more_requests_and_new_weights_after_it_has_run():
+    model = build("llama")
+    engine = Engine(model, max_tokens=512)
+    first = run(engine, prompts("llama", [5]))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(-1)
+    second = run(engine, prompts("llama", [5]))
+    assert first[0].ids != second[0].ids and [first[0].request, second[0].request] == [0, 1]
+    check_greedy(model, second[0])
+
+
+def test_a_run_that_ends_early_leaves_nothing_behind():
+    model = build("llama")
+    engine = Engine(model, max_tokens=512, max_rows=2)
+    for prompt in prompts("llama"):
+        engine.submit(prompt, max_new_tokens=9)
+    for step in engine.run():
+        assert step
+        break
+    assert all_free(engine) and not engine.waiting and not engine.samples and not engine.launched
+    check_greedy(model, run(engine, prompts("llama", [5]))[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "a prompt is empty; give each at least one token"),
+        ({"prompt": [5, 99]}, "token id 99 is outside the vocabulary of 99"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; must be at least 1"),
+        ({"prompt": "text"}, "a prompt is a text; give the engine a tokenizer"),
+        ({"n": 5}, "n is 5, but the engine runs 4 samples at a time"),
+        ({"max_new_tokens": 200}, "a prompt of 2 tokens and 200 new ones is longer than the 128 that the engine holds"),
+        ({"n": 4, "max_new_tokens": 120}, "4 samples of a prompt of 2 tokens and 120 new ones need 512 tokens of the cache"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_when_it_is_submitted(options, message):
+    engine = Engine(build("llama"), max_tokens=256, max_length=128, max_rows=4)
+    with pytest.raises(InputError, match=message):
+        engine.submit(**{"prompt": [5, 6], "max_new_tokens": 4} | options)
+    assert not engine.waiting
+
+
+def test_on_the_cpu_the_size_of_the_cache_must_be_given():
+    with pytest.raises(InputError, match="max_tokens is missing; on the CPU"):
+        Engine(ligermodels.create(CASES["llama"]))
