@@ -20,8 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the text is longer than")
 
 
 def build(name):
-    """A model in fp64 with sharp attention, so that a key that should not be seen shows."""
-    model = ligermodels.create(CASES[name], device=DEVICE).double().eval()
+    """A model in fp64, on a GPU fp32, with sharp attention, so that a key that should not be seen shows."""
+    dtype = torch.float64 if DEVICE == "cpu" else torch.float32
+    model = ligermodels.create(CASES[name], device=DEVICE).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(5)
