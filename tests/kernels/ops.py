@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.adamw import adamw_, adamw_reference
@@ -25,6 +26,7 @@ from ligermodels.kernels.cross_entropy import (
 from ligermodels.kernels.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference
+from ligermodels.kernels.few_rows_linear import few_rows_gated_linear, few_rows_linear, few_rows_norm_linear
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
@@ -420,6 +422,21 @@ def cache_write_case(batch, length, heads, kv_heads, head_size) -> Case:
     return Case(ours, partial(write_all, *references), [qkv, *weights], [*angles(length, head_size), slots])
 
 
+def few_rows_linear_case(batch, length, hidden, width) -> Case:
+    """The three linears of few rows, of the first three rows."""
+
+    def multiply_all(plain, norm, gated, x, residual, gate_up, norm_weight, weight, bias):
+        x, residual, gate_up = (y.flatten(0, 1)[:3] for y in (x, residual, gate_up))
+        with torch.no_grad():
+            normed = norm(x, residual, norm_weight, weight, bias, EPS)
+            return plain(x, weight), *normed, gated(gate_up, weight, None, "silu")
+
+    ours = partial(multiply_all, few_rows_linear, few_rows_norm_linear, few_rows_gated_linear)
+    reference = partial(multiply_all, F.linear, norm_linear_reference, gated_linear_reference)
+    stream = [normal(batch, length, hidden), normal(batch, length, hidden), normal(batch, length, 2 * hidden)]
+    return Case(ours, reference, [*stream, normal(hidden), normal(width, hidden, scale=0.1), normal(width)], [])
+
+
 def run_all_kernels(name: str, case: Case) -> None:
     """Runs all kernels of a case: norms have other variants if their inputs are frozen."""
     for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
@@ -552,6 +569,9 @@ OPS = {
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14), has_gradients=False),
+    "linears of few rows": Op(
+        draw=few_rows_linear_case, small=(33, 7), real=((896, 1152), (4096, 6144), (14336, 4096)), has_gradients=False
+    ),
     "cache writes": Op(draw=cache_write_case, small=(5, 3, 20), real=HEADS, has_gradients=False),
     "decode_attention": Op(
         draw=decode_attention_case, small=(6, 3, 20), real=(*HEADS, (14, 2, 64), (16, 1, 256)), has_gradients=False
