@@ -50,7 +50,7 @@ def qk_norm_rope_reference(
 
 
 @triton.jit
-def _rstd(
+def heads_rstd(
     x, eps, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr
 ):
     """1 / root mean square: of each head of the single tile in x [TILE, 1], or of all HEADS in the tiles x [1, 1]."""
@@ -64,7 +64,7 @@ def _rstd(
 
 
 @triton.jit
-def _norm_heads(
+def norm_heads(
     x, rstd, weight, y_ptr, cos, sin, offset, first, HEADS: tl.constexpr,
     SIZE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -97,24 +97,24 @@ def _forward_kernel(
     if WHOLE_ROW:
         q = load_heads(q_ptr, SIZE, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS)
         k = load_heads(k_ptr, SIZE, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS)
-        q_rstd = _rstd(q, eps, Q_HEADS, SIZE, TILE, PAIRS, True)
-        k_rstd = _rstd(k, eps, K_HEADS, SIZE, TILE, PAIRS, True)
+        q_rstd = heads_rstd(q, eps, Q_HEADS, SIZE, TILE, PAIRS, True)
+        k_rstd = heads_rstd(k, eps, K_HEADS, SIZE, TILE, PAIRS, True)
         weight = load_heads(q_weight_ptr, SIZE, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS, KEEP=True)
-        _norm_heads(q, q_rstd, weight, q_out_ptr, cos, sin, offset, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS)
+        norm_heads(q, q_rstd, weight, q_out_ptr, cos, sin, offset, 0, Q_HEADS, SIZE, q_tiles, TILE, PAIRS)
         weight = load_heads(k_weight_ptr, SIZE, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS, KEEP=True)
-        _norm_heads(k, k_rstd, weight, k_out_ptr, cos, sin, offset, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS)
+        norm_heads(k, k_rstd, weight, k_out_ptr, cos, sin, offset, 0, K_HEADS, SIZE, k_tiles, TILE, PAIRS)
     elif part < q_tiles:
         first = part * TILE
         q = load_heads(q_ptr, SIZE, first, Q_HEADS, SIZE, 1, TILE, PAIRS)
         weight = load_heads(q_weight_ptr, 0, 0, Q_HEADS, SIZE, 1, TILE, PAIRS)
-        rstd = _rstd(q, eps, Q_HEADS, SIZE, TILE, PAIRS, False)
-        _norm_heads(q, rstd, weight, q_out_ptr, cos, sin, offset, first, Q_HEADS, SIZE, 1, TILE, PAIRS)
+        rstd = heads_rstd(q, eps, Q_HEADS, SIZE, TILE, PAIRS, False)
+        norm_heads(q, rstd, weight, q_out_ptr, cos, sin, offset, first, Q_HEADS, SIZE, 1, TILE, PAIRS)
     else:
         first = (part - q_tiles) * TILE
         k = load_heads(k_ptr, SIZE, first, K_HEADS, SIZE, 1, TILE, PAIRS)
         weight = load_heads(k_weight_ptr, 0, 0, K_HEADS, SIZE, 1, TILE, PAIRS)
-        rstd = _rstd(k, eps, K_HEADS, SIZE, TILE, PAIRS, False)
-        _norm_heads(k, rstd, weight, k_out_ptr, cos, sin, offset, first, K_HEADS, SIZE, 1, TILE, PAIRS)
+        rstd = heads_rstd(k, eps, K_HEADS, SIZE, TILE, PAIRS, False)
+        norm_heads(k, rstd, weight, k_out_ptr, cos, sin, offset, first, K_HEADS, SIZE, 1, TILE, PAIRS)
 
 
 @triton.jit
@@ -374,6 +374,18 @@ class _QKNormRope(Node):
         return dqkv if input_grad else None, dwq if q_grad else None, dwk if k_grad else None, *[None] * 6
 
 
+def check_norm_weights(
+    op: str, q_weight: Tensor, k_weight: Tensor, num_heads: int, num_kv_heads: int, head_size: int
+) -> None:
+    """Raises ValueError if the weights are neither for each head nor for all heads of a token."""
+    whole_row = num_heads * head_size, num_kv_heads * head_size
+    if (len(q_weight), len(k_weight)) not in ((head_size, head_size), whole_row):
+        raise ValueError(
+            f"{op}: q_weight has {len(q_weight)} elements, k_weight {len(k_weight)};"
+            f" they must have {head_size} each, or {whole_row[0]} and {whole_row[1]}"
+        )
+
+
 def qk_norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     num_heads: int, num_kv_heads: int, eps: float = 1e-6, offset: float = 0.0,
@@ -386,12 +398,7 @@ def qk_norm_rope(
     of one new tensor; v [B, T, num_kv_heads, D], a view of qkv). Raises ValueError if the shapes do not match.
     """
     head_size = check_qkv_shapes("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads, partial=False)
-    whole_row = num_heads * head_size, num_kv_heads * head_size
-    if (len(q_weight), len(k_weight)) not in ((head_size, head_size), whole_row):
-        raise ValueError(
-            f"qk_norm_rope: q_weight has {len(q_weight)} elements, k_weight {len(k_weight)};"
-            f" they must have {head_size} each, or {whole_row[0]} and {whole_row[1]}"
-        )
+    check_norm_weights("qk_norm_rope", q_weight, k_weight, num_heads, num_kv_heads, head_size)
     if not runs_kernels(qkv):
         return qk_norm_rope_reference(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
     return _QKNormRope.apply(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)

@@ -52,7 +52,7 @@ def rope_reference(
 
 
 @triton.jit
-def _rotate_heads(
+def rotate_heads(
     source_ptr, source_stride, target_ptr, cos_ptr, sin_ptr, angle_row, sign, first, HEADS: tl.constexpr,
     SIZE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _forward_kernel(
     token = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * TILE
     x_ptr = qkv_ptr + token.to(tl.int64) * qkv_stride
-    _rotate_heads(
+    rotate_heads(
         x_ptr, SIZE, x_ptr, cos_ptr, sin_ptr, token % angle_rows, 1.0, first,
         HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def _rotate_heads_back(
     ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of TILE heads of one token: ROTATED dimensions rotated back, the others copied."""
-    _rotate_heads(
+    rotate_heads(
         dy_ptr, dy_head, dx_ptr, cos_ptr, sin_ptr, angle_row, -1.0, first,
         HEADS, SIZE, ROTATED, INTERLEAVED, TILE, PAIRS,
     )  # fmt: skip
@@ -244,6 +244,12 @@ class _Rope(Node):
         return dqkv, None, None, None, None, None
 
 
+def check_row_stride(op: str, qkv: Tensor) -> None:
+    """Raises ValueError if the projection cannot be rotated in place."""
+    if not qkv.is_contiguous() and qkv.stride(-1) != 1:
+        raise ValueError(f"{op}: qkv has strides {qkv.stride()}; to rotate it in place the last must be 1")
+
+
 def rope_(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,8 +263,7 @@ def rope_(
     the last dimension of qkv is not 1, or if the angles are not contiguous.
     """
     check_qkv_shapes("rope_", qkv, cos, sin, num_heads, num_kv_heads, partial=True)
-    if not qkv.is_contiguous() and qkv.stride(-1) != 1:
-        raise ValueError(f"rope_: qkv has strides {qkv.stride()}; to rotate it in place the last must be 1")
+    check_row_stride("rope_", qkv)
     if not runs_kernels(qkv):
         return rope_reference(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
     return _Rope.apply(qkv, cos, sin, num_heads, num_kv_heads, interleaved)

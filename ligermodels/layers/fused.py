@@ -1,9 +1,9 @@
-"""Chooses between a fused autograd node and the unfused operations. No other file makes this choice.
+"""Chooses between a fused autograd node, a kernel for few rows and the unfused operations. No other file does.
 
 A fused node reads the weights of a plain `nn.Linear` or a whole `PackedLinear`, with or without LoRA, and of our
 RMSNorm. The unfused operations run where a module was replaced (float8, PEFT, a parametrization), has hooks, has been
 taken apart, has a quantised weight, or has active LoRA dropout: every module is then called, with one tensor. Both
-paths give the same numbers. Must not know what a projection is used for.
+paths give the same numbers. The kernels for few rows run in inference. Must not know what a projection is used for.
 """
 
 from typing import NamedTuple, TypeGuard
@@ -12,6 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ligermodels.kernels.dispatch import is_traced, runs_kernels
+from ligermodels.kernels.few_rows_linear import (
+    FEW_ROWS,
+    few_rows_gated_linear,
+    few_rows_linear,
+    few_rows_norm_linear,
+)
 from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.kernels.gated_linear import gated_linear
 from ligermodels.kernels.linear import LowRank, low_rank_linear
@@ -53,9 +60,18 @@ def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights 
     return None
 
 
+def has_few_rows(x: Tensor, weights: LinearWeights) -> bool:
+    """Whether a linear runs by the kernels for few rows: a step of generation, without LoRA."""
+    if torch.is_grad_enabled() or weights.low_rank is not None or is_traced((x, weights.weight)):
+        return False
+    return runs_kernels(x) and x.shape[:-1].numel() <= FEW_ROWS
+
+
 def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:
     """x [..., K] -> projection(x) [..., N]; base and LoRA as one autograd node where possible."""
     weights = fusible_weights(projection, x.dtype)
+    if weights is not None and x.dtype == weights.weight.dtype and has_few_rows(x, weights):
+        return few_rows_linear(x, weights.weight, weights.bias)
     if weights is None or weights.low_rank is None:
         return projection(x)
     return low_rank_linear(x, weights.weight, weights.bias, weights.low_rank)
@@ -82,6 +98,8 @@ def norm_then_linear(
     module, weights = norm.module, fusible_weights(projection, x.dtype)
     if weights is not None and is_unmodified(module, RMSNorm):
         weight, bias, low_rank = weights
+        if has_few_rows(x, weights):
+            return few_rows_norm_linear(x, residual, module.weight, weight, bias, module.eps, module.offset)
         return norm_linear(x, residual, module.weight, weight, bias, module.eps, module.offset, low_rank)
     normed, hidden = add_then_norm(module, x, residual)
     return apply_linear(projection, normed), hidden
@@ -116,4 +134,6 @@ def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: n
     if weights is None:
         return projection(gated_activation(gate_up, activation, inplace=True))
     weight, bias, low_rank = weights
+    if has_few_rows(gate_up, weights):
+        return few_rows_gated_linear(gate_up, weight, bias, activation)
     return gated_linear(gate_up, weight, bias, activation, low_rank, inplace=True)

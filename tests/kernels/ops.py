@@ -11,10 +11,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.adamw import adamw_, adamw_reference
 from ligermodels.kernels.attention import attention, attention_reference
+from ligermodels.kernels.cache_write import CacheSlots, write_cache, write_cache_reference
 from ligermodels.kernels.cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
@@ -24,6 +26,7 @@ from ligermodels.kernels.cross_entropy import (
 from ligermodels.kernels.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference
+from ligermodels.kernels.few_rows_linear import few_rows_gated_linear, few_rows_linear, few_rows_norm_linear
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
@@ -37,6 +40,7 @@ from ligermodels.kernels.linear_cross_entropy import (
 )
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from ligermodels.kernels.qkv_heads import split_heads
 from ligermodels.kernels.rms_norm import (
     CHUNKED_WIDTHS,
     add_rms_norm,
@@ -45,6 +49,7 @@ from ligermodels.kernels.rms_norm import (
     rms_norm_reference,
 )
 from ligermodels.kernels.rope import rope_, rope_reference
+from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from tests.conftest import DEVICE
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -374,6 +379,64 @@ def decode_attention_case(batch, length, heads, kv_heads, head_size, only_one=Fa
     return Case(ours, reference, [normal(batch, length, heads, head_size)], [*pools, table, lengths])
 
 
+def cache_write_case(batch, length, heads, kv_heads, head_size) -> Case:
+    """The ops that write to a cache, each with a cache of its own: their outputs, and what they wrote.
+
+    The norms are those of whole rows, then those of heads, which have the first weights of those.
+    """
+
+    def write_all(plain, rope, qk_norm, qkv, q_weight, k_weight, cos, sin, slots):
+        settings = cos, sin, heads, kv_heads
+        of_heads = q_weight[:head_size], k_weight[:head_size]
+        ops = (
+            lambda qkv, cache: plain(*split_heads(qkv, heads, kv_heads)[1:], cache),
+            lambda qkv, cache: rope(qkv, *settings, False, cache),
+            lambda qkv, cache: qk_norm(qkv, q_weight, k_weight, *settings, EPS, 0.0, cache),
+            lambda qkv, cache: qk_norm(qkv, *of_heads, *settings, EPS, 0.0, cache),
+        )
+        outputs = []
+        with torch.no_grad():
+            for op in ops:
+                keys, values = (qkv.new_zeros(4096, kv_heads, head_size) for _ in range(2))
+                cache = CacheSlots(keys, values, slots.flatten().contiguous())
+                consumed = qkv.clone(memory_format=torch.contiguous_format)
+                outputs += [*(op(consumed, cache) or ()), keys, values]
+        return tuple(outputs)
+
+    def then_write(rotate):
+        def call(*inputs):
+            q, k, v = rotate(*inputs[:-1])
+            write_cache_reference(k, v, *inputs[-1])
+            return q, k, v
+
+        return call
+
+    def plain_reference(k, v, cache):
+        write_cache_reference(k, v, *cache)
+
+    ours = partial(write_all, write_cache, rope_write_cache_, qk_norm_rope_write_cache)
+    references = plain_reference, then_write(rope_reference), then_write(qk_norm_rope_reference)
+    qkv = normal(batch, length, (heads + 2 * kv_heads) * head_size)
+    slots = torch.randperm(4096, device=DEVICE)[: batch * length].view(batch, length)
+    weights = normal(heads * head_size), normal(kv_heads * head_size)
+    return Case(ours, partial(write_all, *references), [qkv, *weights], [*angles(length, head_size), slots])
+
+
+def few_rows_linear_case(batch, length, hidden, width) -> Case:
+    """The three linears of few rows, of the first three rows."""
+
+    def multiply_all(plain, norm, gated, x, residual, gate_up, norm_weight, weight, bias):
+        x, residual, gate_up = (y.flatten(0, 1)[:3] for y in (x, residual, gate_up))
+        with torch.no_grad():
+            normed = norm(x, residual, norm_weight, weight, bias, EPS)
+            return plain(x, weight), *normed, gated(gate_up, weight, None, "silu")
+
+    ours = partial(multiply_all, few_rows_linear, few_rows_norm_linear, few_rows_gated_linear)
+    reference = partial(multiply_all, F.linear, norm_linear_reference, gated_linear_reference)
+    stream = [normal(batch, length, hidden), normal(batch, length, hidden), normal(batch, length, 2 * hidden)]
+    return Case(ours, reference, [*stream, normal(hidden), normal(width, hidden, scale=0.1), normal(width)], [])
+
+
 def run_all_kernels(name: str, case: Case) -> None:
     """Runs all kernels of a case: norms have other variants if their inputs are frozen."""
     for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
@@ -506,6 +569,10 @@ OPS = {
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14), has_gradients=False),
+    "linears of few rows": Op(
+        draw=few_rows_linear_case, small=(33, 7), real=((896, 1152), (4096, 6144), (14336, 4096)), has_gradients=False
+    ),
+    "cache writes": Op(draw=cache_write_case, small=(5, 3, 20), real=HEADS, has_gradients=False),
     "decode_attention": Op(
         draw=decode_attention_case, small=(6, 3, 20), real=(*HEADS, (14, 2, 64), (16, 1, 256)), has_gradients=False
     ),

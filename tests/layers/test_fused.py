@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ligermodels
+from ligermodels.kernels.few_rows_linear import FEW_ROWS
 from ligermodels.kernels.linear import LowRank
+from ligermodels.layers import fused
 from ligermodels.layers.fused import fusible_weights
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.packed import PackedLinear
@@ -70,6 +72,25 @@ def assert_equal(got, expected, count):
 
 PARAMETERS = 3 * (4 * 2 + 2) + 3  # three layers with four biased projections and two norms; embedding, norm, head
 ADAPTERS = 3 * 4 * 2
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])
+def test_inference_of_few_rows_takes_their_kernels_with_equal_logits(rows, monkeypatch):
+    """The linears of a layer: norm and qkv, o, norm and gate_up, activation and down."""
+    called = []
+    for name in ("few_rows_linear", "few_rows_norm_linear", "few_rows_gated_linear"):
+        kernel = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *x, kernel=kernel: called.append(kernel.__name__) or kernel(*x))
+    ids = torch.randint(3, 99, (1, rows), device=DEVICE)
+    model = ligermodels.create(BIASED, device=DEVICE)
+    expected = model(ids).logits
+    assert not called
+    with torch.no_grad():
+        got = model(ids).logits
+    layer = ["few_rows_norm_linear", "few_rows_linear", "few_rows_norm_linear", "few_rows_gated_linear"]
+    assert called == (3 * layer if rows <= FEW_ROWS else [])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("kernels")
