@@ -39,31 +39,34 @@ def decode_attention_reference(
     q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, *, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, page_size: int,
 ) -> Tensor:  # fmt: skip
-    """Reads the lengths on the host."""
-    out = torch.zeros_like(q)
-    for row, length in enumerate(lengths.tolist()):
-        first = 0 if window is None else max(0, length - window)
-        pages = torch.arange(first // page_size, cdiv(length, page_size), device=q.device)
-        blocks = block_table[row, pages % block_table.shape[1]]
-        visible = slice(first % page_size, first % page_size + length - first)
-        k, v = (x.unflatten(0, (-1, page_size))[blocks].flatten(0, 1)[visible] for x in (keys, values))
-        if length:
-            out[row] = _attend(q[row], k, v, scale, softcap, sinks)
-    return out
+    """Reads the lengths on the host. All rows take as many keys as the longest needs; the others mask some."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    seen = longest if window is None else min(window, longest)
+    position = lengths[:, None] - seen + torch.arange(seen, device=q.device)  # [B, S], below 0 before a row's first
+    exists, position = position >= 0, position.clamp_min(0)
+    pages = block_table.gather(1, position // page_size % block_table.shape[1])
+    slots = pages.long() * page_size + position % page_size
+    k, v = (x[slots.flatten()].unflatten(0, slots.shape).transpose(1, 2) for x in (keys, values))  # [B, Hkv, S, D]
+    visible = None if bool(exists.all()) else exists[:, None, None]
+    out = _attend(q.unflatten(1, (k.shape[1], -1)), k, v, visible, scale, softcap, sinks).flatten(1, 2)
+    return out.masked_fill(lengths[:, None, None] == 0, 0.0)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """q [Hq, D] over all of k, v [S, Hkv, D]. The query heads of a key-value head take the place of a sequence."""
-    k, v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
-    grouped = q.view(k.shape[0], -1, q.shape[1])  # [Hkv, Hq / Hkv, D]
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """q [B, Hkv, Hq / Hkv, D] over k, v [B, Hkv, S, D]: the query heads of a head take the place of a sequence."""
     if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
-    scores = widen(grouped @ k.mT) * scale
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    scores = widen(q @ k.mT) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores.dtype).view(*scores.shape[:2], 1)), -1)
-    return (scores.softmax(-1)[..., : k.shape[1]].to(q.dtype) @ v).reshape(q.shape)
+        column = sinks.to(scores.dtype).view(1, q.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+    return scores.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
 
 
 @triton.jit
