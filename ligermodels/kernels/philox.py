@@ -9,7 +9,6 @@ Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405; test vectors: Rando
 Must not know what the numbers are for.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

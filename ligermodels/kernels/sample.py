@@ -10,13 +10,15 @@ Filters apply in the order of Hugging Face and vLLM. threshold is the k-th highe
 which the kept probability, of what top-k kept, reaches top_p. Tokens with a logit equal to a threshold are all kept:
 the result does not depend on the order of a sort. min-p compares with the most likely token.
 
-mass_i = floor(2^40 weight_i) is an integer, so that sums do not depend on their order: a row gives the same token in any
-batch. The error, at most 2^-40 of the most likely token, is below the rounding of fp32 weights. u is one random number of
-62 bits (philox.py), determined by the row's seed and counters.
+mass_i = floor(2^40 weight_i) is an integer: sums do not depend on their order, and a row gives the same token in any
+batch. The error, at most 2^-40 of the most likely token, is below the rounding of fp32 weights. u is one random number
+of 62 bits (philox.py), determined by the row's seed and counters.
 
-logits [B, V] any float dtype, read as fp32, finite or -inf, one of each row finite -> tokens [B] int64, logprobs [B]
-fp32. Reads the logits twice, in blocks of 256 that all programs share: bound by memory bandwidth. Then one program for
-each row reads a block; with filters it searches for the thresholds (sample_filters.py). Must not know requests.
+logits [B, V] any float dtype, read as fp32, V < 2^22 -> tokens [B] int64, logprobs [B] fp32. Logits are finite or -inf;
+a row with NaN, infinity or only -inf gives some token of the vocabulary and a logprob that is not finite.
+Three launches. Two read the logits, in blocks of 256 that all programs share: bound by memory bandwidth. In the third,
+one program for each row reads the block of its token; with filters it first searches for the thresholds
+(sample_filters.py). Must not know requests.
 """
 
 import functools
@@ -43,7 +45,10 @@ from ligermodels.kernels.sample_filters import (
 
 BLOCK = 256  # tokens
 GROUP = 16  # blocks of one step of a program
-MASS_WARPS, DRAW_WARPS = 4, 8
+BLOCKS_WARPS = 4
+DRAW_WARPS = {False: 4, True: 16}  # without and with filters: searches keep their sums in registers
+
+FEW = 1024  # tokens: on a CPU, sorting the highest ones alone takes a tenth of the time of sorting all
 
 
 def sample_reference(
@@ -56,10 +61,9 @@ def sample_reference(
     inverse = temperature.masked_fill(greedy, 1.0).reciprocal()[:, None]
     best, first_best = logits.max(-1, keepdim=True)
     weights = ((logits - best) * inverse).exp_()
-    masses = masses_of(weights)
-    total = masses.sum(-1)
+    masses = (weights * MASS_OF_ONE).long()
     if bool(greedy.all()):  # a CPU knows it without waiting
-        return first_best[:, 0], -(total.float() / MASS_OF_ONE).log()
+        return first_best[:, 0], -(masses.sum(-1).float() / MASS_OF_ONE).log()
     threshold = threshold_reference(logits, masses, top_k, top_p)
     kept = logits >= threshold
     if min_p is not None:
@@ -73,11 +77,6 @@ def sample_reference(
     return token[:, 0], logprob[:, 0] - (total.float() / MASS_OF_ONE).log()
 
 
-def masses_of(weights: Tensor) -> Tensor:
-    """Weights in [0, 1] as integers, int64."""
-    return (weights * MASS_OF_ONE).long()
-
-
 def threshold_reference(logits: Tensor, masses: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """The lowest logit of each row that top-k and top-p keep, [B, 1]; -inf if they are off."""
     rows, columns = logits.shape
@@ -89,10 +88,14 @@ def threshold_reference(logits: Tensor, masses: Tensor, top_k: Tensor | None, to
         threshold = torch.where(limited[:, None], kth, threshold)
     if top_p is None or not bool((top_p < 1).any()):
         return threshold
-    ranked, order = logits.sort(-1, descending=True)
-    reached = masses.gather(-1, order).masked_fill_(ranked < threshold, 0).cumsum(-1)
-    needed = (reached[:, -1].double() * top_p).long().clamp_(min=1)
-    last = torch.searchsorted(reached, needed[:, None])
+    total = masses.masked_fill(logits < threshold, 0).sum(-1)
+    needed = (total.double() * top_p).long().clamp_(min=1)[:, None]
+    ranked, order = logits.topk(min(FEW, columns))
+    reached = masses.gather(-1, order).cumsum(-1)
+    if not bool((reached[:, -1:] >= needed).all()):
+        ranked, order = logits.sort(-1, descending=True)
+        reached = masses.gather(-1, order).cumsum(-1)
+    last = torch.searchsorted(reached, needed).clamp_(max=ranked.shape[-1] - 1)
     return torch.where((top_p < 1)[:, None], ranked.gather(-1, last), threshold)
 
 
@@ -105,6 +108,7 @@ def _maxima_kernel(
     wait_for_previous_kernel(PDL)
     row, block = _locate_blocks(blocks, GROUP)
     logits, _ = load_blocks(logits_ptr + row * row_stride, block, block < blocks, columns, BLOCK)
+    logits = tl.where(logits != logits, float("inf"), logits)  # max would leave NaN out
     tl.store(maxima_ptr + row * blocks + block, tl.max(logits, 1), block < blocks)
 
 
@@ -190,9 +194,9 @@ def _launchers(blocks: int, filters: bool, device: torch.device) -> tuple[Launch
     shared = {"BLOCK": BLOCK, "GROUP": GROUP, **pdl_constants(device)}
     padded = triton.next_power_of_2(blocks)
     return (
-        _maxima_kernel.bind(**shared, num_warps=MASS_WARPS),
-        _masses_kernel.bind(BLOCKS=padded, **shared, num_warps=MASS_WARPS),
-        _draw_kernel.bind(FILTERS=filters, BLOCKS=padded, **shared, num_warps=DRAW_WARPS),
+        _maxima_kernel.bind(**shared, num_warps=BLOCKS_WARPS),
+        _masses_kernel.bind(BLOCKS=padded, **shared, num_warps=BLOCKS_WARPS),
+        _draw_kernel.bind(FILTERS=filters, BLOCKS=padded, **shared, num_warps=DRAW_WARPS[filters]),
     )
 
 
@@ -239,7 +243,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Draws one token from each row of logits: (tokens [B] int64, logprobs [B] fp32). Differentiates nothing.
 
-    logits [B, V] any float dtype, V < 2^22, finite or -inf, one of each row finite. temperature [B] fp32, 0 for greedy.
+    logits [B, V] any float dtype, V < 2^22; of NaN and infinity see above. temperature [B] fp32, 0 for greedy.
     top_k [B] int32, 0 for all tokens. top_p [B] fp32, 1 for all tokens; min_p [B] fp32, 0 for all tokens; each None if
     no row has it. seeds [B] int64. counters [B, 2] int64: what makes a row's random number its own, such as the number
     of the sample and the position. Equal seeds and counters give equal random numbers, in any batch.

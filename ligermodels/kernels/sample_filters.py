@@ -1,10 +1,10 @@
 """Thresholds of top-k, top-p and min-p, in one program for a row of logits; `sample.py` has the definitions.
 
-The maxima of the row's blocks bound a threshold from below: k blocks with a maximum of at least t hold at least k tokens
-of at least t. Tokens above the threshold are therefore in the blocks whose maximum reaches the bound: for top-k these
-are about k blocks. Only those are listed and searched, by bisection over the logits' bits in ascending order. Each step
-counts the tokens (or sums the masses) at or above the middle, and moves the interval's end to the closest logit there,
-so that a search takes about 12 steps, at most 32. If the block maxima do not bound the threshold (nearly uniform
+The maxima of the row's blocks bound a threshold from below: k blocks whose maximum is at least t hold at least k tokens
+of at least t. The tokens above a threshold are therefore in the blocks whose maximum reaches the bound; for top-k these
+are about k blocks. Only those are listed and searched, by bisection over the logits' bits in ascending order. A step
+counts the tokens (or sums the masses) from the middle up, and moves the interval's end to the closest logit. A search
+takes about 12 steps, at most 32. Where the block maxima do not bound the threshold (top-p of nearly equal
 probabilities), all blocks are searched. Must not know how a token is drawn.
 """
 

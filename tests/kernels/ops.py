@@ -44,6 +44,7 @@ from ligermodels.kernels.rms_norm import (
     rms_norm_reference,
 )
 from ligermodels.kernels.rope import rope_, rope_reference
+from ligermodels.kernels.sample import sample, sample_reference
 from tests.conftest import DEVICE
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -352,6 +353,27 @@ def adamw_case(batch, length, width) -> Case:
     return Case(ours, reference, tensors, [torch.tensor(3.0, device=DEVICE)])
 
 
+def sample_case(batch, length, vocabulary, filters=True) -> Case:
+    """Rows are greedy, with temperature alone, and with filters, in turn."""
+    rows = torch.arange(batch * length, device=DEVICE).view(batch, length)
+    temperature = (rows % 3 > 0).float()
+    settings = [rows % 3 // 2 * 5, 1 - rows % 3 * 0.1, rows % 3 * 0.01] if filters else []
+    counters = torch.stack([rows, rows + 7], -1)
+
+    def under(function):
+        def call(logits, temperature, seeds, counters, *settings):
+            top_k, top_p, min_p = (x.flatten() for x in settings) if settings else (None,) * 3
+            top_k = top_k.int() if filters else None
+            arguments = logits.flatten(0, 1), temperature.flatten(), top_k, top_p, min_p
+            tokens, logprobs = function(*arguments, seeds.flatten(), counters.flatten(0, 1))
+            return tokens.float(), logprobs
+
+        return call
+
+    logits = normal(batch, length, vocabulary, scale=3.0)
+    return Case(under(sample), under(sample_reference), [logits], [temperature, rows + 3, counters, *settings])
+
+
 def run_all_kernels(name: str, case: Case) -> None:
     """Runs all kernels of a case: norms have other variants if their inputs are frozen."""
     for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
@@ -483,5 +505,9 @@ OPS = {
     # Not our kernels: the backend that runs anywhere. test_attention.py covers softcaps, document masking and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
+    "sample": Op(draw=sample_case, small=(300,), real=tuple((v,) for v in VOCABULARIES), huge=(2**13 + 1, 2**18)),
+    "sample without filters": Op(
+        draw=partial(sample_case, filters=False), small=(300,), real=tuple((v,) for v in VOCABULARIES)
+    ),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14)),
 }  # fmt: skip
