@@ -35,6 +35,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_with_metrics_reference,
 )
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.penalties import penalize, penalize_reference
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ligermodels.kernels.rms_norm import (
     CHUNKED_WIDTHS,
@@ -374,6 +375,20 @@ def sample_case(batch, length, vocabulary, filters=True) -> Case:
     return Case(under(sample), under(sample_reference), [logits], [temperature, rows + 3, counters, *settings])
 
 
+def penalty_case(batch, length, vocabulary) -> Case:
+    def under(function):
+        @torch.no_grad()
+        def call(logits, table, *penalties):
+            return function(logits.flatten(0, 1), table.flatten(0, 1), *(x.flatten() for x in penalties))
+
+        return call
+
+    table = torch.randint(4, (batch, length, vocabulary), dtype=torch.int32, device=DEVICE)
+    penalties = [torch.rand(batch, length, device=DEVICE) + 0.5 for _ in range(3)]
+    logits = normal(batch, length, vocabulary)
+    return Case(under(penalize), under(penalize_reference), [logits], [table, *penalties])
+
+
 def run_all_kernels(name: str, case: Case) -> None:
     """Runs all kernels of a case: norms have other variants if their inputs are frozen."""
     for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
@@ -509,5 +524,7 @@ OPS = {
     "sample without filters": Op(
         draw=partial(sample_case, filters=False), small=(300,), real=tuple((v,) for v in VOCABULARIES)
     ),
+    "penalize": Op(draw=penalty_case, small=(300,), real=tuple((v,) for v in VOCABULARIES), huge=(2**13 + 1, 2**18)),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14)),
 }  # fmt: skip
+WITHOUT_GRADIENTS = [OPS[name] for name in ("sample", "sample without filters", "penalize", "adamw")]

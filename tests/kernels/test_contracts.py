@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import BEYOND_INT32, DEVICE
 from tests.kernels.compiled_kernels import import_all
 from tests.kernels.error_budget import DTYPES, check, relative_error
-from tests.kernels.ops import OPS, as_list, attention_case, parametrize_ops
+from tests.kernels.ops import OPS, WITHOUT_GRADIENTS, as_list, attention_case, parametrize_ops
 
 HALF = DTYPES[-1]
 # (batch, length): no other dimension has one of these sizes, and no two have the same number of rows.
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 def has_gradients(op):
-    return op not in (OPS["adamw"], OPS["sample"], OPS["sample without filters"])
+    return op not in WITHOUT_GRADIENTS
 
 
 def has_our_kernels(op):
