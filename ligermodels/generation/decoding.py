@@ -55,7 +55,7 @@ def generate(
     """
     ids, decoder = encode_prompts(prompts, tokenizer)
     stops = model_stop_tokens(model, tokenizer) if stop_tokens is None else set(stop_tokens)
-    steps = token_steps(model, ids, max_new_tokens, **sampling)
+    steps = token_steps(model, ids, max_new_tokens, **sampling)  # type: ignore[misc]  # has not all of them yet
     if decoder is not None:
         texts = [""] * len(ids)
         for pieces in text_steps(steps, ids, decoder, stops):
@@ -105,7 +105,7 @@ def stream(
     to each row's stop token; "" for a row that has ended, or has an incomplete character.
     """
     ids, decoder = encode_prompts(prompts, tokenizer)
-    steps = token_steps(model, ids, max_new_tokens, **sampling)
+    steps = token_steps(model, ids, max_new_tokens, **sampling)  # type: ignore[misc]  # has not all of them yet
     return steps if decoder is None else text_steps(steps, ids, decoder, model_stop_tokens(model, decoder))
 
 

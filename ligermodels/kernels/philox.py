@@ -18,7 +18,7 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
 HALF_BITS = 31  # of a random number
-KERNEL_HALF_BITS = tl.constexpr(HALF_BITS)
+KERNEL_HALF_BITS, KERNEL_MASK = tl.constexpr(HALF_BITS), tl.constexpr(2**HALF_BITS - 1)
 
 
 def philox_reference(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
@@ -64,7 +64,6 @@ def draw_bits(seed, first, second):
 @triton.jit
 def multiply_high(a, b):
     """`multiply_high_reference` of int64 scalars or tiles."""
-    MASK: tl.constexpr = 2**KERNEL_HALF_BITS - 1
-    a_high, a_low, b_high, b_low = a >> KERNEL_HALF_BITS, a & MASK, b >> KERNEL_HALF_BITS, b & MASK
+    a_high, a_low, b_high, b_low = a >> KERNEL_HALF_BITS, a & KERNEL_MASK, b >> KERNEL_HALF_BITS, b & KERNEL_MASK
     middle = a_high * b_low + a_low * b_high + ((a_low * b_low) >> KERNEL_HALF_BITS)
     return a_high * b_high + (middle >> KERNEL_HALF_BITS)

@@ -55,7 +55,7 @@ def sample_reference(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None,
     seeds: Tensor, counters: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Arguments and results as in `sample`."""
+    """Arguments and results as in `sample`; top_k, top_p and min_p are given together, or none of them."""
     logits = logits.float()
     greedy = temperature == 0
     inverse = temperature.masked_fill(greedy, 1.0).reciprocal()[:, None]
@@ -64,11 +64,11 @@ def sample_reference(
     masses = (weights * MASS_OF_ONE).long()
     if bool(greedy.all()):  # a CPU knows it without waiting
         return first_best[:, 0], -(masses.sum(-1).float() / MASS_OF_ONE).log()
-    threshold = threshold_reference(logits, masses, top_k, top_p)
-    kept = logits >= threshold
-    if min_p is not None:
-        kept &= weights >= min_p[:, None]
-    cumulative = masses.masked_fill_(~(kept | greedy[:, None]), 0).cumsum(-1)
+    if top_k is not None and top_p is not None and min_p is not None:
+        threshold = threshold_reference(logits, masses, top_k, top_p)
+        kept = (logits >= threshold) & (weights >= min_p[:, None])
+        masses.masked_fill_(~(kept | greedy[:, None]), 0)
+    cumulative = masses.cumsum(-1)
     total = cumulative[:, -1]
     target = multiply_high_reference(draw_bits_reference(seeds, counters), total)
     drawn = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
@@ -77,16 +77,16 @@ def sample_reference(
     return token[:, 0], logprob[:, 0] - (total.float() / MASS_OF_ONE).log()
 
 
-def threshold_reference(logits: Tensor, masses: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+def threshold_reference(logits: Tensor, masses: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The lowest logit of each row that top-k and top-p keep, [B, 1]; -inf if they are off."""
     rows, columns = logits.shape
     threshold = logits.new_full((rows, 1), -torch.inf)
-    limited = None if top_k is None else (top_k > 0) & (top_k < columns)
-    if limited is not None and bool(limited.any()):
+    limited = (top_k > 0) & (top_k < columns)
+    if bool(limited.any()):
         highest = logits.topk(int(top_k[limited].max())).values
         kth = highest.gather(-1, (top_k.long() - 1).clamp(0, highest.shape[-1] - 1)[:, None])
         threshold = torch.where(limited[:, None], kth, threshold)
-    if top_p is None or not bool((top_p < 1).any()):
+    if not bool((top_p < 1).any()):
         return threshold
     total = masses.masked_fill(logits < threshold, 0).sum(-1)
     needed = (total.double() * top_p).long().clamp_(min=1)[:, None]
@@ -210,7 +210,7 @@ def _launch(
         return tokens, logprobs
     logits, row_stride = as_rows_with_stride(logits, columns)
     temperature, seeds, counters = temperature.contiguous(), seeds.contiguous(), counters.contiguous()
-    filters = (temperature,) * 3 if top_k is None else (top_k.contiguous(), top_p.contiguous(), min_p.contiguous())
+    filters = [x.contiguous() for x in (top_k, top_p, min_p) if x is not None] or [temperature] * 3
     blocks = cdiv(columns, BLOCK)
     maxima, masses = logprobs.new_empty(rows, blocks), seeds.new_empty(rows, blocks)
     listed = maxima if top_k is None else top_k.new_empty(rows, blocks)
