@@ -4,8 +4,8 @@ The maxima of the row's blocks bound a threshold from below: k blocks whose maxi
 of at least t. The tokens above a threshold are therefore in the blocks whose maximum reaches the bound; for top-k these
 are about k blocks. Only those are listed and searched, by bisection over the logits' bits in ascending order. A step
 counts the tokens (or sums the masses) from the middle up, and moves the interval's end to the closest logit. A search
-takes about 12 steps, at most 32. Where the block maxima do not bound the threshold (top-p of nearly equal
-probabilities), all blocks are searched. Must not know how a token is drawn.
+takes about 10 steps, at most 32. Where the block maxima do not bound the threshold (top-p of nearly equal
+probabilities), nearly all blocks are searched. Must not know how a token is drawn.
 """
 
 import math
@@ -130,6 +130,13 @@ def _bound_by_mass(ranked, best, inverse, needed):
 
 
 @triton.jit
+def _bound_by_tail(allowed, best, inverse, columns):
+    """A logit below which all tokens of a row together have at most half of the mass `allowed`."""
+    weight = allowed.to(tl.float32) / KERNEL_MASS_OF_ONE / (2.0 * columns)
+    return best + tl.log2(weight) / (inverse * LOG2_E)
+
+
+@triton.jit
 def _sum_listed(
     row_ptr, list_ptr, masses_ptr, count, columns, threshold, min_p, best, inverse,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
@@ -178,6 +185,7 @@ def filter_blocks(
     if top_p < 1:
         needed = tl.maximum((total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
         bound = tl.maximum(threshold, _bound_by_mass(ranked, best, inverse, needed))
+        bound = tl.maximum(bound, _bound_by_tail(total - needed, best, inverse, columns))
         count = _list_blocks(list_ptr, maxima, bound, 0.0, best, inverse, blocks, BLOCKS)
         threshold = _search(row_ptr, list_ptr, count, columns, bound, best, inverse, needed, True, BLOCK, GROUP)
     count = _list_blocks(list_ptr, maxima, threshold, min_p, best, inverse, blocks, BLOCKS)
