@@ -11,7 +11,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 
 
-class Rule(NamedTuple):
+class OptionRule(NamedTuple):
     """What the value of an option must be."""
 
     kind: type
@@ -25,18 +25,18 @@ def between(lowest: float, highest: float) -> Callable[[Any], bool]:
 
 # The bounds keep all results finite in fp32.
 RULES = {
-    "temperature": Rule(
+    "temperature": OptionRule(
         Real, lambda x: x == 0 or 1e-5 <= x <= 1e5, "0 for greedy decoding, or a number from 1e-5 to 1e5"
     ),
-    "top_k": Rule(Integral, between(0, 2**31 - 1), "a positive whole number, or 0 or None for all tokens"),
-    "top_p": Rule(Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
-    "min_p": Rule(Real, between(0, 1), "a number from 0 to 1"),
-    "repetition_penalty": Rule(Real, between(0.01, 100), "a number from 0.01 to 100; 1 for no penalty"),
-    "presence_penalty": Rule(Real, between(-2, 2), "a number from -2 to 2; 0 for no penalty"),
-    "frequency_penalty": Rule(Real, between(-2, 2), "a number from -2 to 2; 0 for no penalty"),
-    "n": Rule(Integral, between(1, 2**31 - 1), "a whole number of at least 1"),
-    "logprobs": Rule(bool, lambda x: True, "True or False"),
-    "seed": Rule(Integral, between(-(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
+    "top_k": OptionRule(Integral, between(0, 2**31 - 1), "a positive whole number, or 0 or None for all tokens"),
+    "top_p": OptionRule(Real, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    "min_p": OptionRule(Real, between(0, 1), "a number from 0 to 1"),
+    "repetition_penalty": OptionRule(Real, between(0.01, 100), "a number from 0.01 to 100; 1 for no penalty"),
+    "presence_penalty": OptionRule(Real, between(-2, 2), "a number from -2 to 2; 0 for no penalty"),
+    "frequency_penalty": OptionRule(Real, between(-2, 2), "a number from -2 to 2; 0 for no penalty"),
+    "n": OptionRule(Integral, between(1, 2**31 - 1), "a whole number of at least 1"),
+    "logprobs": OptionRule(bool, lambda x: True, "True or False"),
+    "seed": OptionRule(Integral, between(-(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
 }
 NONE_ALLOWED = ("top_k", "top_p", "min_p", "seed")
 
@@ -96,7 +96,7 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         for name in RULES:
-            check(name, getattr(self, name))
+            check_option(name, getattr(self, name))
         object.__setattr__(self, "stop", checked_stop(self.stop))
         if self.n > 1 and self.temperature == 0:
             raise InputError(
@@ -130,7 +130,7 @@ class SamplingOptions:
         return int(torch.randint(2**63 - 1, ())) if self.seed is None else int(self.seed)
 
 
-def check(name: str, value: Any) -> None:
+def check_option(name: str, value: Any) -> None:
     """Raises InputError if an option of RULES may not have this value."""
     rule = RULES[name]
     if value is None and name in NONE_ALLOWED:

@@ -40,7 +40,7 @@ from ligermodels.kernels.sample_filters import (
     keep,
     load_blocks,
     mass_of,
-    weight_of,
+    softmax_weight,
 )
 
 BLOCK = 256  # tokens
@@ -138,7 +138,7 @@ def _masses_kernel(
     best = tl.max(_load_maxima(maxima_ptr, row, blocks, BLOCKS), 0)
     inverse = inverse_temperature(tl.load(temperature_ptr + row))
     logits, _ = load_blocks(logits_ptr + row * row_stride, block, block < blocks, columns, BLOCK)
-    mass = tl.sum(mass_of(weight_of(logits, best, inverse)), 1)
+    mass = tl.sum(mass_of(softmax_weight(logits, best, inverse)), 1)
     tl.store(masses_ptr + row * blocks + block, mass, block < blocks)
 
 
@@ -158,9 +158,10 @@ def _draw_kernel(
     inverse = inverse_temperature(temperature)
     threshold = tl.full((), -float("inf"), tl.float32)
     min_p = tl.zeros((), tl.float32)
-    if FILTERS and temperature > 0:
-        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-        if (top_k > 0) | (top_p < 1) | (min_p > 0):
+    if FILTERS:
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
             threshold = filter_blocks(
                 row_ptr, list_ptr + row * blocks, masses_ptr + row * blocks, maxima, best, inverse, top_k, top_p,
                 min_p, columns, blocks, BLOCKS, BLOCK, GROUP,
@@ -180,7 +181,7 @@ def _draw_kernel(
 
     column = drawn * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(row_ptr + column, column < columns, other=-float("inf")).to(tl.float32)
-    weight = weight_of(logits, best, inverse)
+    weight = softmax_weight(logits, best, inverse)
     masses = tl.where(keep(logits, weight, threshold, min_p), mass_of(weight), 0)
     place = tl.sum((tl.cumsum(masses, 0) + preceding <= target).to(tl.int32), 0)
     token = tl.minimum(drawn * BLOCK + place, columns - 1)

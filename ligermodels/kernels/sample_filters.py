@@ -8,14 +8,13 @@ takes about 10 steps, at most 32. Where the block maxima do not bound the thresh
 probabilities), nearly all blocks are searched. Must not know how a token is drawn.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
+from ligermodels.kernels.cross_entropy_rows import LOG2_E
+
 MASS_OF_ONE = 2**40  # the mass of weight 1; the sum of 2^22 of them fits in 62 bits
 KERNEL_MASS_OF_ONE = tl.constexpr(float(MASS_OF_ONE))
-LOG2_E = tl.constexpr(math.log2(math.e))
 HIGHEST, LOWEST = tl.constexpr(2147483647), tl.constexpr(-2147483648)  # int32
 
 
@@ -26,7 +25,7 @@ def inverse_temperature(temperature):
 
 
 @triton.jit
-def weight_of(logits, best, inverse):
+def softmax_weight(logits, best, inverse):
     """exp((logits - best) / temperature)."""
     return tl.exp2((logits - best) * (inverse * LOG2_E))
 
@@ -60,7 +59,7 @@ def _bits_of(x):
 def _list_blocks(list_ptr, maxima, bound, min_p, best, inverse, blocks, BLOCKS: tl.constexpr):
     """Writes the blocks that have a token to keep, in order, and returns their number."""
     block = tl.arange(0, BLOCKS)
-    listed = (maxima >= bound) & (weight_of(maxima, best, inverse) >= min_p) & (block < blocks)
+    listed = (maxima >= bound) & (softmax_weight(maxima, best, inverse) >= min_p) & (block < blocks)
     place = tl.cumsum(listed.to(tl.int32), 0)
     tl.debug_barrier()  # every thread has read the previous list
     tl.store(list_ptr + place - 1, block, listed)
@@ -80,7 +79,7 @@ def _load_listed(row_ptr, list_ptr, start, count, columns, BLOCK: tl.constexpr, 
 @triton.jit
 def _measure(logits, best, inverse, MASS: tl.constexpr):
     """What a search sums: the mass of a token, or 1."""
-    return mass_of(weight_of(logits, best, inverse)) if MASS else tl.full(logits.shape, 1, tl.int64)
+    return mass_of(softmax_weight(logits, best, inverse)) if MASS else tl.full(logits.shape, 1, tl.int64)
 
 
 @triton.jit
@@ -125,7 +124,7 @@ def _bound_by_count(ranked, needed, BLOCKS: tl.constexpr):
 @triton.jit
 def _bound_by_mass(ranked, best, inverse, needed):
     """The highest block maximum at which the masses of the block maxima reach `needed`; -inf if they do not."""
-    reached = tl.cumsum(mass_of(weight_of(ranked, best, inverse)), 0)
+    reached = tl.cumsum(mass_of(softmax_weight(ranked, best, inverse)), 0)
     return tl.max(tl.where(reached >= needed, ranked, -float("inf")), 0)
 
 
@@ -145,7 +144,7 @@ def _sum_listed(
     total = tl.zeros([GROUP], tl.int64)
     for start in range(0, count, GROUP):
         block, inside, logits, _ = _load_listed(row_ptr, list_ptr, start, count, columns, BLOCK, GROUP)
-        weight = weight_of(logits, best, inverse)
+        weight = softmax_weight(logits, best, inverse)
         mass = tl.sum(tl.where(keep(logits, weight, threshold, min_p), mass_of(weight), 0), 1)
         tl.store(masses_ptr + block, mass, inside)
         total += mass
