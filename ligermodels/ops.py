@@ -24,6 +24,7 @@
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `token_log_probs`      | log-probability of each target token, without all logits in memory                |
+| `sample`               | one token per row of logits: temperature, top-k, top-p, min-p; its log-probability |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
 
 `cross_entropy_with_metrics` and `linear_cross_entropy_with_metrics` return a `CrossEntropyOutput`: the loss, z-loss,
@@ -62,6 +63,7 @@ from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope_
+from ligermodels.kernels.sample import sample
 
 __all__ = [
     "CrossEntropyOutput",
@@ -87,6 +89,7 @@ __all__ = [
     "rms_norm",
     "rope_",
     "route",
+    "sample",
     "swiglu",
     "token_log_probs",
 ]

@@ -117,5 +117,6 @@ def reduce_by_slices(self, tensors):
     total = slices(0)
     for index in range(1, tensors[0].shape[self.axis]):
         total = self.combine_fn.fn(*total, *slices(index))
+        total = total if isinstance(total, tuple | core.tuple) else (total,)  # of one tensor it may be that tensor
     data = [x.handle.data if self.keep_dims else x.handle.data.squeeze(self.axis) for x in total]
     return [self.to_tensor(x, tensor.dtype) for x, tensor in zip(data, tensors, strict=True)]

@@ -1,6 +1,5 @@
 """Memory estimates against measured bytes: tensors of tiny models, and peak memory of training steps on an H200."""
 
-
 import pytest
 import torch
 

@@ -17,10 +17,11 @@ from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import check_room, tokens_that_fit
 from ligermodels.generation.graphs import GraphedStep, rows_of_graph, uses_graphs
 from ligermodels.generation.paged_cache import PagedCache
-from ligermodels.generation.prefill import PromptPiece, PrefillStep
+from ligermodels.generation.prefill import PrefillStep, PromptPiece
 from ligermodels.generation.requests import GeneratedSample, Request, Sample
-from ligermodels.generation.rows import NO_TOKEN, RowStates, decode_step
+from ligermodels.generation.rows import NO_TOKEN, Drawing, RowStates, decode_step
 from ligermodels.generation.sampling import Sampling, SamplingOptions
+from ligermodels.generation.stop_strings import StopStrings
 from ligermodels.generation.stop_tokens import model_stop_tokens
 from ligermodels.generation.texts import RowText, TextTokenizer
 
@@ -120,10 +121,15 @@ class Engine:
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         check_prompt(ids, max_new_tokens, self.model.config.vocab_size)
         stops = model_stop_tokens(self.model, self.tokenizer) if stop_tokens is None else stop_tokens
+        options = SamplingOptions(**sampling)
+        if options.stop and self.tokenizer is None:
+            raise InputError("generate: stop strings need a tokenizer; give that of load_tokenizer, or use stop_tokens")
+        if options.has_penalties and not self.rows.history.shape[1]:
+            self.rows = self.rows.with_history()
         number = self.submitted
         request = Request(
             number, number if stream is None else stream, ids, max_new_tokens, frozenset(stops),
-            SamplingOptions(**sampling), ids if shown is None else shown,
+            options, options.resolved_seed(), ids if shown is None else shown,
         )  # fmt: skip
         check_room(self.cache, request, self.max_rows)
         self.waiting.append(request)
@@ -199,7 +205,7 @@ class Engine:
 
     def sample(self, request: Request, number: int, tables: list[list[int]]) -> Sample:
         text = None if self.tokenizer is None else RowText(self.tokenizer, request.shown)
-        return Sample(request, number, tables, text)
+        return Sample(request, number, tables, text, StopStrings(request.options.stop or ()))
 
     def prefill(self) -> None:
         """Computes up to PREFILL_TOKENS tokens of the admitted prompts; samples whose prompt is complete get rows."""
@@ -241,7 +247,7 @@ class Engine:
         repeated = torch.arange(len(prompts)).repeat_interleave(counts).to(self.device)
         rows = self.rows.view(begin, len(self.samples))
         rows.assign([sample.new_row() for sample in new])
-        rows.append(logits[repeated], filtered=any(sample.request.options.filters for sample in new))
+        rows.append(logits[repeated], drawing_of(new))
         self.note_launched(new, rows)
 
     def decode_all(self) -> None:
@@ -249,15 +255,14 @@ class Engine:
         self.refill()
         position = max(sample.position for sample in self.samples)
         self.warn_beyond(position)
-        filtered = any(sample.request.options.filters for sample in self.samples)
         step = self.decode if self.graphs is None else self.graphs
         count = len(self.samples)
-        step(count if self.graphs is None else rows_of_graph(count, self.max_rows), filtered)
+        step(count if self.graphs is None else rows_of_graph(count, self.max_rows), drawing_of(self.samples))
         self.note_launched(list(self.samples), self.rows.view(0, count))
 
-    def decode(self, count: int, filtered: bool) -> None:
+    def decode(self, count: int, drawing: Drawing) -> None:
         """A decode step of the first `count` rows."""
-        decode_step(self.model, self.cache, self.rows.view(0, count), filtered)
+        decode_step(self.model, self.cache, self.rows.view(0, count), drawing)
 
     def refill(self) -> None:
         """Computes the keys of samples anew whose next token makes LongRoPE change its frequencies for all tokens."""
@@ -324,6 +329,11 @@ def check_prompt(ids: Sequence[int], max_new_tokens: int, vocab_size: int) -> No
             f"generate: token id {outside} is outside the vocabulary of {vocab_size}; "
             "encode the prompt with the model's own tokenizer"
         )
+
+
+def drawing_of(samples: Sequence[Sample]) -> Drawing:
+    options = [sample.request.options for sample in samples]
+    return Drawing(any(each.has_filters for each in options), any(each.has_penalties for each in options))
 
 
 def read_later(tokens: Tensor, logprobs: Tensor) -> Callable[[], tuple[list[int], list[float]]]:

@@ -4,12 +4,14 @@ Must not know models or requests.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ligermodels.generation.cache import GenerativeModel
+from ligermodels.generation.rows import Drawing
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # of the graphs; beyond, multiples of 64
 COARSE = 64
@@ -28,17 +30,17 @@ def uses_graphs(model: GenerativeModel) -> bool:
 
 
 class GraphedStep:
-    """`step(rows, filtered)`, replayed from a CUDA graph from the second call of each pair of arguments on.
+    """`step(rows, drawing)`, replayed from a CUDA graph from the second call of each pair of arguments on.
 
     The first call runs as it is, which compiles the kernels and does what must not be captured. A graph reads the
     weights at their addresses: `weights` gives those in use, and graphs of others are dropped.
     """
 
-    def __init__(self, step: Callable[[int, bool], None], weights: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, step: Callable[[int, Drawing], None], weights: Callable[[], Iterable[Tensor]]) -> None:
         self.step, self.weights = step, weights
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}  # None: has run once
+        self.graphs: dict[tuple[int, Drawing], torch.cuda.CUDAGraph | None] = {}  # None: has run once
         self.addresses: list[int] = []
-        self.pool: tuple[int, int] | None = None
+        self.pool: Any = None
 
     def refresh(self) -> None:
         """Drops the graphs if a weight is elsewhere than at their capture."""
@@ -46,21 +48,21 @@ class GraphedStep:
         if addresses != self.addresses:
             self.graphs, self.addresses = {}, addresses
 
-    def __call__(self, rows: int, filtered: bool) -> None:
-        key = rows, filtered
+    def __call__(self, rows: int, drawing: Drawing) -> None:
+        key = rows, drawing
         if key not in self.graphs:
-            self.step(rows, filtered)
+            self.step(rows, drawing)
             self.graphs[key] = None
             return
         graph = self.graphs[key]
         if graph is None:
-            graph = self.graphs[key] = self.capture(rows, filtered)
+            graph = self.graphs[key] = self.capture(rows, drawing)
         graph.replay()
 
-    def capture(self, rows: int, filtered: bool) -> torch.cuda.CUDAGraph:
+    def capture(self, rows: int, drawing: Drawing) -> torch.cuda.CUDAGraph:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            self.step(rows, filtered)
+            self.step(rows, drawing)
         return graph

@@ -57,7 +57,7 @@ class PrefillLayer:
 
     def __init__(self, layer: PagedLayer, plan: KeyPlan, cu_seqlens: Tensor, max_seqlen: int) -> None:
         self.layer, self.plan = layer, plan
-        self.queries = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        self.queries: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
         plan, (key_pool, value_pool) = self.plan, self.layer.pools(k, v)

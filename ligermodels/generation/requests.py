@@ -10,6 +10,7 @@ from typing import Literal
 from ligermodels.generation.paged_cache import Tables
 from ligermodels.generation.rows import NewRow
 from ligermodels.generation.sampling import SamplingOptions
+from ligermodels.generation.stop_strings import StopStrings
 from ligermodels.generation.texts import RowText
 
 FinishReason = Literal["stop", "length"]
@@ -38,7 +39,7 @@ class GeneratedSample:
 class Request:
     """A prompt and how it is continued.
 
-    number: of the request. stream: which of the seed's sequences of random numbers. shown: tokens whose text the text
+    number: of the request. seed, stream: of its random numbers. shown: tokens whose text the text
     of the results continues.
     """
 
@@ -48,6 +49,7 @@ class Request:
     max_new_tokens: int
     stop_tokens: frozenset[int]
     options: SamplingOptions
+    seed: int
     shown: Sequence[int]
 
     @property
@@ -68,6 +70,7 @@ class Sample:
     number: int
     tables: Tables
     text: RowText | None
+    stop_strings: StopStrings
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -81,12 +84,10 @@ class Sample:
 
     def new_row(self) -> NewRow:
         """The row that continues the prompt."""
-        request, options, last = self.request, self.request.options, len(self.request.ids) - 1
+        request = self.request
         return NewRow(
-            positions=last, ends=last + request.max_new_tokens, temperature=options.temperature,
-            top_k=options.top_k or 0, top_p=1.0 if options.top_p is None else options.top_p, min_p=options.min_p or 0.0,
-            seeds=options.seed, streams=request.stream << 32 | self.number, stop_tokens=request.stop_tokens,
-            tables=self.tables,
+            request.ids, request.length, request.seed, request.stream << 32 | self.number, request.options.row,
+            request.stop_tokens, self.tables,
         )  # fmt: skip
 
     def append(self, token: int, logprob: float) -> str:
@@ -97,12 +98,20 @@ class Sample:
             self.finish_reason = "stop"
         elif len(self.ids) == self.request.max_new_tokens:
             self.finish_reason = "length"
-        if self.text is None:
-            return ""
-        piece = "" if self.finish_reason == "stop" else self.text.step(token)
-        if self.finish_reason is not None:
-            piece += self.text.end()
+        piece = "" if self.text is None else self.next_piece(self.text, token)
         self.pieces.append(piece)
+        return piece
+
+    def next_piece(self, text: RowText, token: int) -> str:
+        """The text that has become final with a token; looks for stop strings in it."""
+        piece = "" if self.finish_reason == "stop" else text.step(token)
+        if self.finish_reason is not None:
+            piece += text.end()
+        piece = self.stop_strings.step(piece)
+        if self.stop_strings.matched is not None:
+            self.finish_reason = "stop"
+        elif self.finish_reason is not None:
+            piece += self.stop_strings.end()
         return piece
 
     def completion(self) -> GeneratedSample:

@@ -5,14 +5,16 @@ requests, nor which rows belong together.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables
+from ligermodels.generation.sampling import SamplingRow
 from ligermodels.kernels.decode_attention import decode_attention
+from ligermodels.kernels.penalties import count_tokens, penalize, start_penalty_row
 from ligermodels.kernels.sample import sample
 
 NO_TOKEN = -1
@@ -20,20 +22,22 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class NewRow:
-    """What a row begins with; fields as those of `RowStates`. tables: its pages in each group."""
+    """What a row begins with, behind its prompt; fields as those of `RowStates`. tables: its pages in each group."""
 
-    NUMBERS: ClassVar = ("positions", "ends", "temperature", "top_k", "top_p", "min_p", "seeds", "streams")
-
-    positions: int
+    prompt: Sequence[int]
     ends: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
     seeds: int
     streams: int
+    sampling: SamplingRow
     stop_tokens: Collection[int]
     tables: Tables
+
+
+class Drawing(NamedTuple):
+    """What drawing the rows' tokens needs besides temperatures: whether a row has filters, or penalties."""
+
+    filters: bool
+    penalties: bool
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,9 @@ class RowStates:
     tokens: int64, the last token, which the next step feeds. positions: int64, its position. ends: int64, the position
     at which the row has its last token. running: bool. stops: bool [R, V], the tokens that end the row. temperature,
     top_k, top_p, min_p, seeds, streams: arguments of `kernels.sample.sample`, whose counters are (stream, position).
-    drawn: int64, what the last step drew, NO_TOKEN for a row that had ended. logprobs: fp32, its log-probability.
-    tables: int32 [R, width] of each group of the cache.
+    repetition_penalty, presence_penalty, frequency_penalty, history: those of `kernels.penalties.penalize`; history is
+    [R, 0] until a row has penalties. drawn: int64, what the last step drew, NO_TOKEN for a row that had ended.
+    logprobs: fp32, its log-probability. tables: int32 [R, width] of each group of the cache.
     """
 
     tokens: Tensor
@@ -56,6 +61,10 @@ class RowStates:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    history: Tensor
     seeds: Tensor
     streams: Tensor
     drawn: Tensor
@@ -75,10 +84,15 @@ class RowStates:
         return cls(
             tokens=whole(), positions=whole(), ends=whole(), running=whole().bool(),
             stops=torch.zeros(count, vocab_size, dtype=torch.bool, device=device),
-            temperature=real(), top_k=whole().int(), top_p=real(), min_p=real(), seeds=whole(), streams=whole(),
-            drawn=whole(), logprobs=real(),
+            temperature=real(), top_k=whole().int(), top_p=real(), min_p=real(), repetition_penalty=real(),
+            presence_penalty=real(), frequency_penalty=real(), history=whole().int()[:, None][:, :0],
+            seeds=whole(), streams=whole(), drawn=whole(), logprobs=real(),
             tables=tuple(torch.zeros(count, group.width, dtype=torch.int32, device=device) for group in cache.groups),
         )  # fmt: skip
+
+    def with_history(self) -> "RowStates":
+        """The same, with room for the tokens that penalties depend on."""
+        return replace(self, history=torch.zeros_like(self.stops, dtype=torch.int32))
 
     def tensors(self) -> Iterator[Tensor]:
         for field in fields(self):
@@ -93,13 +107,18 @@ class RowStates:
 
     def assign(self, rows: Sequence["NewRow"]) -> None:
         """Begins as many rows as there are, behind their prompts."""
-        for name in NewRow.NUMBERS:
+        numbers = {name: [getattr(row, name) for row in rows] for name in ("ends", "seeds", "streams")}
+        numbers |= {name: [getattr(row.sampling, name) for row in rows] for name in SamplingRow._fields}
+        numbers["positions"] = [len(row.prompt) - 1 for row in rows]
+        for name, values in numbers.items():
             target = getattr(self, name)
-            target.copy_(torch.tensor([getattr(row, name) for row in rows], dtype=target.dtype))
+            target.copy_(torch.tensor(values, dtype=target.dtype))
         for group, table in enumerate(self.tables):
             pages = [row.tables[group] for row in rows]
             table.copy_(torch.tensor([[*own, *[0] * (table.shape[1] - len(own))] for own in pages]))
         self.running.fill_(True)
+        for index, row in enumerate(rows if self.history.shape[1] else ()):
+            start_penalty_row(self.history, index, torch.tensor(row.prompt).to(self.history.device))
         self.stops.zero_()
         places = [(index, token) for index, row in enumerate(rows) for token in row.stop_tokens]
         if places:
@@ -111,14 +130,16 @@ class RowStates:
         for tensor in self.tensors():
             tensor[places[1]] = tensor[places[0]]
 
-    def append(self, logits: Tensor, filtered: bool) -> None:
-        """Draws the next token of every row that runs, from logits [R, V].
-
-        filtered: whether any row uses top_k, top_p or min_p; without, sampling reads the logits fewer times.
-        """
-        filters = (self.top_k, self.top_p, self.min_p) if filtered else (None, None, None)
+    def append(self, logits: Tensor, drawing: Drawing) -> None:
+        """Draws the next token of every row that runs, from logits [R, V]."""
+        if drawing.penalties:
+            penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+            logits = penalize(logits, self.history, *penalties)
+        filters = (self.top_k, self.top_p, self.min_p) if drawing.filters else (None, None, None)
         counters = torch.stack([self.streams, self.positions + 1], -1)
         tokens, logprobs = sample(logits, self.temperature, *filters, self.seeds, counters)
+        if drawing.penalties:
+            count_tokens(self.history, tokens, self.running)
         self.drawn.copy_(tokens.where(self.running, NO_TOKEN))
         self.logprobs.copy_(logprobs)
         self.tokens.copy_(tokens)
@@ -170,7 +191,7 @@ def next_slots(table: Tensor, positions: Tensor) -> Tensor:
     return pages.long() * PAGE_SIZE + positions % PAGE_SIZE
 
 
-def decode_step(model: Callable[..., Any], cache: PagedCache, rows: RowStates, filtered: bool) -> None:
-    """Feeds the last token of every row, and draws the next. filtered: as in `RowStates.append`."""
+def decode_step(model: Callable[..., Any], cache: PagedCache, rows: RowStates, drawing: Drawing) -> None:
+    """Feeds the last token of every row, and draws the next."""
     view = DecodeCache(cache, rows)
-    rows.append(model(rows.tokens[:, None], position_ids=view.positions, cache=view).logits[:, -1], filtered)
+    rows.append(model(rows.tokens[:, None], position_ids=view.positions, cache=view).logits[:, -1], drawing)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -72,7 +73,7 @@ class Attention(PackingModule):
         """
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
         q, k, v = self.split_and_rotate(qkv, positions)
-        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         if cache is not None:
             out = cache.attend(q, k, v, positions.position_ids, **options)
         else:

@@ -41,14 +41,24 @@ def run(engine, prompts, **options):
     return sorted(engine, key=lambda completion: (completion.request, completion.sample))
 
 
-def check_greedy(model, completion):
-    """Each token is the most likely one of a full forward of those before it, and has its log-probability."""
+def full_forward(model, completion):
+    """The logits [new tokens, V] of a full forward that the new tokens were drawn from."""
     row = torch.tensor([[*completion.prompt, *completion.ids]], device=DEVICE)
     with torch.no_grad():
-        logits = model(row[:, :-1]).logits[0, len(completion.prompt) - 1 :]
+        return model(row[:, :-1]).logits[0, len(completion.prompt) - 1 :]
+
+
+def check_logprobs(completion, logits):
+    """The log-probabilities are those of the softmax of these logits."""
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.ids, device=DEVICE)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected.float().cpu(), rtol=1e-4, atol=1e-5)
+
+
+def check_greedy(model, completion):
+    """Each token is the most likely one of a full forward of those before it, and has its log-probability."""
+    logits = full_forward(model, completion)
     assert completion.ids == logits.argmax(-1).tolist()
-    expected = logits.log_softmax(-1).max(-1).values
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected.float().cpu(), rtol=1e-5, atol=1e-6)
+    check_logprobs(completion, logits)
 
 
 def all_free(engine):
@@ -73,10 +83,10 @@ def test_every_family_gives_the_tokens_of_its_full_forward(name, monkeypatch):
 def test_frequencies_that_depend_on_the_length_are_those_of_each_request(name, monkeypatch):
     model = build(name)
     lengths = (3, 18, 22, 40)
-    alone = [ligermodels.generate(model, [prompt], max_new_tokens=25, stop_tokens=()) for prompt in prompts(name, lengths)]
+    alone = [run(Engine(model, max_tokens=128), [prompt], max_new_tokens=25) for prompt in prompts(name, lengths)]
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 7)
     together = run(Engine(model, max_tokens=512, max_rows=3), prompts(name, lengths), max_new_tokens=25)
-    assert [[completion.ids] for completion in together] == alone
+    assert [completion.ids for completion in together] == [completion.ids for [completion] in alone]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -86,9 +96,10 @@ def test_samples_of_a_request_share_the_pages_of_its_prompt(name, length):
     model = build(name)
     engine = Engine(model, max_tokens=1024)
     prompt = prompts(name, [length])[0]
-    for completion in run(engine, [prompt], n=3):
-        assert completion.finish_reason == "length"
-        check_greedy(model, completion)
+    completions = run(engine, [prompt], n=3, temperature=2.0, seed=1)
+    assert len({tuple(completion.ids) for completion in completions}) == 3
+    for completion in completions:
+        check_logprobs(completion, full_forward(model, completion) / 2.0)
     whole = -(-(length + NEW - 1) // PAGE_SIZE)
     shared = length // PAGE_SIZE
     assert engine.cache.pages_needed(length, length + NEW - 1, 3)[0] == shared + 3 * (whole - shared)
@@ -144,9 +155,12 @@ def test_a_run_that_ends_early_leaves_nothing_behind():
         ({"prompt": [5, 99]}, "token id 99 is outside the vocabulary of 99"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; must be at least 1"),
         ({"prompt": "text"}, "a prompt is a text; give the engine a tokenizer"),
-        ({"n": 5}, "n is 5, but the engine runs 4 samples at a time"),
+        ({"n": 5, "temperature": 1.0}, "n is 5, but the engine runs 4 samples at a time"),
         ({"max_new_tokens": 200}, "a prompt of 2 tokens and 200 new ones is longer than the 128 that the engine holds"),
-        ({"n": 4, "max_new_tokens": 120}, "4 samples of a prompt of 2 tokens and 120 new ones need 512 tokens of the cache"),
+        (
+            {"n": 4, "temperature": 1.0, "max_new_tokens": 120},
+            "4 samples of a prompt of 2 tokens and 120 new ones need 512 tokens of the cache",
+        ),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_when_it_is_submitted(options, message):

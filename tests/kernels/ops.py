@@ -39,6 +39,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_with_metrics_reference,
 )
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.penalties import penalize, penalize_reference
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ligermodels.kernels.qkv_heads import split_heads
 from ligermodels.kernels.rms_norm import (
@@ -50,6 +51,7 @@ from ligermodels.kernels.rms_norm import (
 )
 from ligermodels.kernels.rope import rope_, rope_reference
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
+from ligermodels.kernels.sample import sample, sample_reference
 from tests.conftest import DEVICE
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -437,6 +439,41 @@ def few_rows_linear_case(batch, length, hidden, width) -> Case:
     return Case(ours, reference, [*stream, normal(hidden), normal(width, hidden, scale=0.1), normal(width)], [])
 
 
+def sample_case(batch, length, vocabulary, filters=True) -> Case:
+    """Rows are greedy, with temperature alone, and with filters, in turn."""
+    rows = torch.arange(batch * length, device=DEVICE).view(batch, length)
+    temperature = (rows % 3 > 0).float()
+    settings = [rows % 3 // 2 * 5, 1 - rows % 3 * 0.1, rows % 3 * 0.01] if filters else []
+    counters = torch.stack([rows, rows + 7], -1)
+
+    def under(function):
+        def call(logits, temperature, seeds, counters, *settings):
+            top_k, top_p, min_p = (x.flatten() for x in settings) if settings else (None,) * 3
+            top_k = top_k.int() if filters else None
+            arguments = logits.flatten(0, 1), temperature.flatten(), top_k, top_p, min_p
+            tokens, logprobs = function(*arguments, seeds.flatten(), counters.flatten(0, 1))
+            return tokens.float(), logprobs
+
+        return call
+
+    logits = normal(batch, length, vocabulary, scale=3.0)
+    return Case(under(sample), under(sample_reference), [logits], [temperature, rows + 3, counters, *settings])
+
+
+def penalty_case(batch, length, vocabulary) -> Case:
+    def under(function):
+        @torch.no_grad()
+        def call(logits, table, *penalties):
+            return function(logits.flatten(0, 1), table.flatten(0, 1), *(x.flatten() for x in penalties))
+
+        return call
+
+    table = torch.randint(4, (batch, length, vocabulary), dtype=torch.int32, device=DEVICE)
+    penalties = [torch.rand(batch, length, device=DEVICE) + 0.5 for _ in range(3)]
+    logits = normal(batch, length, vocabulary)
+    return Case(under(penalize), under(penalize_reference), [logits], [table, *penalties])
+
+
 def run_all_kernels(name: str, case: Case) -> None:
     """Runs all kernels of a case: norms have other variants if their inputs are frozen."""
     for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
@@ -579,5 +616,17 @@ OPS = {
     "decode_attention of one row, with a window and a softcap": Op(
         draw=partial(decode_attention_case, only_one=True, window=70, softcap=50.0), small=(6, 3, 20),
         real=((64, 8, 64), (8, 4, 256)), has_gradients=False,
+    ),
+    "sample": Op(
+        draw=sample_case, small=(300,), real=tuple((v,) for v in VOCABULARIES), huge=(2**13 + 1, 2**18),
+        has_gradients=False,
+    ),
+    "sample without filters": Op(
+        draw=partial(sample_case, filters=False), small=(300,), real=tuple((v,) for v in VOCABULARIES),
+        has_gradients=False,
+    ),
+    "penalize": Op(
+        draw=penalty_case, small=(300,), real=tuple((v,) for v in VOCABULARIES), huge=(2**13 + 1, 2**18),
+        has_gradients=False,
     ),
 }  # fmt: skip
