@@ -32,14 +32,14 @@ def flash_attention_2(
         q, k, v = (F.pad(x, (0, -head_dim % 8)) for x in (q, k, v))
     documents = (*mask.offsets, mask.longest, mask.longest_k)
     if sinks is None:
-        out, *_ = run_forward(q, k, v, *documents, scale, mask.left, mask.right, dropout)
+        out, *_ = flash_2_forward(q, k, v, *documents, scale, mask.left, mask.right, dropout)
     else:
         out = SinkAttention.apply(q, k, v, sinks, *documents, scale, mask.left, mask.right)
     out = out[..., :head_dim]
     return out if mask.cu_seqlens is None else out[None]
 
 
-def run_forward(
+def flash_2_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int,
     longest_k: int, scale: float, left: int | None, right: int | None, dropout: float = 0.0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -50,7 +50,7 @@ def run_forward(
     )[:4]  # fmt: skip
 
 
-def run_backward(
+def flash_2_backward(
     out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, random_states: tuple[Tensor, ...],
     cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int, longest_k: int, scale: float,
     left: int | None, right: int | None,
@@ -72,7 +72,7 @@ def window_sizes(left: int | None, right: int | None) -> dict[str, Any]:
 class SinkAttention(Node):
     @staticmethod
     def forward(ctx, q, k, v, sinks, cu_seqlens, cu_seqlens_k, *options):
-        out, lse, *random_states = run_forward(q, k, v, cu_seqlens, cu_seqlens_k, *options)
+        out, lse, *random_states = flash_2_forward(q, k, v, cu_seqlens, cu_seqlens_k, *options)
         out, lse = add_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, cu_seqlens_k, *random_states)
         ctx.options = options
@@ -81,7 +81,9 @@ class SinkAttention(Node):
     @staticmethod
     def backward(ctx, out_gradient):
         q, k, v, sinks, out, lse, cu_seqlens, cu_seqlens_k, *random_states = ctx.saved_tensors
-        gradients = run_backward(out_gradient, q, k, v, out, lse, random_states, cu_seqlens, cu_seqlens_k, *ctx.options)
+        gradients = flash_2_backward(
+            out_gradient, q, k, v, out, lse, random_states, cu_seqlens, cu_seqlens_k, *ctx.options
+        )
         sinks_gradient = gradient_of_sinks(out_gradient, out, lse, sinks) if ctx.needs_input_grad[3] else None
         return *gradients, sinks_gradient, *(None,) * (2 + len(ctx.options))
 

@@ -195,19 +195,19 @@ def test_sinks_of_flash_attention_2_have_the_gradients_of_one_more_column(monkey
     def scores_of(q, k):
         return SCALE * torch.einsum("thd,shd->hts", q, k).masked_fill(~pairs, -torch.inf)
 
-    def run_forward(q, k, v, *options):
+    def flash_2_forward(q, k, v, *options):
         scores = scores_of(q, k)
         return torch.einsum("hts,shd->thd", scores.softmax(-1), v), scores.logsumexp(-1), None, None
 
-    def run_backward(dout, q, k, v, out, lse, *options):
+    def flash_2_backward(dout, q, k, v, out, lse, *options):
         weights = torch.exp(scores_of(q, k) - lse[..., None])
         dots = torch.einsum("thd,shd->hts", dout, v) - (dout * out).sum(-1).T[..., None]
         dscores = SCALE * weights * dots
         dk, dv = (torch.einsum("hts,thd->shd", *pair) for pair in ((dscores, q), (weights, dout)))
         return torch.einsum("hts,shd->thd", dscores, k), dk, dv
 
-    monkeypatch.setattr(flash_attention_2, "run_forward", run_forward)
-    monkeypatch.setattr(flash_attention_2, "run_backward", run_backward)
+    monkeypatch.setattr(flash_attention_2, "flash_2_forward", flash_2_forward)
+    monkeypatch.setattr(flash_attention_2, "flash_2_backward", flash_2_backward)
     pairs = pairs_by_hand(((0, 4, 9), (0, 4, 9)), True, None)
     inputs = [x.cpu().requires_grad_() for x in (*draw(1, 9, heads=4, kv_heads=4, size=8), torch.randn(4).double())]
     expected = by_hand(*inputs[:3], pairs, sinks=inputs[3])
