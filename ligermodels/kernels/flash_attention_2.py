@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.attention_mask import Mask
-from ligermodels.kernels.dispatch import Node, is_traced
+from ligermodels.kernels.dispatch import Node, is_traced, widen
+
+MAX_FLASH_HEAD_DIM = 256
 
 
 def flash_attention_2(
@@ -90,15 +92,16 @@ class SinkAttention(Node):
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """out [.., T, H, D] and lse [.., H, T] without sinks [H] -> with them; may overwrite `out`."""
-    weight = torch.sigmoid(lse - sinks[:, None]).transpose(-1, -2)[..., None]  # fp32, of all keys together
-    lse = torch.logaddexp(lse, sinks.float()[:, None])
+    sinks = widen(sinks)[:, None]
+    weight = torch.sigmoid(lse - sinks).transpose(-1, -2)[..., None]  # of all keys together
+    lse = torch.logaddexp(lse, sinks)
     if is_traced((out,)):  # selective checkpointing may have saved what the kernel returned
         return (out * weight).to(out.dtype), lse
     return out.mul_(weight), lse
 
 
 def gradient_of_sinks(out_gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H] in the dtype of sinks; out and lse are with sinks."""
-    dots = (out_gradient.float() * out).sum(-1).transpose(-1, -2)  # [.., H, T]
-    terms = dots * torch.exp(sinks.float()[:, None] - lse)
-    return -terms.transpose(-1, -2).flatten(0, -2).sum(0).to(sinks.dtype)
+    """[H] in the dtype of sinks. out [.., T, H, D] and lse [.., H, T] are with sinks."""
+    weight = torch.exp(widen(sinks) - lse.transpose(-1, -2))  # [.., T, H], of the sink
+    dots = (widen(out_gradient) * out).sum(-1)
+    return -(weight * dots).flatten(0, -2).sum(0).to(sinks.dtype)

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ligermodels.kernels.attention_mask import Alignment, Mask, align_ends
 from ligermodels.kernels.launch import shared_memory
 
-MIN_HEAD_DIM = 16
+MIN_FLEX_HEAD_DIM = 16
 HOPPER_SHARED_MEMORY = 227 * 1024  # bytes available to one program
 # FlexAttention's kernel options for heads of 256. Its defaults are a third slower (H200); these fill the shared memory.
 HEAD_256_TILES = {

@@ -76,12 +76,13 @@ def test_packed_documents_on_the_cpu_need_no_mask_longer_than_a_document(softcap
 
 
 def test_one_compiled_graph_serves_all_packings():
-    q, k, v = draw(batch=1)
+    q, k, v = draw(1, 37, 50)
+    sinks = torch.randn(6, dtype=torch.float64, device=DEVICE)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
-    for offsets in ([0, 1, 12, 37], [0, 20, 37]):
-        cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
-        expected = attention_reference(q, k, v, SCALE, cu_seqlens=cu_seqlens)
-        torch.testing.assert_close(compiled(q, k, v, scale=SCALE, cu_seqlens=cu_seqlens), expected)
+    for ends, ends_k in (((0, 1, 12, 37), (0, 3, 20, 50)), ((0, 20, 37), (0, 40, 50))):
+        documents = {"cu_seqlens": offsets(*ends), "cu_seqlens_k": offsets(*ends_k)}
+        expected = attention_reference(q, k, v, SCALE, sinks=sinks, **documents)
+        torch.testing.assert_close(compiled(q, k, v, scale=SCALE, sinks=sinks, **documents), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -261,7 +262,8 @@ def test_a_mask_of_quadratic_memory_is_told_once(recwarn):
     for _ in range(2):
         module.warn_of_quadratic_memory(torch.float32, 8)
     assert [str(x.message) for x in recwarn] == [
-        "attention over packed documents in float32 with heads of 8 stores a mask of tokens x tokens; bfloat16 does not"
+        "attention over packed documents in float32 with heads of 8 stores a mask of tokens x tokens;"
+        " bfloat16 with heads of at most 256 does not"
     ]
 
 
@@ -282,3 +284,4 @@ def test_the_attention_of_packed_documents_has_a_name_and_says_what_is_faster(mo
     assert name() == f"FlashAttention 2{faster}" and name(softcap=50.0) == f"FlexAttention{faster}"
     assert name(installed=(128,)) == name(softcap=50.0, installed=(128,)) == "FlashAttention 4"
     assert (name(size=80), name(dtype=torch.float32)) == ("FlashAttention 2", "SDPA with a dense mask")
+    assert name(size=512) == "SDPA with a dense mask"
