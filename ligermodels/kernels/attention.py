@@ -26,10 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ligermodels.kernels.attention_mask import Mask, dense_mask
 from ligermodels.kernels.dispatch import autocast, is_traced, runs_kernels, widen
 from ligermodels.kernels.flash_attention import HEAD_DIMS, flash_attention, head_dims, runs_flash_attention
-from ligermodels.kernels.flash_attention_2 import MAX_FLASH_HEAD_DIM, flash_attention_2
+from ligermodels.kernels.flash_attention_2 import MAX_FLASH_HEAD_DIM, flash_attention_2, runs_flash_attention_2
 from ligermodels.kernels.flex_attention import MIN_FLEX_HEAD_DIM, flex_attention
 
-HALF_PRECISION = (torch.float16, torch.bfloat16)
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -120,15 +119,14 @@ def attention_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, mask: Mask,
     dropout: float,
 ) -> Tensor:  # fmt: skip
-    head_dim = q.shape[-1]
     if not dropout and runs_kernels(q) and runs_flash_attention(q):
         return flash_attention(q, k, v, sinks, scale, softcap, mask)
-    if softcap is None and q.dtype in HALF_PRECISION and head_dim <= MAX_FLASH_HEAD_DIM:
+    if softcap is None and runs_flash_attention_2(q, mask):
         return flash_attention_2(q, k, v, sinks, scale, mask, dropout)
-    if (softcap is not None or sinks is not None) and head_dim >= MIN_FLEX_HEAD_DIM:
+    if (softcap is not None or sinks is not None) and q.shape[-1] >= MIN_FLEX_HEAD_DIM:
         return flex_attention(q, k, v, sinks, scale, softcap, mask)
     if mask.cu_seqlens is not None and not is_traced((q, k, v)):
-        warn_of_quadratic_memory(q.dtype, head_dim)
+        warn_of_quadratic_memory(q.dtype, q.shape[-1])
     return dense_attention(q, k, v, sinks, scale, softcap, mask, None, dropout)
 
 
@@ -155,7 +153,7 @@ def packed_attention_name(device: torch.device, dtype: torch.dtype, head_dim: in
     """What computes the attention of packed documents, for reports, and what would be faster to install."""
     if device.type != "cuda":
         return "SDPA, one document after the other"
-    gpu, half = device.index or 0, dtype in HALF_PRECISION
+    gpu, half = device.index or 0, dtype in (torch.float16, torch.bfloat16)
     if half and head_dim in head_dims(gpu):
         return "FlashAttention 4"
     faster = half and head_dim in HEAD_DIMS.get(torch.cuda.get_device_capability(gpu)[0], ())

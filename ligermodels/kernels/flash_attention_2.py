@@ -20,6 +20,14 @@ from ligermodels.kernels.dispatch import Node, is_traced, widen
 MAX_FLASH_HEAD_DIM = 256
 
 
+def runs_flash_attention_2(q: Tensor, mask: Mask) -> bool:
+    """Whether `flash_attention_2` takes these queries [.., D] on a GPU."""
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    # It takes a window as wide as the keys for none, which is wrong for a query that stands before the first key.
+    unlimited = mask.right is not None and mask.longest > mask.longest_k and mask.right >= mask.longest_k
+    return half and q.shape[-1] <= MAX_FLASH_HEAD_DIM and not unlimited
+
+
 def flash_attention_2(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, mask: Mask, dropout: float
 ) -> Tensor:

@@ -253,6 +253,16 @@ def test_arguments_that_contradict_each_other_raise(message):
         attention(*draw(2 if "one row" in message or "position" in REFUSED[message] else 1), **REFUSED[message])
 
 
+def test_flash_attention_2_is_left_out_where_it_would_ignore_a_window():
+    def runs(right, longest, longest_k, size=64, dtype=torch.bfloat16):
+        mask = Mask(right, right, longest=longest, longest_k=longest_k)
+        return flash_attention_2.runs_flash_attention_2(torch.empty(size, dtype=dtype), mask)
+
+    assert not runs(6, 9, 5)
+    assert runs(4, 9, 5) and runs(6, 5, 5) and runs(0, 9, 5) and runs(None, 9, 5)
+    assert not runs(0, 9, 9, size=264) and not runs(0, 9, 9, dtype=torch.float32)
+
+
 def test_documents_with_other_numbers_of_keys_need_their_offsets():
     with pytest.raises(ValueError, match="37 queries over 50 keys in documents need cu_seqlens_k"):
         attention(*draw(1, 37, 50), cu_seqlens=offsets(0, 12, 37))
