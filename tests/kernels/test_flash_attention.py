@@ -174,7 +174,7 @@ def checkpointed(function):
 # FlashAttention 4 with a softcap and with sinks; SDPA; FlashAttention 2 and FlexAttention, which take other heads.
 @pytest.mark.parametrize("size, options, with_sinks", [
     (128, {"softcap": 20.0}, False), (64, {"window": 128}, True), (128, {}, False), (80, {"window": 128}, True),
-    (32, {"softcap": 20.0}, False),
+    (32, {"softcap": 20.0}, False), (256, {"softcap": 50.0}, False),
 ])  # fmt: skip
 def test_deterministic_algorithms_give_the_same_bits(size, options, with_sinks):
     inputs = [x.bfloat16().requires_grad_() for x in (*draw(1, 2000, size), *([draw_sinks()] if with_sinks else []))]
