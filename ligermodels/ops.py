@@ -20,7 +20,7 @@
 | `low_rank_linear`      | linear with a LoRA update (`LowRank`) as one autograd node                        |
 | `route`                | top-k router: probabilities and indices of a token's experts                      |
 | `experts`              | mixture of gated experts by grouped GEMM, with optional LoRA (`GroupedLowRank`)   |
-| `attention`            | causal attention over SDPA, FlashAttention and FlexAttention                      |
+| `attention`            | attention over SDPA, FlashAttention and FlexAttention, causal by default          |
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `token_log_probs`      | log-probability of each target token, without all logits in memory                |

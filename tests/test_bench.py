@@ -31,7 +31,7 @@ SMALL = {
     "linear_cross_entropy": (8, 16, 64),
     "norm_linear": (8, 16, 24),
     "gated_linear": (8, 16, 24),
-    "attention": (1, 8, 4, 2, 16, 0, 0),
+    "attention": (1, 8, 4, 2, 16, 0, 0, 0, 1),
     "experts": (8, 16, 8, 4, 2),
     "adamw": (8, 16),
 }

@@ -9,7 +9,6 @@ from ligermodels.cli.flags import Commands, add_command, positive
 from ligermodels.cli.parsing import add_dtype, add_revision, print_line
 from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
-from ligermodels.kernels.attention import packed_attention_name
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.memory import count_parameters, decoder_blocks, inference_memory, training_memory
 from ligermodels.units import byte_size, counted, memory_size
@@ -60,9 +59,8 @@ def attention_line(described: Description, dtype: torch.dtype | None) -> str:
     """What computes the attention of training on this machine, and what would be faster to install."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)  # as training chooses it
-    softcap = decoder_blocks(described.model)[0].self_attn.softcap
-    name = packed_attention_name(device, dtype, described.model.config.head_dim, softcap)
-    return f"in training, {str(dtype).removeprefix('torch.')} on {device.type}: {name}"
+    implementation = decoder_blocks(described.model)[0].self_attn.implementation(device, dtype)
+    return f"in training, {str(dtype).removeprefix('torch.')} on {device.type}: {implementation}"
 
 
 def memory_lines(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -23,14 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligermodels.kernels import flex_attention as flex
 from ligermodels.kernels.attention_mask import Mask, dense_mask
 from ligermodels.kernels.dispatch import autocast, is_traced, runs_kernels, widen
 from ligermodels.kernels.flash_attention import HEAD_DIMS, flash_attention, head_dims, runs_flash_attention
-from ligermodels.kernels.flash_attention_2 import flash_attention_2
-from ligermodels.kernels.flex_attention import flex_attention
+from ligermodels.kernels.flash_attention_2 import MAX_FLASH_HEAD_DIM, flash_attention_2, runs_flash_attention_2
+from ligermodels.kernels.flex_attention import MIN_FLEX_HEAD_DIM, flex_attention
 
-HALF_PRECISION = (torch.float16, torch.bfloat16)
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -91,7 +89,7 @@ def attention(
     plain = softcap is None and sinks is None and cu_seqlens is None and left is None
     if plain and (not causal or q.shape[1] == k.shape[1]):
         return plain_attention(q, k, v, scale, causal, dropout)
-    if q.is_cuda:
+    if q.is_cuda and (sinks is None or runs_kernels(q)):
         return attention_on_gpu(q, k, v, sinks, scale, softcap, mask, dropout)
     if cu_seqlens is not None and q.is_cpu and not is_traced((q, k, v)):
         options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
@@ -121,14 +119,13 @@ def attention_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, mask: Mask,
     dropout: float,
 ) -> Tensor:  # fmt: skip
-    half = q.dtype in HALF_PRECISION
     if not dropout and runs_kernels(q) and runs_flash_attention(q):
         return flash_attention(q, k, v, sinks, scale, softcap, mask)
-    if half and softcap is None and (sinks is None or runs_kernels(q)):
+    if softcap is None and runs_flash_attention_2(q, mask):
         return flash_attention_2(q, k, v, sinks, scale, mask, dropout)
-    if (softcap is not None or sinks is not None) and q.shape[-1] >= flex.MIN_HEAD_DIM:
+    if (softcap is not None or sinks is not None) and q.shape[-1] >= MIN_FLEX_HEAD_DIM:
         return flex_attention(q, k, v, sinks, scale, softcap, mask)
-    if mask.cu_seqlens is not None:
+    if mask.cu_seqlens is not None and not is_traced((q, k, v)):
         warn_of_quadratic_memory(q.dtype, q.shape[-1])
     return dense_attention(q, k, v, sinks, scale, softcap, mask, None, dropout)
 
@@ -147,7 +144,7 @@ def dense_attention(
 def warn_of_quadratic_memory(dtype: torch.dtype, head_dim: int) -> None:
     warnings.warn(
         f"attention over packed documents in {str(dtype).removeprefix('torch.')} with heads of {head_dim} stores a mask"
-        " of tokens x tokens; bfloat16 does not",
+        " of tokens x tokens; bfloat16 with heads of at most 256 does not",
         stacklevel=4,
     )
 
@@ -163,7 +160,7 @@ def packed_attention_name(device: torch.device, dtype: torch.dtype, head_dim: in
     other = "; the extra `flash` is faster: pip install 'ligermodels[flash]'" if faster else ""
     if softcap is not None:
         return f"FlexAttention{other}"
-    return f"FlashAttention 2{other}" if half else "SDPA with a dense mask"
+    return f"FlashAttention 2{other}" if half and head_dim <= MAX_FLASH_HEAD_DIM else "SDPA with a dense mask"
 
 
 def attention_reference(

@@ -26,7 +26,7 @@ class Mask(NamedTuple):
         return self.cu_seqlens, self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
 
 
-class Layout(NamedTuple):
+class Alignment(NamedTuple):
     """Where queries and keys stand."""
 
     shift: int | Tensor  # [T], what is added to the index of a query to count it as the keys are counted
@@ -34,21 +34,21 @@ class Layout(NamedTuple):
     document_k: Tensor | None  # [S]
 
 
-def make_layout(queries: int, keys: int, device: torch.device, mask: Mask) -> Layout:
+def align_ends(queries: int, keys: int, device: torch.device, mask: Mask) -> Alignment:
     if mask.cu_seqlens is None:
-        return Layout(keys - queries, None, None)
+        return Alignment(keys - queries, None, None)
     document = document_ids(torch.arange(queries, device=device), mask.cu_seqlens)
     if mask.cu_seqlens_k is None:
-        return Layout(0, document, document)
+        return Alignment(0, document, document)
     ends = (mask.cu_seqlens_k - mask.cu_seqlens)[1:]  # the last query of a document stands at its last key
     document_k = document_ids(torch.arange(keys, device=device), mask.cu_seqlens_k)
-    return Layout(ends[document], document, document_k)
+    return Alignment(ends[document], document, document_k)
 
 
 def dense_mask(queries: int, keys: int, device: torch.device, mask: Mask, position_ids: Tensor | None = None) -> Tensor:
     """bool [B or 1, T, S], true where the query sees the key. position_ids: [B, T], of the queries over a cache."""
-    layout = make_layout(queries, keys, device, mask)
-    position = torch.arange(queries, device=device)[None] + layout.shift if position_ids is None else position_ids
+    alignment = align_ends(queries, keys, device, mask)
+    position = torch.arange(queries, device=device)[None] + alignment.shift if position_ids is None else position_ids
     distance = position[:, :, None] - torch.arange(keys, device=device)  # [B, T, S]
     seen = torch.ones_like(distance, dtype=torch.bool)
     # Not in place: selective checkpointing could not replay it.
@@ -56,8 +56,8 @@ def dense_mask(queries: int, keys: int, device: torch.device, mask: Mask, positi
         seen = seen & (distance >= -mask.right)
     if mask.left is not None:
         seen = seen & (distance <= mask.left)
-    if layout.document is not None:
-        seen = seen & (layout.document[:, None] == layout.document_k)
+    if alignment.document is not None:
+        seen = seen & (alignment.document[:, None] == alignment.document_k)
     return seen
 
 

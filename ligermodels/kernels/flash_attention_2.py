@@ -15,7 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.attention_mask import Mask
-from ligermodels.kernels.dispatch import Node, is_traced
+from ligermodels.kernels.dispatch import Node, is_traced, widen
+
+MAX_FLASH_HEAD_DIM = 256
+
+
+def runs_flash_attention_2(q: Tensor, mask: Mask) -> bool:
+    """Whether `flash_attention_2` takes these queries [.., D] on a GPU."""
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    # It takes a window as wide as the keys for none, which is wrong for a query that stands before the first key.
+    unlimited = mask.right is not None and mask.longest > mask.longest_k and mask.right >= mask.longest_k
+    return half and q.shape[-1] <= MAX_FLASH_HEAD_DIM and not unlimited
 
 
 def flash_attention_2(
@@ -32,14 +42,14 @@ def flash_attention_2(
         q, k, v = (F.pad(x, (0, -head_dim % 8)) for x in (q, k, v))
     documents = (*mask.offsets, mask.longest, mask.longest_k)
     if sinks is None:
-        out, *_ = run_forward(q, k, v, *documents, scale, mask.left, mask.right, dropout)
+        out, *_ = flash_2_forward(q, k, v, *documents, scale, mask.left, mask.right, dropout)
     else:
         out = SinkAttention.apply(q, k, v, sinks, *documents, scale, mask.left, mask.right)
     out = out[..., :head_dim]
     return out if mask.cu_seqlens is None else out[None]
 
 
-def run_forward(
+def flash_2_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int,
     longest_k: int, scale: float, left: int | None, right: int | None, dropout: float = 0.0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -50,7 +60,7 @@ def run_forward(
     )[:4]  # fmt: skip
 
 
-def run_backward(
+def flash_2_backward(
     out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, random_states: tuple[Tensor, ...],
     cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int, longest_k: int, scale: float,
     left: int | None, right: int | None,
@@ -72,7 +82,7 @@ def window_sizes(left: int | None, right: int | None) -> dict[str, Any]:
 class SinkAttention(Node):
     @staticmethod
     def forward(ctx, q, k, v, sinks, cu_seqlens, cu_seqlens_k, *options):
-        out, lse, *random_states = run_forward(q, k, v, cu_seqlens, cu_seqlens_k, *options)
+        out, lse, *random_states = flash_2_forward(q, k, v, cu_seqlens, cu_seqlens_k, *options)
         out, lse = add_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, cu_seqlens_k, *random_states)
         ctx.options = options
@@ -81,22 +91,25 @@ class SinkAttention(Node):
     @staticmethod
     def backward(ctx, out_gradient):
         q, k, v, sinks, out, lse, cu_seqlens, cu_seqlens_k, *random_states = ctx.saved_tensors
-        gradients = run_backward(out_gradient, q, k, v, out, lse, random_states, cu_seqlens, cu_seqlens_k, *ctx.options)
+        gradients = flash_2_backward(
+            out_gradient, q, k, v, out, lse, random_states, cu_seqlens, cu_seqlens_k, *ctx.options
+        )
         sinks_gradient = gradient_of_sinks(out_gradient, out, lse, sinks) if ctx.needs_input_grad[3] else None
         return *gradients, sinks_gradient, *(None,) * (2 + len(ctx.options))
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """out [.., T, H, D] and lse [.., H, T] without sinks [H] -> with them; may overwrite `out`."""
-    weight = torch.sigmoid(lse - sinks[:, None]).transpose(-1, -2)[..., None]  # fp32, of all keys together
-    lse = torch.logaddexp(lse, sinks.float()[:, None])
+    sinks = widen(sinks)[:, None]
+    weight = torch.sigmoid(lse - sinks).transpose(-1, -2)[..., None]  # of all keys together
+    lse = torch.logaddexp(lse, sinks)
     if is_traced((out,)):  # selective checkpointing may have saved what the kernel returned
         return (out * weight).to(out.dtype), lse
     return out.mul_(weight), lse
 
 
 def gradient_of_sinks(out_gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H] in the dtype of sinks; out and lse are with sinks."""
-    dots = (out_gradient.float() * out).sum(-1).transpose(-1, -2)  # [.., H, T]
-    terms = dots * torch.exp(sinks.float()[:, None] - lse)
-    return -terms.transpose(-1, -2).flatten(0, -2).sum(0).to(sinks.dtype)
+    """[H] in the dtype of sinks. out [.., T, H, D] and lse [.., H, T] are with sinks."""
+    weight = torch.exp(widen(sinks) - lse.transpose(-1, -2))  # [.., T, H], of the sink
+    dots = (widen(out_gradient) * out).sum(-1)
+    return -(weight * dots).flatten(0, -2).sum(0).to(sinks.dtype)

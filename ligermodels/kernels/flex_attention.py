@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ligermodels.kernels.attention_mask import Layout, Mask, make_layout
+from ligermodels.kernels.attention_mask import Alignment, Mask, align_ends
 from ligermodels.kernels.launch import shared_memory
 
-MIN_HEAD_DIM = 16
+MIN_FLEX_HEAD_DIM = 16
 HOPPER_SHARED_MEMORY = 227 * 1024  # bytes available to one program
 # FlexAttention's kernel options for heads of 256. Its defaults are a third slower (H200); these fill the shared memory.
 HEAD_256_TILES = {
@@ -79,7 +79,7 @@ class PackedMasks(NamedTuple):
 
     versions: tuple[int | None, ...]  # of the content of the offsets
     cu_seqlens_k: Tensor | None
-    layout: Layout
+    alignment: Alignment
     by_window: dict[tuple[int | None, int | None], Any]  # (left, right) -> block mask
 
 
@@ -94,23 +94,25 @@ def shared_block_mask(queries: int, keys: int, device: torch.device, mask: Mask)
     # The next batch may overwrite the same tensors.
     versions = tuple(None if x is None else x._version for x in (mask.cu_seqlens, mask.cu_seqlens_k))
     if masks is None or masks.versions != versions or masks.cu_seqlens_k is not mask.cu_seqlens_k:
-        layout = make_layout(queries, keys, device, mask)
-        masks = PACKED_MASKS[mask.cu_seqlens] = PackedMasks(versions, mask.cu_seqlens_k, layout, {})
+        alignment = align_ends(queries, keys, device, mask)
+        masks = PACKED_MASKS[mask.cu_seqlens] = PackedMasks(versions, mask.cu_seqlens_k, alignment, {})
     window = mask.left, mask.right
     if window not in masks.by_window:
-        masks.by_window[window] = make_block_mask(queries, keys, device, *window, masks.layout)
+        masks.by_window[window] = make_block_mask(queries, keys, device, *window, masks.alignment)
     return masks.by_window[window]
 
 
 @functools.lru_cache(maxsize=64)
 def unpacked_block_mask(queries: int, keys: int, device: torch.device, left: int | None, right: int | None):
-    return make_block_mask(queries, keys, device, left, right, make_layout(queries, keys, device, Mask()))
+    return make_block_mask(queries, keys, device, left, right, align_ends(queries, keys, device, Mask()))
 
 
-def make_block_mask(queries: int, keys: int, device: torch.device, left: int | None, right: int | None, layout: Layout):
+def make_block_mask(
+    queries: int, keys: int, device: torch.device, left: int | None, right: int | None, alignment: Alignment
+):
     from torch.nn.attention.flex_attention import create_block_mask
 
-    shift, document, document_k = layout
+    shift, document, document_k = alignment
 
     def seen(batch, head, query, key):
         distance = query - key + (shift if isinstance(shift, int) else shift[query])

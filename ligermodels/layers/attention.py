@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.cache import LayerCache
-from ligermodels.kernels.attention import attention
+from ligermodels.kernels.attention import attention, packed_attention_name
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
 from ligermodels.layers.norm import PreNorm, RMSNorm
@@ -54,6 +55,7 @@ class Attention(PackingModule):
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.num_key_value_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
         self.window = window
         self.scale = config.head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
@@ -82,6 +84,10 @@ class Attention(PackingModule):
                 cu_seqlens=positions.cu_seqlens, max_seqlen=positions.max_seqlen, **options,
             )  # fmt: skip
         return apply_linear(self.o_proj, out.flatten(2)), residual
+
+    def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What computes the attention of packed documents there, for reports."""
+        return packed_attention_name(device, dtype, self.head_dim, self.softcap)
 
     def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Packed qkv [B, T, (Hq + 2 Hkv) D] -> q [B, T, Hq, D], k and v [B, T, Hkv, D]; RoPE is applied to q and k."""

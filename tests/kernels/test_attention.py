@@ -76,12 +76,13 @@ def test_packed_documents_on_the_cpu_need_no_mask_longer_than_a_document(softcap
 
 
 def test_one_compiled_graph_serves_all_packings():
-    q, k, v = draw(batch=1)
+    q, k, v = draw(1, 37, 50)
+    sinks = torch.randn(6, dtype=torch.float64, device=DEVICE)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
-    for offsets in ([0, 1, 12, 37], [0, 20, 37]):
-        cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
-        expected = attention_reference(q, k, v, SCALE, cu_seqlens=cu_seqlens)
-        torch.testing.assert_close(compiled(q, k, v, scale=SCALE, cu_seqlens=cu_seqlens), expected)
+    for ends, ends_k in (((0, 1, 12, 37), (0, 3, 20, 50)), ((0, 20, 37), (0, 40, 50))):
+        documents = {"cu_seqlens": offsets(*ends), "cu_seqlens_k": offsets(*ends_k)}
+        expected = attention_reference(q, k, v, SCALE, sinks=sinks, **documents)
+        torch.testing.assert_close(compiled(q, k, v, scale=SCALE, sinks=sinks, **documents), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,19 +196,19 @@ def test_sinks_of_flash_attention_2_have_the_gradients_of_one_more_column(monkey
     def scores_of(q, k):
         return SCALE * torch.einsum("thd,shd->hts", q, k).masked_fill(~pairs, -torch.inf)
 
-    def run_forward(q, k, v, *options):
+    def flash_2_forward(q, k, v, *options):
         scores = scores_of(q, k)
         return torch.einsum("hts,shd->thd", scores.softmax(-1), v), scores.logsumexp(-1), None, None
 
-    def run_backward(dout, q, k, v, out, lse, *options):
+    def flash_2_backward(dout, q, k, v, out, lse, *options):
         weights = torch.exp(scores_of(q, k) - lse[..., None])
         dots = torch.einsum("thd,shd->hts", dout, v) - (dout * out).sum(-1).T[..., None]
         dscores = SCALE * weights * dots
         dk, dv = (torch.einsum("hts,thd->shd", *pair) for pair in ((dscores, q), (weights, dout)))
         return torch.einsum("hts,shd->thd", dscores, k), dk, dv
 
-    monkeypatch.setattr(flash_attention_2, "run_forward", run_forward)
-    monkeypatch.setattr(flash_attention_2, "run_backward", run_backward)
+    monkeypatch.setattr(flash_attention_2, "flash_2_forward", flash_2_forward)
+    monkeypatch.setattr(flash_attention_2, "flash_2_backward", flash_2_backward)
     pairs = pairs_by_hand(((0, 4, 9), (0, 4, 9)), True, None)
     inputs = [x.cpu().requires_grad_() for x in (*draw(1, 9, heads=4, kv_heads=4, size=8), torch.randn(4).double())]
     expected = by_hand(*inputs[:3], pairs, sinks=inputs[3])
@@ -252,6 +253,16 @@ def test_arguments_that_contradict_each_other_raise(message):
         attention(*draw(2 if "one row" in message or "position" in REFUSED[message] else 1), **REFUSED[message])
 
 
+def test_flash_attention_2_is_left_out_where_it_would_ignore_a_window():
+    def runs(right, longest, longest_k, size=64, dtype=torch.bfloat16):
+        mask = Mask(right, right, longest=longest, longest_k=longest_k)
+        return flash_attention_2.runs_flash_attention_2(torch.empty(size, dtype=dtype), mask)
+
+    assert not runs(6, 9, 5)
+    assert runs(4, 9, 5) and runs(6, 5, 5) and runs(0, 9, 5) and runs(None, 9, 5)
+    assert not runs(0, 9, 9, size=264) and not runs(0, 9, 9, dtype=torch.float32)
+
+
 def test_documents_with_other_numbers_of_keys_need_their_offsets():
     with pytest.raises(ValueError, match="37 queries over 50 keys in documents need cu_seqlens_k"):
         attention(*draw(1, 37, 50), cu_seqlens=offsets(0, 12, 37))
@@ -261,7 +272,8 @@ def test_a_mask_of_quadratic_memory_is_told_once(recwarn):
     for _ in range(2):
         module.warn_of_quadratic_memory(torch.float32, 8)
     assert [str(x.message) for x in recwarn] == [
-        "attention over packed documents in float32 with heads of 8 stores a mask of tokens x tokens; bfloat16 does not"
+        "attention over packed documents in float32 with heads of 8 stores a mask of tokens x tokens;"
+        " bfloat16 with heads of at most 256 does not"
     ]
 
 
@@ -282,3 +294,4 @@ def test_the_attention_of_packed_documents_has_a_name_and_says_what_is_faster(mo
     assert name() == f"FlashAttention 2{faster}" and name(softcap=50.0) == f"FlexAttention{faster}"
     assert name(installed=(128,)) == name(softcap=50.0, installed=(128,)) == "FlashAttention 4"
     assert (name(size=80), name(dtype=torch.float32)) == ("FlashAttention 2", "SDPA with a dense mask")
+    assert name(size=512) == "SDPA with a dense mask"

@@ -1,8 +1,9 @@
-"""FlashAttention 4, where it is installed: the numbers of attention over packed documents, windows and softcaps."""
+"""FlashAttention 4, where it is installed: the numbers of attention over packed documents, windows, softcaps, sinks."""
 
 import pytest
 import torch
 
+from ligermodels.kernels import attention as door
 from ligermodels.kernels import flash_attention as module
 from ligermodels.kernels.attention import attention, attention_reference
 from tests.conftest import DEVICE
@@ -18,10 +19,28 @@ def small_work(monkeypatch):
     monkeypatch.setattr(module, "FEWEST_ELEMENTS", 0)
 
 
-def draw(batch, length, size, heads=4, kv_heads=2):
-    """q, k, v as views of one packed projection, as in the layers."""
+def draw(batch, length, size, heads=4, kv_heads=2, queries=None):
+    """q, k, v as views of one packed projection, as in the layers. queries: how many of them, if not `length`."""
     packed = torch.randn(batch, length, heads + 2 * kv_heads, size, dtype=torch.float64, device=DEVICE)
-    return packed.split((heads, kv_heads, kv_heads), dim=2)
+    q, k, v = packed.split((heads, kv_heads, kv_heads), dim=2)
+    return q[:, :queries], k, v
+
+
+def draw_sinks(heads=4):
+    return torch.randn(heads, dtype=torch.float64, device=DEVICE)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Grows with every call of FlashAttention 4."""
+    made = []
+
+    def record(*arguments):
+        made.append(arguments)
+        return module.flash_attention(*arguments)
+
+    monkeypatch.setattr(door, "flash_attention", record)
+    return made
 
 
 def offsets(*numbers):
@@ -52,21 +71,99 @@ def test_plain_rows_are_within_the_error_budget(options):
     )
 
 
-def test_one_compiled_graph_and_activation_checkpointing_give_the_same_numbers():
-    q, k, v = (x.bfloat16().requires_grad_() for x in draw(1, 700, 64))
+# (heads, key-value heads, head size, options, whether there are sinks, whether FlashAttention 4 computes it)
+MODELS = {
+    "Llama": (32, 8, 128, {}, False, True),
+    "Gemma": (8, 4, 256, {"softcap": 50.0}, False, True),
+    "gpt-oss, windowed layers": (64, 8, 64, {"window": 128}, True, True),
+    "gpt-oss, full layers": (64, 8, 64, {}, True, True),
+    "both directions": (16, 16, 128, {"causal": False}, False, True),
+    "a window in both directions": (16, 16, 64, {"causal": False, "window": 100}, False, True),
+    "a vision tower": (16, 16, 80, {"causal": False}, False, False),  # its backward pass is wrong for heads of 80
+}
+DOCUMENTS = {
+    "as many keys": ((0, 1, 130, 130, 517, 700), None),
+    "more keys": ((0, 1, 130, 130, 400, 500), (0, 90, 219, 230, 600, 700)),
+    "fewer keys": ((0, 1, 290, 300, 600, 700), (0, 1, 130, 130, 400, 500)),
+}
 
-    def attend(q, k, v, cu_seqlens):
-        return attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=700)
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_shapes_of_models_are_within_the_error_budget(model, documents, calls):
+    heads, kv_heads, size, options, with_sinks, by_flash_attention = MODELS[model]
+    ends, ends_k = DOCUMENTS[documents]
+    lengths = ends[-1], ends[-1] if ends_k is None else ends_k[-1]
+    q, k, v = draw(1, max(lengths), size, heads, kv_heads)
+    inputs = [q[:, : lengths[0]], k[:, : lengths[1]], v[:, : lengths[1]], *([draw_sinks(heads)] if with_sinks else [])]
+    options = options | {"cu_seqlens": offsets(*ends), "cu_seqlens_k": None if ends_k is None else offsets(*ends_k)}
+    check(
+        lambda q, k, v, sinks=None: attention(q, k, v, sinks=sinks, max_seqlen=400, max_seqlen_k=400, **options),
+        lambda q, k, v, sinks=None: attention_reference(q, k, v, sinks=sinks, **options),
+        inputs,
+        torch.bfloat16,
+        factor=3.0,
+    )
+    assert bool(calls) == by_flash_attention
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"causal": False, "softcap": 30.0}])
+def test_rows_with_more_keys_than_queries_are_within_the_error_budget(options):
+    check(
+        lambda q, k, v, sinks: attention(q, k, v, sinks=sinks, **options),
+        lambda q, k, v, sinks: attention_reference(q, k, v, sinks=sinks, **options),
+        [*draw(2, 300, 128, queries=170), draw_sinks()],
+        torch.bfloat16,
+        factor=3.0,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_in_either_dtype_have_a_gradient_in_theirs(dtype):
+    q, k, v = (x.bfloat16() for x in draw(1, 300, 64))
+    sinks = draw_sinks().to(dtype).requires_grad_()
+    attention(q, k, v, sinks=sinks).square().sum().backward()
+    exact = sinks.detach().double().requires_grad_()
+    attention_reference(q.double(), k.double(), v.double(), sinks=exact).square().sum().backward()
+    assert sinks.grad.dtype == dtype
+    torch.testing.assert_close(sinks.grad.double(), exact.grad, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_opcheck(packed, with_sinks):
+    tensors = [x.bfloat16() for x in draw(1, 300, 64)]
+    q, k, v = (x[0] if packed else x for x in tensors)
+    sinks = draw_sinks().float() if with_sinks else None
+    documents = (offsets(0, 100, 300), offsets(0, 100, 300)) if packed else (None, None)
+    options = (*documents, 200, 200, 0.125, 50, 0, 20.0)
+    ops = torch.ops.ligermodels
+    torch.library.opcheck(ops.flash_attention_forward.default, (q, k, v, sinks, *options))
+    out, lse = ops.flash_attention_forward(q, k, v, sinks, *options)
+    gradient = torch.randn_like(out)
+    # Its sums are in no fixed order, which opcheck's comparison of two calls would see.
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.library.opcheck(ops.flash_attention_backward.default, (gradient, q, k, v, sinks, out, lse, *options))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_one_compiled_graph_and_activation_checkpointing_give_the_same_numbers():
+    inputs = [x.bfloat16().requires_grad_() for x in (*draw(1, 700, 64), draw_sinks())]
+
+    def attend(q, k, v, sinks, cu_seqlens):
+        return attention(q, k, v, sinks=sinks, cu_seqlens=cu_seqlens, max_seqlen=700)
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for cu_seqlens in (offsets(0, 100, 700), offsets(0, 1, 2, 600, 700)):
-        expected = attend(q, k, v, cu_seqlens)
+        expected = attend(*inputs, cu_seqlens)
         upstream = torch.randn_like(expected)
-        gradients = torch.autograd.grad(expected, (q, k, v), upstream)
+        gradients = torch.autograd.grad(expected, inputs, upstream)
         for function in (compiled, checkpointed(attend)):
-            out = function(q, k, v, cu_seqlens)
+            out = function(*inputs, cu_seqlens)
             assert torch.equal(out, expected)
-            for got, want in zip(torch.autograd.grad(out, (q, k, v), upstream), gradients, strict=True):
+            for got, want in zip(torch.autograd.grad(out, inputs, upstream), gradients, strict=True):
                 torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-3)  # its sums are in no fixed order
 
 
@@ -74,11 +171,17 @@ def checkpointed(function):
     return lambda *inputs: torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
 
 
-def test_deterministic_algorithms_give_the_same_bits():
-    q, k, v = (x.bfloat16().requires_grad_() for x in draw(1, 2000, 128))
+# FlashAttention 4 with a softcap and with sinks; SDPA; FlashAttention 2 and FlexAttention, which take other heads.
+@pytest.mark.parametrize("size, options, with_sinks", [
+    (128, {"softcap": 20.0}, False), (64, {"window": 128}, True), (128, {}, False), (80, {"window": 128}, True),
+    (32, {"softcap": 20.0}, False), (256, {"softcap": 50.0}, False),
+])  # fmt: skip
+def test_deterministic_algorithms_give_the_same_bits(size, options, with_sinks):
+    inputs = [x.bfloat16().requires_grad_() for x in (*draw(1, 2000, size), *([draw_sinks()] if with_sinks else []))]
     torch.use_deterministic_algorithms(True)
     try:
-        runs = [torch.autograd.grad(attention(q, k, v, softcap=20.0).sum(), (q, k, v)) for _ in range(3)]
+        outputs = [attention(*inputs[:3], sinks=inputs[3] if with_sinks else None, **options) for _ in range(3)]
+        runs = [torch.autograd.grad(out.sum(), inputs) for out in outputs]
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))

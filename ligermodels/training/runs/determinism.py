@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -28,15 +29,16 @@ def deterministic_algorithms(enabled: bool, *, compiled: bool) -> Iterator[None]
             f"--deterministic: {CUBLAS_VARIABLE} is {workspace!r}; unset it, or set {CUBLAS_WORKSPACES[0]}"
         )
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # a module that declares no attribute
+    filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that takes time
+    memory.fill_uninitialized_memory = False  # a debugging aid that takes time
     try:
         with kernels_not_chosen_by_time(compiled):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        memory.fill_uninitialized_memory = filled
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from ligermodels.distributed import World
-from ligermodels.kernels.attention import packed_attention_name
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory import (
     Parameters,
@@ -47,7 +46,7 @@ class Plan:
 
     rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
     once. lengths: of the training documents. micro_batch_size: sequences per forward pass of a rank. chosen: a line for
-    each setting that was not given. dtype: of computation. head_dim, softcap: of attention. checkpointed_blocks: blocks
+    each setting that was not given. dtype: of computation. attention: what computes it. checkpointed_blocks: blocks
     with activation checkpointing, of `blocks`. memory: of one rank. flops: per token. positions: the model's
     max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
@@ -64,8 +63,7 @@ class Plan:
     micro_batch_size: int
     chosen: Sequence[str]
     dtype: torch.dtype
-    head_dim: int
-    softcap: float | None
+    attention: str
     flops: int
     memory: TrainingMemory
     checkpointed_blocks: int
@@ -132,7 +130,7 @@ class Plan:
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
         if self.config.packing:
-            yield "attention", packed_attention_name(self.world.device, self.dtype, self.head_dim, self.softcap)
+            yield "attention", self.attention
         checkpointed = (
             f", {self.checkpointed_blocks} of {self.blocks} blocks checkpointed" if self.checkpointed_blocks else ""
         )
@@ -260,9 +258,10 @@ def make_plan(
     trained = trained_parameters(model)
     states = memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
     checkpoint = sum(parameter.nbytes for parameter in trained) + states
+    attention = decoder_blocks(model)[0].self_attn.implementation(world.device, dtype)
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
-        lengths, micro_batch_size, chosen, dtype, model.config.head_dim, decoder_blocks(model)[0].self_attn.softcap,
+        lengths, micro_batch_size, chosen, dtype, attention,
         flops_per_token(model, config.sequence_length), memory, checkpointed_blocks, len(model.model.layers),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 
 import ligermodels
 from ligermodels.distributed import World
+from ligermodels.layers.attention import Attention
 from ligermodels.memory import training_memory
 from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.reporting.flops import flops_per_token
@@ -175,6 +176,7 @@ def test_bfloat16_gives_a_warning_on_a_cpu_without_bf16_instructions(machine, in
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions["avx512_bf16"])
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(module, "device_memory", lambda device: None)
+    monkeypatch.setattr(Attention, "implementation", lambda *where: "of a GPU")
     half = ["--steps", "250", "--dtype", "bfloat16"]
     warning = "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
     assert planned(*half)[1].warnings == [warning] * slow
@@ -191,6 +193,7 @@ def test_cut_documents_and_chosen_settings_are_shown():
 
 def test_a_checkpoint_larger_than_the_memory_of_the_host_gives_a_warning(monkeypatch):
     monkeypatch.setattr(module, "device_memory", lambda device: None)
+    monkeypatch.setattr(Attention, "implementation", lambda *where: "of a GPU")
     one = 3 * 4 * 1_049_728
 
     def warnings(host, *flags):
