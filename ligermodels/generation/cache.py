@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 
 from ligermodels.configs.base import Config
+from ligermodels.kernels.cache_write import CacheSlots
 
 
 class LayerCache(Protocol):
-    """The cache of one layer."""
+    """The cache of one layer.
+
+    slots: where the caller writes keys and values before it calls `attend`; None if `attend` stores them.
+    """
+
+    @property
+    def slots(self) -> CacheSlots | None: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
-        """Stores k, v [B, T, Hkv, D] of the tokens at position_ids [B, T] and returns what q [B, T, Hq, D] attends to.
+        """Attention of q [B, T, Hq, D] at position_ids [B, T] over earlier tokens and their own k, v [B, T, Hkv, D].
 
         options: scale, window, softcap, as those of `kernels.attention.attention`. Returns [B, T, Hq, D].
         """

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import tokens_that_fit
-from ligermodels.generation.engine import MAX_ROWS, Drawn, Engine
+from ligermodels.generation.engine import DEFAULT_ROWS, Drawn, Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.generation.sampling import Sampling, SamplingOptions
 from ligermodels.generation.stop_tokens import model_stop_tokens
@@ -117,7 +117,7 @@ def engine_for(
     """An engine with these requests, and a cache for all of them if the GPU has the memory; see `Engine.submit`."""
     options = SamplingOptions(**sampling)
     lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
-    rows = min(MAX_ROWS, options.n * len(prompts))
+    rows = min(DEFAULT_ROWS, options.n * len(prompts))
     tokens = sum(options.n * pages_for(length) * PAGE_SIZE for length in lengths)
     if model.device.type == "cuda":
         tokens = min(tokens, tokens_that_fit(model, rows))

@@ -25,7 +25,7 @@ from ligermodels.generation.stop_strings import StopStrings
 from ligermodels.generation.stop_tokens import model_stop_tokens
 from ligermodels.generation.texts import RowText, TextTokenizer
 
-MAX_ROWS = 256
+DEFAULT_ROWS = 256
 PREFILL_TOKENS = 8192  # of one prefill: enough for matrix products at full speed
 
 
@@ -79,7 +79,7 @@ class Engine:
         tokenizer: TextTokenizer | None = None,
         max_tokens: int | None = None,
         max_length: int | None = None,
-        max_rows: int = MAX_ROWS,
+        max_rows: int = DEFAULT_ROWS,
     ) -> None:
         if model.device.type == "meta":
             raise InputError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")

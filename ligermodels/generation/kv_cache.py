@@ -15,6 +15,8 @@ from ligermodels.kernels.attention import attention
 class KVLayer:
     """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use."""
 
+    slots = None
+
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.keys: Tensor | None = None

@@ -53,7 +53,9 @@ class KeyPlan:
 
 
 class PrefillLayer:
-    """A layer of the cache during a prefill."""
+    """A layer of the cache during a prefill: `attend` reads earlier keys before a ring of pages is overwritten."""
+
+    slots = None
 
     def __init__(self, layer: PagedLayer, plan: KeyPlan, cu_seqlens: Tensor, max_seqlen: int) -> None:
         self.layer, self.plan = layer, plan

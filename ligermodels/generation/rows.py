@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables
 from ligermodels.generation.sampling import SamplingRow
+from ligermodels.kernels.cache_write import CacheSlots
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.penalties import count_tokens, penalize, start_penalty_row
 from ligermodels.kernels.sample import sample
@@ -149,14 +150,17 @@ class RowStates:
 
 
 class DecodeLayer:
-    """A layer of the cache during a decode step. slots: int64 [B]; table: int32 [B, width]; lengths: int64 [B]."""
+    """A layer of the cache during a decode step.
+
+    slots: of the tokens that are fed, int64 [B]; table: int32 [B, width]; lengths: of the rows with them, int64 [B].
+    """
 
     def __init__(self, layer: PagedLayer, slots: Tensor, table: Tensor, lengths: Tensor) -> None:
-        self.layer, self.slots, self.table, self.lengths = layer, slots, table, lengths
+        assert layer.keys is not None and layer.values is not None  # since the prefill
+        self.slots, self.table, self.lengths = CacheSlots(layer.keys, layer.values, slots), table, lengths
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
-        keys, values = self.layer.pools(k, v)
-        keys[self.slots], values[self.slots] = k[:, 0], v[:, 0]
+        keys, values, _ = self.slots
         out = decode_attention(q[:, 0], keys, values, self.table, self.lengths, page_size=PAGE_SIZE, **options)
         return out[:, None]
 

@@ -11,8 +11,14 @@ from ligermodels.configs.base import Config
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.cache import LayerCache
 from ligermodels.kernels.attention import attention, packed_attention_name
-from ligermodels.kernels.rope import rope_, split_heads
-from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
+from ligermodels.kernels.cache_write import CacheSlots
+from ligermodels.layers.fused import (
+    apply_linear,
+    norm_then_linear,
+    qk_norm_then_rope,
+    rope_then_write,
+    split_heads_then_write,
+)
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import PackingModule
 
@@ -74,7 +80,7 @@ class Attention(PackingModule):
         Attention reads norm(x + residual), or x + residual if norm is None.
         """
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
-        q, k, v = self.split_and_rotate(qkv, positions)
+        q, k, v = self.split_and_rotate(qkv, positions, None if cache is None else cache.slots)
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         if cache is not None:
             out = cache.attend(q, k, v, positions.position_ids, **options)
@@ -89,12 +95,17 @@ class Attention(PackingModule):
         """What computes the attention of packed documents there, for reports."""
         return packed_attention_name(device, dtype, self.head_dim, self.softcap)
 
-    def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed qkv [B, T, (Hq + 2 Hkv) D] -> q [B, T, Hq, D], k and v [B, T, Hkv, D]; RoPE is applied to q and k."""
+    def split_and_rotate(
+        self, qkv: Tensor, positions: Positions, slots: CacheSlots | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed qkv [B, T, (Hq + 2 Hkv) D] -> q [B, T, Hq, D], k and v [B, T, Hkv, D]; RoPE is applied to q and k.
+
+        slots: where k and v are also written, None for nowhere.
+        """
+        heads = self.num_heads, self.num_key_value_heads
         if self.rope is None:
-            return split_heads(qkv, self.num_heads, self.num_key_value_heads)
-        cos, sin = positions.angles[self.rope]
-        return rope_(qkv, cos, sin, self.num_heads, self.num_key_value_heads, self.interleaved)
+            return split_heads_then_write(qkv, *heads, slots)
+        return rope_then_write(qkv, *positions.angles[self.rope], *heads, self.interleaved, slots)
 
 
 class QKNormAttention(Attention):
@@ -108,10 +119,12 @@ class QKNormAttention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
 
-    def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+    def split_and_rotate(
+        self, qkv: Tensor, positions: Positions, slots: CacheSlots | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.num_heads, self.num_key_value_heads
         return qk_norm_then_rope(
-            self.q_norm, self.k_norm, qkv, *positions.angles[self.rope], *heads, whole_rows=self.whole_rows
+            self.q_norm, self.k_norm, qkv, *positions.angles[self.rope], *heads, self.whole_rows, slots
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ligermodels.kernels.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.dispatch import is_traced, runs_kernels
 from ligermodels.kernels.few_rows_linear import (
     FEW_ROWS,
@@ -26,6 +27,7 @@ from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm
 from ligermodels.kernels.rope import rope_, split_heads
+from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear, is_unmodified
@@ -107,21 +109,41 @@ def norm_then_linear(
 
 def qk_norm_then_rope(
     q_norm: nn.Module, k_norm: nn.Module, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
-    whole_rows: bool,
+    whole_rows: bool, slots: CacheSlots | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Packed qkv [B, T, (Hq + 2 Hkv) D] -> normed and rotated q [B, T, Hq, D] and k [B, T, Hkv, D], and v.
 
-    whole_rows: the norms are over all heads of a token together, not over each head.
+    whole_rows: the norms are over all heads of a token together, not over each head. slots: where k and v are also
+    written, None for nowhere.
     """
     if is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
-        weights = q_norm.weight, k_norm.weight
-        return qk_norm_rope(qkv, *weights, cos, sin, num_heads, num_kv_heads, q_norm.eps, q_norm.offset)
+        options = q_norm.weight, k_norm.weight, cos, sin, num_heads, num_kv_heads, q_norm.eps, q_norm.offset
+        return qk_norm_rope(qkv, *options) if slots is None else qk_norm_rope_write_cache(qkv, *options, slots)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if whole_rows:
         q, k = q_norm(q.flatten(2)), k_norm(k.flatten(2))
     else:
         q, k = q_norm(q).flatten(2), k_norm(k).flatten(2)
-    return rope_(torch.cat([q, k, v.flatten(2)], -1), cos, sin, num_heads, num_kv_heads)
+    return rope_then_write(torch.cat([q, k, v.flatten(2)], -1), cos, sin, num_heads, num_kv_heads, False, slots)
+
+
+def rope_then_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool,
+    slots: CacheSlots | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Packed qkv -> rotated q and k, and v, which are also written to `slots`; see `qk_norm_then_rope`."""
+    options = cos, sin, num_heads, num_kv_heads, interleaved
+    return rope_(qkv, *options) if slots is None else rope_write_cache_(qkv, *options, slots)
+
+
+def split_heads_then_write(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, slots: CacheSlots | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed qkv -> q, k and v, without RoPE; k and v are also written to `slots`; see `qk_norm_then_rope`."""
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
+    if slots is not None:
+        write_cache(k, v, slots)
+    return q, k, v
 
 
 def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:

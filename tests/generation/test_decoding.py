@@ -1,49 +1,14 @@
-"""Sampling and stop tokens. The parity tests check greedy decoding with the cache against the reference."""
+"""Seeds, stop tokens and refusals of generate. The parity tests check greedy decoding against the reference."""
 
 import warnings
 
 import pytest
-import torch
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation.sampling import sample_tokens
 from ligermodels.generation.stop_tokens import model_stop_tokens
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
-
-LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0]], device=DEVICE)
-
-
-def frequencies(draws=4000, **options):
-    """How often each token is sampled."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    options = {"temperature": 1.0, "top_k": None, "top_p": None} | options
-    tokens = sample_tokens(LOGITS.expand(draws, 4), generator=generator, **options)
-    return torch.bincount(tokens.cpu(), minlength=4) / draws
-
-
-def test_temperature_zero_selects_the_most_likely_token():
-    assert sample_tokens(LOGITS, 0.0, None, None, None).tolist() == [1]
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_samples_follow_the_softmax_at_the_given_temperature(temperature):
-    expected = torch.softmax(LOGITS[0].cpu() / temperature, 0)
-    torch.testing.assert_close(frequencies(temperature=temperature), expected, atol=0.03, rtol=0)
-
-
-def test_top_k_keeps_the_proportions_of_the_k_most_likely_tokens():
-    kept = torch.softmax(torch.tensor([-torch.inf, 3.0, -torch.inf, 2.0]), 0)
-    torch.testing.assert_close(frequencies(top_k=2), kept, atol=0.03, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"), [(0.6, [1]), (0.7, [1, 3]), (0.95, [1, 2, 3]), (1.0, [0, 1, 2, 3]), (1e-9, [1])]
-)
-def test_top_p_keeps_the_smallest_set_that_reaches_the_probability(top_p, kept):
-    """The probabilities are 0.644, 0.237, 0.087, 0.032 in the order of tokens 1, 3, 2, 0."""
-    assert frequencies(top_p=top_p).nonzero().flatten().tolist() == kept
 
 
 def model():
