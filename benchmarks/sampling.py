@@ -13,6 +13,7 @@ exponential noise, as vLLM does. FlashInfer takes probabilities; the softmax is 
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -114,7 +115,7 @@ def providers(variants: bool) -> dict[str, Callable]:
     }
     if variants:
         for name, constants in VARIANTS.items():
-            found[f"ligermodels, {name}"] = lambda *args, constants=constants: ligermodels_call(*args, **constants)
+            found[f"ligermodels, {name}"] = partial(ligermodels_call, **constants)
     return found
 
 
@@ -129,7 +130,12 @@ def capture(call: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = call()
-    return lambda: (graph.replay(), kept)
+
+    def replay():
+        graph.replay()
+        return kept
+
+    return replay
 
 
 def time_replays(replay: Callable[[], object]) -> dict:
@@ -175,7 +181,7 @@ def main() -> None:
             for setting in args.setting:
                 for name, make in providers(args.variants).items():
                     where = {"rows": batch, "vocabulary": vocabulary, "setting": setting, "provider": name}
-                    (found,) = suite.rows_or_failure(lambda m=make, x=logits, s=setting: measure(m, x, s))
+                    (found,) = suite.rows_or_failure(partial(measure, make, logits, setting))
                     rows.append(where | suite.round_figures(found))
                     print(format_row(rows[-1]), flush=True)
     report = results.environment() | {"spread": args.spread, "rows_of": {"sampling": rows}}

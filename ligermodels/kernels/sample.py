@@ -89,7 +89,7 @@ def threshold_reference(logits: Tensor, masses: Tensor, top_k: Tensor, top_p: Te
     if not bool((top_p < 1).any()):
         return threshold
     total = masses.masked_fill(logits < threshold, 0).sum(-1)
-    needed = (total.double() * top_p).long().clamp_(min=1)[:, None]
+    needed = (total.double() * top_p).long()[:, None]
     ranked, order = logits.topk(min(FEW, columns))
     reached = masses.gather(-1, order).cumsum(-1)
     if not bool((reached[:, -1:] >= needed).all()):
