@@ -16,7 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +118,7 @@ def attention_case(shape: AttentionShape) -> Case:
     keys, values = (draw(sets * rows * max_blocks * PAGE, kv_heads, size) for _ in range(2))
     tables = torch.randperm(sets * rows * max_blocks, device=DEVICE).view(sets, rows, max_blocks).int()
     q, lengths = draw(rows, heads, size), lengths.to(DEVICE)
-    settings = {
+    settings: dict[str, Any] = {
         "scale": size**-0.5, "window": window, "softcap": softcap, "page_size": PAGE,
         "sinks": draw(heads) if with_sinks else None,
     }  # fmt: skip
@@ -135,13 +135,13 @@ def attention_case(shape: AttentionShape) -> Case:
             raise NotImplementedError("equal lengths alone, without window, softcap and sinks")
         blocks = (x.unflatten(0, (-1, PAGE)) for x in (keys, values))
         pools = [x[tables.flatten()].view(sets, rows, -1, kv_heads, size).transpose(2, 3) for x in blocks]
-        attend = F.scaled_dot_product_attention
-        return [
-            lambda k=k, v=v: attend(
-                q[:, :, None], k[:, :, :length], v[:, :, :length], scale=settings["scale"], enable_gqa=True
-            )[:, :, 0]
-            for k, v in zip(*pools, strict=True)
-        ]
+
+        def attend(k: Tensor, v: Tensor) -> Tensor:
+            k, v = k[:, :, :length], v[:, :, :length]
+            out = F.scaled_dot_product_attention(q[:, :, None], k, v, scale=size**-0.5, enable_gqa=True)
+            return out[:, :, 0]
+
+        return [functools.partial(attend, k, v) for k, v in zip(*pools, strict=True)]
 
     def flash_attention_4() -> Sequence[Call]:
         from flash_attn.cute import flash_attn_varlen_func
@@ -166,11 +166,12 @@ def attention_case(shape: AttentionShape) -> Case:
 
         offsets = torch.arange(rows + 1, device=DEVICE, dtype=torch.int32)
         k, v = (x.unflatten(0, (-1, PAGE)) for x in (keys, values))
-        options = {"seqused_k": lengths.int(), "scale": settings["scale"]}
-        return [
-            lambda table=table: varlen_attn(q, k, v, offsets, None, 1, length, block_table=table, **options)
-            for table in tables
-        ]
+        options: dict[str, Any] = {"seqused_k": lengths.int(), "scale": size**-0.5}
+
+        def attend(table: Tensor) -> Tensor:
+            return varlen_attn(q, k, v, offsets, None, 1, length, block_table=table, **options)
+
+        return [functools.partial(attend, table) for table in tables]
 
     label = f"{rows} x {length} {heads}/{kv_heads}x{size}"
     extras = {"window": window, "softcap": softcap, "sinks": with_sinks, "ragged": ragged}

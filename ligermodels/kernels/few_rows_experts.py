@@ -22,7 +22,7 @@ from ligermodels.kernels.norm_tiles import to_fp32
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 
 FEW_TOKENS = 4  # up to so many, layers take these kernels instead of the grouped GEMM
-STEP_BYTES = 1024  # of each row of weights that a program reads in one step
+EXPERT_STEP_BYTES = 1024  # of each row of weights that a program reads in one step
 PRODUCT_COLUMNS, DOWN_COLUMNS = 4, 4  # of one program: rows of G and as many of U; rows of D
 WARPS, STAGES = 4, 3
 
@@ -89,7 +89,7 @@ def _down_kernel(
 def _launchers(
     inner: int, hidden: int, slots: int, itemsize: int, activation: str, device: torch.device
 ) -> tuple[Launcher, Launcher]:
-    sizes = {"INNER": inner, "HIDDEN": hidden, "SLOTS": slots, "STEP": STEP_BYTES // itemsize, "STAGES": STAGES}
+    sizes = {"INNER": inner, "HIDDEN": hidden, "SLOTS": slots, "STEP": EXPERT_STEP_BYTES // itemsize, "STAGES": STAGES}
     constants = sizes | {"num_warps": WARPS} | pdl_constants(device)
     product = _product_kernel.bind(ACTIVATION=activation, COLUMNS=PRODUCT_COLUMNS, **constants)
     return product, _down_kernel.bind(COLUMNS=DOWN_COLUMNS, **constants)
