@@ -169,7 +169,8 @@ def attention_case(shape: AttentionShape) -> Case:
         options: dict[str, Any] = {"seqused_k": lengths.int(), "scale": size**-0.5}
 
         def attend(table: Tensor) -> Tensor:
-            return varlen_attn(q, k, v, offsets, None, 1, length, block_table=table, **options)
+            out = varlen_attn(q, k, v, offsets, None, 1, length, block_table=table, **options)
+            return out if isinstance(out, Tensor) else out[0]
 
         return [functools.partial(attend, table) for table in tables]
 
