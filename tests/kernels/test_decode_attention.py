@@ -59,10 +59,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("function", [decode_attention, decode_attention_reference])
-@pytest.mark.parametrize("splits", [1, 3], ids=["one program a row", "split"])
+@pytest.mark.parametrize("splits", [1, 4], ids=["one program a row", "split"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_decode_attention_equals_the_formula_for_rows_of_any_length(options, splits, function, monkeypatch):
-    """Rings of two blocks for windows; a row without keys gives zeros. Three splits are combined in two steps."""
+    """Rings of two blocks for windows; a row without keys gives zeros. Four splits are combined in two steps."""
     monkeypatch.setattr(module, "num_splits", lambda *sizes: splits)
     monkeypatch.setattr(module, "COMBINED_SPLITS", 2)
     module._launchers.cache_clear()
