@@ -21,6 +21,10 @@
 | `route`                | top-k router: probabilities and indices of a token's experts                      |
 | `experts`              | mixture of gated experts by grouped GEMM, with optional LoRA (`GroupedLowRank`)   |
 | `attention`            | attention over SDPA, FlashAttention and FlexAttention, causal by default          |
+| `decode_attention`     | one query per row against a paged key-value cache: a step of generation           |
+| `write_cache`          | keys and values into the slots (`CacheSlots`) of a paged cache                    |
+| `rope_write_cache_`    | `rope_` and the write of its keys and values in one launch                        |
+| `qk_norm_rope_write_cache` | the same with `qk_norm_rope`                                                  |
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `token_log_probs`      | log-probability of each target token, without all logits in memory                |
@@ -46,7 +50,9 @@ from torch import Tensor
 
 from ligermodels.kernels.adamw import adamw_
 from ligermodels.kernels.attention import attention
+from ligermodels.kernels.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_with_metrics
+from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dispatch import runs_kernels
 from ligermodels.kernels.experts import experts, route
 from ligermodels.kernels.gated_activation import gated_activation, geglu, swiglu
@@ -63,9 +69,11 @@ from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope_
+from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.sample import sample
 
 __all__ = [
+    "CacheSlots",
     "CrossEntropyOutput",
     "GroupedLowRank",
     "LowRank",
@@ -76,6 +84,7 @@ __all__ = [
     "attention",
     "cross_entropy",
     "cross_entropy_with_metrics",
+    "decode_attention",
     "experts",
     "gated_activation",
     "gated_linear",
@@ -86,12 +95,15 @@ __all__ = [
     "low_rank_linear",
     "norm_linear",
     "qk_norm_rope",
+    "qk_norm_rope_write_cache",
     "rms_norm",
     "rope_",
+    "rope_write_cache_",
     "route",
     "sample",
     "swiglu",
     "token_log_probs",
+    "write_cache",
 ]
 
 

@@ -30,7 +30,7 @@ from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_p
 
 TILE_BYTES = 16384  # of the keys that one step of a program reads; as many of values
 WARPS, STAGES, COMBINE_WARPS = 4, 3, 8
-PROGRAMS_PER_MULTIPROCESSOR = 4  # at least, if there are enough keys
+ATTENTION_PROGRAMS_PER_MULTIPROCESSOR = 4  # at least, if there are enough keys
 MIN_ROWS = 16  # of a tile of queries: the smallest height of tl.dot
 COMBINED_SPLITS = 64  # that the second kernel reads at a time
 
@@ -204,7 +204,7 @@ def num_splits(groups: int, max_keys: int, keys: int, device: torch.device) -> i
 
     groups: pairs of a row and a key-value head. max_keys: that a row can see. keys: of a tile.
     """
-    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), groups)
+    wanted = cdiv(ATTENTION_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), groups)
     return min(wanted, cdiv(max_keys, keys))
 
 

@@ -34,7 +34,7 @@ STEP_BYTES = 1024  # of each row of W that a program reads in one step
 COLUMNS = {1: 8, 2: 8, 4: 4, 8: 2}  # rows of W that a program multiplies, at most; by rows of x, at most
 MIN_COLUMNS = 2
 WARPS, STAGES = 4, 3
-PROGRAMS_PER_MULTIPROCESSOR = 2  # at least, if there are enough rows of W
+LINEAR_PROGRAMS_PER_MULTIPROCESSOR = 2  # at least, if there are enough rows of W
 
 
 @kernel()
@@ -104,7 +104,7 @@ def _launcher(
 def columns_of_program(rows: int, columns: int, device: torch.device) -> int:
     """How many of y's columns one program computes, a power of two."""
     tile = next(most for at_most, most in COLUMNS.items() if rows <= at_most)
-    while tile > MIN_COLUMNS and cdiv(columns, tile) < PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device):
+    while tile > MIN_COLUMNS and cdiv(columns, tile) < LINEAR_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device):
         tile //= 2
     return tile
 

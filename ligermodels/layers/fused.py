@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ligermodels.kernels.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.dispatch import is_traced, runs_kernels
+from ligermodels.kernels.experts import experts
+from ligermodels.kernels.few_rows_experts import FEW_TOKENS, few_rows_experts
 from ligermodels.kernels.few_rows_linear import (
     FEW_ROWS,
     few_rows_gated_linear,
@@ -62,21 +64,22 @@ def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights 
     return None
 
 
-def has_few_rows(x: Tensor, weights: LinearWeights) -> bool:
-    """Whether a linear runs by the kernels for few rows: a step of generation, without LoRA."""
-    if torch.is_grad_enabled() or weights.low_rank is not None or is_traced((x, weights.weight)):
+def has_few_rows(x: Tensor, weight: Tensor, low_rank: LowRank | None = None, few: int = FEW_ROWS) -> bool:
+    """Whether a product with `weight` runs by a kernel for few rows: in a step of generation, without LoRA."""
+    if torch.is_grad_enabled() or low_rank is not None or is_traced((x, weight)):
         return False
-    return runs_kernels(x) and x.shape[:-1].numel() <= FEW_ROWS
+    return runs_kernels(x) and x.shape[:-1].numel() <= few
 
 
 def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:
     """x [..., K] -> projection(x) [..., N]; base and LoRA as one autograd node where possible."""
     weights = fusible_weights(projection, x.dtype)
-    if weights is not None and x.dtype == weights.weight.dtype and has_few_rows(x, weights):
-        return few_rows_linear(x, weights.weight, weights.bias)
-    if weights is None or weights.low_rank is None:
+    if weights is None:
         return projection(x)
-    return low_rank_linear(x, weights.weight, weights.bias, weights.low_rank)
+    weight, bias, low_rank = weights
+    if x.dtype == weight.dtype and has_few_rows(x, weight, low_rank):
+        return few_rows_linear(x, weight, bias)
+    return projection(x) if low_rank is None else low_rank_linear(x, weight, bias, low_rank)
 
 
 def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -100,7 +103,7 @@ def norm_then_linear(
     module, weights = norm.module, fusible_weights(projection, x.dtype)
     if weights is not None and is_unmodified(module, RMSNorm):
         weight, bias, low_rank = weights
-        if has_few_rows(x, weights):
+        if has_few_rows(x, weight, low_rank):
             return few_rows_norm_linear(x, residual, module.weight, weight, bias, module.eps, module.offset)
         return norm_linear(x, residual, module.weight, weight, bias, module.eps, module.offset, low_rank)
     normed, hidden = add_then_norm(module, x, residual)
@@ -156,6 +159,14 @@ def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: n
     if weights is None:
         return projection(gated_activation(gate_up, activation, inplace=True))
     weight, bias, low_rank = weights
-    if has_few_rows(gate_up, weights):
+    if has_few_rows(gate_up, weight, low_rank):
         return few_rows_gated_linear(gate_up, weight, bias, activation)
     return gated_linear(gate_up, weight, bias, activation, low_rank, inplace=True)
+
+
+def routed_experts(
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str
+) -> Tensor:
+    """x [tokens, H], expert_index and expert_weight [tokens, k] -> weighted sum of the k experts [tokens, H]."""
+    function = few_rows_experts if has_few_rows(x, gate_up, few=FEW_TOKENS) else experts
+    return function(x, expert_index, expert_weight, gate_up, down, activation)

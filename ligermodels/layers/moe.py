@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.kernels.experts import experts, route
-from ligermodels.layers.fused import add_then_norm
+from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import PreNorm
@@ -29,7 +29,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
         """x [tokens, H], expert_index and expert_weight [tokens, k] -> weighted sum of the k experts [tokens, H]."""
-        return experts(x, expert_index, expert_weight, self.gate_up_proj, self.down_proj, self.activation)
+        return routed_experts(x, expert_index, expert_weight, self.gate_up_proj, self.down_proj, self.activation)
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, intermediate_size = self.down_proj.shape

@@ -26,6 +26,7 @@ from ligermodels.kernels.cross_entropy import (
 from ligermodels.kernels.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference
+from ligermodels.kernels.few_rows_experts import few_rows_experts
 from ligermodels.kernels.few_rows_linear import few_rows_gated_linear, few_rows_linear, few_rows_norm_linear
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
@@ -260,7 +261,7 @@ def low_rank_gated_linear_case(batch, length, inner, width) -> Case:
     return Case(ours, reference, [gate_up, weight, *draw_update(inner, width)], [])
 
 
-def experts_case(batch, length, hidden, inner, num_experts, k, low_rank=False) -> Case:
+def experts_case(batch, length, hidden, inner, num_experts, k, low_rank=False, ours=experts) -> Case:
     def route(function, x, weight, gate_up, down, *rest):
         *factors, index = rest
         updates = [GroupedLowRank(*pair, 0.5) for pair in zip(factors[::2], factors[1::2], strict=True)]
@@ -273,7 +274,12 @@ def experts_case(batch, length, hidden, inner, num_experts, k, low_rank=False) -
     if low_rank:
         sides = (RANK, hidden), (2 * inner, RANK), (RANK, inner), (hidden, RANK)
         leaves += [normal(num_experts, *side, scale=0.2) for side in sides]
-    return Case(partial(route, experts), partial(route, experts_reference), leaves, [index])
+    return Case(partial(route, ours), partial(route, experts_reference), leaves, [index])
+
+
+def few_rows_experts_case(*size) -> Case:
+    case = experts_case(*size, ours=few_rows_experts)
+    return replace(case, ours=torch.no_grad()(case.ours), reference=torch.no_grad()(case.reference))
 
 
 def draw_targets(batch: int, length: int, vocabulary: int) -> Tensor:
@@ -606,6 +612,10 @@ OPS = {
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14), has_gradients=False),
+    "experts of few rows": Op(
+        draw=few_rows_experts_case, small=(20, 11, 5, 3), real=((2048, 768, 128, 8), (4096, 14336, 8, 2)),
+        has_gradients=False,
+    ),
     "linears of few rows": Op(
         draw=few_rows_linear_case, small=(33, 7), real=((896, 1152), (4096, 6144), (14336, 4096)), has_gradients=False
     ),

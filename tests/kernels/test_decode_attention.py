@@ -59,11 +59,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("function", [decode_attention, decode_attention_reference])
-@pytest.mark.parametrize("splits", [1, 3], ids=["one program a row", "split"])
+@pytest.mark.parametrize("splits", [1, 4], ids=["one program a row", "split"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_decode_attention_equals_the_formula_for_rows_of_any_length(options, splits, function, monkeypatch):
-    """Rings of two blocks for windows; a row without keys gives zeros."""
+    """Rings of two blocks for windows; a row without keys gives zeros. Four splits are combined in two steps."""
     monkeypatch.setattr(module, "num_splits", lambda *sizes: splits)
+    monkeypatch.setattr(module, "COMBINED_SPLITS", 2)
+    module._launchers.cache_clear()
     heads, window = 6, options.get("window")
     q, keys, values, cache = draw(LENGTHS, heads, 2, 20, 2 if window else 4, window=window)
     settings = {**options, "scale": 0.4}

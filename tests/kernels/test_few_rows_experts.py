@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from ligermodels.kernels.experts import experts_reference
+from ligermodels.kernels.few_rows_experts import few_rows_experts
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check
+
+pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
+
+
+def draw(*shape, scale=1.0):
+    return scale * torch.randn(shape, dtype=torch.float64, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "num_experts", "k"), [(1, 600, 11, 6, 3), (3, 21, 530, 4, 2), (2, 16, 8, 2, 1)]
+)
+def test_experts_of_few_tokens_are_within_the_error_budget(tokens, hidden, inner, num_experts, k, dtype):
+    index = torch.rand(tokens, num_experts, device=DEVICE).topk(k).indices
+    weight = torch.rand(tokens, k, device=DEVICE)
+
+    def call(function):
+        with_routing = lambda x, gate_up, down: function(x, index, weight, gate_up, down, "gelu_tanh")  # noqa: E731
+        return torch.no_grad()(with_routing)
+
+    gate_up, down = draw(num_experts, 2 * inner, hidden, scale=0.2), draw(num_experts, hidden, inner, scale=0.2)
+    check(call(few_rows_experts), call(experts_reference), [draw(tokens, hidden), gate_up, down], dtype)
+
+
+def test_gradients_and_shapes_that_do_not_fit_are_refused():
+    x, index, weight = draw(2, 8).float(), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE), draw(2, 1).float()
+    gate_up, down = draw(3, 4, 8).float(), draw(3, 8, 2).float()
+    with pytest.raises(ValueError, match="expected"):
+        few_rows_experts(x, index, weight, gate_up, down.mT)
+    with pytest.raises(RuntimeError, match=r"few_rows_experts: has no backward; call it under torch.no_grad\(\)"):
+        few_rows_experts(x, index, weight, gate_up.requires_grad_(), down)
