@@ -52,6 +52,7 @@ from ligermodels.kernels.cross_entropy_rows import RowResults, empty_results, la
 from ligermodels.kernels.dispatch import Node, autocast, is_traced, register_op, runs_kernels
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.logits_chunks import (
+    accumulate_,
     chunks_of_logits,
     chunks_of_vocabulary,
     keeps_logits,
@@ -78,15 +79,6 @@ def linear_cross_entropy_with_metrics_reference(
     return cross_entropy_with_metrics_reference(F.linear(hidden, weight, bias), targets, **options)
 
 
-def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """total = beta * total + a @ b, accumulated in fp32 (total's dtype) for any dtype of a and b. With beta 0, total
-    may be uninitialised."""
-    if total.is_cuda:
-        torch.addmm(total, a, b, total.dtype, beta=beta, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
-
-
 def _empty_gradients(
     hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -103,9 +95,9 @@ def _accumulate_gradients_(
 ) -> None:
     dhidden, dweight, dbias = gradients
     if dhidden.numel():
-        _accumulate_(slice_rows(dhidden, chunk), dlogits, weight, beta=0)
+        accumulate_(slice_rows(dhidden, chunk), dlogits, weight, beta=0)
     if dweight.numel():
-        _accumulate_(dweight, dlogits.T, slice_rows(hidden, chunk), beta=int(chunk.start > 0))
+        accumulate_(dweight, dlogits.T, slice_rows(hidden, chunk), beta=int(chunk.start > 0))
     if dbias is not None:
         dbias += dlogits.sum(0, dtype=torch.float32)
 
@@ -419,18 +411,3 @@ def _apply_node(
             project(rows, weight, bias), targets, class_weight, reduction, metrics, *options
         )
     return _ReducedLoss.apply(*inputs, reduction == "mean", *needed, metrics, *options)
-
-
-def token_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
-    softcap: float | None = None, logit_scale: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """log p(target) of each token under softmax(hidden @ weightᵀ + bias); 0 for ignored targets, minus infinity for
-    those outside the vocabulary.
-
-    Arguments as in `linear_cross_entropy` -> [...] fp32. `linear_cross_entropy_with_metrics` adds the entropy.
-    """
-    return -linear_cross_entropy(
-        hidden, weight, targets, bias=bias, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
-        reduction="none",
-    )  # fmt: skip
