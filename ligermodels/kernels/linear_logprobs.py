@@ -35,7 +35,7 @@ from ligermodels.kernels.logprob_chunks import (
     overwrite_with_gradient,
 )
 from ligermodels.kernels.logprob_rows import RowLogProbs, empty_logprobs, launch_logprobs
-from ligermodels.kernels.logprobs_of_logits import LogProbs, check_options, logprobs_of_logits
+from ligermodels.kernels.logprobs_of_logits import LogProbs, check_logprob_options, logprobs_of_logits
 from ligermodels.kernels.rescale import rescale
 
 
@@ -155,7 +155,7 @@ def linear_logprobs(
             hidden, weight, targets, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
             entropy=entropy, extras=extras, ignore_index=ignore_index,
         )  # fmt: skip
-    check_options(extras, temperature)
+    check_logprob_options(extras, temperature)
     hidden, weight = autocast(hidden, weight)
     more = any(name != "entropy" for name in extras)
     flags = entropy or "entropy" in extras, more, low_memory

@@ -101,15 +101,6 @@ def all_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tens
     return logits, chunks
 
 
-def accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """total = beta * total + a @ b, accumulated in fp32 and rounded to total's dtype, for any dtype of a and b. With
-    beta 0, total may be uninitialised."""
-    if total.is_cuda:
-        torch.addmm(total, a, b, total.dtype, beta=beta, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
-
-
 def low_memory_buffer(hidden: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[int, bool]:
     """(elements of the buffer of logits, whether it holds all logits). It holds at least one row and 16 columns.
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ligermodels.kernels.chunk_gradients import accumulate_
 from ligermodels.kernels.dispatch import register_op
 from ligermodels.kernels.logits_chunks import (
-    accumulate_,
     chunks_of_logits,
     chunks_of_vocabulary,
     low_memory_buffer,

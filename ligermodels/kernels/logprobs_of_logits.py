@@ -30,7 +30,7 @@ def logprobs_of_logits(
     logit_scale: float = 1.0, entropy: bool = False, extras: Sequence[str] = (), ignore_index: int = -100,
 ) -> LogProbs:  # fmt: skip
     """`linear_logprobs` of logits [..., V] that exist already, in plain PyTorch: takes several times their memory."""
-    check_options(extras, temperature)
+    check_logprob_options(extras, temperature)
     logits = widen(logits)
     if logit_scale != 1.0:
         logits = logits * logit_scale
@@ -59,7 +59,7 @@ def logprobs_of_logits(
     return LogProbs(**results)
 
 
-def check_options(extras: Sequence[str], temperature: float) -> None:
+def check_logprob_options(extras: Sequence[str], temperature: float) -> None:
     """Raises ValueError for an unknown extra and for a temperature that is not positive."""
     if unknown := [name for name in extras if name not in EXTRAS]:
         raise ValueError(f"linear_logprobs: unknown extra {unknown[0]!r}; supported: {', '.join(EXTRAS)}")
