@@ -365,8 +365,14 @@ def adamw_case(batch, length, width) -> Case:
 
 
 def run_all_kernels(name: str, case: Case) -> None:
-    """Runs all kernels of a case: norms have other variants if their inputs are frozen."""
-    for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
+    """Runs all kernels of a case: norms have other variants if their inputs are frozen, log-probabilities if the head
+    is."""
+    cases = [case]
+    if "norm" in name:
+        cases.append(case.freeze_inputs())
+    if "logprobs" in name:
+        cases.append(case.train_only(0))
+    for trained in cases:
         trained.step(trained.ours, trained.upstream())
 
 
