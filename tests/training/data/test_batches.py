@@ -154,7 +154,7 @@ def test_rows_of_a_batch_are_the_places_whose_next_token_is_supervised(packing):
     for batch in data.micro_batches(0, 4, 2, CPU):
         targets = next_tokens(batch.labels, batch.cu_seqlens).flatten()
         expected = (targets != -100).nonzero()[:, 0]
-        assert len(batch.rows) == 128 and 10 < len(expected) < 128
+        assert len(batch.rows) == 128 and 0 < len(expected) < 128
         assert torch.equal(batch.rows[: len(expected)], expected)
         assert (batch.rows[len(expected) :] == 199).all() and targets[199] == -100  # padding adds nothing
 
@@ -165,8 +165,7 @@ def test_a_batch_has_no_rows_where_they_would_not_be_fewer_or_documents_have_no_
         "most supervised": training([chat(200, 190)] * 2, 200),
         "no mask": training(distinct(200, 20), 200),
     }
-    assert {name: data.micro_batches(0, 1, None, CPU)[0].rows for name, data in batches.items()} == dict.fromkeys(
-        batches
-    )
+    for name, data in batches.items():
+        assert data.micro_batches(0, 1, None, CPU)[0].rows is None, name
     (batch,) = training([chat(200, 0)] * 2, 200).micro_batches(0, 1, None, CPU)
     assert batch.rows.tolist() == [199] * 128  # a batch without supervised tokens
