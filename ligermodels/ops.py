@@ -24,6 +24,7 @@
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `linear_logprobs`      | log-probability of each target and entropy, one chunk of fp32 logits at a time |
+| `linear_logprobs_loss` | a loss that is a sum over rows of them, with gradients computed in the forward pass |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
 
 `cross_entropy_with_metrics` and `linear_cross_entropy_with_metrics` return a `CrossEntropyOutput`: the loss, z-loss,
@@ -58,6 +59,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_with_metrics,
 )
 from ligermodels.kernels.linear_logprobs import linear_logprobs
+from ligermodels.kernels.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
@@ -68,6 +70,7 @@ __all__ = [
     "CrossEntropyOutput",
     "GroupedLowRank",
     "LogProbs",
+    "LogProbsLoss",
     "LowRank",
     "adamw_",
     "add_rms_norm",
@@ -84,6 +87,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
     "linear_logprobs",
+    "linear_logprobs_loss",
     "low_rank_linear",
     "norm_linear",
     "qk_norm_rope",

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ligermodels import ops
 from tests.conftest import DEVICE
 
-TUPLES = {"CrossEntropyOutput", "GroupedLowRank", "LowRank"}
+TUPLES = {"CrossEntropyOutput", "GroupedLowRank", "LogProbs", "LogProbsLoss", "LowRank"}
 
 
 @pytest.fixture(params=["kernels", "reference"])
