@@ -162,7 +162,9 @@ def linear_logprobs(
     options = ignore_index, None if softcap is None else softcap / temperature, logit_scale / temperature
     rows, flat = as_matrix(hidden), targets.reshape(-1).contiguous()
     outputs = _choose_node(rows, weight, entropy, low_memory).apply(rows, weight, flat, *flags, *options)
-    return _as_logprobs([x.view(*x.shape[:-1], *targets.shape) for x in outputs], entropy, flags[0], more, extras)
+    if targets.ndim != 1:  # a view takes microseconds
+        outputs = [x.view(*x.shape[:-1], *targets.shape) for x in outputs]
+    return _as_logprobs(outputs, entropy, flags[0], more, extras)
 
 
 def _choose_node(rows: Tensor, weight: Tensor, entropy: bool, low_memory: bool) -> type[Node]:

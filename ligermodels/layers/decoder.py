@@ -286,8 +286,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
                 loss = self.loss(hidden, targets, num_items_in_batch, balance)
             else:
                 token_logprobs = self.target_logprobs(hidden, targets, logprobs)
-                place = decoded.unpack if rows is None else torch.flatten
-                token_logprobs = LogProbs(*(None if x is None else place(x) for x in token_logprobs))
+                if rows is None:  # copied, because FSDP2 warns of outputs that are views
+                    token_logprobs = LogProbs(*(x if x is None else decoded.unpack(x).clone() for x in token_logprobs))
         if skip_logits is None:
             skip_logits = labels is not None and (self.training or logprobs is not None)
         logits = None if skip_logits else self.logits(decoded.unpack(output.hidden)[:, -logits_to_keep:])
@@ -359,7 +359,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     def loss(
         self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, balance: Tensor | None
     ) -> Tensor:
-        """The loss of hidden [B, T, H] against shifted targets [B, T], with that of the routers if it counts."""
+        """The loss of hidden [..., H] against shifted targets [...], with that of the routers if it counts."""
         config = self.config
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = loss_of(self.lm_head, hidden, targets, reduction=reduction, **self.logit_options)
@@ -372,7 +372,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         return loss
 
     def target_logprobs(self, hidden: Tensor, targets: Tensor, options: Mapping[str, Any]) -> LogProbs:
-        """Log-probabilities of targets [B, T], already shifted; options as those of `linear_logprobs`."""
+        """Log-probabilities of shifted targets [...]; options as those of `linear_logprobs`."""
         return logprobs_from(self.lm_head, hidden, targets, **self.logit_options, **options)
 
     @property

@@ -66,9 +66,9 @@ def logprobs_of(logits: Tensor, targets: Tensor, *, low_memory: bool = False, **
 
 
 def select_rows(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden [B, T, H] and targets [B, T] at flat places `rows` [N] -> [1, N, H] and [1, N].
+    """hidden [B, T, H] and targets [B, T] at flat places `rows` [N] -> [N, H] and [N].
 
     Backward adds the rows' gradients. Where only padding repeats a place, whose gradient is zero, their order does not
     change a bit.
     """
-    return hidden.flatten(0, 1).index_select(0, rows)[None], targets.flatten().index_select(0, rows)[None]
+    return hidden.flatten(0, 1).index_select(0, rows), targets.flatten().index_select(0, rows)

@@ -1,16 +1,19 @@
 """Log-probabilities of labels by a model, and the loss and log-probabilities of supervised rows alone."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import ligermodels
-from ligermodels import losses
+from ligermodels import distributed, losses
 from ligermodels.kernels.logprobs_of_logits import EXTRAS
 from ligermodels.layers.decoder import next_tokens
 from ligermodels.training.data.batches import supervised_rows
+from ligermodels.training.scaling.fsdp import shard
 from tests.cases import CASES
 from tests.layers.test_forward import EXACT, build, gradients
 from tests.reference_model import tokens
@@ -93,6 +96,23 @@ def test_the_first_step_of_dpo_has_a_loss_of_exactly_log_2(dtype):
     policy = model.train().logprobs(ids, labels, rows=rows).logprobs
     result = losses.dpo(policy, offsets, reference, beta=0.1)
     assert (result.loss / result.pairs).item() == torch.tensor(math.log(2)).item()
+
+
+@pytest.mark.parametrize("with_rows", [False, True])
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+def test_a_head_sharded_by_fsdp_gives_the_same_bits(with_rows):
+    """fp32 weights computed in bf16, as in a run of one process."""
+    model = ligermodels.create("llama", size="tiny", seed=0)
+    whole = copy.deepcopy(model).bfloat16()
+    ids, labels, rows = batch("llama")
+    shard(model, distributed.start(), torch.bfloat16)
+    assert isinstance(model.lm_head, FSDPModule)
+    inputs = {"rows": rows if with_rows else None, "entropy": True, "extras": ("greedy",)}
+    out, expected = (each.logprobs(ids, labels, **inputs) for each in (model, whole))
+    assert all(a is b or torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+    for result in (out, expected):
+        (result.logprobs.sum() - result.entropy.sum()).backward()
+    assert torch.equal(model.lm_head.weight.grad.full_tensor(), whole.lm_head.weight.grad.float())
 
 
 @pytest.mark.parametrize("kind", ["hooked", "replaced"])
