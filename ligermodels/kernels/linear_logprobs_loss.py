@@ -94,9 +94,9 @@ def linear_logprobs_loss(
         out = linear_logprobs(
             hidden, weight, targets, entropy=entropy, low_memory=low_memory, ignore_index=ignore_index, **options
         )
-        flat = [None if x is None else x.reshape(-1) for x in out[:2]]
-        loss = row_loss(flat[0], flat[1], slice(0, targets.numel()))
-        return LogProbsLoss(loss, LogProbs(*(None if x is None else x.detach() for x in out)))
+        flat = out.map(torch.flatten)
+        loss = row_loss(flat.logprobs, flat.entropy, slice(0, targets.numel()))
+        return LogProbsLoss(loss, out.map(torch.detach))
     outputs = _KnownCoefficients.apply(
         as_matrix(cast[0]), cast[1], targets.reshape(-1).contiguous(), row_loss, entropy, *needed,
         ignore_index, None if softcap is None else softcap / temperature, logit_scale / temperature,

@@ -34,9 +34,12 @@ def _launch_forward(
     if low_memory:
         buffer = torch.empty(low_memory_buffer(hidden, weight, dtype)[0], dtype=dtype, device=hidden.device)
     for chunk, logits in chunks_of_logits(hidden, weight, None, buffer=buffer, dtype=dtype):
-        dlogits = None if dhidden is None else gradient_memory(logits, hidden.dtype)
-        launch_logprobs(logits, slice_rows(targets, chunk), results.slice(chunk), dlogits, *options)
-        if dhidden is not None:
+        part = slice_rows(targets, chunk), results.slice(chunk)
+        if dhidden is None:
+            launch_logprobs(logits, *part, None, *options)
+        else:
+            dlogits = gradient_memory(logits, hidden.dtype)
+            launch_logprobs(logits, *part, dlogits, *options)
             torch.mm(dlogits, weight, out=slice_rows(dhidden, chunk))
     return *results, dhidden
 

@@ -4,7 +4,7 @@ The reference implementation of `linear_logprobs`, and what a head that was repl
 the logits' memory. Must not know how logits are computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,10 @@ class LogProbs(NamedTuple):
     log_sum_squares: Tensor | None = None  # fp32, log Σ p²
     mean_logit: Tensor | None = None  # fp32, over the vocabulary
     greedy: Tensor | None = None  # bool: the target is the first class of the highest logit
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "LogProbs":
+        """The function's values of those fields that are not None."""
+        return LogProbs(function(self.logprobs), *(None if x is None else function(x) for x in self[1:]))
 
 
 def logprobs_of_logits(

@@ -287,7 +287,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             else:
                 token_logprobs = self.target_logprobs(hidden, targets, logprobs)
                 if rows is None:  # copied, because FSDP2 warns of outputs that are views
-                    token_logprobs = LogProbs(*(x if x is None else decoded.unpack(x).clone() for x in token_logprobs))
+                    token_logprobs = token_logprobs.map(lambda x: decoded.unpack(x).clone())
         if skip_logits is None:
             skip_logits = labels is not None and (self.training or logprobs is not None)
         logits = None if skip_logits else self.logits(decoded.unpack(output.hidden)[:, -logits_to_keep:])

@@ -98,14 +98,21 @@ def test_the_first_step_of_dpo_has_a_loss_of_exactly_log_2(dtype):
     assert (result.loss / result.pairs).item() == torch.tensor(math.log(2)).item()
 
 
+@pytest.fixture
+def world(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    yield distributed.start()
+    distributed.stop()
+
+
 @pytest.mark.parametrize("with_rows", [False, True])
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
-def test_a_head_sharded_by_fsdp_gives_the_same_bits(with_rows):
+def test_a_head_sharded_by_fsdp_gives_the_same_bits(with_rows, world):
     """fp32 weights computed in bf16, as in a run of one process."""
     model = ligermodels.create("llama", size="tiny", seed=0)
     whole = copy.deepcopy(model).bfloat16()
     ids, labels, rows = batch("llama")
-    shard(model, distributed.start(), torch.bfloat16)
+    shard(model, world, torch.bfloat16)
     assert isinstance(model.lm_head, FSDPModule)
     inputs = {"rows": rows if with_rows else None, "entropy": True, "extras": ("greedy",)}
     out, expected = (each.logprobs(ids, labels, **inputs) for each in (model, whole))

@@ -42,7 +42,9 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
-        return Batch(*(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self))
+        input_ids, labels = (x.to(device, non_blocking=True) for x in (self.input_ids, self.labels))
+        offsets, rows = (None if x is None else x.to(device, non_blocking=True) for x in (self.cu_seqlens, self.rows))
+        return Batch(input_ids, labels, offsets, self.max_seqlen, rows)
 
 
 def count_supervised(batch: Batch) -> Tensor:
