@@ -57,8 +57,7 @@ def results(function, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("low_memory", [False, True])
-@pytest.mark.parametrize("shape", [RECOMPUTED, FEW_ROWS])
+@pytest.mark.parametrize(("shape", "low_memory"), [(RECOMPUTED, False), (RECOMPUTED, True), (FEW_ROWS, False)])
 @pytest.mark.parametrize("options", [{}, {"entropy": True, "extras": EXTRAS, **OPTIONS}])
 def test_within_the_error_budget(monkeypatch, chunks_of_16, short_blocks, options, shape, low_memory, dtype):
     monkeypatch.setattr(logits_chunks, "LOW_MEMORY_BYTES", 1)
