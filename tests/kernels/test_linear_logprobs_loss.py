@@ -12,7 +12,11 @@ from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, relative_error
 from tests.kernels.test_linear_logprobs import FEW_ROWS, OPTIONS, RECOMPUTED, leaves
 
-pytestmark = [pytest.mark.usefixtures("kernels", "poisoned")]
+pytestmark = [
+    pytest.mark.usefixtures("kernels", "poisoned"),
+    # The interpreter computes masked lanes with NumPy, which warns about their values.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
