@@ -1,6 +1,7 @@
 """Whole training steps on one GPU: tokens/s and peak memory of full fine-tuning in bf16.
 
     python -m benchmarks.train_step --model llama-3-8b --batch 8 --length 2048
+    python -m benchmarks.train_step --supervised 0.2  # chats: the last fifth of each sequence is the answer
 
 Each provider runs in its own process on the same GPU. Weights and AdamW states are bf16 for all providers, weights and
 tokens are random, and the time is the median of the timed steps after a warm-up. A provider is a function from the
@@ -119,6 +120,7 @@ def ligermodels_without_flash_attention_4(raw, checkpointing):
 OURS = "ligermodels and its AdamW"
 PACKED = f"{OURS}, packed"  # every sequence is a document of one row, as `ligermodels train` gives them
 PACKED_BEFORE = f"{PACKED}, without flash-attn-4"
+PACKED_ROWS = f"{PACKED}, supervised rows"  # they alone meet the head, as in `ligermodels train` on chats
 PROVIDERS = {
     "hugging face": hugging_face,
     "hugging face + liger": liger,
@@ -128,6 +130,7 @@ PROVIDERS = {
     OURS: ligermodels,
     PACKED: ligermodels,
     PACKED_BEFORE: ligermodels_without_flash_attention_4,
+    PACKED_ROWS: ligermodels,
 }
 
 
@@ -140,7 +143,9 @@ def make_optimizer(provider: str, model):
     return AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
 
 
-def measure(provider: str, model_name: str, batch: int, length: int, checkpointing: bool, steps: int) -> dict:
+def measure(
+    provider: str, model_name: str, batch: int, length: int, checkpointing: bool, steps: int, supervised: float
+) -> dict:
     """Measures one row. Runs in its own process, because Liger patches the classes of transformers in place."""
     torch.manual_seed(0)
     raw = MODELS[model_name]
@@ -148,11 +153,19 @@ def measure(provider: str, model_name: str, batch: int, length: int, checkpointi
     attention = getattr(model.config, "_attn_implementation", None)
     optimizer = make_optimizer(provider, model)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if provider in (PACKED, PACKED_BEFORE):
+    labels = ids.clone()
+    labels[:, : length - round(supervised * length)] = -100
+    labels[:, 0] = -100  # the first token of a sequence is never a target
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
+    if provider in (PACKED, PACKED_BEFORE, PACKED_ROWS):
         offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device="cuda")
-        row = ids.view(1, -1)
-        inputs = {"input_ids": row, "labels": row, "cu_seqlens": offsets, "max_seqlen": length}
+        packed = {"input_ids": ids.view(1, -1), "labels": labels.view(1, -1)}
+        inputs = packed | {"cu_seqlens": offsets, "max_seqlen": length}
+    if provider == PACKED_ROWS:
+        from ligermodels.training.data.batches import supervised_rows
+
+        rows = supervised_rows(labels.cpu(), pinned=True)
+        inputs["rows"] = None if rows is None else rows.cuda()
 
     def step():
         loss = model(**inputs).loss
@@ -186,6 +199,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--supervised", type=float, default=1.0, help="share of each sequence, at its end")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after a warm-up of 3")
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument(
@@ -196,7 +210,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.row:
         provider, checkpointing = args.row
-        print(json.dumps(measure(provider, args.model, args.batch, args.length, checkpointing == "full", args.steps)))
+        shape = args.batch, args.length, checkpointing == "full", args.steps
+        print(json.dumps(measure(provider, args.model, *shape, args.supervised)))
         return
 
     rows = []
@@ -208,7 +223,7 @@ def main() -> None:
             row = json.loads(lines[-1]) if result.returncode == 0 else {"error": lines[-1][:200]}
             rows.append({"provider": provider, "recompute": checkpointing} | row)
             print(rows[-1], flush=True)
-    settings = {"model": args.model, "batch": args.batch, "length": args.length}
+    settings = {"model": args.model, "batch": args.batch, "length": args.length, "supervised": args.supervised}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
     print(results.save(args.output, f"train-step-{args.model}-{args.batch}x{args.length}", report))
 

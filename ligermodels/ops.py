@@ -27,8 +27,9 @@
 | `qk_norm_rope_write_cache` | the same with `qk_norm_rope`                                                  |
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
-| `token_log_probs`      | log-probability of each target token, without all logits in memory                |
 | `sample`               | one token per row of logits: temperature, top-k, top-p, min-p; its log-probability |
+| `linear_logprobs`      | log-probability of each target and entropy, one chunk of fp32 logits at a time |
+| `linear_logprobs_loss` | a loss that is a sum over rows of them, with gradients computed in the forward pass |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
 
 `cross_entropy_with_metrics` and `linear_cross_entropy_with_metrics` return a `CrossEntropyOutput`: the loss, z-loss,
@@ -36,8 +37,8 @@ accuracy, predicted tokens and entropy, all from the same kernel.
 
 Dispatch: CPU tensors take the plain PyTorch reference implementation; CUDA and ROCm tensors take the Triton kernels.
 Under torch.compile the ops are custom operators `torch.ops.ligermodels.*`, without graph breaks. Under torch.autocast,
-the ops that contain a matrix product (linears, experts, attention, linear_cross_entropy) take their operands in the
-autocast dtype.
+the ops that contain a matrix product (linears, experts, attention, linear_cross_entropy, linear_logprobs) take their
+operands in the autocast dtype.
 Requirements: torch and triton as in pyproject.toml; NVIDIA Ampere or newer, or ROCm; fp32, bf16 or fp16 tensors.
 Numerics: sums in fp32, one rounding at the end, weight gradients without atomics and bit-identical from run to run.
 Double backward is refused with a RuntimeError: `torch.func` differentiates twice, on the reference implementation.
@@ -63,8 +64,10 @@ from ligermodels.kernels.linear import LowRank, low_rank_linear
 from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
-    token_log_probs,
 )
+from ligermodels.kernels.linear_logprobs import linear_logprobs
+from ligermodels.kernels.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
+from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
@@ -76,6 +79,8 @@ __all__ = [
     "CacheSlots",
     "CrossEntropyOutput",
     "GroupedLowRank",
+    "LogProbs",
+    "LogProbsLoss",
     "LowRank",
     "adamw_",
     "add_rms_norm",
@@ -92,6 +97,8 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
+    "linear_logprobs",
+    "linear_logprobs_loss",
     "low_rank_linear",
     "norm_linear",
     "qk_norm_rope",
@@ -102,7 +109,6 @@ __all__ = [
     "route",
     "sample",
     "swiglu",
-    "token_log_probs",
     "write_cache",
 ]
 

@@ -12,6 +12,7 @@ from ligermodels import ops
 from tests.conftest import DEVICE
 
 TUPLES = {"CacheSlots", "CrossEntropyOutput", "GroupedLowRank", "LowRank"}
+TUPLES = {"CrossEntropyOutput", "GroupedLowRank", "LogProbs", "LogProbsLoss", "LowRank"}
 
 
 @pytest.fixture(params=["kernels", "reference"])

@@ -77,7 +77,10 @@ SCORES = {
         f"{DECODER}:CausalLM.logits", "logits if softcap is None else", "logits if True else", "gemma2-final-softcap"
     ),
     "softcap of the loss dropped": Sabotage(
-        f"{DECODER}:CausalLM.loss", '"softcap": config.logit_softcap', '"softcap": None', "gemma2-final-softcap"
+        f"{DECODER}:CausalLM.logit_options",
+        "self.config.logit_softcap",
+        "None",
+        "gemma2-final-softcap",
     ),
     "query_pre_attn_scalar ignored": Sabotage(
         f"{FEATURES}:SoftcapConfig.attention_scale",
@@ -273,7 +276,10 @@ MODEL = {
         f"{FEATURES}:MultiplierConfig.logit_scale", "1.0 / self.logits_scaling", "1.0", "granite-logits-scaling"
     ),
     "logits_scaling ignored in the loss": Sabotage(
-        f"{DECODER}:CausalLM.loss", '"logit_scale": config.logit_scale', '"logit_scale": 1.0', "granite-logits-scaling"
+        f"{DECODER}:CausalLM.logit_options",
+        "self.config.logit_scale",
+        "1.0",
+        "granite-logits-scaling",
     ),
     "gemma: embeddings unscaled": Sabotage(f"{DECODER}:Decoder.scale", "self.embedding_scale == 1.0", "True", "gemma"),
     "labels not shifted": Sabotage(f"{DECODER}:next_tokens", "labels[:, 1:], (0, 1)", "labels, (0, 0)", "llama"),

@@ -29,7 +29,8 @@ from ligermodels.errors import InputError
 from ligermodels.hub.adapters import base_model_name
 from ligermodels.hub.models import create, load_folder, resolve
 from ligermodels.integrations.generation_cache import GenerationCache, refuse_other_caches, refuse_other_positions
-from ligermodels.layers.decoder import CausalLM, LMHead, refuse_options
+from ligermodels.layers.decoder import CausalLM, refuse_options
+from ligermodels.layers.lm_head import LMHead
 from ligermodels.layers.packed import AdaptableModule
 from ligermodels.layers.row_layout import batch_shape, hub_offsets
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE, read_config

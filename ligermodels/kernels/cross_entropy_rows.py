@@ -14,10 +14,7 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-# Below any logit, and finite also after the conversion to base 2: exp(-inf - LOWEST) is 0, but exp(-inf - -inf) is NaN.
-LOWEST = tl.constexpr(-1.0e38)
+from ligermodels.kernels.softmax_sweep import LOG2_E, load_logits, online_softmax
 
 
 class LogitsTile(NamedTuple):
@@ -55,77 +52,6 @@ def empty_results(targets: Tensor, metrics: bool, token_scaling: bool) -> RowRes
     loss = torch.empty_like(targets, dtype=torch.float32, memory_format=torch.contiguous_format)
     probability = torch.empty_like(loss) if token_scaling else None
     return RowResults(loss, torch.empty_like(loss), probability, loss.new_empty(3, *loss.shape) if metrics else None)
-
-
-@triton.jit
-def apply_softcap(x, softcap, FP32: tl.constexpr):
-    """softcap * tanh(x / softcap)."""
-    if FP32:
-        # The exponential form cancels near zero: accurate enough for half precision; fp32 takes a series there.
-        y = x * (1 / softcap)
-        decay = tl.exp2(tl.abs(y) * (-2 * LOG2_E))
-        size = 1 - 2 * decay / (1 + decay)
-        square = y * y
-        series = y + y * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-        return softcap * tl.where(tl.abs(y) < 0.3, series, tl.where(y < 0, -size, size))
-    # One reciprocal square root and its square are cheaper than a division.
-    root = tl.rsqrt(1 + tl.exp2(x * (2 * LOG2_E / softcap)))
-    return softcap - 2 * softcap * (root * root)
-
-
-@triton.jit
-def _load_logits(row_ptr, column, inside, logit_scale, softcap, SOFTCAP: tl.constexpr, POLICY: tl.constexpr):
-    """The scaled and softcapped logits at `column`; outside the mask the values are meaningless."""
-    logits = tl.load(row_ptr + column, inside, other=0.0, eviction_policy=POLICY).to(tl.float32) * logit_scale
-    return apply_softcap(logits, softcap, row_ptr.dtype.element_ty == tl.float32) if SOFTCAP else logits
-
-
-@triton.jit
-def _online_softmax(
-    row_ptr, class_weights_ptr, columns, logit_scale, softcap, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr,
-    WEIGHTED: tl.constexpr, METRICS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """(log Σ exp(l), Σ w l, entropy, argmax) of a row; the last three are zero unless SMOOTHING or METRICS.
-
-    Online softmax. Each thread keeps its own running maxima and sums, one pair per vector load of VECTOR logits, so
-    that no step waits for another warp. `moments` are Σ exp(l - maximum) (l - maximum): its terms
-    have one sign, so that none cancels another.
-    """
-    GROUPS: tl.constexpr = BLOCK // VECTOR
-    maxima = tl.full([GROUPS], LOWEST, tl.float32)
-    totals = tl.zeros([GROUPS], tl.float32)
-    sums = tl.zeros([GROUPS], tl.float32)
-    moments = tl.zeros([GROUPS], tl.float32)
-    best = tl.zeros([GROUPS], tl.int32)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        logits = _load_logits(row_ptr, column, column < columns, logit_scale, softcap, SOFTCAP, "")
-        if SMOOTHING:
-            terms = tl.where(column < columns, logits, 0.0)
-            if WEIGHTED:
-                terms *= tl.load(class_weights_ptr + column, column < columns, other=0.0)
-            sums += tl.sum(tl.reshape(terms, [GROUPS, VECTOR]), 1)
-        logits = tl.reshape(tl.where(column < columns, logits, -float("inf")), [GROUPS, VECTOR])
-        higher = tl.maximum(maxima, tl.max(logits, 1))
-        powers = tl.exp2(logits * LOG2_E - (higher * LOG2_E)[:, None])
-        decay = tl.exp2((maxima - higher) * LOG2_E)
-        if METRICS:
-            products = tl.where(powers > 0, powers * (logits - higher[:, None]), 0.0)
-            moments = decay * (moments + totals * (maxima - higher)) + tl.sum(products, 1)
-            columns_of_group = tl.reshape(column, [GROUPS, VECTOR])
-            first = tl.min(tl.where(logits == higher[:, None], columns_of_group, 2147483647), 1)
-            best = tl.where(higher > maxima, first, best)
-        totals = totals * decay + tl.sum(powers, 1)
-        maxima = higher
-    maximum = tl.max(maxima, 0)
-    decay = tl.exp(maxima - maximum)
-    log_total = tl.log(tl.sum(totals * decay, 0))
-    entropy, argmax = 0.0, 0
-    if METRICS:
-        moment = tl.sum(decay * (moments + totals * (maxima - maximum)), 0)
-        entropy = log_total - moment * tl.exp(-log_total)
-        argmax = tl.min(tl.where(maxima == maximum, best, 2147483647), 0)
-    return maximum + log_total, tl.sum(sums, 0), entropy, argmax
 
 
 @kernel(do_not_specialize=["scale_stride", "metrics_stride", "row_blocks", "first_class", "ignore_index"])
@@ -184,11 +110,12 @@ def _kernel(
     target -= first_class
     if LOSS:
         # Read before the reductions: their barriers guarantee that no thread has overwritten it with dlogits yet.
-        target_logit = _load_logits(logits_ptr, target, target < columns, logit_scale, softcap, SOFTCAP, "")
-        lse, logit_sum, entropy, argmax = _online_softmax(
-            logits_ptr, class_weights_ptr, columns, logit_scale, softcap, SOFTCAP, SMOOTHING, WEIGHTED, METRICS,
-            BLOCK, VECTOR,
+        target_logit = load_logits(logits_ptr, target, target < columns, logit_scale, softcap, SOFTCAP, "")
+        maximum, log_total, logit_sum, entropy, argmax, _ = online_softmax(
+            logits_ptr, class_weights_ptr, columns, 0, logit_scale, softcap, SOFTCAP, SMOOTHING, WEIGHTED, METRICS,
+            METRICS, False, False, BLOCK, VECTOR,
         )  # fmt: skip
+        lse = maximum + log_total
         loss = softmax_factor * lse - confidence * target_logit + z_loss * lse * lse
         if SMOOTHING:
             loss -= smoothing_share * logit_sum
@@ -218,7 +145,7 @@ def _kernel(
         for step in range(steps):
             start = begin + (steps - 1 - step) * BLOCK
             column = start + block
-            logits = _load_logits(logits_ptr, column, column < end, logit_scale, softcap, SOFTCAP, "evict_first")
+            logits = load_logits(logits_ptr, column, column < end, logit_scale, softcap, SOFTCAP, "evict_first")
             probabilities = tl.exp2(logits * LOG2_E - lse * LOG2_E)
             gradient = probabilities * (scale * (softmax_factor + 2 * z_loss * lse))
             if SMOOTHING:

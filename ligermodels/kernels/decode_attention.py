@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.cross_entropy_rows import LOG2_E, apply_softcap
 from ligermodels.kernels.dispatch import refuse_gradients, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
+from ligermodels.kernels.softmax_sweep import LOG2_E, apply_softcap
 
 TILE_BYTES = 16384  # of the keys that one step of a program reads; as many of values
 WARPS, STAGES, COMBINE_WARPS = 4, 3, 8

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ligermodels.kernels.chunk_gradients import GRADIENT_SCALE, accumulate_gradients_, empty_gradients
 from ligermodels.kernels.cross_entropy import (
     OPTIONS,
     RESULTS,
@@ -62,8 +63,6 @@ from ligermodels.kernels.logits_chunks import (
 from ligermodels.kernels.loss_reduction import mean_factor, reduce_losses, reduce_rows
 from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
 
-GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: keeps them out of fp16's subnormals; exact
-
 
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **options: Any
@@ -78,50 +77,18 @@ def linear_cross_entropy_with_metrics_reference(
     return cross_entropy_with_metrics_reference(F.linear(hidden, weight, bias), targets, **options)
 
 
-def _accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """total = beta * total + a @ b, accumulated in fp32 (total's dtype) for any dtype of a and b. With beta 0, total
-    may be uninitialised."""
-    if total.is_cuda:
-        torch.addmm(total, a, b, total.dtype, beta=beta, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
-
-
-def _empty_gradients(
-    hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Uninitialised dhidden and dweight, and zeros for dbias, in fp32 because the upstream gradient is not known yet. A
-    gradient that is not required has no elements or is None."""
-    dhidden = hidden.new_empty(*hidden.shape if hidden_grad else (0,), dtype=torch.float32)
-    make = weight.new_empty if hidden.shape[0] else weight.new_zeros
-    dweight = make(*weight.shape if weight_grad else (0,), dtype=torch.float32)
-    return dhidden, dweight, weight.new_zeros(weight.shape[0], dtype=torch.float32) if bias_grad else None
-
-
-def _accumulate_gradients_(
-    gradients: tuple[Tensor, Tensor, Tensor | None], dlogits: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
-) -> None:
-    dhidden, dweight, dbias = gradients
-    if dhidden.numel():
-        _accumulate_(slice_rows(dhidden, chunk), dlogits, weight, beta=0)
-    if dweight.numel():
-        _accumulate_(dweight, dlogits.T, slice_rows(hidden, chunk), beta=int(chunk.start > 0))
-    if dbias is not None:
-        dbias += dlogits.sum(0, dtype=torch.float32)
-
-
 def _launch_forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, class_weight: Tensor | None,
     hidden_grad: bool, weight_grad: bool, bias_grad: bool, metrics: bool, token_scaling: bool, *options,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     results = empty_results(targets, metrics, token_scaling)
-    gradients = _empty_gradients(hidden, weight, hidden_grad, weight_grad, bias_grad)
+    gradients = empty_gradients(hidden, weight, hidden_grad, weight_grad, bias_grad)
     sums = gradients[0].numel() + gradients[1].numel()
     for chunk, logits in chunks_of_logits(hidden, weight, bias, sums):
         dlogits = logits if hidden_grad or weight_grad or bias_grad else None
         row_data = slice_rows(targets, chunk), class_weight, results.slice(chunk)
         launch_cross_entropy(logits, *row_data, GRADIENT_SCALE, dlogits, *options)
-        _accumulate_gradients_(gradients, logits, hidden, weight, chunk)
+        accumulate_gradients_(gradients, logits, hidden, weight, chunk)
     return *results, *gradients
 
 
@@ -131,13 +98,13 @@ def _launch_backward(
     hidden_grad: bool, weight_grad: bool, bias_grad: bool, *options,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     results = RowResults(None, lse, None, row_metrics)
-    gradients = _empty_gradients(hidden, weight, hidden_grad, weight_grad, bias_grad)
+    gradients = empty_gradients(hidden, weight, hidden_grad, weight_grad, bias_grad)
     sums = gradients[0].numel() + gradients[1].numel()
     for chunk, logits in chunks_of_logits(hidden, weight, bias, sums):
         row_data = slice_rows(targets, chunk), class_weight, results.slice(chunk), slice_rows(scale, chunk)
         dentropy_of_rows = None if dentropy is None else slice_rows(dentropy, chunk)
         launch_cross_entropy(logits, *row_data, logits, *options, dentropy=dentropy_of_rows)
-        _accumulate_gradients_(gradients, logits, hidden, weight, chunk)
+        accumulate_gradients_(gradients, logits, hidden, weight, chunk)
     return gradients
 
 
@@ -419,18 +386,3 @@ def _apply_node(
             project(rows, weight, bias), targets, class_weight, reduction, metrics, *options
         )
     return _ReducedLoss.apply(*inputs, reduction == "mean", *needed, metrics, *options)
-
-
-def token_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
-    softcap: float | None = None, logit_scale: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """log p(target) of each token under softmax(hidden @ weightᵀ + bias); 0 for ignored targets, minus infinity for
-    those outside the vocabulary.
-
-    Arguments as in `linear_cross_entropy` -> [...] fp32. `linear_cross_entropy_with_metrics` adds the entropy.
-    """
-    return -linear_cross_entropy(
-        hidden, weight, targets, bias=bias, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
-        reduction="none",
-    )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Which logits exist at a time in `linear_cross_entropy`: the sizes of chunks, and their projection.
+"""Which logits exist at a time in `linear_cross_entropy` and `linear_logprobs`: sizes of chunks, and their projection.
 
-logits = hidden @ weightᵀ + bias; hidden [T, H], weight [V, H], bias [V] or None, of one dtype. Must not know the loss.
+logits = hidden @ weightᵀ + bias; hidden [T, H], weight [V, H], bias [V] or None, of one dtype; logits in that dtype or
+a wider one. Must not know the loss.
 """
 
 from collections.abc import Iterator
@@ -52,36 +53,61 @@ def slice_rows(x: Tensor, rows: slice) -> Tensor:
 
 
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """hidden @ weightᵀ + bias, rounded once."""
+    """hidden @ weightᵀ + bias, rounded once to the dtype of `out`. An `out` wider than the factors has no bias."""
+    if out is not None and out.dtype != hidden.dtype:
+        if out.is_cuda:
+            return torch.mm(hidden, weight.T, out.dtype, out=out)
+        return torch.mm(hidden.to(out.dtype), weight.T.to(out.dtype), out=out)
     return torch.mm(hidden, weight.T, out=out) if bias is None else torch.addmm(bias, hidden, weight.T, out=out)
 
 
 def chunks_of_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, sums: int = 0, buffer: Tensor | None = None
-) -> Iterator[tuple[slice, Tensor]]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, sums: int = 0, buffer: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
     """(rows, their logits) chunk by chunk, all in the same memory: that of `buffer` if it is given (1-D, large enough).
 
-    sums: elements of the fp32 gradients, as in `chunk_rows`.
+    sums: elements of the fp32 gradients, as in `chunk_rows`. dtype: of the logits without a buffer; None for the
+    factors' own.
     """
-    rows, vocab = hidden.shape[0], weight.shape[0]
+    rows, vocab, dtype = hidden.shape[0], weight.shape[0], dtype or hidden.dtype
     width = round_up_to_tile(vocab)
     if buffer is None:
-        size = min(chunk_rows(rows, vocab, sums, hidden.dtype), rows)
-        buffer = torch.empty(size, width, dtype=hidden.dtype, device=hidden.device)
+        size = min(chunk_rows(rows, vocab, sums, dtype), rows)
+        buffer = torch.empty(size, width, dtype=dtype, device=hidden.device)
     else:
         size = round_down_to_tile(buffer.numel() // width)
         buffer = buffer[: size * width].view(size, width)
     buffer = buffer if width == vocab else buffer[:, :vocab]
-    for start in range(0, rows, max(size, 1)):
-        chunk = slice(start, min(start + size, rows))
-        logits = slice_rows(buffer, slice(0, chunk.stop - start))
+    for chunk in slices(rows, size):
+        logits = slice_rows(buffer, slice(0, chunk.stop - chunk.start))
         yield chunk, project(slice_rows(hidden, chunk), weight, bias, logits)
 
 
-def low_memory_buffer(hidden: Tensor, weight: Tensor) -> tuple[int, bool]:
-    """(elements of the buffer of logits, whether it holds all logits). It holds at least one row and 16 columns."""
+def slices(rows: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of `size` rows; the last may have fewer."""
+    for start in range(0, rows, max(size, 1)):
+        yield slice(start, min(start + size, rows))
+
+
+def all_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[slice]]:
+    """The logits of all rows [T, V], and the chunks in which they were projected: those of `chunks_of_logits`, so that
+    they have the same bits."""
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    logits = torch.empty(rows, round_up_to_tile(vocab), dtype=dtype, device=hidden.device)[:, :vocab]
+    chunks = list(slices(rows, chunk_rows(rows, vocab, 0, dtype)))
+    for chunk in chunks:
+        project(slice_rows(hidden, chunk), weight, None, slice_rows(logits, chunk))
+    return logits, chunks
+
+
+def low_memory_buffer(hidden: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[int, bool]:
+    """(elements of the buffer of logits, whether it holds all logits). It holds at least one row and 16 columns.
+
+    dtype: of the logits; None for the factors' own.
+    """
     rows, row = hidden.shape[0], round_up_to_tile(weight.shape[0])
-    elements = max(min(LOW_MEMORY_BYTES // hidden.element_size(), weight.numel() // 8), row, 16 * rows)
+    elements = max(min(LOW_MEMORY_BYTES // (dtype or hidden.dtype).itemsize, weight.numel() // 8), row, 16 * rows)
     return elements, rows <= round_down_to_tile(elements // row)
 
 

@@ -4,13 +4,12 @@ Must not know any architecture: each one subclasses `CausalLM` and builds its bl
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import _register_namedtuple
 
 from ligermodels.configs.base import Config as AnyConfig
@@ -20,15 +19,15 @@ from ligermodels.generation.cache import Cache
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.sampling import Sampling
 from ligermodels.kernels.attention_mask import document_ids
-from ligermodels.kernels.cross_entropy import cross_entropy
-from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
-from ligermodels.layers.fused import add_then_norm, is_quantised
+from ligermodels.layers.fused import add_then_norm
+from ligermodels.layers.lm_head import LMHead, logprobs_from, loss_of, select_rows
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
-from ligermodels.layers.packed import AdaptableModule, is_intercepted, name_parts
+from ligermodels.layers.packed import AdaptableModule, name_parts
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.layers.row_layout import AlignedRows, PackedRows, batch_shape, hub_offsets, row_layout
 from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
@@ -49,6 +48,7 @@ class CausalLMOutput(NamedTuple):
     logits: Tensor | None  # [B, T, V]
     hidden_states: tuple[Tensor, ...] | None = None  # num_hidden_layers + 1 of [B, T, H]
     aux_loss: Tensor | None = None  # scalar, fp32: the routers' load-balancing loss, before its coefficient
+    logprobs: LogProbs | None = None  # each field [B, T], or [N] of N rows
 
     def __getitem__(self, key):
         if isinstance(key, str):
@@ -147,24 +147,6 @@ def default_positions(x: Tensor, cu_seqlens: Tensor | None, cache: Cache | None)
     return position[None]
 
 
-class LMHead(nn.Linear):
-    """The language-model head: hidden states [..., H] -> logits [..., V], or their loss.
-
-    The loss is computed by the head's own forward, because FSDP gathers a weight only when the module that owns it is
-    called.
-    """
-
-    def forward(self, input: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
-        """With targets [...]: the cross-entropy of the logits. options: as those of `linear_cross_entropy`."""
-        if is_quantised(self.weight):
-            logits = super().forward(input)
-            return logits if targets is None else cross_entropy(logits, targets, **options)
-        weight = self.weight.to(input.dtype)  # it may be wider, where the head is trained beside LoRA
-        if targets is None:
-            return F.linear(input, weight)
-        return linear_cross_entropy(input, weight, targets, **options)
-
-
 class CausalLM(AdaptableModule, HubModule, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
@@ -247,6 +229,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         seq_idx: Tensor | None = None,
+        rows: Tensor | None = None,
+        logprobs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
@@ -273,12 +257,18 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         of the last.
         output_router_logits: compute the routers' load-balancing loss, which the loss then includes; None for what
         config.json says. No effect without routers.
+        rows: int64 [N], places in the flattened batch: the only tokens of which the head computes the loss or the
+        log-probabilities. All places whose next token is supervised, each once; others add nothing.
+        logprobs: options of `ops.linear_logprobs`. The log-probabilities of the labels are then computed in place of
+        the loss and the logits: see `CausalLM.logprobs`.
         options: return_dict, output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
         An attention mask, or position_ids without cu_seqlens, is read on the host.
         Raises ValueError for arguments that contradict each other; TypeError for options that have no effect here.
         """
         refuse_options(options)
+        if labels is None and (rows is not None or logprobs is not None):
+            raise ValueError("forward: rows and logprobs need labels")
         cu_seqlens = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
         max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
         decoded = self.decode(
@@ -286,17 +276,51 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             bool(output_hidden_states),
         )  # fmt: skip
         output, labels = decoded.output, decoded.labels
+        if rows is not None and decoded.layout is not None:
+            raise ValueError(
+                "forward: rows are places in the batch as it is given, but its padding or position_ids rearrange it: "
+                "leave out rows, or pass cu_seqlens"
+            )
         balance = self.balance(output.router_logits, output_router_logits)
-        loss = None
+        loss, token_logprobs = None, None
         if labels is not None:
-            targets = next_tokens(labels, decoded.cu_seqlens)
-            loss = self.loss(output.hidden, targets, num_items_in_batch, balance)
+            hidden, targets = output.hidden, next_tokens(labels, decoded.cu_seqlens)
+            if rows is not None:
+                hidden, targets = select_rows(hidden, targets, rows)
+            if logprobs is None:
+                loss = self.loss(hidden, targets, num_items_in_batch, balance)
+            else:
+                token_logprobs = self.target_logprobs(hidden, targets, logprobs)
+                if rows is None:  # copied, because FSDP2 warns of outputs that are views
+                    token_logprobs = token_logprobs.map(lambda x: decoded.unpack(x).clone())
         if skip_logits is None:
-            skip_logits = labels is not None and self.training
+            skip_logits = labels is not None and (self.training or logprobs is not None)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = None if skip_logits else self.logits(decoded.unpack(output.hidden)[:, kept])
         states = tuple(decoded.unpack(state) for state in output.hidden_states)
-        return CausalLMOutput(loss, logits, states or None, balance)
+        return CausalLMOutput(loss, logits, states or None, balance, token_logprobs)
+
+    def logprobs(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        extras: Sequence[str] = (),
+        low_memory: bool = False,
+        **inputs: Any,
+    ) -> LogProbs:
+        """Log-probabilities of the labels: what the losses in `ligermodels.losses` read.
+
+        labels: [B, T] as those of `forward` -> `LogProbs` with fields [B, T], fp32. At position t is the
+        log-probability of the label at t + 1; 0 where that is not supervised.
+        temperature, entropy, extras, low_memory: as those of `ops.linear_logprobs`.
+        inputs: other arguments of `forward`. With rows [N], of the supervised positions, the fields are [N], and no
+        other token meets the head. Under a wrapper of the model, as DDP, call `forward` with `logprobs={…}`.
+        """
+        options = {"temperature": temperature, "entropy": entropy, "extras": extras, "low_memory": low_memory}
+        return self(input_ids, labels, logprobs=options, **inputs).logprobs
 
     def decode(
         self,
@@ -341,21 +365,10 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     def loss(
         self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, balance: Tensor | None
     ) -> Tensor:
-        """The loss of hidden [B, T, H] against targets [B, T], already shifted, with that of the routers if it counts.
-
-        A head that was replaced, or has hooks, is called for its logits; ours computes the loss itself.
-        """
-        config, head = self.config, self.lm_head
+        """The loss of hidden [..., H] against shifted targets [...], with that of the routers if it counts."""
+        config = self.config
         reduction = "mean" if num_items_in_batch is None else "sum"
-        options: dict[str, Any] = {
-            "softcap": config.logit_softcap,
-            "logit_scale": config.logit_scale,
-            "reduction": reduction,
-        }
-        if isinstance(head, LMHead) and (isinstance(head, FSDPModule) or not is_intercepted(head)):
-            loss = head(hidden, targets, **options)
-        else:
-            loss = cross_entropy(head(hidden), targets, **options)
+        loss = loss_of(self.lm_head, hidden, targets, reduction=reduction, **self.logit_options)
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch
         if balance is not None and isinstance(config, MoEConfig):
@@ -363,6 +376,14 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
             loss = loss + share * config.router_aux_loss_coef * balance
         return loss
+
+    def target_logprobs(self, hidden: Tensor, targets: Tensor, options: Mapping[str, Any]) -> LogProbs:
+        """Log-probabilities of shifted targets [...]; options as those of `linear_logprobs`."""
+        return logprobs_from(self.lm_head, hidden, targets, **self.logit_options, **options)
+
+    @property
+    def logit_options(self) -> dict[str, Any]:
+        return {"softcap": self.config.logit_softcap, "logit_scale": self.config.logit_scale}
 
     @torch.no_grad()
     def generate(

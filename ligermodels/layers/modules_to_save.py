@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers.decoder import CausalLM, LMHead
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.lm_head import LMHead
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.weights.adapter_config import is_saved
 from ligermodels.weights.adapters import hub_module_names, tied_modules

@@ -17,7 +17,7 @@ from ligermodels.integrations.transformers import (
     unregister,
     wrap,
 )
-from ligermodels.layers.decoder import LMHead
+from ligermodels.layers.lm_head import LMHead
 from tests.cases import CASES
 from tests.interop.models import load_reference
 from tests.reference_model import labels_of, reference_model, save_reference, tokens

@@ -39,6 +39,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_with_metrics,
     linear_cross_entropy_with_metrics_reference,
 )
+from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.penalties import penalize, penalize_reference
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
@@ -310,6 +311,17 @@ def low_memory_case(batch, length, hidden, vocabulary, **options) -> Case:
     return replace(case, ours=partial(linear_cross_entropy, low_memory=True, **options))
 
 
+def linear_logprobs_case(batch, length, hidden, vocabulary, low_memory=False, **options) -> Case:
+    """Log-probabilities and, with entropy=True, entropies."""
+
+    def differentiable(function, **options):
+        return lambda *inputs: tuple(x for x in function(*inputs, **options)[:2] if x is not None)
+
+    ours = differentiable(linear_logprobs, low_memory=low_memory, **options)
+    case = linear_cross_entropy_case(batch, length, hidden, vocabulary)
+    return replace(case, ours=ours, reference=differentiable(linear_logprobs_reference, **options))
+
+
 def sum_of_metrics(function: Function, **options) -> Function:
     """`function` of (..., targets, class weights), its loss and its metrics added up to one output."""
 
@@ -481,8 +493,14 @@ def penalty_case(batch, length, vocabulary) -> Case:
 
 
 def run_all_kernels(name: str, case: Case) -> None:
-    """Runs all kernels of a case: norms have other variants if their inputs are frozen."""
-    for trained in (case, case.freeze_inputs()) if "norm" in name else (case,):
+    """Runs all kernels of a case: norms have other variants if their inputs are frozen, log-probabilities if the head
+    is."""
+    cases = [case]
+    if "norm" in name:
+        cases.append(case.freeze_inputs())
+    if "logprobs" in name:
+        cases.append(case.train_only(0))
+    for trained in cases:
         trained.step(trained.ours, trained.upstream())
 
 
@@ -495,6 +513,7 @@ def run_chunked_norm() -> None:
 MULTIPLIERS = {"gate_multiplier": 0.75, "down_multiplier": -1.25}
 ALL_OPTIONS = {"softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.1}
 SCALED = {**ALL_OPTIONS, "token_scaling": True}
+LOGPROB_OPTIONS = {"softcap": 5.0, "logit_scale": 1.5, "temperature": 0.7, "entropy": True, "extras": ("greedy",)}
 
 OPS = {
     "rms_norm": Op(
@@ -607,6 +626,18 @@ OPS = {
     "linear_cross_entropy by rows, low memory, weighted": Op(
         draw=partial(weighted_linear_cross_entropy_case, low_memory=True, reduction="none", **SCALED), small=(17, 33),
         real=((16, 262144),), products=(4, 2, 2, 1),
+    ),
+    "linear_logprobs": Op(
+        draw=linear_logprobs_case, small=(17, 33), real=((16, 128256), (16, 262144)), huge=(2**18 + 1, 2**13, 64),
+        products=(3, 1, 2),
+    ),
+    "linear_logprobs, all options": Op(
+        draw=partial(linear_logprobs_case, **LOGPROB_OPTIONS), small=(17, 33), real=((16, 262144),), products=(3, 2, 2)
+    ),
+    "linear_logprobs of few rows": Op(draw=linear_logprobs_case, small=(17, 48), products=(3, 1, 2)),
+    "linear_logprobs, low memory": Op(
+        draw=partial(linear_logprobs_case, low_memory=True, **LOGPROB_OPTIONS), small=(17, 33), real=((16, 262144),),
+        products=(4, 2, 2),
     ),
     # Not our kernels: the backend that runs anywhere. test_attention.py covers softcaps, document masking and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),

@@ -20,6 +20,7 @@ from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import ConcatenatedRows, Segment
 from ligermodels.units import counted
 
+ROWS_MULTIPLE = 128  # a GEMM tile: the head's products are slower with other numbers of rows
 PROMPT_TOKENS = 16  # of a text, as the prompt of a sample
 
 
@@ -29,18 +30,21 @@ class Batch(NamedTuple):
     With packing: input_ids, labels int64 [1, B * T], cu_seqlens int32 [documents + 1] for document masking, in which
     the padding of a row counts as a document, and max_seqlen = T. Without packing: input_ids, labels int64 [B, T], and
     None. labels: -100 for tokens that are not supervised.
+    rows: int64 [N], the places in the flattened batch whose next token is supervised, and padding: see
+    `supervised_rows`. None where documents have no mask.
     """
 
     input_ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor | None
     max_seqlen: int | None
+    rows: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
-        offsets = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
         input_ids, labels = (x.to(device, non_blocking=True) for x in (self.input_ids, self.labels))
-        return Batch(input_ids, labels, offsets, self.max_seqlen)
+        offsets, rows = (None if x is None else x.to(device, non_blocking=True) for x in (self.cu_seqlens, self.rows))
+        return Batch(input_ids, labels, offsets, self.max_seqlen, rows)
 
 
 def count_supervised(batch: Batch) -> Tensor:
@@ -65,10 +69,28 @@ def collate(rows: Sequence[Sequence[Segment]], length: int, packing: bool, devic
             offsets.append(number * length + end)
         if end < length:
             offsets.append((number + 1) * length)
+    masked = any(store.supervised is not None for row in rows for store, _, _ in row)
+    places = supervised_rows(labels, pinned) if masked else None
     if not packing:
-        return Batch(input_ids, labels, None, None)
+        return Batch(input_ids, labels, None, None, places)
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, pin_memory=pinned)
-    return Batch(input_ids.view(1, -1), labels.view(1, -1), cu_seqlens, length)
+    return Batch(input_ids.view(1, -1), labels.view(1, -1), cu_seqlens, length, places)
+
+
+def supervised_rows(labels: Tensor, pinned: bool) -> Tensor | None:
+    """The places of labels [B, T] whose next token is supervised: int64 [N], N a multiple of ROWS_MULTIPLE.
+
+    The padding is the last place, which has no next token. None where N would not be smaller than B T. The head then
+    computes these rows alone, and the host does not have to ask the device where they are. A document's first label is
+    IGNORE_INDEX, so that no place is supervised by the next row or document.
+    """
+    places = np.flatnonzero(labels.numpy().reshape(-1)[1:] != IGNORE_INDEX)
+    count = max(1, -(-len(places) // ROWS_MULTIPLE)) * ROWS_MULTIPLE
+    if count >= labels.numel():
+        return None
+    rows = torch.full((count,), labels.numel() - 1, dtype=torch.int64, pin_memory=pinned)
+    rows.numpy()[: len(places)] = places
+    return rows
 
 
 def split_global_batch(batch_size: int, micro_batch_size: int | None, world: World) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import torch
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.layers.decoder import next_tokens
 from ligermodels.training.data.batches import TrainingRows, count_supervised, split_global_batch
 from tests.conftest import DEVICE
 from tests.training.data.documents import CPU, distinct, document, rows, training, validation
@@ -140,3 +141,31 @@ def test_batches_are_copied_to_a_gpu_without_blocking_the_host():
     for got, want in zip((batch for step in steps for batch in step), on_cpu, strict=True):
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got[:3], want[:3], strict=True))
     assert [int(count) for count in counts] == [int(count_supervised(batch)) for batch in on_cpu]
+
+
+def chat(length, supervised):
+    """A document whose last `supervised` tokens are supervised."""
+    return document(list(range(1, length + 1)), [i >= length - supervised for i in range(length)])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_of_a_batch_are_the_places_whose_next_token_is_supervised(packing):
+    data = training([chat(60, 9), chat(100, 30), chat(30, 29), chat(90, 1)] * 3, 100, packing)
+    for batch in data.micro_batches(0, 4, 2, CPU):
+        targets = next_tokens(batch.labels, batch.cu_seqlens).flatten()
+        expected = (targets != -100).nonzero()[:, 0]
+        assert len(batch.rows) == 128 and 0 < len(expected) < 128
+        assert torch.equal(batch.rows[: len(expected)], expected)
+        assert (batch.rows[len(expected) :] == 199).all() and targets[199] == -100  # padding adds nothing
+
+
+def test_a_batch_has_no_rows_where_they_would_not_be_fewer_or_documents_have_no_mask():
+    batches = {
+        "few tokens": training([chat(60, 5)] * 2, 60),
+        "most supervised": training([chat(200, 190)] * 2, 200),
+        "no mask": training(distinct(200, 20), 200),
+    }
+    for name, data in batches.items():
+        assert data.micro_batches(0, 1, None, CPU)[0].rows is None, name
+    (batch,) = training([chat(200, 0)] * 2, 200).micro_batches(0, 1, None, CPU)
+    assert batch.rows.tolist() == [199] * 128  # a batch without supervised tokens

@@ -10,7 +10,7 @@ from torchao.float8.float8_linear import Float8Linear
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
-from ligermodels.layers.decoder import LMHead
+from ligermodels.layers.lm_head import LMHead
 from ligermodels.training.scaling import float8
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import relative_error

@@ -1,0 +1,74 @@
+"""The language-model head: logits, the loss of targets or their log-probabilities, of all tokens or of some.
+
+Must not know the decoder.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.linear_logprobs import linear_logprobs
+from ligermodels.kernels.logprobs_of_logits import LogProbs, logprobs_of_logits
+from ligermodels.layers.fused import is_quantised
+from ligermodels.layers.packed import is_intercepted
+
+
+class LMHead(nn.Linear):
+    """Hidden states [..., H] -> logits [..., V], or the loss or the log-probabilities of targets.
+
+    All are computed by the head's own forward, because FSDP gathers a weight only when the module that owns it is
+    called.
+    """
+
+    def forward(self, input: Tensor, targets: Tensor | None = None, *, logprobs: bool = False, **options: Any) -> Any:
+        """With targets [...]: the cross-entropy of the logits, or `LogProbs`. options: as those of
+        `linear_cross_entropy` or `linear_logprobs`."""
+        if is_quantised(self.weight):
+            logits = super().forward(input)
+            if targets is None:
+                return logits
+            return logprobs_of(logits, targets, **options) if logprobs else cross_entropy(logits, targets, **options)
+        weight = self.weight.to(input.dtype)  # it may be wider, where the head is trained beside LoRA
+        if targets is None:
+            return F.linear(input, weight)
+        return (linear_logprobs if logprobs else linear_cross_entropy)(input, weight, targets, **options)
+
+
+def loss_of(head: nn.Module, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """The cross-entropy of hidden [..., H] against targets [...]; options as those of `cross_entropy`.
+
+    A head that was replaced, or has hooks, is called for its logits; ours computes the loss itself.
+    """
+    if computes_results(head):
+        return head(hidden, targets, **options)
+    return cross_entropy(head(hidden), targets, **options)
+
+
+def logprobs_from(head: nn.Module, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
+    """The same for log-probabilities; options as those of `linear_logprobs`."""
+    if computes_results(head):
+        return head(hidden, targets, logprobs=True, **options)
+    return logprobs_of(head(hidden), targets, **options)
+
+
+def computes_results(head: nn.Module) -> bool:
+    """Whether the head is ours, and nothing but FSDP intercepts its calls."""
+    return isinstance(head, LMHead) and (isinstance(head, FSDPModule) or not is_intercepted(head))
+
+
+def logprobs_of(logits: Tensor, targets: Tensor, *, low_memory: bool = False, **options: Any) -> LogProbs:
+    """low_memory has no effect on logits that exist."""
+    return logprobs_of_logits(logits, targets, **options)
+
+
+def select_rows(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden [B, T, H] and targets [B, T] at flat places `rows` [N] -> [N, H] and [N].
+
+    Backward adds the rows' gradients. Where only padding repeats a place, whose gradient is zero, their order does not
+    change a bit.
+    """
+    return hidden.flatten(0, 1).index_select(0, rows), targets.flatten().index_select(0, rows)

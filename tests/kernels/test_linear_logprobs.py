@@ -1,0 +1,259 @@
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ligermodels import losses
+from ligermodels.kernels import launch, logits_chunks
+from ligermodels.kernels import linear_logprobs as module
+from ligermodels.kernels import logprob_rows as rows_module
+from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
+from ligermodels.kernels.logprobs_of_logits import EXTRAS
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import DTYPES, check, relative_error
+
+OPTIONS = {"softcap": 5.0, "logit_scale": 1.5, "temperature": 0.7}
+RECOMPUTED, FEW_ROWS = (45, 17, 33), (40, 64, 48)  # rows, H, V; of few rows the logits are kept
+# The gradient of the logits is rounded, and the frozen head's once more with its upstream gradient; plain PyTorch in
+# fp32 rounds the result alone.
+FACTOR = 2.0
+pytestmark = [
+    pytest.mark.usefixtures("kernels", "poisoned"),
+    # The interpreter computes masked lanes with NumPy, which warns about their values.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
+]
+
+
+def draw(rows, columns, vocab, dtype=torch.float64):
+    """Hidden states, weight and targets; one target is ignored."""
+    hidden = torch.randn(rows, columns, dtype=torch.float64, device=DEVICE)
+    weight = torch.randn(vocab, columns, dtype=torch.float64, device=DEVICE) / 4
+    targets = torch.randint(vocab, (rows,), device=DEVICE)
+    targets[1] = -100
+    return hidden.to(dtype), weight.to(dtype), targets
+
+
+def leaves(*shape, dtype=torch.float32):
+    hidden, weight, targets = draw(*shape, dtype=dtype)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.fixture
+def chunks_of_16(monkeypatch):
+    monkeypatch.setattr(logits_chunks, "chunk_rows", lambda *a: 16)
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Rows of several steps of a program, so that a gradient overwrites logits of later steps."""
+    monkeypatch.setattr(rows_module, "MAX_BLOCK", 16)
+    monkeypatch.setattr(rows_module, "_launcher", rows_module._launcher.__wrapped__)  # without its cache
+
+
+def results(function, **options):
+    """`function`, returning those results that have a gradient."""
+    return lambda *inputs: tuple(x for x in function(*inputs, **options)[:2] if x is not None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "low_memory"), [(RECOMPUTED, False), (RECOMPUTED, True), (FEW_ROWS, False)])
+@pytest.mark.parametrize("options", [{}, {"entropy": True, "extras": EXTRAS, **OPTIONS}])
+def test_within_the_error_budget(monkeypatch, chunks_of_16, short_blocks, options, shape, low_memory, dtype):
+    monkeypatch.setattr(logits_chunks, "LOW_MEMORY_BYTES", 1)
+    monkeypatch.setattr(logits_chunks, "LOGITS_ALIGNMENT", 8)
+    ours = results(linear_logprobs, low_memory=low_memory, **options)
+    check(ours, results(linear_logprobs_reference, **options), draw(*shape), dtype, FACTOR)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_a_frozen_head_is_within_the_error_budget(chunks_of_16, short_blocks, low_memory, dtype):
+    hidden, weight, targets = draw(*RECOMPUTED)
+
+    def frozen(function, **options):
+        return lambda hidden: function(hidden, weight.to(hidden.dtype), targets, **OPTIONS, **options).logprobs
+
+    weight = weight.to(dtype).double()
+    check(frozen(linear_logprobs, low_memory=low_memory), frozen(linear_logprobs_reference), [hidden], dtype, FACTOR)
+
+
+def test_half_precision_inputs_have_fp32_logits():
+    """Logits in half precision would give log-probabilities that are wrong by 1e-3 and more."""
+    hidden, weight, targets = draw(64, 17, 33, dtype=DTYPES[-1])
+    exact = linear_logprobs_reference(hidden.double(), weight.double(), targets).logprobs
+    assert relative_error(linear_logprobs(hidden, weight, targets).logprobs, exact) < 3e-7
+
+
+@pytest.mark.parametrize("shape", [RECOMPUTED, FEW_ROWS])
+def test_all_routes_compute_the_same_bits_with_and_without_gradients(chunks_of_16, shape):
+    hidden, weight, targets = leaves(*shape, dtype=DTYPES[-1])
+    with torch.no_grad():
+        expected = linear_logprobs(hidden, weight, targets).logprobs
+    routes = {}
+    for entropy in (False, True):
+        for frozen in (False, True):
+            head = weight.detach() if frozen else weight
+            got = linear_logprobs(hidden, head, targets, entropy=entropy, extras=EXTRAS).logprobs
+            routes[got.grad_fn.name()] = torch.equal(got, expected)
+    kept = "_KeptLogitsBackward" if shape == FEW_ROWS else "_RecomputedBackward"
+    assert routes == dict.fromkeys({kept, "_RowGradientsBackward", *routes}, True)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_first_step_of_dpo_has_a_loss_of_exactly_log_2(chunks_of_16, frozen):
+    hidden, weight, targets = leaves(40, 17, 33)
+    offsets = torch.tensor([0, 11, 20, 33, 40], dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        reference = losses.pair_sums(linear_logprobs(hidden, weight, targets).logprobs, offsets)
+    policy = linear_logprobs(hidden, weight.detach() if frozen else weight, targets).logprobs
+    result = losses.dpo(policy, offsets, reference, beta=0.1)
+    assert (result.loss / result.pairs).item() == torch.tensor(math.log(2)).item()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_sure_token_keeps_its_log_probability_and_its_gradient(frozen):
+    """z_t - lse would be 0 in fp32, and p_t - 1 too."""
+    hidden = torch.tensor([[20.0], [40.0]], device=DEVICE, requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0], [0.0]], device=DEVICE, requires_grad=not frozen)
+    logprobs = linear_logprobs(hidden, weight, torch.zeros(2, dtype=torch.int64, device=DEVICE)).logprobs
+    others = 2 * torch.tensor([math.exp(-20), math.exp(-40)], device=DEVICE)
+    torch.testing.assert_close(logprobs.detach(), -others, rtol=1e-5, atol=0)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), hidden)
+    torch.testing.assert_close(gradient[:, 0], others, rtol=1e-5, atol=0)
+
+
+def test_extras_are_those_of_the_distribution_and_have_no_gradient(chunks_of_16, short_blocks):
+    hidden, weight, targets = leaves(*RECOMPUTED)
+    logits = 5 * torch.tanh(1.5 * hidden.double() @ weight.double().T / 5) / 0.7
+    p, supervised = logits.softmax(-1).detach(), targets != -100
+    targets[::3] = torch.where(supervised, logits.argmax(-1), -100)[::3]
+    out = linear_logprobs(hidden, weight, targets, extras=EXTRAS, **OPTIONS)
+    expected = -(p * p.log()).sum(-1), p.square().sum(-1).log(), logits.mean(-1)
+    for got, value in zip(out[1:4], expected, strict=True):
+        assert not got.requires_grad
+        torch.testing.assert_close(got.double(), value.detach().where(supervised, 0), rtol=1e-5, atol=1e-6)
+    assert torch.equal(out.greedy, supervised & (logits.argmax(-1) == targets)) and 15 <= out.greedy.sum() < 25
+    assert linear_logprobs(hidden, weight, targets)[1:] == (None, None, None, None)
+
+
+def test_of_equal_logits_the_first_is_greedy():
+    weight = torch.tensor([0.0, 2.0, 1.0, 2.0], device=DEVICE)[:, None]
+    hidden, targets = torch.ones(4, 1, device=DEVICE), torch.arange(4, device=DEVICE)
+    assert linear_logprobs(hidden, weight, targets, extras=("greedy",)).greedy.tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_the_entropy_alone_can_be_trained(low_memory):
+    inputs = leaves(*RECOMPUTED)
+    entropies = (f(*inputs, entropy=True).entropy for f in (linear_logprobs, linear_logprobs_reference))
+    gradients = [torch.autograd.grad(x.square().sum(), inputs[:2]) for x in entropies]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def flops(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops() / (2 * math.prod(RECOMPUTED))
+
+
+def test_a_frozen_head_costs_two_products_and_allocates_no_gradient_of_it(monkeypatch):
+    hidden, weight, targets = leaves(*RECOMPUTED)
+    weight.requires_grad_(False)
+    assert flops(lambda: linear_logprobs(hidden, weight, targets).logprobs.sum().backward()) == 2
+    assert flops(lambda: linear_logprobs(hidden, weight, targets, extras=EXTRAS).entropy) == 2
+    assert flops(lambda: linear_logprobs(hidden, weight, targets, entropy=True).entropy.sum().backward()) == 3
+    shapes = []
+    for name in ("empty", "empty_like", "zeros_like"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, f=make, **k: shapes.append((x := f(*a, **k)).shape) or x)
+    linear_logprobs(hidden, weight, targets).logprobs.sum().backward()
+    assert (45, 17) in shapes and (33, 17) not in shapes
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_kept_logits_are_overwritten_with_their_gradient_unless_the_graph_is_retained(retained):
+    inputs = leaves(*FEW_ROWS)
+    logprobs = linear_logprobs(*inputs).logprobs
+    node = logprobs.grad_fn
+    logits = node.saved_tensors[3]
+    before = logits.clone()
+    first = torch.autograd.grad(logprobs.sum(), inputs[:2], retain_graph=retained)
+    assert torch.equal(logits, before) == retained
+    if retained:
+        second = torch.autograd.grad(logprobs.sum(), inputs[:2])
+        assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_targets_that_are_ignored_or_outside_the_vocabulary_have_no_gradient(chunks_of_16, frozen, low_memory):
+    hidden, weight, targets = leaves(*RECOMPUTED)
+    weight.requires_grad_(not frozen)
+    outside, ignored = targets.clone(), targets.clone()
+    outside[[3, 5, 17]], ignored[[3, 5, 17]] = torch.tensor([33, -1, 2**40], device=DEVICE), -100
+    wrong, right = (linear_logprobs(hidden, weight, t, low_memory=low_memory).logprobs for t in (outside, ignored))
+    assert wrong[[3, 5, 17]].isneginf().all() and wrong.isinf().sum() == 3
+    assert torch.equal(wrong.where(wrong.isfinite(), 0), right) and right[[1, 3, 5, 17]].tolist() == [0, 0, 0, 0]
+    trained = [hidden] if frozen else [hidden, weight]
+    gradients = [torch.autograd.grad(x.sum(), trained) for x in (wrong, right)]
+    assert all(map(torch.equal, *gradients)) and not gradients[0][0][[1, 3, 5, 17]].any()
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("rows", [0, 5])
+def test_without_supervised_targets_results_and_gradients_are_zero(rows, low_memory):
+    hidden = torch.randn(rows, 17, device=DEVICE, requires_grad=True)
+    weight = torch.randn(33, 17, device=DEVICE, requires_grad=True)
+    targets = torch.full((rows,), -100, device=DEVICE)
+    out = linear_logprobs(hidden, weight, targets, entropy=True, extras=EXTRAS, low_memory=low_memory)
+    (out.logprobs.sum() + out.entropy.sum()).backward()
+    assert not any(x.any() for x in (*out, hidden.grad, weight.grad))
+
+
+def test_chunk_size_changes_only_the_order_of_fp32_sums(monkeypatch):
+    *inputs, targets = leaves(50, 17, 33)
+    found = []
+    for rows in (16, 64):
+        monkeypatch.setattr(logits_chunks, "chunk_rows", lambda *a, rows=rows: rows)
+        out = linear_logprobs(*inputs, targets, entropy=True)
+        loss = (out.logprobs * out.entropy).sum()
+        found.append([out.logprobs.detach(), *torch.autograd.grad(loss, inputs)])
+    assert all(relative_error(few, whole.double()) <= 1e-6 for few, whole in zip(*found, strict=True))
+
+
+def test_low_memory_allocates_the_gradients_and_one_buffer(monkeypatch):
+    monkeypatch.setattr(logits_chunks, "LOW_MEMORY_BYTES", 1)
+    *inputs, targets = leaves(5, 17, 129)
+    sizes = []
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, f=make, **k: sizes.append((x := f(*a, **k)).numel()) or x)
+    linear_logprobs(*inputs, targets, low_memory=True).logprobs.sum().backward()
+    assert sorted(x for x in sizes if x > 5) == [5 * 17, 256, 256, 129 * 17]  # the buffer in forward and in backward
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_cpu_tensors_run_the_reference(monkeypatch, entropy):
+    monkeypatch.setattr(launch, "interpreting", False)
+    monkeypatch.setattr(module, "launch_logprobs", None)
+    inputs = [x.cpu() for x in draw(6, 17, 33, dtype=torch.bfloat16)]
+    options = {"entropy": entropy, "extras": EXTRAS, **OPTIONS}
+    expected = linear_logprobs_reference(*inputs, **options)
+    assert all(map(torch.equal, linear_logprobs(*inputs, **options), expected))
+    exact = linear_logprobs_reference(*(x.double() if x.is_floating_point() else x for x in inputs), **options)
+    torch.testing.assert_close(expected, exact, check_dtype=False, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0; a positive number is needed"),
+        ({"extras": ("perplexity",)}, "unknown extra 'perplexity'; supported: entropy, log_sum_squares, mean_logit"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets have shape \(3,\); expected \(4,\)"),
+    ],
+)
+def test_wrong_arguments_raise(change, message):
+    hidden, weight, targets = draw(4, 17, 33, dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"linear_logprobs: {message}"):
+        linear_logprobs(**{"hidden": hidden, "weight": weight, "targets": targets} | change)
