@@ -25,7 +25,7 @@ from ligermodels.kernels.cross_entropy_rows import LOG2_E, LOWEST, _load_logits
 from ligermodels.kernels.launch import Launcher, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
-MAX_BLOCK = 4096  # logits of each model in one step; more would not fit the registers of 16 warps
+MAX_BLOCK = 2048  # logits of each model in one step
 LEAST_NORM = tl.constexpr(1e-8)  # of the product of two norms, as in F.cosine_similarity
 
 

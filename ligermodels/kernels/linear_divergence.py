@@ -81,8 +81,8 @@ class _Rows(NamedTuple):
 
 
 class _SummedLoss(Node):
-    """(loss, divergence, cross-entropy, entropy). Only the loss has a gradient. Forward computes the gradients in fp32;
-    backward scales and rounds them."""
+    """(loss, divergence, entropy), and the cross-entropy if there are targets. Only the loss has a gradient. Forward
+    computes the gradients in fp32; backward scales and rounds them."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,8 @@ class _SummedLoss(Node):
         ctx.save_for_backward(*gradients, weights.new_ones(()))
         ctx.dtype, ctx.needed = weight.dtype, (hidden_grad, weight_grad)
         ctx.set_materialize_grads(False)
-        return (values * weights).sum(), divergences, entropies if targets is None else cross_entropies, entropies
+        results = (values * weights).sum(), divergences, entropies
+        return results if targets is None else (*results, cross_entropies)
 
     @staticmethod
     def backward(ctx, dloss, *_):
@@ -154,7 +155,7 @@ def _summed(
     if not isinstance(teacher, Tensor):
         teacher = autocast(teacher[0], teacher[1]) if _is_model(teacher) else teacher
     loss, *values = compute(hidden, weight, teacher, rows, options)
-    divergences, cross_entropies, entropies = (
+    divergences, entropies, cross_entropies = (
         None if x is None else x.detach().view(rows.weights.shape) for x in values
     )
     infinite = torch.where(rows.unusable, torch.inf, 0.0)
@@ -233,19 +234,19 @@ def _prepare_rows(hidden: Tensor, weight: Tensor, teacher: Teacher, options: _Op
 
 
 def _apply_node(hidden: Tensor, weight: Tensor, teacher: Teacher, rows: _Rows, options: _Options) -> tuple[Tensor, ...]:
-    """(loss, divergence, cross-entropy or None, entropy)."""
+    """(loss, divergence, entropy, cross-entropy or None)."""
     needed = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     first, second = (teacher, None) if isinstance(teacher, Tensor) else teacher
     top_k = _is_top_k(teacher)
     first = as_rows(first.detach())
     if top_k:
         first, second = first.contiguous(), as_rows(second).contiguous()
-    loss, divergences, cross_entropies, entropies = _SummedLoss.apply(
+    results = _SummedLoss.apply(
         as_matrix(hidden), weight, first, None if second is None else second.detach(),
         rows.weights.reshape(-1).contiguous(), None if rows.targets is None else rows.targets.reshape(-1).contiguous(),
         top_k, *needed, options.ce_weight, *options.of_op(top_k),
     )  # fmt: skip
-    return loss, divergences, None if rows.targets is None else cross_entropies, entropies
+    return results if len(results) == 4 else (*results, None)
 
 
 def _reference(hidden: Tensor, weight: Tensor, teacher: Teacher, rows: _Rows, options: _Options) -> tuple[Tensor, ...]:
@@ -262,12 +263,12 @@ def _reference(hidden: Tensor, weight: Tensor, teacher: Teacher, rows: _Rows, op
     entropies = torch.special.entr(log_p.exp()).sum(-1)
     divergences, entropies = (torch.where(counted, x, 0.0) for x in (divergences, entropies))
     if rows.targets is None:
-        return (divergences * rows.weights).sum(), divergences, None, entropies
+        return (divergences * rows.weights).sum(), divergences, entropies, None
     targets = torch.where(counted, rows.targets, 0)
     cross_entropies = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     cross_entropies = torch.where(counted, cross_entropies, 0.0)
     loss = ((divergences + options.ce_weight * cross_entropies) * rows.weights).sum()
-    return loss, divergences, cross_entropies, entropies
+    return loss, divergences, entropies, cross_entropies
 
 
 def _softcapped(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
