@@ -24,9 +24,10 @@ from torch import Tensor
 from ligermodels.kernels.cross_entropy_rows import LOG2_E, LOWEST, _load_logits
 from ligermodels.kernels.launch import Launcher, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
+from ligermodels.losses.divergences import LEAST_NORM
 
 MAX_BLOCK = 2048  # logits of each model in one step
-LEAST_NORM = tl.constexpr(1e-8)  # of the product of two norms, as in F.cosine_similarity
+MIN_NORM_PRODUCT = tl.constexpr(LEAST_NORM)
 
 
 @triton.jit
@@ -148,7 +149,7 @@ def _kernel(
     pivot, factor, teacher_factor, teacher_maximum, teacher_log_total = 0.0, 0.0, 0.0, 0.0, 0.0
     if KIND == "cosine":
         square = tl.sum(squares, 0)
-        norms = tl.maximum(tl.sqrt(square) * tl.sqrt(tl.sum(teacher_squares, 0)), LEAST_NORM)
+        norms = tl.maximum(tl.sqrt(square) * tl.sqrt(tl.sum(teacher_squares, 0)), MIN_NORM_PRODUCT)
         cosine = tl.sum(gaps, 0) / norms
         divergence = 1 - cosine
         factor, teacher_factor = cosine / square, 1 / norms

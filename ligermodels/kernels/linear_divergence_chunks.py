@@ -29,14 +29,13 @@ from ligermodels.kernels.logits_chunks import (
 from ligermodels.kernels.top_k_divergence_rows import launch_top_k_divergence
 
 # Of one chunk, both models' together. Smaller chunks take longer: each adds to the fp32 sums of dweight once.
-MAX_LOGITS_BYTES = 2**31
+MAX_CHUNK_BYTES = 2**31
 
 
-def chunk_rows(rows: int, row_bytes: int) -> int:
+def rows_of_chunk(rows: int, row_bytes: int) -> int:
     """Rows of one chunk: the fewest chunks that fit the memory, of equal size. row_bytes: of a row's logits."""
-    limit = (
-        min(max(MAX_LOGITS_BYTES // row_bytes, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS) // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT
-    )
+    limit = min(max(MAX_CHUNK_BYTES // row_bytes, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
+    limit = limit // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT
     return round_up_to_tile(cdiv(rows, max(1, cdiv(rows, limit))))
 
 
@@ -65,7 +64,7 @@ def _launch_chunks(
     rows, vocab, width = hidden.shape[0], weight.shape[0], round_up_to_tile(weight.shape[0])
     results = _empty_results(hidden, cross_entropy)
     gradients = _empty_gradients(hidden, weight, hidden_grad, weight_grad, False)
-    size = min(chunk_rows(rows, 4 * width * (1 if teacher is None else 2)), rows)
+    size = min(rows_of_chunk(rows, 4 * width * (1 if teacher is None else 2)), rows)
     buffer, other = (
         hidden.new_empty(size if needed else 0, width, dtype=torch.float32) for needed in (True, teacher is not None)
     )

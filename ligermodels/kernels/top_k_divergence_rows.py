@@ -24,8 +24,9 @@ from ligermodels.kernels.cross_entropy_rows import LOG2_E, LOWEST, _softcap
 from ligermodels.kernels.divergence_rows import merge_softmax, row_tile, update_softmax
 from ligermodels.kernels.launch import Launcher, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
+from ligermodels.losses.divergences import LEAST_TAIL
 
-LEAST_TAIL = tl.constexpr(2.0**-24)  # as in losses/divergences.py
+MIN_TAIL = tl.constexpr(LEAST_TAIL)
 
 
 @triton.jit
@@ -81,11 +82,6 @@ def _kernel(
     lane = tl.arange(0, IDS)
     known = lane < k
     ids = tl.load(ids_ptr + row * k + lane, known, other=0)
-    log_q = tl.load(logprobs_ptr + row * k + lane, known, other=-float("inf")).to(tl.float32)
-    total_q = tl.sum(tl.exp(log_q), 0)
-    log_q -= tl.log(tl.maximum(total_q, 1.0))
-    q = tl.exp(log_q)
-    log_q_tail = tl.log(tl.maximum(1 - total_q, LEAST_TAIL))
     raw_ids = _load_unless_removed(student_ptr, ids, known, logit_scale, softcap, SOFTCAP)
     if CROSS_ENTROPY:
         target = tl.load(targets_ptr + row)
@@ -111,9 +107,15 @@ def _kernel(
     z_ids = raw_ids * inverse_temperature
     lse = _log_add(_log_sum(z_ids), others)
     log_p, log_p_tail = z_ids - lse, others - lse
-    p, p_tail, q_tail = tl.exp(log_p), tl.exp(log_p_tail), tl.exp(log_q_tail)
+    p, p_tail = tl.exp(log_p), tl.exp(log_p_tail)
     surprise = tl.where(p > 0, -p * log_p, 0.0)
     tl.store(entropy_ptr + row, tl.sum(surprise, 0) + p_tail * (entropy_of_others - log_p_tail))
+    log_q = tl.load(logprobs_ptr + row * k + lane, known, other=-float("inf")).to(tl.float32)
+    total_q = tl.sum(tl.exp(log_q), 0)
+    log_q -= tl.log(tl.maximum(total_q, 1.0))
+    q = tl.exp(log_q)
+    log_q_tail = tl.log(tl.maximum(1 - total_q, MIN_TAIL))
+    q_tail = tl.exp(log_q_tail)
     if not TAIL:
         divergence = -tl.sum(tl.where(q > 0, q * log_p, 0.0), 0)
         share = tl.sum(q, 0)
