@@ -23,6 +23,7 @@
 | `attention`            | causal attention over SDPA, FlashAttention and FlexAttention                      |
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
+| `linear_divergence`    | distillation: output projections and the divergence from a teacher                |
 | `token_log_probs`      | log-probability of each target token, without all logits in memory                |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
 
@@ -31,8 +32,8 @@ accuracy, predicted tokens and entropy, all from the same kernel.
 
 Dispatch: CPU tensors take the plain PyTorch reference implementation; CUDA and ROCm tensors take the Triton kernels.
 Under torch.compile the ops are custom operators `torch.ops.ligermodels.*`, without graph breaks. Under torch.autocast,
-the ops that contain a matrix product (linears, experts, attention, linear_cross_entropy) take their operands in the
-autocast dtype.
+the ops that contain a matrix product (linears, experts, attention, linear_cross_entropy, linear_divergence) take their
+operands in the autocast dtype.
 Requirements: torch and triton as in pyproject.toml; NVIDIA Ampere or newer, or ROCm; fp32, bf16 or fp16 tensors.
 Numerics: sums in fp32, one rounding at the end, weight gradients without atomics and bit-identical from run to run.
 Double backward is refused with a RuntimeError: `torch.func` differentiates twice, on the reference implementation.
@@ -58,6 +59,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_with_metrics,
     token_log_probs,
 )
+from ligermodels.kernels.linear_divergence import DivergenceOutput, linear_divergence
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
@@ -65,6 +67,7 @@ from ligermodels.kernels.rope import rope_
 
 __all__ = [
     "CrossEntropyOutput",
+    "DivergenceOutput",
     "GroupedLowRank",
     "LowRank",
     "adamw_",
@@ -81,6 +84,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
+    "linear_divergence",
     "low_rank_linear",
     "norm_linear",
     "qk_norm_rope",

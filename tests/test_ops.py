@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ligermodels import ops
 from tests.conftest import DEVICE
 
-TUPLES = {"CrossEntropyOutput", "GroupedLowRank", "LowRank"}
+TUPLES = {"CrossEntropyOutput", "DivergenceOutput", "GroupedLowRank", "LowRank"}
 
 
 @pytest.fixture(params=["kernels", "reference"])
@@ -82,6 +82,7 @@ def test_defaults_are_those_of_the_field():
     assert defaults(ops.experts)["activation"] == "silu"
     assert defaults(ops.cross_entropy)["ignore_index"] == -100
     assert defaults(ops.linear_cross_entropy)["reduction"] == "mean"
+    assert defaults(ops.linear_divergence)["kind"] == "forward_kl"
 
 
 def test_norms_agree_with_torch(path):
