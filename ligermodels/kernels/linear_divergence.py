@@ -72,6 +72,38 @@ class _Options(NamedTuple):
         return self.kind, self.b, *student, self.teacher_softcap, self.teacher_logit_scale
 
 
+class _Teacher(NamedTuple):
+    """A teacher without gradients, as one of three kinds."""
+
+    states: Tensor  # hidden states [..., H_t], logits [..., V] or ids [..., k]
+    weight: Tensor | None = None  # [V, H_t], of hidden states
+    logprobs: Tensor | None = None  # [..., k], of ids
+
+    @classmethod
+    def of(cls, given: Teacher) -> "_Teacher":
+        if isinstance(given, Tensor):
+            return cls(given.detach())
+        first, second = (x.detach() for x in given)
+        return cls(first, second) if first.is_floating_point() else cls(first, None, second)
+
+    @property
+    def classes(self) -> int | None:
+        """V; None if it is not known."""
+        if self.logprobs is not None:
+            return None
+        return self.states.shape[-1] if self.weight is None else self.weight.shape[0]
+
+    def cut(self, vocab: int) -> "_Teacher":
+        """The first `vocab` classes."""
+        if self.weight is not None:
+            return self._replace(weight=self.weight[:vocab])
+        return self if self.logprobs is not None else self._replace(states=self.states[..., :vocab])
+
+    def under_autocast(self) -> "_Teacher":
+        """With the operands of its matrix product in the dtype of `torch.autocast`."""
+        return self if self.weight is None else _Teacher(*autocast(self.states, self.weight))
+
+
 class _Rows(NamedTuple):
     """What is known of each row before the forward."""
 
@@ -144,123 +176,115 @@ def linear_divergence_reference(hidden: Tensor, weight: Tensor, teacher: Teacher
 
 
 def _summed(
-    compute: Callable[..., tuple[Tensor | None, ...]], hidden: Tensor, weight: Tensor, teacher: Teacher,
-    options: _Options,
+    compute: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]], hidden: Tensor, weight: Tensor,
+    given: Teacher, options: _Options,
 ) -> DivergenceOutput:  # fmt: skip
-    """compute: the node or its reference; both return the loss, then three values of each row."""
-    weight, teacher = _cut_to_common_classes(weight, teacher, options.vocab)
-    _check(hidden, weight, teacher, options)
+    """compute: the node or its reference; both return the loss, then divergence, entropy and cross-entropy of rows."""
+    teacher = _Teacher.of(given)
+    if options.vocab is not None or teacher.classes not in (None, weight.shape[0]):
+        weight, teacher = _cut_to_common_classes(weight, teacher, options.vocab)
+    _check_teacher(teacher, (*hidden.shape[:-1], weight.shape[0]), options)
+    _check_rows(hidden, weight, options)
     rows = _prepare_rows(hidden, weight, teacher, options)
     hidden, weight = autocast(hidden, weight)
-    if not isinstance(teacher, Tensor):
-        teacher = autocast(teacher[0], teacher[1]) if _is_model(teacher) else teacher
-    loss, *values = compute(hidden, weight, teacher, rows, options)
-    divergences, entropies, cross_entropies = (
-        None if x is None else x.detach().view(rows.weights.shape) for x in values
+    loss, divergences, entropies, cross_entropies = compute(hidden, weight, teacher.under_autocast(), rows, options)
+    shape, infinite = rows.weights.shape, torch.where(rows.unusable, torch.inf, 0.0)
+    return DivergenceOutput(
+        loss + infinite.sum(),
+        divergences.detach().view(shape) + infinite,
+        None if cross_entropies is None else cross_entropies.detach().view(shape),
+        entropies.detach().view(shape),
     )
-    infinite = torch.where(rows.unusable, torch.inf, 0.0)
-    return DivergenceOutput(loss + infinite.sum(), divergences + infinite, cross_entropies, entropies)
 
 
-def _is_model(teacher: tuple[Tensor, Tensor]) -> bool:
-    """Whether a pair is (hidden states, weight); otherwise it is (ids, log-probabilities)."""
-    return teacher[0].is_floating_point()
-
-
-def _is_top_k(teacher: Teacher) -> bool:
-    return not isinstance(teacher, Tensor) and not _is_model(teacher)
-
-
-def _cut_to_common_classes(weight: Tensor, teacher: Teacher, vocab: int | None) -> tuple[Tensor, Teacher]:
+def _cut_to_common_classes(weight: Tensor, teacher: _Teacher, vocab: int | None) -> tuple[Tensor, _Teacher]:
     """The heads, or logits, of the first `vocab` classes, which are renormalised by what reads them."""
-    if _is_top_k(teacher):
-        sizes = {weight.shape[0]}
-    else:
-        sizes = {weight.shape[0], teacher.shape[-1] if isinstance(teacher, Tensor) else teacher[1].shape[0]}
-    if vocab is None and len(sizes) == 1:
-        return weight, teacher
     if vocab is None:
         raise ValueError(
-            f"linear_divergence: the student has {weight.shape[0]} classes, the teacher"
-            f" {max(sizes - {weight.shape[0]})}; if they differ by padding alone, pass vocab=<size of the tokenizer>;"
-            " other vocabularies cannot be compared"
+            f"linear_divergence: the student has {weight.shape[0]} classes, the teacher {teacher.classes}; if they"
+            " differ by padding alone, pass vocab=<size of the tokenizer>; other vocabularies cannot be compared"
         )
-    if not 0 < vocab <= min(sizes):
-        raise ValueError(f"linear_divergence: vocab is {vocab}; the smaller model has {min(sizes)} classes")
-    if isinstance(teacher, Tensor):
-        return weight[:vocab], teacher[..., :vocab]
-    return weight[:vocab], (teacher[0], teacher[1][:vocab]) if _is_model(teacher) else teacher
+    smallest = min(weight.shape[0], teacher.classes or weight.shape[0])
+    if not 0 < vocab <= smallest:
+        raise ValueError(f"linear_divergence: vocab is {vocab}; the smaller model has {smallest} classes")
+    return weight[:vocab], teacher.cut(vocab)
 
 
-def _check(hidden: Tensor, weight: Tensor, teacher: Teacher, options: _Options) -> None:
-    rows, vocab = hidden.shape[:-1], weight.shape[0]
+def _check_teacher(teacher: _Teacher, shape: tuple[int, ...], options: _Options) -> None:
+    """shape: [..., V], of the student's logits."""
     check_divergence(options.kind, options.b, options.temperature)
-    if hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear_divergence: hidden {list(hidden.shape)} and weight {list(weight.shape)} do not match")
-    if _is_top_k(teacher):
-        check_top_k((*rows, vocab), *teacher, options.kind, options.tail)
+    if teacher.logprobs is not None:
+        check_top_k(shape, teacher.states, teacher.logprobs, options.kind, options.tail)
         if options.teacher_softcap is not None or options.teacher_logit_scale != 1:
             raise ValueError("linear_divergence: teacher_softcap and teacher_logit_scale have no effect on logprobs")
-    elif not options.tail:
+        return
+    if not options.tail:
         raise ValueError("linear_divergence: tail=False has no effect without a top-k teacher")
-    shapes = [list(x.shape) for x in ((teacher,) if isinstance(teacher, Tensor) else teacher)]
-    needed = [[*rows, vocab]] if len(shapes) == 1 else [[*rows, shapes[1][-1]], [vocab, shapes[1][-1]]]
-    if not _is_top_k(teacher) and shapes != needed:
+    shapes, needed = [list(teacher.states.shape)], [list(shape)]
+    if teacher.weight is not None:
+        columns = teacher.weight.shape[-1]
+        shapes, needed = [*shapes, list(teacher.weight.shape)], [[*shape[:-1], columns], [shape[-1], columns]]
+    if shapes != needed:
         raise ValueError(f"linear_divergence: the teacher has shapes {shapes}; needed {needed}")
-    for name in ("row_weight", "targets"):
-        given = getattr(options, name)
+
+
+def _check_rows(hidden: Tensor, weight: Tensor, options: _Options) -> None:
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear_divergence: hidden {list(hidden.shape)} and weight {list(weight.shape)} do not match")
+    rows = hidden.shape[:-1]
+    for name, given in (("row_weight", options.row_weight), ("targets", options.targets)):
         if given is not None and given.shape != rows:
             raise ValueError(f"linear_divergence: {name} {list(given.shape)}; needed {list(rows)}, one for each row")
     if options.ce_weight and options.targets is None:
         raise ValueError(f"linear_divergence: ce_weight is {options.ce_weight}; the cross-entropy needs targets")
 
 
-def _prepare_rows(hidden: Tensor, weight: Tensor, teacher: Teacher, options: _Options) -> _Rows:
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+def _prepare_rows(hidden: Tensor, weight: Tensor, teacher: _Teacher, options: _Options) -> _Rows:
+    targets, dtype = options.targets, torch.promote_types(hidden.dtype, torch.float32)
     if options.row_weight is None:
         weights = hidden.new_ones(hidden.shape[:-1], dtype=dtype)
     else:
         weights = options.row_weight.detach().to(dtype)
-    targets = options.targets
     if targets is not None:
         weights = torch.where(targets == options.ignore_index, 0.0, weights)
     usable = weights != 0
-    if options.ce_weight:
+    if targets is not None and options.ce_weight:
         usable = usable & (targets >= 0) & (targets < weight.shape[0])
-    if _is_top_k(teacher):
-        usable = usable & valid_ids(teacher[0], weight.shape[0])
+    if teacher.logprobs is not None:
+        usable = usable & valid_ids(teacher.states, weight.shape[0])
     unusable = ~usable & (weights != 0)
     return _Rows(torch.where(unusable, 0.0, weights), targets if options.ce_weight else None, unusable)
 
 
-def _apply_node(hidden: Tensor, weight: Tensor, teacher: Teacher, rows: _Rows, options: _Options) -> tuple[Tensor, ...]:
-    """(loss, divergence, entropy, cross-entropy or None)."""
+def _apply_node(
+    hidden: Tensor, weight: Tensor, teacher: _Teacher, rows: _Rows, options: _Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     needed = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
-    first, second = (teacher, None) if isinstance(teacher, Tensor) else teacher
-    top_k = _is_top_k(teacher)
-    first = as_rows(first.detach())
-    if top_k:
-        first, second = first.contiguous(), as_rows(second).contiguous()
-    results = _SummedLoss.apply(
-        as_matrix(hidden), weight, first, None if second is None else second.detach(),
-        rows.weights.reshape(-1).contiguous(), None if rows.targets is None else rows.targets.reshape(-1).contiguous(),
-        top_k, *needed, options.ce_weight, *options.of_op(top_k),
+    states, second, top_k = as_rows(teacher.states), teacher.weight, teacher.logprobs is not None
+    if teacher.logprobs is not None:
+        states, second = states.contiguous(), as_rows(teacher.logprobs).contiguous()
+    loss, divergences, entropies, *cross_entropies = _SummedLoss.apply(
+        as_matrix(hidden), weight, states, second, rows.weights.reshape(-1).contiguous(),
+        None if rows.targets is None else rows.targets.reshape(-1).contiguous(), top_k, *needed, options.ce_weight,
+        *options.of_op(top_k),
     )  # fmt: skip
-    return results if len(results) == 4 else (*results, None)
+    return loss, divergences, entropies, cross_entropies[0] if cross_entropies else None
 
 
-def _reference(hidden: Tensor, weight: Tensor, teacher: Teacher, rows: _Rows, options: _Options) -> tuple[Tensor, ...]:
+def _reference(
+    hidden: Tensor, weight: Tensor, teacher: _Teacher, rows: _Rows, options: _Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     logits = _softcapped(F.linear(hidden, weight), options.softcap, options.logit_scale)
-    settings = {"kind": options.kind, "temperature": options.temperature}
-    counted = rows.weights != 0
-    if _is_top_k(teacher):
-        divergences = top_k_divergence(logits, *teacher, tail=options.tail, **settings)
+    kind, temperature, counted = options.kind, options.temperature, rows.weights != 0
+    if teacher.logprobs is not None:
+        divergences = top_k_divergence(
+            logits, teacher.states, teacher.logprobs, kind=kind, tail=options.tail, temperature=temperature
+        )
     else:
-        teacher_logits = teacher if isinstance(teacher, Tensor) else F.linear(*(x.detach() for x in teacher))
-        teacher_logits = _softcapped(teacher_logits, options.teacher_softcap, options.teacher_logit_scale)
-        divergences = divergence(logits, teacher_logits, b=options.b, **settings)
-    log_p = (logits.detach() / options.temperature).log_softmax(-1)
-    entropies = torch.special.entr(log_p.exp()).sum(-1)
+        of_teacher = teacher.states if teacher.weight is None else F.linear(teacher.states, teacher.weight)
+        of_teacher = _softcapped(of_teacher, options.teacher_softcap, options.teacher_logit_scale)
+        divergences = divergence(logits, of_teacher, kind=kind, b=options.b, temperature=temperature)
+    entropies = torch.special.entr((logits.detach() / temperature).softmax(-1)).sum(-1)
     divergences, entropies = (torch.where(counted, x, 0.0) for x in (divergences, entropies))
     if rows.targets is None:
         return (divergences * rows.weights).sum(), divergences, entropies, None

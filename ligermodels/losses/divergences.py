@@ -106,7 +106,7 @@ def check_divergence(kind: str, b: float, temperature: float) -> None:
     check_positive("temperature", temperature)
 
 
-def check_top_k(shape: torch.Size, ids: Tensor, logprobs: Tensor, kind: str, tail: bool) -> None:
+def check_top_k(shape: tuple[int, ...], ids: Tensor, logprobs: Tensor, kind: str, tail: bool) -> None:
     """shape: [..., V], of the student's logits."""
     if kind not in TOP_K_KINDS:
         raise InputError(f"kind is {kind!r}; for a top-k teacher it must be {' or '.join(TOP_K_KINDS)}")
