@@ -3,6 +3,7 @@ from functools import partial
 import pytest
 import torch
 
+from ligermodels.kernels import divergence_rows, top_k_divergence_rows
 from ligermodels.kernels import linear_divergence_chunks as chunks
 from ligermodels.kernels.linear_divergence import linear_divergence, linear_divergence_reference
 from ligermodels.losses.divergences import KINDS
@@ -45,6 +46,18 @@ def top_k_of(hidden, weight, k):
 @pytest.fixture
 def chunks_of_16(monkeypatch):
     monkeypatch.setattr(chunks, "rows_of_chunk", lambda *sizes: 16)
+
+
+@pytest.fixture
+def blocks_of_32(monkeypatch):
+    """Rows are swept in five steps, of which each writes dlogits into memory of the row."""
+    monkeypatch.setattr(divergence_rows, "MAX_BLOCK", 32)
+    caches = divergence_rows._row_launcher, top_k_divergence_rows._row_launcher
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 def loss_from_model(function, hidden, weight, *teacher, **options):
@@ -90,6 +103,11 @@ def outputs_and_gradients(function, inputs, teacher, **options):
     output = function(*inputs, teacher, **options)
     gradients = torch.autograd.grad(output.loss, inputs)
     return [*(x.detach() for x in output if x is not None), *gradients]
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd", "top-k"])
+def test_gradients_in_half_precision_overwrite_no_logits_that_are_still_to_be_read(blocks_of_32, kind):
+    test_values_of_half_precision_are_those_of_fp32_logits(kind)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "top-k"])
