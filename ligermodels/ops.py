@@ -30,6 +30,7 @@
 | `sample`               | one token per row of logits: temperature, top-k, top-p, min-p; its log-probability |
 | `linear_logprobs`      | log-probability of each target and entropy, one chunk of fp32 logits at a time |
 | `linear_logprobs_loss` | a loss that is a sum over rows of them, with gradients computed in the forward pass |
+| `linear_divergence`    | distillation: output projections and the divergence from a teacher                |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
 
 `cross_entropy_with_metrics` and `linear_cross_entropy_with_metrics` return a `CrossEntropyOutput`: the loss, z-loss,
@@ -37,7 +38,8 @@ accuracy, predicted tokens and entropy, all from the same kernel.
 
 Dispatch: CPU tensors take the plain PyTorch reference implementation; CUDA and ROCm tensors take the Triton kernels.
 Under torch.compile the ops are custom operators `torch.ops.ligermodels.*`, without graph breaks. Under torch.autocast,
-the ops that contain a matrix product (linears, experts, attention, linear_cross_entropy, linear_logprobs) take their
+the ops that contain a matrix product (linears, experts, attention, linear_cross_entropy, linear_logprobs,
+linear_divergence) take their
 operands in the autocast dtype.
 Requirements: torch and triton as in pyproject.toml; NVIDIA Ampere or newer, or ROCm; fp32, bf16 or fp16 tensors.
 Numerics: sums in fp32, one rounding at the end, weight gradients without atomics and bit-identical from run to run.
@@ -65,6 +67,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from ligermodels.kernels.linear_divergence import DivergenceOutput, linear_divergence
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 from ligermodels.kernels.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
 from ligermodels.kernels.logprobs_of_logits import LogProbs
@@ -78,6 +81,7 @@ from ligermodels.kernels.sample import sample
 __all__ = [
     "CacheSlots",
     "CrossEntropyOutput",
+    "DivergenceOutput",
     "GroupedLowRank",
     "LogProbs",
     "LogProbsLoss",
@@ -97,6 +101,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
+    "linear_divergence",
     "linear_logprobs",
     "linear_logprobs_loss",
     "low_rank_linear",

@@ -16,6 +16,7 @@ from benchmarks import errors_beside_liger, in_turns, ops, plot, results, suite,
 from benchmarks.__main__ import main
 from benchmarks.checks import MAX_ERROR_RATIO, ROUNDING_ERROR, ReferenceResult, evaluate, fresh_inputs, with_layout
 from benchmarks.ops import OPS, Op, Provider, random_input, work_per_pass
+from ligermodels.losses.divergences import KINDS
 
 SMALL = {
     "rms_norm": (8, 32),
@@ -34,6 +35,8 @@ SMALL = {
     "linear_logprobs_frozen": (8, 16, 64),
     "linear_logprobs_inference": (8, 16, 64),
     "linear_logprobs_loss": (8, 16, 64),
+    **{f"linear_divergence_{kind}": (8, 16, 24, 64) for kind in KINDS},
+    "linear_divergence_top_k": (8, 16, 5, 64),
     "norm_linear": (8, 16, 24),
     "gated_linear": (8, 16, 24),
     "attention": (1, 8, 4, 2, 16, 0, 0, 0, 1),

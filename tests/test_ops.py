@@ -11,8 +11,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ligermodels import ops
 from tests.conftest import DEVICE
 
-TUPLES = {"CacheSlots", "CrossEntropyOutput", "GroupedLowRank", "LowRank"}
-TUPLES = {"CrossEntropyOutput", "GroupedLowRank", "LogProbs", "LogProbsLoss", "LowRank"}
+TUPLES = {
+    *("CacheSlots", "CrossEntropyOutput", "DivergenceOutput", "GroupedLowRank", "LogProbs", "LogProbsLoss", "LowRank")
+}
 
 
 @pytest.fixture(params=["kernels", "reference"])
@@ -83,6 +84,7 @@ def test_defaults_are_those_of_the_field():
     assert defaults(ops.experts)["activation"] == "silu"
     assert defaults(ops.cross_entropy)["ignore_index"] == -100
     assert defaults(ops.linear_cross_entropy)["reduction"] == "mean"
+    assert defaults(ops.linear_divergence)["kind"] == "forward_kl"
 
 
 def test_norms_agree_with_torch(path):

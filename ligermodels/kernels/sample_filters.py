@@ -11,7 +11,7 @@ probabilities), nearly all blocks are searched. Must not know how a token is dra
 import triton
 import triton.language as tl
 
-from ligermodels.kernels.cross_entropy_rows import LOG2_E
+from ligermodels.kernels.softmax_sweep import LOG2_E
 
 MASS_OF_ONE = 2**40  # the mass of weight 1; the sum of 2^22 of them fits in 62 bits
 KERNEL_MASS_OF_ONE = tl.constexpr(float(MASS_OF_ONE))

@@ -1,11 +1,12 @@
-"""Losses of post-training, as pure functions of token log-probabilities: usable in any training loop.
+"""Losses of post-training, as pure functions of token log-probabilities or logits: usable in any training loop.
 
-A loss reads tensors that a model has already computed, on any device, and returns a sum; the caller divides it by the
-number of units in the step. docs/losses.md has formulas and sources. Must not know files, models, tokenizers, ranks or
-trainers.
+A loss reads tensors that a model has already computed, on any device, and returns a sum (those of distillation: a value
+for each token); the caller divides it by the number of units in the step. docs/losses.md has formulas and sources.
+Must not know files, models, tokenizers, ranks or trainers.
 """
 
 from ligermodels.losses.advantages import group_advantages, reward_table, rloo_advantages
+from ligermodels.losses.divergences import divergence, top_k_divergence
 from ligermodels.losses.judged import JudgedLoss, kto, kto_kl_sum, kto_z
 from ligermodels.losses.pairs import PairLoss, pair_sums
 from ligermodels.losses.per_token import per_token
@@ -35,6 +36,7 @@ __all__ = [
     "clipped_tokens",
     "cpo",
     "dapo",
+    "divergence",
     "dpo",
     "dr_grpo",
     "entropy_sum",
@@ -63,5 +65,6 @@ __all__ = [
     "segment_sums",
     "simpo",
     "top_entropy_mask",
+    "top_k_divergence",
     "vespo",
 ]

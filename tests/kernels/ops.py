@@ -39,6 +39,7 @@ from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy_with_metrics,
     linear_cross_entropy_with_metrics_reference,
 )
+from ligermodels.kernels.linear_divergence import linear_divergence, linear_divergence_reference
 from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.penalties import penalize, penalize_reference
@@ -54,6 +55,7 @@ from ligermodels.kernels.rms_norm import (
 from ligermodels.kernels.rope import rope_, rope_reference
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.sample import sample, sample_reference
+from ligermodels.losses.divergences import KINDS
 from tests.conftest import DEVICE
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -355,6 +357,46 @@ def weighted_linear_cross_entropy_case(batch, length, hidden, vocabulary, low_me
     return Case(ours, reference, [*case.leaves, normal(vocabulary)], constants)
 
 
+def draw_student(batch, length, hidden, vocabulary) -> list[Tensor]:
+    """Hidden states and a weight that half precision holds: autocast rounds it in every path, and a loss is one number,
+    in which two errors may differ by chance."""
+    weight = normal(vocabulary, hidden, scale=hidden**-0.5).bfloat16().float()
+    return [normal(batch, length, hidden).bfloat16().float(), weight]
+
+
+def linear_divergence_case(batch, length, hidden, vocabulary) -> Case:
+    def from_model(function, student, weight, targets, *teacher):
+        return function(student, weight, teacher, targets=targets).loss
+
+    ours, reference = (partial(from_model, f) for f in (linear_divergence, linear_divergence_reference))
+    size = batch, length, hidden, vocabulary
+    return Case(ours, reference, draw_student(*size), [draw_targets(batch, length, vocabulary), *draw_student(*size)])
+
+
+def divergences_case(batch, length, hidden, vocabulary) -> Case:
+    """The sum of all kinds, from logits."""
+
+    def from_logits(function, student, weight, targets, logits):
+        return sum(function(student, weight, logits, kind=kind, targets=targets, **DISTILLED).loss for kind in KINDS)
+
+    ours, reference = (partial(from_logits, f) for f in (linear_divergence, linear_divergence_reference))
+    constants = draw_targets(batch, length, vocabulary), normal(batch, length, vocabulary).float()
+    return Case(ours, reference, draw_student(batch, length, hidden, vocabulary), [*constants])
+
+
+def top_k_divergence_case(batch, length, hidden, vocabulary, k, forms=({},)) -> Case:
+    """The sum of several forms."""
+
+    def from_top_k(function, student, weight, targets, *teacher):
+        return sum(function(student, weight, teacher, targets=targets, **form).loss for form in forms)
+
+    ours, reference = (partial(from_top_k, f) for f in (linear_divergence, linear_divergence_reference))
+    ids = torch.rand(batch, length, vocabulary, device=DEVICE).topk(k).indices
+    logprobs = normal(batch, length, k + 3).float().log_softmax(-1)[..., :k]
+    constants = draw_targets(batch, length, vocabulary), ids, logprobs
+    return Case(ours, reference, draw_student(batch, length, hidden, vocabulary), [*constants])
+
+
 def attention_case(batch, length, heads, kv_heads, head_size, window) -> Case:
     settings = {"scale": head_size**-0.5, "window": window}
     leaves = [normal(batch, length, h, head_size) for h in (heads, kv_heads, kv_heads)]
@@ -512,6 +554,9 @@ def run_chunked_norm() -> None:
 
 MULTIPLIERS = {"gate_multiplier": 0.75, "down_multiplier": -1.25}
 ALL_OPTIONS = {"softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.02, "label_smoothing": 0.1}
+STUDENT = {"temperature": 1.5, "softcap": 5.0, "logit_scale": 1.5, "ce_weight": 0.3}
+DISTILLED = {**STUDENT, "teacher_softcap": 4.0, "teacher_logit_scale": 0.8}
+TOP_K_FORMS = {"kind": "forward_kl", **STUDENT}, {"kind": "reverse_kl", **STUDENT}, {"tail": False, **STUDENT}
 SCALED = {**ALL_OPTIONS, "token_scaling": True}
 LOGPROB_OPTIONS = {"softcap": 5.0, "logit_scale": 1.5, "temperature": 0.7, "entropy": True, "extras": ("greedy",)}
 
@@ -638,6 +683,18 @@ OPS = {
     "linear_logprobs, low memory": Op(
         draw=partial(linear_logprobs_case, low_memory=True, **LOGPROB_OPTIONS), small=(17, 33), real=((16, 262144),),
         products=(4, 2, 2),
+    ),
+    "linear_divergence": Op(
+        draw=linear_divergence_case, small=(17, 33), real=((64, 128256), (64, 262144)),
+        huge=(2**18 + 1, 64, 2**13), products=(1, 0.5, 0.5),
+    ),
+    "linear_divergence, all kinds, all options": Op(draw=divergences_case, small=(17, 33), real=((64, 262144),)),
+    "linear_divergence from top-k": Op(
+        draw=top_k_divergence_case, small=(17, 33, 5), real=((64, 262144, 64),), huge=(2**18 + 1, 64, 2**13, 5),
+        products=(2, 1, 1),
+    ),
+    "linear_divergence from top-k, all forms, all options": Op(
+        draw=partial(top_k_divergence_case, forms=TOP_K_FORMS), small=(17, 33, 5), real=((64, 262144, 64),)
     ),
     # Not our kernels: the backend that runs anywhere. test_attention.py covers softcaps, document masking and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),

@@ -27,7 +27,7 @@ REGISTERED = sorted(name for name in ALL_OPS if "flash_attention" not in name)
 pytestmark = [
     pytest.mark.usefixtures("kernels"),
     # NumPy warns about what the interpreter computes in masked lanes.
-    pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
+    pytest.mark.filterwarnings(r"ignore:invalid value encountered in (multiply|subtract):RuntimeWarning"),
 ]
 
 
@@ -219,8 +219,11 @@ ROUNDED_TWICE = (
     OPS["linear_logprobs"], OPS["linear_logprobs of few rows"],
 )  # fmt: skip
 
+# The teacher has no gradient and stays fp32: under autocast plain PyTorch rounds its logits in the exact run as well.
+MODEL_AS_TEACHER = OPS["linear_divergence"]
 
-@parametrize_ops(lambda op: has_gradients(op) and op not in (WINDOWED, *ROUNDED_TWICE))
+
+@parametrize_ops(lambda op: has_gradients(op) and op not in (WINDOWED, *ROUNDED_TWICE, MODEL_AS_TEACHER))
 def test_autocast_is_within_the_error_budget_of_plain_pytorch_under_autocast(op, poisoned):
     """The first input is in half precision, as from a linear; all else is fp32. Output dtypes equal plain PyTorch's."""
     case = op.draw(2, 5, *op.small)
