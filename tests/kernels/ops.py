@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.adamw import adamw_, adamw_reference
@@ -44,6 +45,7 @@ from ligermodels.kernels.rms_norm import (
     rms_norm_reference,
 )
 from ligermodels.kernels.rope import rope_, rope_reference
+from ligermodels.kernels.shared_keys import gather_keys, gather_keys_reference
 from tests.conftest import DEVICE
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -334,6 +336,19 @@ def attention_case(batch, length, heads, kv_heads, head_size, window) -> Case:
     return Case(partial(attention, **settings), partial(attention_reference, **settings), leaves, [])
 
 
+def gather_keys_case(batch, length, heads, head_size) -> Case:
+    """Tokens with three copies and with one in turns."""
+
+    def gather(function, x, ends, places):
+        return function(x.flatten(0, 1)[None], F.pad(ends.flatten(), (1, 0)), places.flatten())
+
+    token = torch.arange(batch * length, dtype=torch.int32, device=DEVICE).view(batch, length)
+    ends = (2 * token + 3 - token % 2).clamp(max=2 * batch * length)
+    places = torch.randperm(2 * batch * length, dtype=torch.int32, device=DEVICE).view(batch, length, 2)
+    ours, reference = partial(gather, gather_keys), partial(gather, gather_keys_reference)
+    return Case(ours, reference, [normal(batch, length, heads, head_size)], [ends, places])
+
+
 def adamw_case(batch, length, width) -> Case:
     hyperparameters = 1e-2, 0.9, 0.999, 1e-8, 0.1
 
@@ -483,5 +498,6 @@ OPS = {
     # Not our kernels: the backend that runs anywhere. test_attention.py covers softcaps, document masking and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
+    "gather_keys": Op(draw=gather_keys_case, small=(3, 20), real=((8, 128), (4, 256)), huge=(2**16 + 1, 128, 128)),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14)),
 }  # fmt: skip
