@@ -1,48 +1,42 @@
-"""Causal attention: dispatch to the fastest existing implementation. This module has no kernel of its own.
+"""Attention: dispatch to the fastest existing implementation. This module has no kernel of its own.
 
 out = softmax(mask(softcap(scale * q kᵀ))) v, where query head h reads key-value head h // (Hq / Hkv).
-A query at position i sees key j if and only if j <= i, i - j < window (if there is a window) and both are in the same
-document.
-q [B, T, Hq, D], k, v [B, S, Hkv, D] -> [B, T, Hq, D].
+q [B, T, Hq, D], k, v [B, S, Hkv, D] -> [B, T, Hq, D]. Which keys a query sees is in attention_mask.py.
 
 Implementations:
-- plain causal attention: SDPA, on the GPU with cuDNN first (fastest on Hopper), then FlashAttention;
-- packed documents, a window or a softcap, in half precision on a GPU: FlashAttention 4 if it is installed and can run
-  there (flash_attention.py); otherwise the next two;
-- packed documents or a window, in half precision on the GPU: FlashAttention's variable-length kernel;
-- softcap on the GPU: compiled FlexAttention (head dimension 16 and up);
+- rows without a window, softcap or sinks: SDPA, on the GPU with cuDNN first (fastest on Hopper), then FlashAttention;
+- everything else in half precision on a GPU: FlashAttention 4 if it is installed and can run there
+  (flash_attention.py); otherwise the next two;
+- everything but a softcap in half precision on a GPU: FlashAttention 2 (flash_attention_2.py);
+- a softcap, and sinks in fp32, on a GPU: compiled FlexAttention (head dimension 16 and up);
 - packed documents on the CPU: one document after the other, because a mask of the whole row needs quadratic memory;
 - a key-value cache, fp32 on the GPU, and everything else on the CPU: SDPA with a dense mask, or the reference
-  implementation if there is a softcap.
+  implementation if there is a softcap or there are sinks.
 """
 
 import functools
-from typing import Any, NamedTuple
+import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from ligermodels.kernels import flex_attention as flex
+from ligermodels.kernels.attention_mask import Mask, dense_mask
 from ligermodels.kernels.dispatch import autocast, is_traced, runs_kernels, widen
 from ligermodels.kernels.flash_attention import HEAD_DIMS, flash_attention, head_dims, runs_flash_attention
-from ligermodels.kernels.launch import shared_memory
+from ligermodels.kernels.flash_attention_2 import flash_attention_2
+from ligermodels.kernels.flex_attention import flex_attention
 
+HALF_PRECISION = (torch.float16, torch.bfloat16)
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-MIN_FLEX_HEAD_DIM = 16
-HOPPER_SHARED_MEMORY = 227 * 1024  # bytes available to one program
-# FlexAttention's kernel options for heads of 256. Its defaults are a third slower (H200); these fill the shared memory.
-HEAD_256_TILES = {
-    "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 2,
-    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
-    "bwd_num_warps": 8, "bwd_num_stages": 2,
-}  # fmt: skip
 
 
 def attention(
@@ -51,48 +45,111 @@ def attention(
     v: Tensor,
     *,
     scale: float | None = None,
+    causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
     position_ids: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention of q [B, T, Hq, D] over k, v [B, S, Hkv, D] -> [B, T, Hq, D]; any strides, unit stride along D.
+    """Attention of q [B, T, Hq, D] over k, v [B, S, Hkv, D] -> [B, T, Hq, D]; any strides, unit stride along D.
+
+    The last query stands at the position of the last key, also within each packed document: with T queries over S keys,
+    query i is at position i + S - T. A query that sees no key gets zeros.
 
     scale: of the scores; None for D^-1/2.
-    window: number of keys that a query sees, itself included; None for no limit.
+    causal: a query sees the keys at its position and before. Otherwise it sees those after it too.
+    window: how many keys back a query sees, itself included, and if not causal how many ahead; None for no limit.
     softcap: bounds the scores to softcap * tanh(scores / softcap).
-    cu_seqlens: int32 [documents + 1], offsets of the documents packed into one row (B = 1). max_seqlen: length of the
-    longest document.
+    sinks: [Hq] float, learnable: one more score of each query in the softmax, after scale and softcap, whose value is
+    zero.
+    cu_seqlens: int32 [documents + 1], offsets of the documents packed into one row (B = 1), from 0 to T. max_seqlen:
+    length of the longest document.
+    cu_seqlens_k, max_seqlen_k: those of the keys, where the documents have other numbers of keys than of queries.
     position_ids: [B, T] positions of the queries, if k and v are a cache; key j is at position j.
     dropout: probability of dropping a softmax weight.
-    Raises ValueError for packed documents in a batch of several rows and for dropout combined with a softcap.
+    Raises ValueError for packed documents in a batch of several rows, for offsets of the keys without those of the
+    queries or the reverse, for position_ids without causal, and for dropout combined with a softcap or sinks.
     """
-    if dropout and softcap is not None:
-        raise ValueError("attention: dropout cannot be combined with a softcap")
-    if cu_seqlens is not None and q.shape[0] != 1:
-        raise ValueError(f"attention: cu_seqlens needs a batch of one row, but the batch has {q.shape[0]} rows")
+    check_arguments(q, k, softcap, sinks, cu_seqlens, cu_seqlens_k, position_ids, causal, dropout)
     q, k, v = autocast(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # An exported program is for any length: this one must not be compared.
-    if window is not None and not torch.compiler.is_exporting() and window >= k.shape[1]:
+    if window is not None and not torch.compiler.is_exporting() and window >= max(q.shape[1], k.shape[1]):
         window = None
-    if softcap is None and window is None and cu_seqlens is None and position_ids is None:
-        return causal_attention(q, k, v, scale, dropout)
-    if q.is_cuda and position_ids is None:
-        if not dropout and runs_kernels(q) and runs_flash_attention(q):
-            return flash_attention(q, k, v, scale, window, softcap, cu_seqlens, max_seqlen or q.shape[1])
-        if softcap is not None and q.shape[-1] >= MIN_FLEX_HEAD_DIM:
-            return flex_attention_with_softcap(q, k, v, scale, window, softcap, cu_seqlens)
-        if softcap is None and q.dtype in (torch.float16, torch.bfloat16):
-            return varlen_flash_attention(q, k, v, scale, window, cu_seqlens, max_seqlen, dropout)
-    if cu_seqlens is not None and q.is_cpu and position_ids is None and not is_traced((q, k, v)):
-        return attention_by_document(q, k, v, cu_seqlens, scale=scale, window=window, softcap=softcap, dropout=dropout)
-    if softcap is not None:
-        return attention_reference(q, k, v, scale, window, softcap, cu_seqlens, position_ids)
-    mask = dense_mask(q.shape[1], k.shape[1], q.device, window, cu_seqlens, position_ids)
-    return sdpa(q, k, v, scale, dropout, attn_mask=mask[:, None])
+    left = None if window is None else window - 1
+    longest = max_seqlen or q.shape[1]
+    longest_k = longest if cu_seqlens_k is None and cu_seqlens is not None else max_seqlen_k or k.shape[1]
+    mask = Mask(left, 0 if causal else left, cu_seqlens, cu_seqlens_k, longest, longest_k)
+
+    if position_ids is not None:
+        return dense_attention(q, k, v, sinks, scale, softcap, mask, position_ids, dropout)
+    plain = softcap is None and sinks is None and cu_seqlens is None and left is None
+    if plain and (not causal or q.shape[1] == k.shape[1]):
+        return plain_attention(q, k, v, scale, causal, dropout)
+    if q.is_cuda:
+        return attention_on_gpu(q, k, v, sinks, scale, softcap, mask, dropout)
+    if cu_seqlens is not None and q.is_cpu and not is_traced((q, k, v)):
+        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
+        return attention_by_document(q, k, v, mask, dropout=dropout, **options)
+    return dense_attention(q, k, v, sinks, scale, softcap, mask, None, dropout)
+
+
+def check_arguments(
+    q: Tensor, k: Tensor, softcap: float | None, sinks: Tensor | None, cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None, position_ids: Tensor | None, causal: bool, dropout: float,
+) -> None:  # fmt: skip
+    if dropout and (softcap is not None or sinks is not None):
+        raise ValueError("attention: dropout cannot be combined with a softcap or with sinks")
+    if position_ids is not None and not causal:
+        raise ValueError("attention: position_ids are for causal attention over a cache; they need causal=True")
+    if cu_seqlens is None and cu_seqlens_k is None:
+        return
+    if q.shape[0] != 1:
+        raise ValueError(f"attention: cu_seqlens needs a batch of one row, but the batch has {q.shape[0]} rows")
+    if cu_seqlens is None:
+        raise ValueError("attention: cu_seqlens_k needs cu_seqlens, the offsets of the queries")
+    if cu_seqlens_k is None and position_ids is None and q.shape[1] != k.shape[1]:
+        raise ValueError(f"attention: {q.shape[1]} queries over {k.shape[1]} keys in documents need cu_seqlens_k")
+
+
+def attention_on_gpu(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, mask: Mask,
+    dropout: float,
+) -> Tensor:  # fmt: skip
+    half = q.dtype in HALF_PRECISION
+    if not dropout and runs_kernels(q) and runs_flash_attention(q):
+        return flash_attention(q, k, v, sinks, scale, softcap, mask)
+    if half and softcap is None and (sinks is None or runs_kernels(q)):
+        return flash_attention_2(q, k, v, sinks, scale, mask, dropout)
+    if (softcap is not None or sinks is not None) and q.shape[-1] >= flex.MIN_HEAD_DIM:
+        return flex_attention(q, k, v, sinks, scale, softcap, mask)
+    if mask.cu_seqlens is not None:
+        warn_of_quadratic_memory(q.dtype, q.shape[-1])
+    return dense_attention(q, k, v, sinks, scale, softcap, mask, None, dropout)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, mask: Mask,
+    position_ids: Tensor | None, dropout: float,
+) -> Tensor:  # fmt: skip
+    seen = dense_mask(q.shape[1], k.shape[1], q.device, mask, position_ids)
+    if softcap is not None or sinks is not None:
+        return masked_attention(q, k, v, sinks, scale, softcap, seen)
+    return sdpa(q, k, v, scale, dropout, attn_mask=seen[:, None])
+
+
+@functools.cache  # once
+def warn_of_quadratic_memory(dtype: torch.dtype, head_dim: int) -> None:
+    warnings.warn(
+        f"attention over packed documents in {str(dtype).removeprefix('torch.')} with heads of {head_dim} stores a mask"
+        " of tokens x tokens; bfloat16 does not",
+        stacklevel=4,
+    )
 
 
 def packed_attention_name(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str:
@@ -118,56 +175,46 @@ def attention_reference(
     softcap: float | None = None,
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
+    *,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    left = None if window is None else window - 1
+    mask = Mask(left, 0 if causal else left, cu_seqlens, cu_seqlens_k)
+    seen = dense_mask(q.shape[1], k.shape[1], q.device, mask, position_ids)
+    return masked_attention(q, k, v, sinks, q.shape[-1] ** -0.5 if scale is None else scale, softcap, seen)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, seen: Tensor
+) -> Tensor:
+    """Attention in plain operations. seen: bool [B or 1, T, S], true where the query sees the key."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    mask = dense_mask(q.shape[1], k.shape[1], q.device, window, cu_seqlens, position_ids)
-    weights = widen(scores).masked_fill(~mask[:, None], -torch.inf).softmax(-1).to(q.dtype)
+    scores = widen(scores).masked_fill(~seen[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    weights = weights.masked_fill(~seen[:, None], 0.0).to(q.dtype)  # not NaN where a query sees no key
     return torch.einsum("bhts,bshd->bthd", weights, v)
 
 
-def dense_mask(
-    queries: int,
-    keys: int,
-    device: torch.device,
-    window: int | None,
-    cu_seqlens: Tensor | None,
-    position_ids: Tensor | None,
-) -> Tensor:
-    """bool [B or 1, T, S], true where the query sees the key."""
-    key = torch.arange(keys, device=device)
-    query = torch.arange(queries, device=device)[None] if position_ids is None else position_ids
-    distance = query[:, :, None] - key  # [B, T, S]
-    mask = distance >= 0
-    if window is not None:
-        mask = mask & (distance < window)  # not in place: selective checkpointing could not replay it
-    if cu_seqlens is not None:
-        document = document_ids(key, cu_seqlens)
-        mask = mask & (document[:, None] == document)
-    return mask
-
-
-def document_ids(position: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Index of the packed document that each position of the row belongs to."""
-    return torch.bucketize(position, cu_seqlens[1:], right=True)
-
-
-def attention_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **options: Any) -> Tensor:
-    """Attention computed document by document. Reads `cu_seqlens` on the host: not for GPU tensors or tracing."""
-    lengths = cu_seqlens.diff().tolist()
-    documents = zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
+def attention_by_document(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> Tensor:
+    """Attention computed document by document. Reads the offsets on the host: not for GPU tensors or tracing."""
+    lengths, lengths_k = (offsets.diff().tolist() for offsets in mask.offsets if offsets is not None)
+    documents = zip(q.split(lengths, 1), k.split(lengths_k, 1), v.split(lengths_k, 1), strict=True)
     return torch.cat([attention(*document, **options) for document in documents], dim=1)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, dropout: float) -> Tensor:
     if not q.is_cuda:
-        return sdpa(q, k, v, scale, dropout, is_causal=True)
+        return sdpa(q, k, v, scale, dropout, is_causal=causal)
     with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
-        return sdpa(q, k, v, scale, dropout, is_causal=True)
+        return sdpa(q, k, v, scale, dropout, is_causal=causal)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, **mask) -> Tensor:
@@ -179,105 +226,3 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, **mask) 
         grouped = False
     out = F.scaled_dot_product_attention(q, k, v, scale=scale, dropout_p=dropout, enable_gqa=grouped, **mask)
     return out.transpose(1, 2)
-
-
-def varlen_flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu_seqlens: Tensor | None,
-    max_seqlen: int | None, dropout: float,
-) -> Tensor:  # fmt: skip
-    """FlashAttention's variable-length kernel over documents, or over whole rows if cu_seqlens is None."""
-    longest = max_seqlen or q.shape[1]
-    if cu_seqlens is not None:
-        q, k, v = (x[0] for x in (q, k, v))  # [T, H, D]
-    left, head_dim = -1 if window is None else window - 1, q.shape[-1]
-    if head_dim % 8:  # the kernel needs a multiple of 8
-        q, k, v = (F.pad(x, (0, -head_dim % 8)) for x in (q, k, v))
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout, True, False,
-        scale=scale, window_size_left=left, window_size_right=0,
-    )  # fmt: skip
-    return out[..., :head_dim] if cu_seqlens is None else out[None, ..., :head_dim]
-
-
-@functools.cache
-def compiled_flex_attention():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
-
-
-def flex_attention_with_softcap(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float, cu_seqlens: Tensor | None
-) -> Tensor:
-    attend = compiled_flex_attention()
-    out = attend(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        score_mod=softcap_score_mod(softcap, q.dtype == torch.float32),
-        block_mask=shared_block_mask(q.shape[1], q.device, window, cu_seqlens),
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-        kernel_options=flex_kernel_options(q, causal=window is None and cu_seqlens is None),
-    )
-    return out.transpose(1, 2)
-
-
-@functools.cache
-def softcap_score_mod(softcap: float, fp32: bool):
-    """FlexAttention's score_mod: the softcap, in fp32. Half precision takes a sigmoid, in a third of tanh's time."""
-
-    def by_tanh(score, batch, head, query, key):
-        return softcap * torch.tanh(score / softcap)
-
-    def by_sigmoid(score, batch, head, query, key):
-        return (2 * softcap) * torch.sigmoid(score * (2 / softcap)) - softcap
-
-    return by_tanh if fp32 else by_sigmoid
-
-
-def flex_kernel_options(q: Tensor, causal: bool) -> dict[str, Any]:
-    """causal: the mask is purely causal, so that the key blocks that a query block sees are contiguous."""
-    wide = q.shape[-1] == 256 and q.element_size() == 2 and shared_memory(q.device) >= HOPPER_SHARED_MEMORY
-    return {"BLOCKS_ARE_CONTIGUOUS": causal} | (HEAD_256_TILES if wide else {})
-
-
-class PackedMasks(NamedTuple):
-    """The block masks of one batch of packed documents, one per window (None: full attention)."""
-
-    version: int  # of the content of cu_seqlens
-    document: Tensor  # [T], document index of each position
-    by_window: dict[int | None, Any]
-
-
-PACKED_MASKS = WeakTensorKeyDictionary()  # cu_seqlens -> PackedMasks
-
-
-def shared_block_mask(length: int, device: torch.device, window: int | None, cu_seqlens: Tensor | None):
-    """FlexAttention's block mask, cached for all layers: creating it takes longer than one attention."""
-    if cu_seqlens is None:
-        return unpacked_block_mask(length, device, window)
-    masks = PACKED_MASKS.get(cu_seqlens)
-    if masks is None or masks.version != cu_seqlens._version:  # the next batch may overwrite the same tensor
-        document = document_ids(torch.arange(length, device=device), cu_seqlens)
-        masks = PACKED_MASKS[cu_seqlens] = PackedMasks(cu_seqlens._version, document, {})
-    if window not in masks.by_window:
-        masks.by_window[window] = make_block_mask(length, device, window, masks.document)
-    return masks.by_window[window]
-
-
-@functools.lru_cache(maxsize=64)
-def unpacked_block_mask(length: int, device: torch.device, window: int | None):
-    return make_block_mask(length, device, window, None)
-
-
-def make_block_mask(length: int, device: torch.device, window: int | None, document: Tensor | None):
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def mask(batch, head, query, key):
-        seen = query >= key
-        if window is not None:
-            seen = seen & (query - key < window)
-        if document is not None:
-            seen = seen & (document[query] == document[key])
-        return seen
-
-    return create_block_mask(mask, None, None, length, length, device=device)

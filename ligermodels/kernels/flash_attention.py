@@ -1,4 +1,4 @@
-"""FlashAttention 4 as an op: causal attention over packed documents, with a window or a softcap.
+"""FlashAttention 4 as an op: attention over packed documents, with a window, a softcap or sinks.
 
 The kernels are those of the package flash-attn-4 (the extra `flash`), here for Hopper GPUs. It compiles a kernel for
 each kind of call at its first use, in about five seconds, and caches it on disk. This module makes an op of them that a
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.attention_mask import Mask
 from ligermodels.kernels.dispatch import Node, register_op
 
 # Head dimensions with gradients within the error budget, by the major compute capability; others were not tried. Of
@@ -60,43 +61,42 @@ def runs_flash_attention(q: Tensor) -> bool:
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
-    cu_seqlens: Tensor | None, longest: int,
-) -> Tensor:  # fmt: skip
-    """Causal attention of q [B, T, Hq, D] over k, v [B, T, Hkv, D] -> [B, T, Hq, D] in fp16 or bf16.
-
-    Arguments as in `attention`. longest: an upper bound of the documents' lengths; of T without cu_seqlens.
-    """
-    left = None if window is None else window - 1
-    if cu_seqlens is None:
-        return FlashAttention.apply(q, k, v, None, longest, scale, left, softcap)
-    q, k, v = (x[0] for x in (q, k, v))  # [T, H, D]
-    return FlashAttention.apply(q, k, v, cu_seqlens, longest, scale, left, softcap)[None]
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, mask: Mask
+) -> Tensor:
+    """Attention of q [B, T, Hq, D] over k, v [B, S, Hkv, D] -> [B, T, Hq, D] in fp16 or bf16. Arguments as in
+    `attention`."""
+    options = (*mask.offsets, mask.longest, mask.longest_k, scale, mask.left, mask.right, softcap)
+    if mask.cu_seqlens is None:
+        return FlashAttention.apply(q, k, v, sinks, *options)
+    return FlashAttention.apply(q[0], k[0], v[0], sinks, *options)[None]
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, longest: int, scale: float, left: int | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
+    longest: int, longest_k: int, scale: float, left: int | None, right: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [.., Hq, D] in q's dtype, and the log-sum-exp of the scores, fp32: [B, Hq, T], of documents [Hq, T]."""
+    """out [.., Hq, D] in q's dtype, and the log-sum-exp of the scores with the sink, fp32: [B, Hq, T], of documents
+    [Hq, T]."""
     out, lse, *_ = loaded()._flash_attn_fwd(
-        q, k, v, **offsets(cu_seqlens, longest), softmax_scale=scale, causal=True, window_size_left=left,
-        window_size_right=0 if left is not None else None, softcap=softcap, return_lse=True,
+        q, k, v, **offsets(cu_seqlens, cu_seqlens_k, longest, longest_k), softmax_scale=scale,
+        causal=right == 0, window_size_left=left, window_size_right=right, softcap=softcap, learnable_sink=sinks,
+        return_lse=True,
     )  # fmt: skip
     return out, lse
 
 
 def run_backward(
-    out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
-    longest: int, scale: float, left: int | None, softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v."""
-    q_gradient, k_gradient, v_gradient, *_ = loaded()._flash_attn_bwd(
-        q, k, v, out, out_gradient, lse, scale, True, softcap or 0.0, window_size_left=left,
-        window_size_right=0 if left is not None else None, **offsets(cu_seqlens, longest),
+    out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int, longest_k: int, scale: float,
+    left: int | None, right: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of q, k, v and sinks."""
+    gradients = loaded()._flash_attn_bwd(
+        q, k, v, out, out_gradient, lse, scale, right == 0, softcap or 0.0, window_size_left=left,
+        window_size_right=right, **offsets(cu_seqlens, cu_seqlens_k, longest, longest_k), learnable_sink=sinks,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    return q_gradient, k_gradient, v_gradient
+    return gradients if sinks is not None else (*gradients[:3], None)
 
 
 def loaded() -> Any:
@@ -104,34 +104,42 @@ def loaded() -> Any:
     return package()
 
 
-def offsets(cu_seqlens: Tensor | None, longest: int) -> dict[str, Any]:
-    """The arguments of packed documents, the same for queries and keys."""
+def offsets(cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int, longest_k: int) -> dict[str, Any]:
+    """The arguments of packed documents."""
     if cu_seqlens is None:
         return {}
     return {
-        "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest,
+        "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": longest, "max_seqlen_k": longest_k,
     }  # fmt: skip
 
 
-def fake_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
     tokens, heads = q.shape[:-2], q.shape[-2]
     rows = (heads, *tokens) if cu_seqlens is not None else (tokens[0], heads, tokens[1])
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(rows, dtype=torch.float32)
 
 
-def fake_backward(out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def fake_backward(
+    out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any
+) -> tuple[Tensor | None, ...]:
+    inputs = (q, k, v, sinks)
+    return tuple(None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
 
 
-FLASH_OPTIONS = "Tensor? cu_seqlens, int longest, float scale, int? left, float? softcap"
+FLASH_OPTIONS = (
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_k, int longest, int longest_k, float scale, int? left, int? right,"
+    " float? softcap"
+)
 flash_attention_forward = register_op(
-    f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {FLASH_OPTIONS}) -> (Tensor, Tensor)",
+    f"flash_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, {FLASH_OPTIONS}) -> (Tensor, Tensor)",
     run_forward,
     fake_forward,
 )
 flash_attention_backward = register_op(
-    "flash_attention_backward(Tensor out_gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{FLASH_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    "flash_attention_backward(Tensor out_gradient, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse,"
+    f" {FLASH_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     run_backward,
     fake_backward,
 )
@@ -139,14 +147,14 @@ flash_attention_backward = register_op(
 
 class FlashAttention(Node):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, *options):
-        out, lse = flash_attention_forward(q, k, v, cu_seqlens, *options)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
+    def forward(ctx, q, k, v, sinks, cu_seqlens, cu_seqlens_k, *options):
+        out, lse = flash_attention_forward(q, k, v, sinks, cu_seqlens, cu_seqlens_k, *options)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, cu_seqlens_k)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx, out_gradient):
-        *saved, cu_seqlens = ctx.saved_tensors
-        gradients = flash_attention_backward(out_gradient, *saved, cu_seqlens, *ctx.options)
-        return *gradients, *(None,) * (1 + len(ctx.options))
+        *gradients, sinks_gradient = flash_attention_backward(out_gradient, *ctx.saved_tensors, *ctx.options)
+        sinks_gradient = sinks_gradient if ctx.needs_input_grad[3] else None
+        return *gradients, sinks_gradient, *(None,) * (2 + len(ctx.options))
