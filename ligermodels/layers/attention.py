@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.kv_cache import LayerCache
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.rope import rope_, split_heads
+from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
 from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import PackingModule
@@ -23,6 +25,16 @@ class Positions:
     angles: Mapping[str, tuple[Tensor, Tensor]]  # layer type -> (cos, sin), each [B * T or T, R / 2] fp32
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
+    shared_keys: SharedKeys | None = None  # where packed documents share prefixes: the keys that each one reads
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention within rows or packed documents. options: as those of `attention`."""
+        options |= {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+        if self.shared_keys is not None:
+            offsets, places, *documents = self.shared_keys
+            k, v = (gather_keys(x, offsets, places) for x in (k, v))
+            options |= zip(("cu_seqlens_k", "max_seqlen_k"), documents, strict=True)
+        return attention(q, k, v, **options)
 
 
 class Attention(PackingModule):
@@ -73,10 +85,9 @@ class Attention(PackingModule):
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
         q, k, v = self.split_and_rotate(qkv, positions)
         if cache is None:
-            out = attention(
+            out = positions.attend(
                 q, k, v, scale=self.scale, window=self.window, softcap=self.softcap,
                 dropout=self.dropout if self.training else 0.0,
-                cu_seqlens=positions.cu_seqlens, max_seqlen=positions.max_seqlen,
             )  # fmt: skip
         else:
             k, v = cache.update(k, v, positions.position_ids)
