@@ -11,6 +11,7 @@ from tests.test_parity import check_parity
 
 CPU = "cpu"  # ops run their reference implementations here, which can be replaced in place; kernels have other tests
 ATTENTION = "ligermodels.kernels.attention"
+ATTENTION_MASK = "ligermodels.kernels.attention_mask:dense_mask"
 QK_NORM = "ligermodels.kernels.qk_norm_rope:qk_norm_rope_reference"
 RMS_NORM = "ligermodels.kernels.rms_norm"
 ROTATE = "ligermodels.kernels.rope:rotate_reference"
@@ -26,8 +27,8 @@ MAPPING = "ligermodels.weights.mapping"
 FAMILIES = "ligermodels.architectures"
 
 WINDOWS = {
-    "window off by one": Sabotage(f"{ATTENTION}:dense_mask", "distance < window", "distance <= window", "mistral"),
-    "window ignored": Sabotage(f"{ATTENTION}:attention", "window >= k.shape[1]", "window >= 0", "qwen2-sliding"),
+    "window off by one": Sabotage(ATTENTION_MASK, "distance <= mask.left", "distance < mask.left", "mistral"),
+    "window ignored": Sabotage(f"{ATTENTION}:attention", "window >= max", "window >= 0 * max", "qwen2-sliding"),
     "window applied to full-attention layers": Sabotage(
         f"{FEATURES}:SlidingWindowConfig.window", "== SLIDING_ATTENTION", "!= SLIDING_ATTENTION", "gemma2"
     ),
@@ -67,10 +68,10 @@ WINDOWS = {
     ),
 }
 SCORES = {
-    "causal mask strict": Sabotage(f"{ATTENTION}:dense_mask", "distance >= 0", "distance > -2", "qwen2-sliding"),
+    "causal mask strict": Sabotage(ATTENTION_MASK, "distance >= -mask", "distance > -2 + mask", "qwen2-sliding"),
     "attention unscaled": Sabotage(f"{ATTENTION}:sdpa", "scale=scale", "scale=1.0", "llama"),
     "attention softcap dropped": Sabotage(
-        f"{ATTENTION}:attention_reference", "if softcap is not None", "if False", "gemma2-attention-softcap"
+        f"{ATTENTION}:masked_attention", "if softcap is not None", "if False", "gemma2-attention-softcap"
     ),
     "logit softcap dropped": Sabotage(
         f"{DECODER}:CausalLM.logits", "logits if softcap is None else", "logits if True else", "gemma2-final-softcap"
