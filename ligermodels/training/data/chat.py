@@ -26,7 +26,7 @@ from tokenizers import Encoding
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
-from ligermodels.training.data.records import BadLines, Completion, Conversation, Record, Text
+from ligermodels.training.data.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
 from ligermodels.training.data.run_tokenizer import template_advice
 from ligermodels.training.data.store import Document
 
@@ -35,7 +35,7 @@ TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred 
 EXCERPT_CHARACTERS = 30
 
 CharacterSpan = tuple[int, int]  # [start, stop)
-OneKind = TypeVar("OneKind", Text, Completion, Conversation)
+OneKind = TypeVar("OneKind", Text, Completion, Conversation, GroupRecord)
 
 
 class RewrittenTurnError(InputError):

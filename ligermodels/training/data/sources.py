@@ -19,11 +19,11 @@ from ligermodels.training.data.json_files import read_json_file
 from ligermodels.training.data.parquet import read_parquet
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.record_formats import KNOWN_FIELDS, RecordFormats
-from ligermodels.training.data.records import BadLines, Conversation, Record, Text
+from ligermodels.training.data.records import BadLines, Conversation, GroupRecord, Record, Text
 from ligermodels.training.data.saved_datasets import read_arrow, saved_dataset_files
 from ligermodels.training.data.streams import DECOMPRESSORS, open_text_stream
 
-BUILT_IN_SOURCES = ("stories", "chats", "random")  # need no file; see embedded.py
+BUILT_IN_SOURCES = ("stories", "chats", "preferences", "sums", "random")  # need no file; see embedded.py
 TOKEN_SUFFIXES = (".bin", ".npy")
 PIECE_CHARACTERS = 2**18  # of one piece of a long text
 LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
@@ -110,7 +110,7 @@ def read_records(
         records = read_files(find_files(name), fields, bad_lines, progress)
     empty = True
     for record in records:
-        if isinstance(record, Conversation) or any(record.texts):
+        if isinstance(record, (Conversation, GroupRecord)) or any(record.texts):
             empty = False
             yield from split_long_text(record) if isinstance(record, Text) else [record]
     if empty:
