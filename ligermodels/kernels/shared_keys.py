@@ -10,6 +10,7 @@ atomics: gradients are bit-identical from run to run. No host synchronisation: K
 Must not know what the documents are.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,10 @@ class SharedKeys(NamedTuple):
     places: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "SharedKeys":
+        offsets, places, cu_seqlens = map(function, (self.offsets, self.places, self.cu_seqlens))
+        return SharedKeys(offsets, places, cu_seqlens, self.max_seqlen)
 
 
 def gather_keys_reference(x: Tensor, offsets: Tensor, places: Tensor) -> Tensor:

@@ -259,8 +259,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         not continue, as padding-free collators mean it.
         cu_seqlens: int32 [documents + 1], offsets of the documents packed into one row. Documents do not attend to each
         other, and the last token of a document is not supervised. max_seqlen: the longest document's length, if known.
-        shared_keys: with cu_seqlens and position_ids, the keys of documents that share a prefix; a document's position_ids
-        then begin where those of its prefix end.
+        shared_keys: with cu_seqlens and position_ids, the keys of documents that share a prefix; the positions of a
+        document then begin where those of its prefix end.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: the same under the names of the Hub's
         collators. seq_idx, the number of each token's document, only beside the offsets.
         cache: keys and values of earlier tokens; those of input_ids are added to it.

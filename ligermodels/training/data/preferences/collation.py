@@ -4,7 +4,7 @@ This module knows models only by the arguments of their `forward`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ligermodels.kernels.shared_keys import SharedKeys
 from ligermodels.training.data.preferences.dealing import pack
+from ligermodels.training.data.preferences.formats import Kind
 from ligermodels.training.data.preferences.groups import Group, unshared
 from ligermodels.training.data.preferences.layout import Piece, RowLayout, lay_out, split_group
 
@@ -37,8 +38,10 @@ class PreferenceBatch:
     pairs, chosen and rejected alternate. last_tokens: int64 [S], the place of each completion's last token, which a
     reward model reads. units: int64 [S], the number of each completion's unit in the step, from 0; sides: int64 [S],
     its number in its group: of pairs 0 for chosen and 1 for rejected.
-    margins: fp32 [S / 2] of pairs; None where the data have none. desirable: bool [S] of judged completions; else None.
-    teacher_ids int64 [N, k], teacher_logprobs fp32 [N, k]: zeros in the padding; None where there is no teacher.
+    margins: fp32 [S / 2] of pairs, 0 for a pair without one; None where no pair of the row has one. desirable: bool [S]
+    of judged completions; else None.
+    teacher_ids int64 [N, k], teacher_logprobs fp32 [N, k]: zeros in the padding; None where no completion of the row
+    has a teacher.
 
     On the host:
     numbers: int64 [S], of the completions among all of the data, to find what was precomputed for them; -1 for those
@@ -76,14 +79,14 @@ class PreferenceBatch:
         """Copies the batch to a device; copies from pinned memory do not block the host."""
         return self.map_tensors(lambda x: x.to(device, non_blocking=True))
 
-    def map_tensors(self, function: Any) -> "PreferenceBatch":
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "PreferenceBatch":
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 changed[field.name] = function(value)
             elif isinstance(value, SharedKeys):
-                changed[field.name] = SharedKeys(*(function(x) if isinstance(x, Tensor) else x for x in value))
+                changed[field.name] = value.map_tensors(function)
         return dataclasses.replace(self, **changed)
 
 
@@ -109,15 +112,20 @@ def empty_batch(like: PreferenceBatch | None = None) -> PreferenceBatch:
 
 
 def collate(
-    pieces: Sequence[Piece], share: bool, *, values: Sequence[float] | None = None, kind: str = "", pinned: bool = False
+    pieces: Sequence[Piece],
+    share: bool,
+    *,
+    values: Sequence[float] = (),
+    kind: Kind | None = None,
+    pinned: bool = False,
 ) -> PreferenceBatch:
-    """A row in host memory. values: of each piece, its margin or label, as `kind` says; NaN for none."""
+    """A row in host memory. values: of each piece, its margin or label, as `kind` says; NaN for no margin."""
     layout = lay_out(pieces, share, ROW_MULTIPLE)
     groups = [piece.group for piece in pieces]
     supervised = len(layout.rows)
     counts = [len(group.completions) for group in groups]
     sides = [piece.first + side for piece, count in zip(pieces, counts, strict=True) for side in range(count)]
-    known = None if values is None or np.isnan(values).any() else torch.tensor(values, dtype=torch.float32)
+    value = torch.tensor(values, dtype=torch.float32)
     teacher_ids, teacher_logprobs = teachers(groups, padded(supervised))
     batch = PreferenceBatch(
         **{name: torch.from_numpy(getattr(layout, name))[None] for name in ("input_ids", "labels", "position_ids")},
@@ -126,8 +134,8 @@ def collate(
         completions=torch.from_numpy(layout.completions), last_tokens=torch.from_numpy(layout.last_tokens),
         units=torch.tensor(np.repeat([piece.unit for piece in pieces], counts), dtype=torch.int64),
         sides=torch.tensor(sides, dtype=torch.int64),
-        margins=known if kind == "pairs" else None,
-        desirable=known > 0.5 if kind == "judged" and known is not None else None,
+        margins=value.nan_to_num(0.0) if kind == "pairs" and not value.isnan().all() else None,
+        desirable=value == 1 if kind == "judged" else None,
         teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs,
         numbers=completion_numbers(pieces), supervised=supervised,
         tokens=sum(piece.tokens(share) for piece in pieces), tokens_unshared=unshared(groups),

@@ -9,7 +9,6 @@ prompt, chosen, rejected and completion are strings, or all are lists of message
 "chat_template_kwargs" may be beside them. Errors name the field and the remedy. Must not know files or tokens.
 """
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -153,7 +152,9 @@ def check_teacher(ids: Any, logprobs: Any) -> None:
         raise InputError(f"fields {' and '.join(TEACHER)} must have the same number of tokens, and of k for each token")
 
 
-def group(value: RecordFields, prompt: Part, completions: Mapping[str, Part], place: str, **others: Any) -> GroupRecord:
+def group(
+    record: RecordFields, prompt: Part, completions: Mapping[str, Part], place: str, **others: Any
+) -> GroupRecord:
     """completions: by the names of their fields. Raises InputError for an empty one, and for a prompt that ends with
     the assistant."""
     if not prompt:
@@ -162,14 +163,18 @@ def group(value: RecordFields, prompt: Part, completions: Mapping[str, Part], pl
         raise InputError(
             "field prompt ends with a message of the assistant; move it to the beginning of the completions"
         )
+    if isinstance(prompt, str) and completions:
+        for field in OPTIONS_OF_CHATS:
+            if record.get(field):
+                raise InputError(f"field {field} has no effect on strings; make prompt and answers lists of messages")
     for field, completion in completions.items():
         if is_empty(completion):
             raise InputError(f"field {field} is empty; remove the record, or skip it with --allow-bad-lines")
         if isinstance(completion, list) and completion[-1]["role"] != "assistant":
             raise InputError(f"field {field} must end with a message of the assistant")
     return GroupRecord(
-        prompt, tuple(completions.values()), place, parse_tools(value.get("tools")),
-        parse_template_kwargs(value.get("chat_template_kwargs")), **others,
+        prompt, tuple(completions.values()), place, parse_tools(record.get("tools")),
+        parse_template_kwargs(record.get("chat_template_kwargs")), **others,
     )  # fmt: skip
 
 
@@ -218,12 +223,10 @@ def split_at_common_start(chosen: Part, rejected: Part) -> tuple[Part, Part, Par
 
     A blank at the end of a text's prompt belongs to the answers, as in TRL: tokenizers write it with the next word.
     """
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        size = len(os.path.commonprefix([chosen, rejected]))
+    pairs = zip(chosen, rejected, strict=False)
+    size = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str):
         size -= chosen[:size].endswith(" ")
-    else:
-        pairs = zip(chosen, rejected, strict=False)
-        size = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if not size:
         raise InputError("has no field prompt, and chosen and rejected begin differently; add the field prompt")
     return chosen[:size], chosen[size:], rejected[size:]

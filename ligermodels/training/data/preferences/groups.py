@@ -75,8 +75,8 @@ class GroupOptions:
     max_length: the most tokens of a prompt with one completion; of kind "prompts", of the prompt. max_prompt_length:
     a longer prompt loses its beginning, but neither its system message nor the token that begins a text; None for no
     limit. too_long: what becomes of a longer group: "drop", or "cut" its completions, which then have no end token.
-    row_length: tokens of a packed row at most, unless one unit alone has more; None for twice max_length. share_prompts:
-    the completions of a group share one copy of its prompt.
+    row_length: tokens of a packed row at most, unless one unit alone has more; None for twice max_length.
+    share_prompts: the completions of a group share one copy of its prompt.
     Raises InputError for a value that an option cannot have.
     """
 

@@ -4,8 +4,8 @@
 
 Each bracket is a packed document. A completion's document has the first one as its prefix: its positions go on from
 there, and it reads the keys of the prefix before its own (`SharedKeys`). The last prompt token is repeated, so that
-each completion's first token is predicted within its own document. Results equal those of separate sequences, prompt and
-completion each. A group with one completion, or with nothing to share, is laid out as separate sequences.
+each completion's first token is predicted within its own document. Results equal those of separate sequences, a prompt
+with a completion each. A group with one completion, or with nothing to share, is laid out as separate sequences.
 Must not know devices or models.
 """
 

@@ -13,6 +13,7 @@ Everything that can be wrong with the data raises InputError here, before weight
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -31,6 +32,8 @@ from ligermodels.training.data.reader import SourceReader
 from ligermodels.training.data.sources import SourceSpec, parse_spec
 from ligermodels.training.data.split import default_fraction, is_member
 from ligermodels.units import counted
+
+NumberedStore: TypeAlias = tuple[GroupStore, np.ndarray]  # a store, and the numbers of some of its groups
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,14 @@ def open_preferences(
     split = [split_source(reader, name, config, split=not separate) for name in names]
     held_out = [part for _, validation in split for part in validation]
     if separate:
-        held_out = [everything(store) for name in separate for store in reader.stores(name)]
+        held_out = [part for name in separate for part in validation_source(reader, name)]
+        refuse_no_groups("--validation-data", separate, [held_out], reader)
     sources.refuse_too_many_bad_lines()
+    refuse_no_groups("--data", names, [training for training, _ in split], reader)
     hashes = np.unique(np.concatenate([store.prompt_hashes[numbers] for store, numbers in held_out]))
     kept = [[without(part, hashes) for part in training] for training, _ in split]
-    excluded = sum(len(part[1]) for training, _ in split for part in training) - sum(
-        len(numbers) for parts in kept for _, numbers in parts
-    )
-    for name, parts in zip(names, kept, strict=True):
-        if not any(len(numbers) for _, numbers in parts):
-            raise InputError(
-                f"--data {name}: has no group outside the validation split{too_long_note(reader.lengths)}; give more "
-                "data, or --validation-data"
-            )
+    refuse_no_groups("--data", names, kept, reader)
+    excluded = sum(count(training) for training, _ in split) - sum(map(count, kept))
 
     selections = number_completions([*kept, held_out])
     *trained, validated = selections
@@ -97,9 +95,26 @@ def open_preferences(
     )  # fmt: skip
 
 
+def refuse_no_groups(
+    flag: str, names: Sequence[str], parts: Sequence[Sequence[NumberedStore]], reader: GroupReader
+) -> None:
+    """Raises InputError for a source without a group. parts: of each name; or of all names together."""
+    for name, part in zip(names if len(parts) > 1 else [" ".join(names)], parts, strict=True):
+        if not count(part):
+            raise InputError(
+                f"{flag} {name}: has no group outside the validation split{too_long_note(reader.lengths)}; give more "
+                "data, or --validation-data"
+            )
+
+
+def count(parts: Sequence[NumberedStore]) -> int:
+    """The number of groups."""
+    return sum(len(numbers) for _, numbers in parts)
+
+
 def split_source(
     reader: GroupReader, name: str, config: TrainConfig, *, split: bool
-) -> tuple[list[tuple[GroupStore, np.ndarray]], list[tuple[GroupStore, np.ndarray]]]:
+) -> tuple[list[NumberedStore], list[NumberedStore]]:
     """(training, validation): stores with the numbers of their groups. split: whether to hold out a part."""
     stores = reader.stores(name)
     if name in EMBEDDED_GROUPS:
@@ -113,19 +128,23 @@ def split_source(
     return [(store, training) for store, training, _ in parts], [(store, rest) for store, _, rest in parts]
 
 
-def everything(store: GroupStore) -> tuple[GroupStore, np.ndarray]:
+def validation_source(reader: GroupReader, name: str) -> list[NumberedStore]:
+    """All groups of a source; of an embedded one, those for validation."""
+    stores = reader.stores(name)
+    return list(map(everything, stores[1:] if name in EMBEDDED_GROUPS else stores))
+
+
+def everything(store: GroupStore) -> NumberedStore:
     return store, np.arange(len(store))
 
 
-def without(part: tuple[GroupStore, np.ndarray], hashes: np.ndarray) -> tuple[GroupStore, np.ndarray]:
+def without(part: NumberedStore, hashes: np.ndarray) -> NumberedStore:
     """The groups whose prompts are not among `hashes`, ascending."""
     store, numbers = part
     return store, numbers[~is_member(store.prompt_hashes[numbers], hashes)]
 
 
-def number_completions(
-    sources: Sequence[Sequence[tuple[GroupStore, np.ndarray]]],
-) -> list[list[GroupSelection]]:
+def number_completions(sources: Sequence[Sequence[NumberedStore]]) -> list[list[GroupSelection]]:
     """Selections in which every completion of the data has one number, whichever selection it is in."""
     firsts: dict[int, int] = {}
     total = 0

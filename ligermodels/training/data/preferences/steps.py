@@ -12,16 +12,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ligermodels.distributed import World
+from ligermodels.errors import InputError
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.preferences.collation import PreferenceBatch, collate
 from ligermodels.training.data.preferences.dealing import deal, pack
+from ligermodels.training.data.preferences.formats import Kind
 from ligermodels.training.data.preferences.groups import Group, GroupOptions, Prompt, unshared
 from ligermodels.training.data.preferences.layout import Piece
 from ligermodels.training.data.preferences.store import GroupStore
 
 
 class GroupSelection(NamedTuple):
-    """Some groups of a store. numbers: int64 [U]. first: number of the store's first completion among all of the data."""
+    """Some groups of a store. numbers: int64 [U]. first: the number that the store's first document has in all data."""
 
     store: GroupStore
     numbers: np.ndarray
@@ -48,7 +50,7 @@ class GroupSelection(NamedTuple):
 class Step(NamedTuple):
     """The micro-batches of one rank in one step; as many on every rank, some of them of padding alone.
 
-    Over all ranks: units, groups of the step. supervised: their supervised tokens. tokens: computed, without padding.
+    Over all ranks: units: groups of the step. supervised: their supervised tokens. tokens: computed, without padding.
     tokens_unshared: what they would be without shared prompts; `1 - tokens / tokens_unshared` is saved.
     """
 
@@ -93,9 +95,9 @@ class Groups:
     def step(self, numbers: Sequence[int], world: World) -> Step:
         """The step that has the groups of these numbers, in host memory, pinned if the rank has a GPU."""
         pieces = [self.piece(number, unit) for unit, number in enumerate(numbers)]
-        return self.rows(pieces, [self.value(number) for number in numbers], world)
+        return self.rows(pieces, [self.value(number) for number in numbers], self.options.kind, world)
 
-    def rows(self, pieces: Sequence[Piece], values: Sequence[float], world: World) -> Step:
+    def rows(self, pieces: Sequence[Piece], values: Sequence[float], kind: Kind | None, world: World) -> Step:
         options, pinned = self.options, world.device.type == "cuda"
         sizes = [piece.tokens(options.share_prompts) for piece in pieces]
         dealt = deal(sizes, world.size)
@@ -106,7 +108,7 @@ class Groups:
         batches = [
             collate(
                 [pieces[unit] for unit in row], options.share_prompts, values=[values[unit] for unit in row],
-                kind=options.kind, pinned=pinned,
+                kind=kind, pinned=pinned,
             )
             for row in rows
         ]  # fmt: skip
@@ -127,7 +129,7 @@ class Groups:
             masks = tuple(None if mask is None else mask[:room] for mask in source.supervised)
             completions = tuple(completion[:room] for completion in source.completions)
             pieces[unit] = Piece(Group(prompt, completions, masks), unit)
-        return self.rows(pieces, [np.nan] * len(pieces), world)
+        return self.rows(pieces, [np.nan] * len(pieces), None, world)
 
 
 class TrainingGroups:
@@ -178,7 +180,12 @@ class TrainingGroups:
         return self.groups.step(self.numbers(cursor, count), world)
 
     def mismatched(self, cursor: int, count: int, world: World) -> Step:
-        """Of the same step: each prompt with another unit's completion, in an order of the seed. KTO's z reads these."""
+        """The same step with other completions: each prompt with another unit's, in an order of the seed.
+
+        KTO's z reads these. Raises InputError for a step of one unit.
+        """
+        if count < 2:
+            raise InputError("a step has one example; the KL estimate of KTO compares examples: take 2 or more a step")
         generator = np.random.default_rng([self.seed % 2**64, cursor])
         step = self.groups.mismatched(self.numbers(cursor, count), world, generator)
         return step._replace(batches=[batch.to(world.device) for batch in step.batches])

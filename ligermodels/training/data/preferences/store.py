@@ -72,7 +72,7 @@ class GroupStore:
     def prompt(self, number: int, unit: int) -> Prompt:
         """unit: the number that the prompt gets in its step."""
         content = json.loads(bytes(self.columns[self.column_offsets[number] : self.column_offsets[number + 1]]))
-        ids = self.document(int(self.firsts[number])).astype(np.int64)
+        ids = np.array(self.document(int(self.firsts[number])), np.int64)
         return Prompt(ids, content["prompt"], content["columns"], unit, number, self.place(number))
 
     def place(self, number: int) -> str:
@@ -94,10 +94,13 @@ def write_groups(groups: Iterable[TokenGroup], vocab_size: int, folder: Path) ->
         files = {name: stack.enter_context((folder / name).open("wb")) for name in names}
         writer = GroupWriter(files, vocab_size)
         write_store(writer.documents(groups), vocab_size, folder)
-    digest = hashlib.sha256()
-    for name in names:
-        digest.update((folder / name).read_bytes())
-    (folder / DESCRIPTION).write_text(json.dumps({"teacher_width": writer.width, "digest": digest.hexdigest()}))
+    digest = "".join(file_hash(folder / name) for name in names)
+    (folder / DESCRIPTION).write_text(json.dumps({"teacher_width": writer.width, "digest": digest}))
+
+
+def file_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def open_groups(folder: Path) -> GroupStore:
@@ -105,7 +108,7 @@ def open_groups(folder: Path) -> GroupStore:
     description = json.loads((folder / DESCRIPTION).read_text())
     arrays = {name: map_file(folder / name, dtype) for name, dtype in GROUP_ARRAYS.items()}
     width = description["teacher_width"]
-    teacher = {
+    teacher: dict[str, Any] = {
         name: map_file(folder / name, dtype).reshape(-1, width) if width else None
         for name, dtype in TEACHER_ARRAYS.items()
     }

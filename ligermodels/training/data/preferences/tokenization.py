@@ -8,8 +8,9 @@ The end-of-text token is added to strings unless it is there; a chat ends as its
 Must not know files or rows.
 """
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -101,7 +102,7 @@ class GroupTokenizer:
             start, place = len(record.prompt), record.place
             texts = [record.prompt + cast(str, completion) for completion in record.completions]
             whole = [RenderedChat(text, [(start, len(text))], False, place) for text in texts]
-            return whole or [RenderedChat(record.prompt, [], True, place)]
+            return whole or [RenderedChat(record.prompt, [], False, place)]
         if not self.tokenizer.templates:
             raise InputError(
                 f"{record.place}: {self.tokenizer.file.parent} has no chat template for messages; "
@@ -132,11 +133,9 @@ class GroupTokenizer:
         self, record: GroupRecord, chats: Sequence[RenderedChat], encodings: Sequence[Encoding]
     ) -> TokenGroup | None:
         """None if the group is too long. Raises InputError naming the place."""
-        head = self.head(record, chats[0], encodings[0])
         sides = [self.side(chat, encoding) for chat, encoding in zip(chats, encodings, strict=True)]
         if not record.completions:
-            ids = sides[0][0]
-            made = TokenGroup(ids, [], [], record.place, text=record.prompt, columns=record.columns)
+            made = TokenGroup(sides[0][0], [], [], record.place, text=record.prompt, columns=record.columns)
         else:
             border = common_border(sides)
             if border == 0:
@@ -144,18 +143,19 @@ class GroupTokenizer:
                     f"{record.place}: no token comes before the completions, because the tokenizer writes none at the "
                     "beginning of a text; make the prompt longer"
                 )
-            prompt, completions = sides[0][0][:border], [ids[border:] for ids, _ in sides]
-            masks = [filled(mask, border) for _, mask in sides]
-            made = TokenGroup(prompt, completions, masks, record.place, record.value)
-        return self.fitting(made, head)
+            completions, masks = [ids[border:] for ids, _ in sides], [filled(mask, border) for _, mask in sides]
+            if len(sides) == 2 and completions[0] == completions[1]:
+                raise InputError(f"{record.place}: fields chosen and rejected have equal tokens, which teaches nothing")
+            made = TokenGroup(sides[0][0][:border], completions, masks, record.place, record.value)
+        return self.fitting(made, lambda: self.head(record, chats[0], encodings[0]))
 
     def side(self, chat: RenderedChat, encoding: Encoding) -> tuple[list[int], list[bool]]:
-        """The ids of one text, and whether each is supervised."""
+        """The ids of one text, and whether each is supervised. Some tokenizers write the end themselves."""
         ids = encoding.ids
-        if not chat.complete or not chat.answers:  # some tokenizers add the end themselves
-            ids = ids[:-1] if ids[-1:] == [self.end] and len(ids) > 1 else ids
+        if not chat.complete and ids[-1:] == [self.end]:
+            ids = ids[:-1]
         mask = overlap_mask(encoding.offsets[: len(ids)], chat.answers)
-        if chat.complete:
+        if chat.complete or not chat.answers:
             return ids, mask
         return [*ids, self.end], [*mask, True]
 
@@ -164,10 +164,15 @@ class GroupTokenizer:
         system = record.prompt[0] if isinstance(record.prompt, list) else {"role": "none"}
         if system["role"] not in ("system", "developer"):
             return int(encoding.ids[:1] == [self.tokenizer.bos_token_id])
-        content = system["content"].strip()
-        stop = chat.text.find(content) + len(content)
-        tokens = sum(start < stop for start, _ in encoding.offsets)
-        return tokens + (encoding.ids[tokens : tokens + 1] and encoding.ids[tokens] in self.special)
+        content = (system["content"] or "").strip()
+        start = chat.text.find(content)
+        if start < 0:
+            raise InputError(
+                f"{record.place}: the chat template changes the system message, which --max-prompt-length keeps whole; "
+                "raise --max-prompt-length"
+            )
+        tokens = sum(begin < start + len(content) for begin, _ in encoding.offsets)
+        return tokens + sum(token in self.special for token in encoding.ids[tokens : tokens + 1])
 
     def distillation_groups(self, record: TeacherRecord) -> Iterator[TokenGroup]:
         """The groups of a record of supervised training: what comes before the first supervised token is the prompt."""
@@ -180,35 +185,41 @@ class GroupTokenizer:
                 teacher_ids=record.teacher_ids, teacher_logprobs=record.teacher_logprobs,
             )  # fmt: skip
             if self.bad_lines.attempt(check_teacher_length, made, len(documents)):
-                group = self.fitting(made, int(document.ids[:1] == [self.tokenizer.bos_token_id]))
+                begins = int(document.ids[:1] == [self.tokenizer.bos_token_id])
+                group = self.fitting(made, functools.partial(int, begins))
                 if group is not None:
                     yield group
 
-    def fitting(self, group: TokenGroup, head: int) -> TokenGroup | None:
-        """The group within the limits of length; None if it is dropped. head: as `head` returns it."""
-        limit, longest = self.options.max_prompt_length, self.options.max_length
-        prompt, completions = group.prompt, group.completions
-        cut_prompt = limit is not None and len(prompt) > limit > head
-        if cut_prompt:
-            prompt = [*prompt[:head], *prompt[len(prompt) - cast(int, limit) + head :]]
-        room = longest - len(prompt)
-        too_long = max(map(len, completions), default=0) > room
-        if too_long and self.options.too_long == "cut" and room > 0:
-            completions = [ids[:room] for ids in completions]
-        kept = [any(mask[: len(ids)]) for mask, ids in zip(group.supervised, completions, strict=True)]
-        differ = len(completions) != 2 or completions[0] != completions[1]
-        over_limit = limit is not None and len(prompt) > limit
-        if over_limit or max(map(len, completions), default=0) > room or not all(kept) or not differ:
+    def fitting(self, group: TokenGroup, head: Callable[[], int]) -> TokenGroup | None:
+        """The group within the limits of length; None if it is dropped. head: how many tokens of a prompt stay."""
+        prompt = self.fitting_prompt(group.prompt, head)
+        room = self.options.max_length - len(prompt)
+        too_long = max(map(len, group.completions), default=0) > room
+        if room < 0 or (too_long and (self.options.too_long == "drop" or room == 0)):
             self.lengths.dropped += 1
             return None
-        self.lengths.cut_prompts += cut_prompt
+        completions, masks = [ids[:room] for ids in group.completions], [mask[:room] for mask in group.supervised]
+        same = len(completions) == 2 and completions[0] == completions[1]
+        if same or not all(map(any, masks)):  # what tells the sides apart, or what is supervised, was cut off
+            self.lengths.dropped += 1
+            return None
+        self.lengths.cut_prompts += len(prompt) < len(group.prompt)
         self.lengths.cut_completions += too_long
-        masks = [mask[: len(ids)] for mask, ids in zip(group.supervised, completions, strict=True)]
         group = group._replace(prompt=prompt, completions=completions, supervised=masks)
         if group.teacher_ids is None or group.teacher_logprobs is None:
             return group
         rows = sum(masks[0])
         return group._replace(teacher_ids=group.teacher_ids[:rows], teacher_logprobs=group.teacher_logprobs[:rows])
+
+    def fitting_prompt(self, prompt: list[int], head: Callable[[], int]) -> list[int]:
+        """The prompt without its middle where it is longer than max_prompt_length: its head and its end."""
+        limit = self.options.max_prompt_length
+        if limit is None or len(prompt) <= limit:
+            return prompt
+        kept = head()
+        if kept >= limit:
+            raise InputError(f"--max-prompt-length {limit}: a system message has {kept} tokens; raise the limit")
+        return [*prompt[:kept], *prompt[len(prompt) - limit + kept :]]
 
 
 def common_border(sides: Sequence[tuple[list[int], list[bool]]]) -> int:
