@@ -5,16 +5,16 @@ Entry points: `open_preferences` (opening.py), and for completions that were sam
 """
 
 from ligermodels.training.data.preferences.collation import PreferenceBatch, collate_groups, empty_batch
-from ligermodels.training.data.preferences.groups import Group, GroupOptions, Prompt, unshared
+from ligermodels.training.data.preferences.groups import Group, GroupOptions, GroupPrompt, unshared
 from ligermodels.training.data.preferences.opening import PreferenceData, open_preferences
 from ligermodels.training.data.preferences.steps import Step, TrainingGroups, ValidationGroups
 
 __all__ = [
     "Group",
     "GroupOptions",
+    "GroupPrompt",
     "PreferenceBatch",
     "PreferenceData",
-    "Prompt",
     "Step",
     "TrainingGroups",
     "ValidationGroups",

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.shared_keys import SharedKeys
-from ligermodels.training.data.preferences.dealing import pack
-from ligermodels.training.data.preferences.formats import Kind
+from ligermodels.training.data.preferences.dealing import pack_units
+from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.preferences.groups import Group, unshared
-from ligermodels.training.data.preferences.layout import Piece, RowLayout, lay_out, split_group
+from ligermodels.training.data.preferences.layout import GroupPiece, RowLayout, lay_out, split_group
 
 ROW_MULTIPLE = 128  # of tokens in a row, and of rows that meet the head: a tile of a matrix product
 
@@ -99,24 +99,24 @@ def collate_groups(
     `units` and `sides` of a batch say which group and which of its completions each one is. Ranks may get different
     numbers of rows; `empty_batch` fills up.
     """
-    whole = [Piece(group, unit) for group, unit in zip(groups, units, strict=True)]
+    whole = [GroupPiece(group, unit) for group, unit in zip(groups, units, strict=True)]
     pieces = [part for piece in whole for part in split_group(piece, length, share_prompts)]
-    rows = pack([piece.tokens(share_prompts) for piece in pieces], length)
-    return [collate([pieces[number] for number in row], share_prompts, pinned=pinned) for row in rows]
+    rows = pack_units([piece.tokens(share_prompts) for piece in pieces], length)
+    return [collate_row([pieces[number] for number in row], share_prompts, pinned=pinned) for row in rows]
 
 
 def empty_batch(like: PreferenceBatch | None = None) -> PreferenceBatch:
     """A row of padding, for a rank with fewer rows than others; nothing is supervised. On the device of `like`."""
-    batch = collate([], False)
+    batch = collate_row([], False)
     return batch if like is None else batch.to(like.input_ids.device)
 
 
-def collate(
-    pieces: Sequence[Piece],
+def collate_row(
+    pieces: Sequence[GroupPiece],
     share: bool,
     *,
     values: Sequence[float] = (),
-    kind: Kind | None = None,
+    kind: GroupKind | None = None,
     pinned: bool = False,
 ) -> PreferenceBatch:
     """A row in host memory. values: of each piece, its margin or label, as `kind` says; NaN for no margin."""
@@ -160,7 +160,7 @@ def shared_keys(layout: RowLayout) -> SharedKeys | None:
     return SharedKeys(offsets, places, cu_seqlens, int(np.diff(layout.cu_seqlens_k).max()))
 
 
-def completion_numbers(pieces: Sequence[Piece]) -> np.ndarray:
+def completion_numbers(pieces: Sequence[GroupPiece]) -> np.ndarray:
     numbers = [
         np.full(len(piece.group.completions), -1) if piece.number < 0
         else piece.number + np.arange(len(piece.group.completions))

@@ -12,7 +12,7 @@ import numpy as np
 from ligermodels.training.data.packing import best_fit
 
 
-def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+def deal_units(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """The numbers of the units of each rank, ascending. sizes: tokens of each unit."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -23,7 +23,7 @@ def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(units) for units in dealt]
 
 
-def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
+def pack_units(sizes: Sequence[int], length: int) -> list[list[int]]:
     """The numbers of the units of each row of at most `length` tokens, ascending; a longer unit has its own row."""
     order = np.argsort(-np.asarray(sizes, np.int64), kind="stable")
     capped = np.minimum(np.asarray(sizes, np.int64)[order], length)

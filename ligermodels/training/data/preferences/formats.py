@@ -22,7 +22,7 @@ from ligermodels.training.data.record_formats import (
 )
 from ligermodels.training.data.records import GroupRecord, Record, TeacherRecord
 
-Kind: TypeAlias = Literal["pairs", "judged", "prompts", "distillation"]
+GroupKind: TypeAlias = Literal["pairs", "judged", "prompts", "distillation"]
 Part: TypeAlias = str | list[dict[str, Any]]  # a text, or messages
 
 PAIR = ("chosen", "rejected")
@@ -41,7 +41,7 @@ REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state",
 class GroupFormats(NamedTuple):
     """The formats of one kind, as `RecordFormats` says."""
 
-    kind: Kind
+    kind: GroupKind
 
     def has_record(self, names: Collection[str]) -> bool:
         if self.kind == "distillation":
@@ -68,10 +68,10 @@ class GroupFormats(NamedTuple):
             return parse_distillation(value, place)
         present = {name: content for name, content in value.items() if content is not None}
         self.refuse_missing(present, "field")
-        return PARSERS[self.kind](present, place)
+        return GROUP_PARSERS[self.kind](present, place)
 
 
-def remedy(names: Collection[str], kind: Kind) -> str:
+def remedy(names: Collection[str], kind: GroupKind) -> str:
     """The end of a message about missing fields: what to rename, or which kind of data this is."""
     there = set(names)
     if kind in ("pairs", "judged") and (old := [name for name in RENAMED if name in there]):
@@ -250,11 +250,11 @@ def parse_label(label: Any) -> float:
     return float(text == "true")
 
 
-NEEDED: dict[Kind, tuple[tuple[str, ...], ...]] = {
+NEEDED: dict[GroupKind, tuple[tuple[str, ...], ...]] = {
     "pairs": (PAIR,),
     "judged": (JUDGED, PAIR),
     "prompts": (("prompt",),),
 }
-PARSERS: dict[Kind, Callable[[RecordFields, str], GroupRecord]] = {
+GROUP_PARSERS: dict[GroupKind, Callable[[RecordFields, str], GroupRecord]] = {
     "pairs": parse_pair, "judged": parse_judged, "prompts": parse_prompt,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.preferences.formats import Kind
+from ligermodels.training.data.preferences.formats import GroupKind
 
 
 class Teacher(NamedTuple):
@@ -46,7 +46,7 @@ class Group(NamedTuple):
         )
 
 
-class Prompt(NamedTuple):
+class GroupPrompt(NamedTuple):
     """A prompt to sample completions for.
 
     ids: int64 [P], with the generation prompt of chats. text: as it was read, a string or a list of messages. columns:
@@ -80,7 +80,7 @@ class GroupOptions:
     Raises InputError for a value that an option cannot have.
     """
 
-    kind: Kind = "pairs"
+    kind: GroupKind = "pairs"
     max_length: int = 1024
     max_prompt_length: int | None = None
     too_long: Literal["drop", "cut"] = "drop"

@@ -18,7 +18,7 @@ from ligermodels.layers.decoder import IGNORE_INDEX
 from ligermodels.training.data.preferences.groups import Group
 
 
-class Piece(NamedTuple):
+class GroupPiece(NamedTuple):
     """The completions of a group that one row has, from side number `first` on. unit: the group's number in the step.
 
     number: of its first completion among all of the data; -1 for completions that are not from the data.
@@ -71,14 +71,14 @@ def shares(group: Group, share: bool) -> bool:
     return share and len(group.completions) > 1 and len(group.prompt) > 1
 
 
-def split_group(piece: Piece, length: int, share: bool) -> list[Piece]:
+def split_group(piece: GroupPiece, length: int, share: bool) -> list[GroupPiece]:
     """A group as pieces of at most `length` tokens, with a prompt each; a completion that is longer has its own.
 
     For losses that read each completion alone, such as those of sampled completions.
     """
     if piece.tokens(share) <= length:
         return [piece]
-    pieces: list[Piece] = []
+    pieces: list[GroupPiece] = []
     begin = 0
     for end in range(1, len(piece.group.completions) + 1):
         if end - begin > 1 and part(piece, begin, end).tokens(share) > length:
@@ -87,12 +87,12 @@ def split_group(piece: Piece, length: int, share: bool) -> list[Piece]:
     return [*pieces, part(piece, begin, len(piece.group.completions))]
 
 
-def part(piece: Piece, begin: int, end: int) -> Piece:
+def part(piece: GroupPiece, begin: int, end: int) -> GroupPiece:
     number = piece.number if piece.number < 0 else piece.number + begin
-    return Piece(piece.group.select(begin, end), piece.unit, piece.first + begin, number)
+    return GroupPiece(piece.group.select(begin, end), piece.unit, piece.first + begin, number)
 
 
-def lay_out(pieces: Sequence[Piece], share: bool, multiple: int) -> RowLayout:
+def lay_out(pieces: Sequence[GroupPiece], share: bool, multiple: int) -> RowLayout:
     """The row of some pieces, padded to a multiple of tokens; the padding is a document of its own."""
     documents = row_documents(pieces, share)
     padding = -sum(len(document.ids) for document in documents) % multiple
@@ -128,7 +128,7 @@ def lay_out(pieces: Sequence[Piece], share: bool, multiple: int) -> RowLayout:
     )  # fmt: skip
 
 
-def row_documents(pieces: Sequence[Piece], share: bool) -> list[RowDocument]:
+def row_documents(pieces: Sequence[GroupPiece], share: bool) -> list[RowDocument]:
     documents: list[RowDocument] = []
     for piece in pieces:
         documents += group_documents(piece.group, shares(piece.group, share), len(documents))

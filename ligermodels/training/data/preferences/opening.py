@@ -90,7 +90,7 @@ def open_preferences(
     validation = ValidationGroups(validated, options)
     tokenizer, _ = sources.tokenizer
     return PreferenceData(
-        " ".join(names), describe(specs, reader, excluded), training, validation, reader.lengths, tokenizer,
+        " ".join(names), describe_groups(specs, reader, excluded), training, validation, reader.lengths, tokenizer,
         sources.new_tokenizer, questions(validation) if "sums" in (separate or names) else None,
     )  # fmt: skip
 
@@ -160,7 +160,7 @@ def questions(validation: ValidationGroups) -> list[Question]:
     return [(prompt.text, prompt.columns["answer"]) for prompt in asked if "answer" in prompt.columns]
 
 
-def describe(specs: Sequence[SourceSpec], reader: GroupReader, excluded: int) -> str:
+def describe_groups(specs: Sequence[SourceSpec], reader: GroupReader, excluded: int) -> str:
     names = (
         (f"the embedded {spec.name}" if spec.name in EMBEDDED_GROUPS else spec.name)
         + ("" if spec.weight is None else f"={spec.weight:g}")

@@ -14,11 +14,11 @@ import numpy as np
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training.data.mixture import Mixture
-from ligermodels.training.data.preferences.collation import PreferenceBatch, collate
-from ligermodels.training.data.preferences.dealing import deal, pack
-from ligermodels.training.data.preferences.formats import Kind
-from ligermodels.training.data.preferences.groups import Group, GroupOptions, Prompt, unshared
-from ligermodels.training.data.preferences.layout import Piece
+from ligermodels.training.data.preferences.collation import PreferenceBatch, collate_row
+from ligermodels.training.data.preferences.dealing import deal_units, pack_units
+from ligermodels.training.data.preferences.formats import GroupKind
+from ligermodels.training.data.preferences.groups import Group, GroupOptions, GroupPrompt, unshared
+from ligermodels.training.data.preferences.layout import GroupPiece
 from ligermodels.training.data.preferences.store import GroupStore
 
 
@@ -41,10 +41,10 @@ class GroupSelection(NamedTuple):
     def tokens(self) -> int:
         return sum(self.store.tokens_of(number) for number in self.numbers.tolist())
 
-    def piece(self, index: int, unit: int) -> Piece:
+    def piece(self, index: int, unit: int) -> GroupPiece:
         """Group number `index` of these. unit: the number that it gets in its step."""
         number = int(self.numbers[index])
-        return Piece(self.store.group(number), unit, 0, self.first + int(self.store.firsts[number]))
+        return GroupPiece(self.store.group(number), unit, 0, self.first + int(self.store.firsts[number]))
 
 
 class Step(NamedTuple):
@@ -76,7 +76,7 @@ class Groups:
         part = int(np.searchsorted(self.ends, number, side="right"))
         return self.parts[part], number - int(self.ends[part]) + len(self.parts[part].numbers)
 
-    def piece(self, number: int, unit: int) -> Piece:
+    def piece(self, number: int, unit: int) -> GroupPiece:
         part, index = self.locate(number)
         return part.piece(index, unit)
 
@@ -84,7 +84,7 @@ class Groups:
         part, index = self.locate(number)
         return float(part.store.values[part.numbers[index]])
 
-    def prompt(self, number: int, unit: int) -> Prompt:
+    def prompt(self, number: int, unit: int) -> GroupPrompt:
         part, index = self.locate(number)
         return part.store.prompt(int(part.numbers[index]), unit)._replace(number=number)
 
@@ -97,16 +97,16 @@ class Groups:
         pieces = [self.piece(number, unit) for unit, number in enumerate(numbers)]
         return self.rows(pieces, [self.value(number) for number in numbers], self.options.kind, world)
 
-    def rows(self, pieces: Sequence[Piece], values: Sequence[float], kind: Kind | None, world: World) -> Step:
+    def rows(self, pieces: Sequence[GroupPiece], values: Sequence[float], kind: GroupKind | None, world: World) -> Step:
         options, pinned = self.options, world.device.type == "cuda"
         sizes = [piece.tokens(options.share_prompts) for piece in pieces]
-        dealt = deal(sizes, world.size)
-        packed = [pack([sizes[unit] for unit in units], options.tokens_per_row) for units in dealt]
+        dealt = deal_units(sizes, world.size)
+        packed = [pack_units([sizes[unit] for unit in units], options.tokens_per_row) for units in dealt]
         mine = dealt[world.rank]
         rows = [[mine[index] for index in row] for row in packed[world.rank]]
         rows += [[]] * (max(map(len, packed)) - len(rows))
         batches = [
-            collate(
+            collate_row(
                 [pieces[unit] for unit in row], options.share_prompts, values=[values[unit] for unit in row],
                 kind=kind, pinned=pinned,
             )
@@ -128,7 +128,7 @@ class Groups:
             room = max(1, self.options.max_length - len(prompt))
             masks = tuple(None if mask is None else mask[:room] for mask in source.supervised)
             completions = tuple(completion[:room] for completion in source.completions)
-            pieces[unit] = Piece(Group(prompt, completions, masks), unit)
+            pieces[unit] = GroupPiece(Group(prompt, completions, masks), unit)
         return self.rows(pieces, [np.nan] * len(pieces), None, world)
 
 
@@ -190,7 +190,7 @@ class TrainingGroups:
         step = self.groups.mismatched(self.numbers(cursor, count), world, generator)
         return step._replace(batches=[batch.to(world.device) for batch in step.batches])
 
-    def prompts(self, cursor: int, count: int, world: World) -> list[Prompt]:
+    def prompts(self, cursor: int, count: int, world: World) -> list[GroupPrompt]:
         """This rank's prompts of the step, dealt by their tokens; `unit` is the number in the whole step."""
         return dealt_prompts(self.groups, self.numbers(cursor, count), world)
 
@@ -214,14 +214,14 @@ class ValidationGroups:
             step = self.groups.step(range(start, min(start + count, len(self))), world)
             yield step._replace(batches=[batch.to(world.device) for batch in step.batches])
 
-    def prompts(self, world: World) -> list[Prompt]:
+    def prompts(self, world: World) -> list[GroupPrompt]:
         """This rank's share of the prompts."""
         return dealt_prompts(self.groups, range(len(self)), world)
 
 
-def dealt_prompts(groups: Groups, numbers: Sequence[int], world: World) -> list[Prompt]:
+def dealt_prompts(groups: Groups, numbers: Sequence[int], world: World) -> list[GroupPrompt]:
     prompts = [groups.prompt(number, unit) for unit, number in enumerate(numbers)]
-    return [prompts[unit] for unit in deal([len(prompt.ids) for prompt in prompts], world.size)[world.rank]]
+    return [prompts[unit] for unit in deal_units([len(prompt.ids) for prompt in prompts], world.size)[world.rank]]
 
 
 def supervised(groups: Sequence[Group]) -> int:

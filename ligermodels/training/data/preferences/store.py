@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.preferences.groups import Group, Prompt, Teacher
+from ligermodels.training.data.preferences.groups import Group, GroupPrompt, Teacher
 from ligermodels.training.data.preferences.tokenization import TokenGroup
 from ligermodels.training.data.store import Document, TokenStore, map_file, open_store, write_store
 
@@ -69,11 +69,11 @@ class GroupStore:
         rows = slice(self.teacher_offsets[number], self.teacher_offsets[number + 1])
         return (Teacher(self.teacher_ids[rows].astype(np.int64), self.teacher_logprobs[rows]),)
 
-    def prompt(self, number: int, unit: int) -> Prompt:
+    def prompt(self, number: int, unit: int) -> GroupPrompt:
         """unit: the number that the prompt gets in its step."""
         content = json.loads(bytes(self.columns[self.column_offsets[number] : self.column_offsets[number + 1]]))
         ids = np.array(self.document(int(self.firsts[number])), np.int64)
-        return Prompt(ids, content["prompt"], content["columns"], unit, number, self.place(number))
+        return GroupPrompt(ids, content["prompt"], content["columns"], unit, number, self.place(number))
 
     def place(self, number: int) -> str:
         """Where the group was read."""

@@ -33,7 +33,7 @@ from ligermodels.training.data.run_tokenizer import template_advice
 
 
 class TokenGroup(NamedTuple):
-    """A tokenised group. Fields as in `Group`, and `value`, `columns` and `text` as in `GroupRecord` and `Prompt`."""
+    """A tokenised group. Fields as in `Group`; value and columns as in `GroupRecord`, text as in `GroupPrompt`."""
 
     prompt: list[int]
     completions: list[list[int]]

@@ -87,7 +87,7 @@ REFUSED = {
     "a question without a prompt": ("prompts", {"question": "a", "answer": "b"}, "; rename question to prompt"),
     "messages without a prompt": ("prompts", {"messages": [ASKED, GOOD]}, "without the answer at its end"),
     "a column of a reward function's argument": ("prompts", {"prompt": "a", "completion_ids": [1]}, "rename it"),
-    "a label in words": ("judged", {"prompt": "a", "completion": "b", "label": "good"}, "field label is 'good'; must be"),
+    "a label in words": ("judged", {"prompt": "a", "completion": "b", "label": "good"}, "field label is 'good'"),
     "a number as a label": ("judged", {"prompt": "a", "completion": "b", "label": 1}, "field label is 1; must be true"),
     "a margin in words": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"}, "field margin"),
     "tools for strings": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "tools": [TOOL]}, "no effect"),
@@ -120,6 +120,6 @@ def test_all_kinds_of_files_are_read(tmp_path):
         ]
     (tmp_path / "d.csv").write_text("prompt,answer,level\np,4,easy\n")
     assert [record.columns for record in read(tmp_path / "d.csv", "prompts")] == [{"answer": "4", "level": "easy"}]
-    with pytest.raises(InputError, match="b.csv:1: the header has no column prompt with completion with label"):
+    with pytest.raises(InputError, match=r"b\.csv:1: the header has no column prompt with completion with label"):
         (tmp_path / "b.csv").write_text("prompt,text\np,a\n")
         read(tmp_path / "b.csv", "judged")

@@ -7,9 +7,9 @@ import torch
 from ligermodels import losses
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.preferences import Group, collate_groups, empty_batch
-from ligermodels.training.data.preferences.dealing import deal, pack
+from ligermodels.training.data.preferences.dealing import deal_units, pack_units
 from ligermodels.training.data.preferences.groups import Teacher
-from ligermodels.training.data.preferences.layout import Piece, split_group
+from ligermodels.training.data.preferences.layout import GroupPiece, split_group
 
 
 def group(prompt, *lengths, first=1):
@@ -62,7 +62,7 @@ def test_a_row_of_padding_supervises_nothing():
 
 
 def test_a_group_that_is_longer_than_a_row_is_split_with_a_prompt_in_each():
-    pieces = split_group(Piece(group(10, 5, 5, 30, 5), 7), 24, share=True)
+    pieces = split_group(GroupPiece(group(10, 5, 5, 30, 5), 7), 24, share=True)
     assert [(piece.first, piece.group.lengths, piece.unit) for piece in pieces] == [
         (0, [5, 5], 7), (2, [30], 7), (3, [5], 7),
     ]  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_teachers_rows_are_those_of_the_supervised_tokens():
 
 
 def test_units_are_dealt_by_tokens_and_packed_by_best_fit():
-    assert deal([5, 9, 4, 4], 2) == [[1, 3], [0, 2]]
-    assert deal([3], 2) == [[0], []]
-    assert pack([60, 30, 40, 70, 200], 100) == [[4], [1, 3], [0, 2]]
-    assert pack([], 100) == []
+    assert deal_units([5, 9, 4, 4], 2) == [[1, 3], [0, 2]]
+    assert deal_units([3], 2) == [[0], []]
+    assert pack_units([60, 30, 40, 70, 200], 100) == [[4], [1, 3], [0, 2]]
+    assert pack_units([], 100) == []

@@ -140,8 +140,8 @@ def test_validation_data_take_their_prompts_out_of_training_and_counts_are_said(
     data = opened(training, validation_data=(held_out,), allow_bad_lines=1)
     assert (len(data.training), len(data.validation)) == (10, 2)
     assert data.description == (
-        f"{training} (1 bad line skipped, 1 group longer than --max-length 200 dropped, 2 groups excluded, with a prompt "
-        "of the validation data)"
+        f"{training} (1 bad line skipped, 1 group longer than --max-length 200 dropped, "
+        "2 groups excluded, with a prompt of the validation data)"
     )
 
 
