@@ -21,6 +21,7 @@
 | `route`                | top-k router: probabilities and indices of a token's experts                      |
 | `experts`              | mixture of gated experts by grouped GEMM, with optional LoRA (`GroupedLowRank`)   |
 | `attention`            | causal attention over SDPA, FlashAttention and FlexAttention                      |
+| `gather_keys`          | keys or values, copied to the packed documents that share a prefix                |
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `token_log_probs`      | log-probability of each target token, without all logits in memory                |
@@ -62,6 +63,7 @@ from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope_
+from ligermodels.kernels.shared_keys import gather_keys
 
 __all__ = [
     "CrossEntropyOutput",
@@ -77,6 +79,7 @@ __all__ = [
     "experts",
     "gated_activation",
     "gated_linear",
+    "gather_keys",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
