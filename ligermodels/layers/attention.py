@@ -29,12 +29,12 @@ class Positions:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention within rows or packed documents. options: as those of `attention`."""
-        options |= {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
-        if self.shared_keys is not None:
-            offsets, places, *documents = self.shared_keys
-            k, v = (gather_keys(x, offsets, places) for x in (k, v))
-            options |= zip(("cu_seqlens_k", "max_seqlen_k"), documents, strict=True)
-        return attention(q, k, v, **options)
+        shared = self.shared_keys
+        documents: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+        if shared is not None:
+            k, v = (gather_keys(x, shared.offsets, shared.places) for x in (k, v))
+            documents |= {"cu_seqlens_k": shared.cu_seqlens, "max_seqlen_k": shared.max_seqlen}
+        return attention(q, k, v, **documents, **options)
 
 
 class Attention(PackingModule):
