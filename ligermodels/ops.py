@@ -25,6 +25,7 @@
 | `write_cache`          | keys and values into the slots (`CacheSlots`) of a paged cache                    |
 | `rope_write_cache_`    | `rope_` and the write of its keys and values in one launch                        |
 | `qk_norm_rope_write_cache` | the same with `qk_norm_rope`                                                  |
+| `gather_keys`          | keys or values, copied to the packed documents that share a prefix                |
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `sample`               | one token per row of logits: temperature, top-k, top-p, min-p; its log-probability |
@@ -77,6 +78,7 @@ from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope_
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.sample import sample
+from ligermodels.kernels.shared_keys import gather_keys
 
 __all__ = [
     "CacheSlots",
@@ -97,6 +99,7 @@ __all__ = [
     "experts",
     "gated_activation",
     "gated_linear",
+    "gather_keys",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

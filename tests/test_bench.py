@@ -40,6 +40,7 @@ SMALL = {
     "norm_linear": (8, 16, 24),
     "gated_linear": (8, 16, 24),
     "attention": (1, 8, 4, 2, 16, 0, 0, 0, 1),
+    "gather_keys": (2, 5, 3, 2, 2, 16),
     "experts": (8, 16, 8, 4, 2),
     "adamw": (8, 16),
 }

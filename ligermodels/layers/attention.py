@@ -12,6 +12,7 @@ from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.cache import LayerCache
 from ligermodels.kernels.attention import attention, packed_attention_name
 from ligermodels.kernels.cache_write import CacheSlots
+from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
 from ligermodels.layers.fused import (
     apply_linear,
     norm_then_linear,
@@ -31,6 +32,16 @@ class Positions:
     angles: Mapping[str, tuple[Tensor, Tensor]]  # layer type -> (cos, sin), each [B * T or T, R / 2] fp32
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
+    shared_keys: SharedKeys | None = None  # where packed documents share prefixes: the keys that each one reads
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention within rows or packed documents. options: as those of `attention`."""
+        shared = self.shared_keys
+        documents: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+        if shared is not None:
+            k, v = (gather_keys(x, shared.offsets, shared.places) for x in (k, v))
+            documents |= {"cu_seqlens_k": shared.cu_seqlens, "max_seqlen_k": shared.max_seqlen}
+        return attention(q, k, v, **documents, **options)
 
 
 class Attention(PackingModule):
@@ -85,10 +96,7 @@ class Attention(PackingModule):
         if cache is not None:
             out = cache.attend(q, k, v, positions.position_ids, **options)
         else:
-            out = attention(
-                q, k, v, dropout=self.dropout if self.training else 0.0,
-                cu_seqlens=positions.cu_seqlens, max_seqlen=positions.max_seqlen, **options,
-            )  # fmt: skip
+            out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         return apply_linear(self.o_proj, out.flatten(2)), residual
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:

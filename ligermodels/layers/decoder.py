@@ -20,6 +20,7 @@ from ligermodels.generation.decoding import generate
 from ligermodels.generation.sampling import Sampling
 from ligermodels.kernels.attention_mask import document_ids
 from ligermodels.kernels.logprobs_of_logits import LogProbs
+from ligermodels.kernels.shared_keys import SharedKeys
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
 from ligermodels.layers.fused import add_then_norm
@@ -109,6 +110,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
+        shared_keys: SharedKeys | None = None,
     ) -> DecoderOutput:
         """Arguments as those of `CausalLM.forward`."""
         x = self.scale(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
@@ -116,7 +118,7 @@ class Decoder(nn.Module):
             position_ids = default_positions(x, cu_seqlens, cache)
         lengths = None if cache is None else cache.sequence_lengths
         angles = {name: rotary(position_ids, lengths) for name, rotary in self.rotary_emb.items()}
-        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen)
+        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys)
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
@@ -217,6 +219,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        shared_keys: SharedKeys | None = None,
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -245,6 +248,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         not continue, as padding-free collators mean it.
         cu_seqlens: int32 [documents + 1], offsets of the documents packed into one row. Documents do not attend to each
         other, and the last token of a document is not supervised. max_seqlen: the longest document's length, if known.
+        shared_keys: with cu_seqlens and position_ids, the keys of documents that share a prefix; the positions of a
+        document then begin where those of its prefix end.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: the same under the names of the Hub's
         collators. seq_idx, the number of each token's document, only beside the offsets.
         cache: keys and values of earlier tokens; those of input_ids are added to it.
@@ -273,7 +278,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
         decoded = self.decode(
             input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
-            bool(output_hidden_states),
+            bool(output_hidden_states), shared_keys,
         )  # fmt: skip
         output, labels = decoded.output, decoded.labels
         if rows is not None and decoded.layout is not None:
@@ -333,15 +338,20 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
+        shared_keys: SharedKeys | None = None,
     ) -> Decoded:
         """Runs the decoder on a batch. Arguments as those of `forward`."""
         shape = batch_shape(input_ids, inputs_embeds)
+        if shared_keys is not None and (cu_seqlens is None or position_ids is None):
+            raise ValueError("forward: shared_keys need cu_seqlens and position_ids")
         layout = row_layout(shape, attention_mask, position_ids, cu_seqlens, cached=cache is not None)
         if layout is not None:
             inputs = input_ids, inputs_embeds, labels, position_ids
             input_ids, inputs_embeds, labels, position_ids = (None if x is None else layout.pack(x) for x in inputs)
             cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
-        output = self.model(input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states)
+        output = self.model(
+            input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states, shared_keys
+        )
         if cache is not None and isinstance(layout, AlignedRows):
             cache.advance(-layout.padding)
         return Decoded(output, labels, cu_seqlens, layout)

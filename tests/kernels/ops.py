@@ -55,6 +55,7 @@ from ligermodels.kernels.rms_norm import (
 from ligermodels.kernels.rope import rope_, rope_reference
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.sample import sample, sample_reference
+from ligermodels.kernels.shared_keys import gather_keys, gather_keys_reference
 from ligermodels.losses.divergences import KINDS
 from tests.conftest import DEVICE
 
@@ -403,6 +404,19 @@ def attention_case(batch, length, heads, kv_heads, head_size, window) -> Case:
     return Case(partial(attention, **settings), partial(attention_reference, **settings), leaves, [])
 
 
+def gather_keys_case(batch, length, heads, head_size) -> Case:
+    """Tokens with three copies and with one in turns."""
+
+    def gather(function, x, ends, places):
+        return function(x.flatten(0, 1)[None], F.pad(ends.flatten(), (1, 0)), places.flatten())
+
+    token = torch.arange(batch * length, dtype=torch.int32, device=DEVICE).view(batch, length)
+    ends = (2 * token + 3 - token % 2).clamp(max=2 * batch * length)
+    places = torch.randperm(2 * batch * length, dtype=torch.int32, device=DEVICE).view(batch, length, 2)
+    ours, reference = partial(gather, gather_keys), partial(gather, gather_keys_reference)
+    return Case(ours, reference, [normal(batch, length, heads, head_size)], [ends, places])
+
+
 def adamw_case(batch, length, width) -> Case:
     hyperparameters = 1e-2, 0.9, 0.999, 1e-8, 0.1
 
@@ -727,4 +741,5 @@ OPS = {
         draw=penalty_case, small=(300,), real=tuple((v,) for v in VOCABULARIES), huge=(2**13 + 1, 2**18),
         has_gradients=False,
     ),
+    "gather_keys": Op(draw=gather_keys_case, small=(3, 20), real=((8, 128), (4, 256)), huge=(2**16 + 1, 128, 128)),
 }  # fmt: skip

@@ -59,7 +59,7 @@ def cache_folder() -> Path:
 def code_hash() -> str:
     """A hash of the modules that make data, so that folders written by another version of them are not used."""
     folders = [Path(__file__).parent, Path(tokenizer.__file__).parent]
-    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -18,15 +18,15 @@ end-of-text token. This module knows nothing about files or rows.
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 from tokenizers import Encoding
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.chat_template import choose_template
-from ligermodels.training.data.records import BadLines, Completion, Conversation, Record, Text
+from ligermodels.tokenizer.chat_template import Rendered, choose_template
+from ligermodels.training.data.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
 from ligermodels.training.data.run_tokenizer import template_advice
 from ligermodels.training.data.store import Document
 
@@ -35,7 +35,7 @@ TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred 
 EXCERPT_CHARACTERS = 30
 
 CharacterSpan = tuple[int, int]  # [start, stop)
-OneKind = TypeVar("OneKind", Text, Completion, Conversation)
+OneKind = TypeVar("OneKind", Text, Completion, Conversation, GroupRecord)
 
 
 class RewrittenTurnError(InputError):
@@ -142,13 +142,13 @@ def render_conversation(
     conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> list[RenderedChat]:
     """special: the texts of the special tokens. Raises InputError naming the place."""
-    messages, tools, place = conversation
+    messages, _, place, _ = conversation
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     supervised = [index for index in answers if messages[index].get("weight", 1)]
     try:
         if not supervised:
             raise InputError("field messages: no assistant message with a weight other than 0: nothing is supervised")
-        whole = tokenizer.render(messages, tools=tools)
+        whole = render(conversation, messages, tokenizer)
         if not whole.spans:
             return render_turn_by_turn(conversation, supervised, whole.text, tokenizer, special)
         spans = whole.spans
@@ -163,6 +163,13 @@ def render_conversation(
     return [RenderedChat(whole.text, spans, True, place)]
 
 
+def render(
+    conversation: Conversation, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any
+) -> Rendered:
+    """Some of a conversation's messages, with its tools and variables."""
+    return tokenizer.render(messages, tools=conversation.tools, **(conversation.template_kwargs or {}), **options)
+
+
 def render_turn_by_turn(
     conversation: Conversation, indices: Sequence[int], whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> list[RenderedChat]:
@@ -174,7 +181,7 @@ def render_turn_by_turn(
             unchanged[index] = answer_span(conversation, index, whole, tokenizer, special)
         except RewrittenTurnError:
             shorter = conversation._replace(messages=conversation.messages[: index + 1])
-            text = tokenizer.render(shorter.messages, tools=shorter.tools).text
+            text = render(shorter, shorter.messages, tokenizer).text
             spans = {index: answer_span(shorter, index, text, tokenizer, special)}
             chats.append(rendered_chat(shorter, text, spans, special))
     return [*chats, rendered_chat(conversation, whole, unchanged, special)] if unchanged else chats
@@ -194,13 +201,13 @@ def answer_span(
     conversation: Conversation, index: int, whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> CharacterSpan:
     """The span of the assistant's message at `index` in the whole text, with the special token that ends it."""
-    messages, tools, _ = conversation
+    messages = conversation.messages
     if index == 0:
         raise InputError("field messages[0].role is 'assistant'; a message must come before an answer")
-    before = tokenizer.render(messages[:index], tools=tools, add_generation_prompt=True).text
+    before = render(conversation, messages[:index], tokenizer, add_generation_prompt=True).text
     through = whole
     if index + 1 < len(messages):
-        through = tokenizer.render(messages[: index + 1], tools=tools).text
+        through = render(conversation, messages[: index + 1], tokenizer).text
         if not whole.startswith(through):  # Phi 3 writes an end of text after the last message of any role
             through = through.removesuffix(tokenizer.eos_token or "")
     for text in (before, through):

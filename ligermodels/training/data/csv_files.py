@@ -13,7 +13,7 @@ from typing import Self, TextIO
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.record_formats import FieldNames, has_record, parse_record
+from ligermodels.training.data.record_formats import RecordFormats, parse_record
 from ligermodels.training.data.records import MAX_RECORD_BYTES, MAX_RECORD_VALUES, BadLines, Record
 from ligermodels.training.data.streams import open_stream, open_text_stream, refuse_placeholder
 from ligermodels.training.data.tables import record_columns
@@ -23,16 +23,16 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}  # of CSV, in the ord
 CSV_RULES = 'a cell with a delimiter, a line break or a quote must be in quotes, with each quote in it written as ""'
 
 
-def read_csv(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_csv(file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     return read_delimited(file, tuple(DELIMITERS), fields, bad_lines, progress)
 
 
-def read_tsv(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_tsv(file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     return read_delimited(file, ("\t",), fields, bad_lines, progress)
 
 
 def read_delimited(
-    file: Path, delimiters: tuple[str, ...], fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress
+    file: Path, delimiters: tuple[str, ...], fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
 ) -> Iterator[Record]:
     with open_stream(file, progress) as stream:
         refuse_placeholder(file, stream)
@@ -46,7 +46,7 @@ def read_delimited(
 
 
 def find_header(
-    file: Path, delimiters: tuple[str, ...], fields: FieldNames, progress: ReadingProgress
+    file: Path, delimiters: tuple[str, ...], fields: RecordFormats, progress: ReadingProgress
 ) -> tuple[str, list[str]]:
     """The first delimiter with which the header has the columns of a record, and the names of all columns.
 
@@ -54,7 +54,7 @@ def find_header(
     """
     headers = {delimiter: read_column_names(file, delimiter, progress) for delimiter in delimiters}
     most_columns = max(delimiters, key=lambda delimiter: len(headers[delimiter]))
-    chosen = next((delimiter for delimiter in delimiters if has_record(headers[delimiter], fields)), most_columns)
+    chosen = next((delimiter for delimiter in delimiters if fields.has_record(headers[delimiter])), most_columns)
     header = headers[chosen]
     for name in record_columns(header, f"{file}:1: the header", fields):
         if header.count(name) > 1:
@@ -122,7 +122,7 @@ class CSVLines:
         return line
 
 
-def parse_row(row: list[str], header: list[str], delimiter: str, place: str, fields: FieldNames) -> Record:
+def parse_row(row: list[str], header: list[str], delimiter: str, place: str, fields: RecordFormats) -> Record:
     if len(row) != len(header):
         found = f"has {counted(len(row), 'cell')} with the delimiter {DELIMITERS[delimiter]}"
         raise InputError(f"{place}: {found}, but the header has {len(header)}; {CSV_RULES}")

@@ -1,4 +1,4 @@
-"""Datasets that need no file: the embedded stories and chats, and random tokens.
+"""Datasets that need no file: the embedded stories, chats, preferences and sums, and random tokens.
 
 This module knows nothing about rows of fixed length.
 """
@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ligermodels.training.data.embedded_preferences import preference_pairs, sum_questions
 from ligermodels.training.data.embedded_stories import conversation_question, conversations, stories, story_question
-from ligermodels.training.data.records import Conversation, Record, Text
+from ligermodels.training.data.records import Conversation, GroupRecord, Record, Text
 from ligermodels.training.data.split import Selection, all_documents
 from ligermodels.training.data.store import TokenStore
 
@@ -18,6 +19,8 @@ RANDOM = "random"
 EMBEDDED_VOCABULARY = 1024
 TRAINING_STORIES, VALIDATION_STORIES = 24_000, 320
 TRAINING_CHATS, VALIDATION_CHATS = 8_000, 200
+TRAINING_PAIRS, VALIDATION_PAIRS = 4_000, 200
+TRAINING_SUMS, VALIDATION_SUMS = 8_000, 480
 RANDOM_ROWS = 256
 VALIDATION_QUESTIONS = 120  # asked at every validation
 
@@ -71,8 +74,27 @@ def chat_dataset() -> EmbeddedDataset:
     return EmbeddedDataset(training, validation, 0.0, [conversation_question(messages) for messages in chats])
 
 
-RECORDS: dict[str, Callable[[int, int, str], Iterator[Record]]] = {"stories": story_records, "chats": chat_records}
+def pair_records(seed: int, count: int, title: str) -> Iterator[GroupRecord]:
+    for number, (prompt, chosen, rejected) in enumerate(preference_pairs(seed, count), 1):
+        yield GroupRecord(prompt, (chosen, rejected), f"{title}:{number}")
+
+
+def sum_records(seed: int, count: int, title: str) -> Iterator[GroupRecord]:
+    for number, (prompt, answer) in enumerate(sum_questions(seed, count), 1):
+        yield GroupRecord(prompt, (), f"{title}:{number}", columns={"answer": answer})
+
+
+RECORDS: dict[str, Callable[[int, int, str], Iterator[Record]]] = {
+    "stories": story_records, "chats": chat_records, "preferences": pair_records, "sums": sum_records,
+}  # fmt: skip
 EMBEDDED = {"stories": story_dataset, "chats": chat_dataset}
+# (training, validation) of post-training.
+EMBEDDED_GROUPS = {
+    "preferences": (
+        EmbeddedSplit("preferences", seed=0, size=TRAINING_PAIRS), EmbeddedSplit("preferences", 1, VALIDATION_PAIRS),
+    ),
+    "sums": (EmbeddedSplit("sums", seed=0, size=TRAINING_SUMS), EmbeddedSplit("sums", 1, VALIDATION_SUMS)),
+}  # fmt: skip
 
 
 def random_tokens(vocab_size: int, length: int) -> tuple[Selection, Selection, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.record_formats import FieldNames
+from ligermodels.training.data.record_formats import RecordFormats
 from ligermodels.training.data.records import BadLines, Record
 from ligermodels.training.data.tables import TABLE_BATCH_ROWS, TableRows, read_table, record_columns
 from ligermodels.training.packages import import_package
@@ -17,11 +17,13 @@ HUB_PREFIX = "hub:"
 COLON_OUTSIDE_BRACKETS = re.compile(r":(?![^\[]*\])")
 
 
-def read_hub_dataset(name: str, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_hub_dataset(
+    name: str, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
+) -> Iterator[Record]:
     return read_table(hub_batches(name, fields, progress), name, fields, bad_lines)
 
 
-def hub_batches(name: str, fields: FieldNames, progress: ReadingProgress) -> Iterator[TableRows]:
+def hub_batches(name: str, fields: RecordFormats, progress: ReadingProgress) -> Iterator[TableRows]:
     dataset = load_hub_dataset(name)
     columns = record_columns(dataset.column_names, f"{name}:", fields)
     done, rows, size = 0, len(dataset), progress.total or 0

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.record_formats import FieldNames, parse_record
+from ligermodels.training.data.record_formats import RecordFormats, parse_record
 from ligermodels.training.data.records import MAX_RECORD_BYTES, MAX_RECORD_VALUES, BadLines, Record
 from ligermodels.training.data.streams import describe_invalid_utf8, open_stream, open_text_stream, refuse_placeholder
 from ligermodels.weights.reading import has_more_values
@@ -26,7 +26,9 @@ SURROGATE_ESCAPE, SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud
 JSON_LAYOUTS = "the file must have one object per line, or be one array of objects"
 
 
-def read_json_file(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_json_file(
+    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
+) -> Iterator[Record]:
     """The records of a JSON file, which is an array if its first character is "[", and JSON lines otherwise."""
     with open_stream(file, progress) as stream:
         refuse_placeholder(file, stream)
@@ -34,7 +36,9 @@ def read_json_file(file: Path, fields: FieldNames, bad_lines: BadLines, progress
     return (read_json_array if is_array else read_json_lines)(file, fields, bad_lines, progress)
 
 
-def read_json_lines(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_json_lines(
+    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
+) -> Iterator[Record]:
     for number, line in numbered_lines(file, progress):
         record = bad_lines.attempt(parse_json_line, line, f"{file}:{number}", fields)
         if record is not None:
@@ -54,7 +58,7 @@ def numbered_lines(file: Path, progress: ReadingProgress) -> Iterator[tuple[int,
                 yield number, line
 
 
-def parse_json_line(line: bytes, place: str, fields: FieldNames) -> Record:
+def parse_json_line(line: bytes, place: str, fields: RecordFormats) -> Record:
     refuse_many_values(line, place)
     try:
         text = line.decode()
@@ -69,7 +73,9 @@ def parse_json_line(line: bytes, place: str, fields: FieldNames) -> Record:
     return parse_json_record(value, text, place, fields)
 
 
-def read_json_array(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_json_array(
+    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
+) -> Iterator[Record]:
     with open_text_stream(file, progress) as stream:
         scanner = JSONScanner(stream)
         scanner.take()  # the [
@@ -159,7 +165,7 @@ def unsupported_json(place: str, error: Exception) -> InputError:
     return InputError(f"{place}: JSON that cannot be decoded: {first_line(error)}")
 
 
-def parse_json_record(value: Any, text: str, place: str, fields: FieldNames) -> Record:
+def parse_json_record(value: Any, text: str, place: str, fields: RecordFormats) -> Record:
     """text: the JSON text of the value."""
     try:
         halved = SURROGATE_ESCAPE.search(text) and SURROGATE.search(json.dumps(value, ensure_ascii=False))

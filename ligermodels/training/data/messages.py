@@ -13,6 +13,9 @@ from ligermodels.errors import InputError
 from ligermodels.training.data.records import MAX_RECORD_VALUES
 from ligermodels.weights.reading import has_more_values
 
+RENDER_ARGUMENTS = (
+    "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+)  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
@@ -90,6 +93,17 @@ def parse_tools(value: Any) -> list[Any] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(f"field tools is {json_type(tools)}; must be a list of objects, the schemas of functions")
     return tools or None
+
+
+def parse_template_kwargs(value: Any) -> dict[str, Any] | None:
+    """Variables for the chat template, as an object or as a JSON string of one. An empty object becomes None."""
+    variables = parse_json_string(value, "field chat_template_kwargs") if isinstance(value, str) else value
+    if variables is not None and not isinstance(variables, Mapping):
+        raise InputError(f"field chat_template_kwargs is {json_type(variables)}; must be an object")
+    for name in RENDER_ARGUMENTS:
+        if name in (variables or {}):
+            raise InputError(f"field chat_template_kwargs has {name}, which training sets; leave it out")
+    return dict(variables) if variables else None
 
 
 def parse_json_string(text: str, field: str) -> Any:

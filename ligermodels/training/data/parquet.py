@@ -6,7 +6,7 @@ from typing import Any
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.record_formats import FieldNames
+from ligermodels.training.data.record_formats import RecordFormats
 from ligermodels.training.data.records import BadLines, Record
 from ligermodels.training.data.streams import refuse_placeholder
 from ligermodels.training.data.tables import TABLE_BATCH_ROWS, TableRows, bounded_rows, read_table, record_columns
@@ -14,11 +14,11 @@ from ligermodels.training.packages import import_package
 from ligermodels.weights.reading import refuse_irregular
 
 
-def read_parquet(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_parquet(file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     return read_table(parquet_batches(file, fields, progress), str(file), fields, bad_lines)
 
 
-def parquet_batches(file: Path, fields: FieldNames, progress: ReadingProgress) -> Iterator[TableRows]:
+def parquet_batches(file: Path, fields: RecordFormats, progress: ReadingProgress) -> Iterator[TableRows]:
     pyarrow = import_package("pyarrow", str(file))
     parquet = import_package("pyarrow.parquet", str(file))
     refuse_irregular(file)
@@ -40,7 +40,7 @@ def parquet_batches(file: Path, fields: FieldNames, progress: ReadingProgress) -
         raise InputError(f"{file}: not a parquet file that pyarrow can read: {first_line(error)}") from error
 
 
-def dictionary_columns(metadata: Any, fields: FieldNames) -> list[str]:
+def dictionary_columns(metadata: Any, fields: RecordFormats) -> list[str]:
     """The columns of strings of a parquet file that have a dictionary: one long string may stand for many rows.
 
     Without columns within lists and objects, for which pyarrow cannot keep it.
@@ -48,4 +48,4 @@ def dictionary_columns(metadata: Any, fields: FieldNames) -> list[str]:
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     chunks = (group.column(number) for group in groups for number in range(metadata.num_columns))
     strings = {c.path_in_schema for c in chunks if c.has_dictionary_page and c.physical_type == "BYTE_ARRAY"}
-    return sorted(strings & set(fields.used))
+    return sorted(fields.columns(strings))

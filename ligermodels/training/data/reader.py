@@ -21,6 +21,7 @@ from ligermodels.training.data.cache import cached_folder, cached_folders
 from ligermodels.training.data.chat import tokenize_records
 from ligermodels.training.data.embedded import (
     EMBEDDED,
+    EMBEDDED_GROUPS,
     EMBEDDED_VOCABULARY,
     RANDOM,
     EmbeddedSplit,
@@ -36,7 +37,7 @@ from ligermodels.training.data.new_tokenizer import (
     train_tokenizer,
 )
 from ligermodels.training.data.progress import ReadingProgress, print_status
-from ligermodels.training.data.record_formats import FieldNames
+from ligermodels.training.data.record_formats import FieldNames, RecordFormats
 from ligermodels.training.data.records import BadLines, Conversation, Record
 from ligermodels.training.data.run_tokenizer import use_template
 from ligermodels.training.data.sources import (
@@ -69,23 +70,25 @@ class SourceDocuments:
 class SourceReader:
     """Opens sources by name, with one tokenizer for all text: the model's, or a new one if the model has none.
 
-    row_length: tokens of a row of random data. skipped, chats: the numbers of bad lines and of conversations so far.
+    row_length: tokens of a row of random data. formats: those of records; None for supervised training's. skipped,
+    chats: the numbers of bad lines and of conversations so far.
     used_tokenizer: the tokenizer, None until there is text. new_tokenizer: the same if it is a new one.
     """
 
     def __init__(
         self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig, row_length: int,
-        adapter: Path | None = None,
+        adapter: Path | None = None, formats: RecordFormats | None = None,
     ) -> None:  # fmt: skip
         self.names, self.folder, self.vocab_size, self.config = names, folder, vocab_size, config
         self.row_length, self.adapter = row_length, adapter
         self.skipped, self.chats = 0, 0
         self.used_tokenizer: Tokenizer | None = None
         self.new_tokenizer: Tokenizer | None = None
-        self.fields = FieldNames(config.text_field, config.prompt_field, config.completion_field)
-        if self.fields.flags and not any(map(has_fields, names)):
-            flag = next(iter(self.fields.flags.values()))
+        named = FieldNames(config.text_field, config.prompt_field, config.completion_field)
+        if named.flags and (formats is not None or not any(map(has_fields, names))):
+            flag = next(iter(named.flags.values()))
             raise InputError(f"--data {' '.join(names)}: has no fields that {flag} could name; leave it out")
+        self.fields: RecordFormats = formats or named
         if config.chat_template is not None:
             self.tokenizer  # noqa: B018  read now: a template that does not fit is refused before any data are read
 
@@ -103,6 +106,8 @@ class SourceReader:
         if name == RANDOM:
             training, validation, nats = random_tokens(self.vocab_size, self.row_length)
             return SourceDocuments([training], [validation], nats, [])
+        if name in EMBEDDED_GROUPS:
+            raise InputError(f"--data {name}: is for post-training; supervised training takes {' or '.join(EMBEDDED)}")
         stores = self.stores(name)
         if not split:
             whole = [all_documents(store) for store in stores]

@@ -19,10 +19,16 @@ answers. Errors name the field. This module knows nothing about files or tokens.
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.messages import json_type, parse_messages, parse_tools, require_string
+from ligermodels.training.data.messages import (
+    json_type,
+    parse_messages,
+    parse_template_kwargs,
+    parse_tools,
+    require_string,
+)
 from ligermodels.training.data.records import Completion, Conversation, Record, Text
 
 RECORD_EXAMPLE = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
@@ -34,8 +40,25 @@ RecordFields: TypeAlias = Mapping[str, Any]
 FormatParser: TypeAlias = Callable[[RecordFields, str], Record]
 
 
+class RecordFormats(Protocol):
+    """The formats that a reader of files looks for."""
+
+    def has_record(self, names: Collection[str]) -> bool:
+        """Whether these names of fields or columns are enough for a record."""
+
+    def refuse_missing(self, names: Collection[str], kind: str) -> None:
+        """Raises InputError if these names are not enough for a record. kind: what they are of, "field" or "column"."""
+
+    def columns(self, names: Collection[str]) -> list[str]:
+        """Those of the names that records are made of."""
+
+    def parse(self, value: RecordFields, place: str) -> Record:
+        """The record of an object. Raises InputError naming the field."""
+
+
 class FieldNames(NamedTuple):
-    """The fields that the user names: the text, or the prompt and its completion; None where none is named."""
+    """The formats of supervised training, or the fields that the user names: the text, or the prompt and its
+    completion; None where none is named."""
 
     text: str | None = None
     prompt: str | None = None
@@ -46,37 +69,52 @@ class FieldNames(NamedTuple):
         """The flag that names each field."""
         return {name: f"--{role}-field" for role, name in self._asdict().items() if name is not None}
 
-    @property
-    def used(self) -> tuple[str, ...]:
-        """All fields that records are made of."""
-        return (*self.flags, "tools") if self.flags else RECORD_FIELDS
+    def has_record(self, names: Collection[str]) -> bool:
+        there = set(names)
+        needed = [tuple(self.flags)] if self.flags else RECORD_FORMATS
+        return any(there.issuperset(format_fields) for format_fields in needed)
+
+    def refuse_missing(self, names: Collection[str], kind: str) -> None:
+        if self.has_record(names):
+            return
+        listed = f"its {kind}s are {', '.join(names) or 'none'}"
+        for name, flag in self.flags.items():
+            if name not in names:
+                raise InputError(f"has no {kind} {name}, which {flag} names; {listed}")
+        raise InputError(f"has no {kind} {ACCEPTED_FIELDS}; {listed}{suggest_flags(names)}")
+
+    def columns(self, names: Collection[str]) -> list[str]:
+        used = (*self.flags, *OPTIONS_OF_CHATS) if self.flags else RECORD_FIELDS
+        return [name for name in used if name in names]
+
+    def parse(self, value: RecordFields, place: str) -> Record:
+        return self.find_format(value)(value, place)
+
+    def find_format(self, value: RecordFields) -> FormatParser:
+        """Raises InputError if the fields of `value` are not enough for any format."""
+        if self.flags:
+            self.refuse_missing(value, "field")
+            return named_format(self)
+        given = {field for field, content in value.items() if content is not None}
+        for names, parse in RECORD_FORMATS.items():
+            if given.issuperset(names):
+                return parse
+        self.refuse_missing(value, "field")
+        # All fields of a format are there, but one is null: its parser says which.
+        return next(parse for names, parse in RECORD_FORMATS.items() if value.keys() >= set(names))
 
 
 KNOWN_FIELDS = FieldNames()
 
 
-def parse_record(value: Any, place: str, fields: FieldNames = KNOWN_FIELDS) -> Record:
+def parse_record(value: Any, place: str, formats: RecordFormats = KNOWN_FIELDS) -> Record:
     """The record in a JSON value. Raises InputError naming the place and the field."""
     try:
         if not isinstance(value, Mapping):
             raise InputError(f"is {json_type(value)}; must be an object such as {RECORD_EXAMPLE}")
-        return find_format(value, fields)(value, place)
+        return formats.parse(value, place)
     except InputError as error:
         raise InputError(f"{place}: {error}") from None
-
-
-def find_format(value: RecordFields, fields: FieldNames) -> FormatParser:
-    """Raises InputError if the fields of `value` are not enough for any format."""
-    if fields.flags:
-        refuse_missing(value, "field", fields)
-        return named_format(fields)
-    given = {field for field, content in value.items() if content is not None}
-    for names, parse in RECORD_FORMATS.items():
-        if given.issuperset(names):
-            return parse
-    refuse_missing(value, "field", fields)
-    # All fields of a format are there, but one is null: its parser says which.
-    return next(parse for names, parse in RECORD_FORMATS.items() if value.keys() >= set(names))
 
 
 def named_format(fields: FieldNames) -> FormatParser:
@@ -84,24 +122,6 @@ def named_format(fields: FieldNames) -> FormatParser:
         return functools.partial(from_text_field, field=fields.text)
     prompt, completion = cast(tuple[str, str], fields[1:])
     return functools.partial(from_prompt_completion, prompt=prompt, completion=completion)
-
-
-def has_record(names: Collection[str], fields: FieldNames) -> bool:
-    """Whether these names of fields or columns are enough for a record."""
-    there = set(names)
-    needed = [tuple(fields.flags)] if fields.flags else RECORD_FORMATS
-    return any(there.issuperset(format_fields) for format_fields in needed)
-
-
-def refuse_missing(names: Collection[str], kind: str, fields: FieldNames) -> None:
-    """Raises InputError if these names are not enough for a record. kind: what they are of, "field" or "column"."""
-    if has_record(names, fields):
-        return
-    listed = f"its {kind}s are {', '.join(names) or 'none'}"
-    for name, flag in fields.flags.items():
-        if name not in names:
-            raise InputError(f"has no {kind} {name}, which {flag} names; {listed}")
-    raise InputError(f"has no {kind} {ACCEPTED_FIELDS}; {listed}{suggest_flags(names)}")
 
 
 def suggest_flags(names: Collection[str]) -> str:
@@ -116,15 +136,21 @@ def suggest_flags(names: Collection[str]) -> str:
     return "; name one with --text-field, or two with --prompt-field and --completion-field"
 
 
+def conversation(value: RecordFields, messages: list[dict[str, Any]], place: str) -> Conversation:
+    """Messages with the record's tools and variables for the chat template."""
+    kwargs = parse_template_kwargs(value.get("chat_template_kwargs"))
+    return Conversation(messages, parse_tools(value.get("tools")), place, kwargs)
+
+
 def from_openai(value: RecordFields, place: str) -> Record:
-    return Conversation(parse_messages(value["messages"], "messages"), parse_tools(value.get("tools")), place)
+    return conversation(value, parse_messages(value["messages"], "messages"), place)
 
 
 def from_sharegpt(value: RecordFields, place: str) -> Record:
     messages = parse_messages(value["conversations"], "conversations")
     has_system = messages[0]["role"] == "system"
     messages = messages if has_system else [*system_message(value), *messages]
-    return Conversation(messages, parse_tools(value.get("tools")), place)
+    return conversation(value, messages, place)
 
 
 def from_question(value: RecordFields, place: str, *, question: str, details: tuple[str, ...], answer: str) -> Record:
@@ -155,7 +181,7 @@ def from_prompt_completion(
         for message in parse_messages(value[prompt], prompt)
     ]
     messages = [*context, *parse_messages(value[completion], completion)]
-    return Conversation(messages, parse_tools(value.get("tools")), place)
+    return conversation(value, messages, place)
 
 
 def from_known_prompt(value: RecordFields, place: str) -> Record:
@@ -175,7 +201,7 @@ def from_text(value: RecordFields, place: str) -> Record:
 def from_text_field(value: RecordFields, place: str, *, field: str) -> Record:
     """A field that the user names may also be a list of messages."""
     if isinstance(value[field], list):
-        return Conversation(parse_messages(value[field], field), parse_tools(value.get("tools")), place)
+        return conversation(value, parse_messages(value[field], field), place)
     return Text(require_string(value[field], field), place)
 
 
@@ -216,7 +242,8 @@ RECORD_FORMATS: dict[tuple[str, ...], FormatParser] = {
     ),
     ("content",): from_content,
 }  # fmt: skip
-OPTIONAL_FIELDS = ("input", "context", "history", "system", "tools", "label", "role")
+OPTIONS_OF_CHATS = ("tools", "chat_template_kwargs")
+OPTIONAL_FIELDS = ("input", "context", "history", "system", "label", "role", *OPTIONS_OF_CHATS)
 RECORD_FIELDS = tuple(dict.fromkeys([*itertools.chain(*RECORD_FORMATS), *OPTIONAL_FIELDS]))
 ACCEPTED_FORMATS = [" with ".join(fields) for fields, parse in RECORD_FORMATS.items() if parse is not refuse_preference]
 ACCEPTED_FIELDS = f"{', '.join(ACCEPTED_FORMATS[:-1])} or {ACCEPTED_FORMATS[-1]}"

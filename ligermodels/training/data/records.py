@@ -1,4 +1,4 @@
-"""Records, the units of a data source: texts, conversations, and prompts with completions.
+"""Records, the units of a data source: texts, conversations, prompts with completions, and groups of completions.
 
 `record_formats.py` makes them of the values in files. This module knows nothing about files or tokens.
 """
@@ -29,15 +29,16 @@ class Text(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """messages: as `parse_messages` returns them."""
+    """messages: as `parse_messages` returns them. template_kwargs: variables for the chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     place: str
+    template_kwargs: dict[str, Any] | None = None
 
     @property
     def texts(self) -> list[str]:
-        return [message["content"] or "" for message in self.messages]
+        return message_texts(self.messages)
 
 
 class Completion(NamedTuple):
@@ -52,7 +53,48 @@ class Completion(NamedTuple):
         return [self.prompt + self.completion]
 
 
-Record: TypeAlias = Text | Conversation | Completion
+class GroupRecord(NamedTuple):
+    """A prompt with its completions, as preference data have them; all are strings, or all are lists of messages.
+
+    completions: chosen and rejected of a pair, one that was judged, or none. value: the margin of a pair, 1 or 0 for a
+    good or a bad completion; None if there is none. columns: of a prompt alone, all fields but the prompt, for reward
+    functions.
+    """
+
+    prompt: str | list[dict[str, Any]]
+    completions: tuple[str | list[dict[str, Any]], ...]
+    place: str
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] | None = None
+    value: float | None = None
+    columns: dict[str, Any] | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        parts = (self.prompt, *self.completions)
+        return [text for part in parts for text in ([part] if isinstance(part, str) else message_texts(part))]
+
+
+class TeacherRecord(NamedTuple):
+    """A record for distillation, with what a teacher said about its supervised tokens, in their order.
+
+    teacher_ids, teacher_logprobs: for each of M tokens the k ids and log-probabilities; None where there are none.
+    """
+
+    record: Text | Conversation | Completion
+    teacher_ids: list[list[int]] | None
+    teacher_logprobs: list[list[float]] | None
+
+    @property
+    def texts(self) -> list[str]:
+        return self.record.texts
+
+
+def message_texts(messages: list[dict[str, Any]]) -> list[str]:
+    return [message["content"] or "" for message in messages]
+
+
+Record: TypeAlias = Text | Conversation | Completion | GroupRecord | TeacherRecord
 Made = TypeVar("Made")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.record_formats import FieldNames
+from ligermodels.training.data.record_formats import RecordFormats
 from ligermodels.training.data.records import BadLines, Record
 from ligermodels.training.data.streams import refuse_placeholder
 from ligermodels.training.data.tables import TableRows, bounded_rows, is_json, read_table, record_columns
@@ -67,11 +67,11 @@ def arrow_files(folder: Path) -> list[Path]:
     return [safe_file(folder, name) for name in names]
 
 
-def read_arrow(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_arrow(file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
     return read_table(arrow_batches(file, fields, progress), str(file), fields, bad_lines)
 
 
-def arrow_batches(file: Path, fields: FieldNames, progress: ReadingProgress) -> Iterator[TableRows]:
+def arrow_batches(file: Path, fields: RecordFormats, progress: ReadingProgress) -> Iterator[TableRows]:
     pyarrow = import_package("pyarrow", str(file))
     refuse_irregular(file)
     try:

@@ -18,12 +18,12 @@ from ligermodels.training.data.hub_datasets import HUB_PREFIX, read_hub_dataset
 from ligermodels.training.data.json_files import read_json_file
 from ligermodels.training.data.parquet import read_parquet
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.record_formats import KNOWN_FIELDS, FieldNames
-from ligermodels.training.data.records import BadLines, Conversation, Record, Text
+from ligermodels.training.data.record_formats import KNOWN_FIELDS, RecordFormats
+from ligermodels.training.data.records import BadLines, Conversation, GroupRecord, Record, Text
 from ligermodels.training.data.saved_datasets import read_arrow, saved_dataset_files
 from ligermodels.training.data.streams import DECOMPRESSORS, open_text_stream
 
-BUILT_IN_SOURCES = ("stories", "chats", "random")  # need no file; see embedded.py
+BUILT_IN_SOURCES = ("stories", "chats", "preferences", "sums", "random")  # need no file; see embedded.py
 TOKEN_SUFFIXES = (".bin", ".npy")
 PIECE_CHARACTERS = 2**18  # of one piece of a long text
 LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
@@ -97,7 +97,7 @@ def is_hidden(path: Path) -> bool:
 
 
 def read_records(
-    name: str, bad_lines: BadLines, progress: ReadingProgress, fields: FieldNames = KNOWN_FIELDS
+    name: str, bad_lines: BadLines, progress: ReadingProgress, fields: RecordFormats = KNOWN_FIELDS
 ) -> Iterator[Record]:
     """The records of a file, folder[:split], glob pattern, or hub:name[:configuration][:split].
 
@@ -110,7 +110,7 @@ def read_records(
         records = read_files(find_files(name), fields, bad_lines, progress)
     empty = True
     for record in records:
-        if isinstance(record, Conversation) or any(record.texts):
+        if isinstance(record, (Conversation, GroupRecord)) or any(record.texts):
             empty = False
             yield from split_long_text(record) if isinstance(record, Text) else [record]
     if empty:
@@ -127,7 +127,7 @@ def split_long_text(text: Text) -> Iterator[Text]:
 
 
 def read_files(
-    files: Sequence[Path], fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress
+    files: Sequence[Path], fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
 ) -> Iterator[Record]:
     for file in files:
         if suffix_of(file) in TOKEN_SUFFIXES:
@@ -136,7 +136,9 @@ def read_files(
         progress.finish(file.stat().st_size)
 
 
-def read_text_file(file: Path, fields: FieldNames, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
+def read_text_file(
+    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
+) -> Iterator[Record]:
     """The pieces of one document. Bytes that are not UTF-8 are always an error; `bad_lines` does not apply to them."""
     line = 1
     with open_text_stream(file, progress) as stream:
@@ -169,7 +171,7 @@ def last_split_point(text: str) -> int:
     return space if space > 0 else len(text)
 
 
-Reader: TypeAlias = Callable[[Path, FieldNames, BadLines, ReadingProgress], Iterator[Record]]
+Reader: TypeAlias = Callable[[Path, RecordFormats, BadLines, ReadingProgress], Iterator[Record]]
 STREAMED: dict[str, Reader] = {
     ".txt": read_text_file,
     ".jsonl": read_json_file,

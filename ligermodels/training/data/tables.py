@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.messages import parse_json_string
-from ligermodels.training.data.record_formats import FieldNames, parse_record, refuse_missing
+from ligermodels.training.data.record_formats import RecordFormats, parse_record
 from ligermodels.training.data.records import BadLines, Record
 from ligermodels.training.packages import import_package
 
@@ -23,16 +23,18 @@ JSON_EXTENSION = "arrow.json"
 TableRows: TypeAlias = list[dict[str, Any]]
 
 
-def record_columns(names: Sequence[str], subject: str, fields: FieldNames) -> list[str]:
+def record_columns(names: Sequence[str], subject: str, fields: RecordFormats) -> list[str]:
     """The columns that records are made of. Raises InputError, which begins with `subject`, if they are not enough."""
     try:
-        refuse_missing(names, "column", fields)
+        fields.refuse_missing(names, "column")
     except InputError as error:
         raise InputError(f"{subject} {error}") from None
-    return [name for name in fields.used if name in names]
+    return fields.columns(names)
 
 
-def read_table(batches: Iterator[TableRows], place: str, fields: FieldNames, bad_lines: BadLines) -> Iterator[Record]:
+def read_table(
+    batches: Iterator[TableRows], place: str, fields: RecordFormats, bad_lines: BadLines
+) -> Iterator[Record]:
     number = 0
     for rows in batches:
         for row in rows:

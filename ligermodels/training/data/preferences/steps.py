@@ -1,0 +1,232 @@
+"""Steps: the units of a step in their endless order, dealt to ranks and packed into rows.
+
+The units of a step, over all ranks and rows, depend only on the cursor, the number of units taken before the step, and
+on the seed. A unit is a group: a pair, a judged completion, a prompt, a text to distil. Must not know models.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from ligermodels.distributed import World
+from ligermodels.errors import InputError
+from ligermodels.training.data.mixture import Mixture
+from ligermodels.training.data.preferences.collation import PreferenceBatch, collate_row
+from ligermodels.training.data.preferences.dealing import deal_units, pack_units
+from ligermodels.training.data.preferences.formats import GroupKind
+from ligermodels.training.data.preferences.groups import Group, GroupOptions, GroupPrompt, unshared
+from ligermodels.training.data.preferences.layout import GroupPiece
+from ligermodels.training.data.preferences.store import GroupStore
+
+
+class GroupSelection(NamedTuple):
+    """Some groups of a store. numbers: int64 [U]. first: the number that the store's first document has in all data."""
+
+    store: GroupStore
+    numbers: np.ndarray
+    first: int
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the groups' tokens, values and columns, and of their order."""
+        digest = hashlib.sha256(self.store.digest.encode())
+        for array in (self.store.tokens.hashes, self.numbers):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.store.tokens_of(number) for number in self.numbers.tolist())
+
+    def piece(self, index: int, unit: int) -> GroupPiece:
+        """Group number `index` of these. unit: the number that it gets in its step."""
+        number = int(self.numbers[index])
+        return GroupPiece(self.store.group(number), unit, 0, self.first + int(self.store.firsts[number]))
+
+
+class Step(NamedTuple):
+    """The micro-batches of one rank in one step; as many on every rank, some of them of padding alone.
+
+    Over all ranks: units: groups of the step. supervised: their supervised tokens. tokens: computed, without padding.
+    tokens_unshared: what they would be without shared prompts; `1 - tokens / tokens_unshared` is saved.
+    """
+
+    batches: list[PreferenceBatch]
+    units: int
+    supervised: int
+    tokens: int
+    tokens_unshared: int
+
+
+class Groups:
+    """The groups of several selections, as one sequence, and their rows."""
+
+    def __init__(self, parts: Sequence[GroupSelection], options: GroupOptions) -> None:
+        self.parts, self.options = list(parts), options
+        self.ends = np.cumsum([len(part.numbers) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def locate(self, number: int) -> tuple[GroupSelection, int]:
+        """The selection that has group number `number`, and its index there."""
+        part = int(np.searchsorted(self.ends, number, side="right"))
+        return self.parts[part], number - int(self.ends[part]) + len(self.parts[part].numbers)
+
+    def piece(self, number: int, unit: int) -> GroupPiece:
+        part, index = self.locate(number)
+        return part.piece(index, unit)
+
+    def value(self, number: int) -> float:
+        part, index = self.locate(number)
+        return float(part.store.values[part.numbers[index]])
+
+    def prompt(self, number: int, unit: int) -> GroupPrompt:
+        part, index = self.locate(number)
+        return part.store.prompt(int(part.numbers[index]), unit)._replace(number=number)
+
+    def place(self, number: int) -> str:
+        part, index = self.locate(number)
+        return part.store.place(int(part.numbers[index]))
+
+    def step(self, numbers: Sequence[int], world: World) -> Step:
+        """The step that has the groups of these numbers, in host memory, pinned if the rank has a GPU."""
+        pieces = [self.piece(number, unit) for unit, number in enumerate(numbers)]
+        return self.rows(pieces, [self.value(number) for number in numbers], self.options.kind, world)
+
+    def rows(self, pieces: Sequence[GroupPiece], values: Sequence[float], kind: GroupKind | None, world: World) -> Step:
+        options, pinned = self.options, world.device.type == "cuda"
+        sizes = [piece.tokens(options.share_prompts) for piece in pieces]
+        dealt = deal_units(sizes, world.size)
+        packed = [pack_units([sizes[unit] for unit in units], options.tokens_per_row) for units in dealt]
+        mine = dealt[world.rank]
+        rows = [[mine[index] for index in row] for row in packed[world.rank]]
+        rows += [[]] * (max(map(len, packed)) - len(rows))
+        batches = [
+            collate_row(
+                [pieces[unit] for unit in row], options.share_prompts, values=[values[unit] for unit in row],
+                kind=kind, pinned=pinned,
+            )
+            for row in rows
+        ]  # fmt: skip
+        groups = [piece.group for piece in pieces]
+        return Step(batches, len(pieces), supervised(groups), sum(sizes), unshared(groups))
+
+    def mismatched(self, numbers: Sequence[int], world: World, generator: np.random.Generator) -> Step:
+        """Each group's prompt with the completion of another group: a cyclic shift of a random order.
+
+        A completion is cut where it would exceed max_length behind the other prompt. For the KL estimate of KTO.
+        """
+        own = [self.piece(number, unit) for unit, number in enumerate(numbers)]
+        order = generator.permutation(len(own))
+        pieces = [own[0]] * len(own)
+        for unit, other in zip(order.tolist(), np.roll(order, 1).tolist(), strict=True):
+            prompt, source = own[unit].group.prompt, own[other].group
+            room = max(1, self.options.max_length - len(prompt))
+            masks = tuple(None if mask is None else mask[:room] for mask in source.supervised)
+            completions = tuple(completion[:room] for completion in source.completions)
+            pieces[unit] = GroupPiece(Group(prompt, completions, masks), unit)
+        return self.rows(pieces, [np.nan] * len(pieces), None, world)
+
+
+class TrainingGroups:
+    """The groups that a run trains on, in the endless order of a mixture of sources."""
+
+    def __init__(
+        self, sources: Sequence[Sequence[GroupSelection]], weights: Sequence[float], seed: int, options: GroupOptions
+    ) -> None:
+        self.sources = [Groups(parts, options) for parts in sources]
+        self.groups = Groups([part for parts in sources for part in parts], options)
+        self.firsts = np.cumsum([0, *map(len, self.sources)])
+        self.mixture, self.seed = Mixture([len(groups) for groups in self.sources], weights, seed), seed
+        self.thread = ThreadPoolExecutor(1, "groups")
+        self.prefetched: tuple[tuple[int, int, World], Future[Step]] | None = None
+
+    def __len__(self) -> int:
+        """The number of groups of all sources."""
+        return len(self.groups)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all groups: a cursor has the same meaning only for groups with the same fingerprint."""
+        return hashlib.sha256("".join(part.fingerprint for part in self.groups.parts).encode()).hexdigest()
+
+    @property
+    def labels(self) -> tuple[int, int]:
+        """Of judged completions: how many are good and how many are bad."""
+        values = np.concatenate([part.store.values[part.numbers] for part in self.groups.parts])
+        return int((values == 1).sum()), int((values == 0).sum())
+
+    def numbers(self, cursor: int, count: int) -> list[int]:
+        """The groups of the step that takes `count` units starting at `cursor`, by their numbers in `groups`."""
+        return [int(self.firsts[source]) + group for source, group in self.mixture.entries(cursor, count)]
+
+    def step(self, cursor: int, count: int, world: World) -> Step:
+        """This rank's part, on its device, of the step that takes `count` units starting at `cursor`.
+
+        Prefetches the next step: it is collated in a thread while this one is computed.
+        """
+        request = cursor, count, world
+        prefetched, self.prefetched = self.prefetched, None
+        step = prefetched[1].result() if prefetched and prefetched[0] == request else self.collate(*request)
+        following = cursor + count, count, world
+        self.prefetched = following, self.thread.submit(self.collate, *following)
+        return step._replace(batches=[batch.to(world.device) for batch in step.batches])
+
+    def collate(self, cursor: int, count: int, world: World) -> Step:
+        return self.groups.step(self.numbers(cursor, count), world)
+
+    def mismatched(self, cursor: int, count: int, world: World) -> Step:
+        """The same step with other completions: each prompt with another unit's, in an order of the seed.
+
+        KTO's z reads these. Raises InputError for a step of one unit.
+        """
+        if count < 2:
+            raise InputError("a step has one example; the KL estimate of KTO compares examples: take 2 or more a step")
+        generator = np.random.default_rng([self.seed % 2**64, cursor])
+        step = self.groups.mismatched(self.numbers(cursor, count), world, generator)
+        return step._replace(batches=[batch.to(world.device) for batch in step.batches])
+
+    def prompts(self, cursor: int, count: int, world: World) -> list[GroupPrompt]:
+        """This rank's prompts of the step, dealt by their tokens; `unit` is the number in the whole step."""
+        return dealt_prompts(self.groups, self.numbers(cursor, count), world)
+
+    def places(self, cursor: int, count: int) -> list[str]:
+        """Where the groups of a step were read."""
+        return [self.groups.place(number) for number in self.numbers(cursor, count)]
+
+
+class ValidationGroups:
+    """The groups of the validation split, in their order."""
+
+    def __init__(self, parts: Sequence[GroupSelection], options: GroupOptions) -> None:
+        self.groups = Groups(parts, options)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def steps(self, count: int, world: World) -> Iterator[Step]:
+        """Every group once over all ranks, `count` at a time, on the rank's device."""
+        for start in range(0, len(self), count):
+            step = self.groups.step(range(start, min(start + count, len(self))), world)
+            yield step._replace(batches=[batch.to(world.device) for batch in step.batches])
+
+    def prompts(self, world: World) -> list[GroupPrompt]:
+        """This rank's share of the prompts."""
+        return dealt_prompts(self.groups, range(len(self)), world)
+
+
+def dealt_prompts(groups: Groups, numbers: Sequence[int], world: World) -> list[GroupPrompt]:
+    prompts = [groups.prompt(number, unit) for unit, number in enumerate(numbers)]
+    return [prompts[unit] for unit in deal_units([len(prompt.ids) for prompt in prompts], world.size)[world.rank]]
+
+
+def supervised(groups: Sequence[Group]) -> int:
+    return sum(
+        len(completion) if mask is None else int(mask.sum())
+        for group in groups
+        for completion, mask in zip(group.completions, group.supervised, strict=True)
+    )

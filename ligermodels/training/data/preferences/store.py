@@ -1,0 +1,180 @@
+"""The store of groups: their tokens in a token store, and beside them what else belongs to a group.
+
+A group is a run of documents: the prompt, then the completions. Written in a stream, memory-mapped by all ranks.
+Must not know records or rows.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ligermodels.errors import InputError
+from ligermodels.training.data.preferences.groups import Group, GroupPrompt, Teacher
+from ligermodels.training.data.preferences.tokenization import TokenGroup
+from ligermodels.training.data.store import Document, TokenStore, map_file, open_store, write_store
+
+# Arrays of U groups, each in a file of that name: the first document of each, its value (NaN for none), where its
+# columns begin among the bytes of `columns`, and where its rows begin in `teacher_ids` and `teacher_logprobs`.
+GROUP_ARRAYS = {"firsts": np.int64, "values": np.float32, "column_offsets": np.int64, "teacher_offsets": np.int64}
+TEACHER_ARRAYS = {"teacher_ids": np.int32, "teacher_logprobs": np.float32}
+COLUMNS, DESCRIPTION = "columns", "groups.json"
+
+
+@dataclass(frozen=True)
+class GroupStore:
+    """U groups. firsts, column_offsets, teacher_offsets [U + 1], values [U]: as above. teacher_ids, teacher_logprobs:
+    [M, k], or None where there is no teacher. digest: of everything that is not in `tokens`."""
+
+    tokens: TokenStore
+    firsts: np.ndarray
+    values: np.ndarray
+    column_offsets: np.ndarray
+    columns: np.ndarray
+    teacher_offsets: np.ndarray
+    teacher_ids: np.ndarray | None
+    teacher_logprobs: np.ndarray | None
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def prompt_hashes(self) -> np.ndarray:
+        """uint64 [U], of the tokens of each prompt."""
+        return self.tokens.hashes[self.firsts[:-1]]
+
+    def group(self, number: int) -> Group:
+        documents = range(self.firsts[number], self.firsts[number + 1])
+        prompt, *completions = (self.document(document) for document in documents)
+        masks = tuple(self.mask(document) for document in documents[1:])
+        return Group(prompt, tuple(completions), masks, self.teacher(number))
+
+    def document(self, document: int) -> np.ndarray:
+        return self.tokens.tokens[self.tokens.offsets[document] : self.tokens.offsets[document + 1]]
+
+    def mask(self, document: int) -> np.ndarray | None:
+        if self.tokens.supervised is None:
+            return None
+        return self.tokens.supervised[self.tokens.offsets[document] : self.tokens.offsets[document + 1]]
+
+    def teacher(self, number: int) -> tuple[Teacher, ...] | None:
+        if self.teacher_ids is None or self.teacher_logprobs is None:
+            return None
+        rows = slice(self.teacher_offsets[number], self.teacher_offsets[number + 1])
+        return (Teacher(self.teacher_ids[rows].astype(np.int64), self.teacher_logprobs[rows]),)
+
+    def prompt(self, number: int, unit: int) -> GroupPrompt:
+        """unit: the number that the prompt gets in its step."""
+        content = json.loads(bytes(self.columns[self.column_offsets[number] : self.column_offsets[number + 1]]))
+        ids = np.array(self.document(int(self.firsts[number])), np.int64)
+        return GroupPrompt(ids, content["prompt"], content["columns"], unit, number, self.place(number))
+
+    def place(self, number: int) -> str:
+        """Where the group was read."""
+        return self.tokens.place(int(self.tokens.offsets[self.firsts[number]]))
+
+    def tokens_of(self, number: int) -> int:
+        """Of the prompt and of all completions."""
+        return int(self.tokens.offsets[self.firsts[number + 1]] - self.tokens.offsets[self.firsts[number]])
+
+
+def write_groups(groups: Iterable[TokenGroup], vocab_size: int, folder: Path) -> None:
+    """Writes groups to an empty folder, for `open_groups`.
+
+    Raises InputError for an id outside the vocabulary, and for teachers of different widths, naming the place.
+    """
+    with ExitStack() as stack:
+        names = (*GROUP_ARRAYS, *TEACHER_ARRAYS, COLUMNS)
+        files = {name: stack.enter_context((folder / name).open("wb")) for name in names}
+        writer = GroupWriter(files, vocab_size)
+        write_store(writer.documents(groups), vocab_size, folder)
+    digest = "".join(file_hash(folder / name) for name in names)
+    (folder / DESCRIPTION).write_text(json.dumps({"teacher_width": writer.width, "digest": digest}))
+
+
+def file_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def open_groups(folder: Path) -> GroupStore:
+    """The store that `write_groups` wrote to a folder, memory-mapped."""
+    description = json.loads((folder / DESCRIPTION).read_text())
+    arrays = {name: map_file(folder / name, dtype) for name, dtype in GROUP_ARRAYS.items()}
+    width = description["teacher_width"]
+    teacher: dict[str, Any] = {
+        name: map_file(folder / name, dtype).reshape(-1, width) if width else None
+        for name, dtype in TEACHER_ARRAYS.items()
+    }
+    columns = map_file(folder / COLUMNS, np.uint8)
+    return GroupStore(open_store(folder), **arrays, **teacher, columns=columns, digest=description["digest"])
+
+
+class GroupWriter:
+    """Appends what belongs to groups to files, while their documents are read.
+
+    width: k of the teacher; 0 without one, None before the first group.
+    """
+
+    def __init__(self, files: dict[str, Any], vocab_size: int) -> None:
+        self.files, self.vocab_size = files, vocab_size
+        self.width: int | None = None
+        self.documents_written = self.bytes_written = self.rows_written = 0
+        self.append_offsets()
+
+    def append(self, name: str, values: Any) -> None:
+        dtype = (GROUP_ARRAYS | TEACHER_ARRAYS)[name]
+        self.files[name].write(np.asarray(values, dtype).tobytes())
+
+    def append_offsets(self) -> None:
+        self.append("firsts", self.documents_written)
+        self.append("column_offsets", self.bytes_written)
+        self.append("teacher_offsets", self.rows_written)
+
+    def documents(self, groups: Iterable[TokenGroup]) -> Iterator[Document]:
+        for group in groups:
+            self.write(group)
+            yield Document(group.prompt, None, group.place)
+            for ids, mask in zip(group.completions, group.supervised, strict=True):
+                yield Document(ids, None if all(mask) else mask, group.place)
+
+    def write(self, group: TokenGroup) -> None:
+        width = len(group.teacher_ids[0]) if group.teacher_ids else 0
+        if self.width not in (None, width):
+            raise InputError(
+                f"{group.place}: field teacher_ids has {width} ids a token, records before it have {self.width}; give "
+                "all the same number"
+            )
+        self.width = width
+        if group.teacher_ids is not None:
+            ids = np.array(group.teacher_ids)
+            if ids.min() < 0 or ids.max() >= self.vocab_size:
+                raise InputError(
+                    f"{group.place}: field teacher_ids has an id outside the model's vocabulary of {self.vocab_size}; "
+                    "teacher and student must have the same tokenizer"
+                )
+            self.append("teacher_ids", ids)
+            self.append("teacher_logprobs", group.teacher_logprobs)
+            self.rows_written += len(ids)
+        if group.columns is not None:
+            content = encode_columns(group)
+            self.files[COLUMNS].write(content)
+            self.bytes_written += len(content)
+        self.append("values", np.nan if group.value is None else group.value)
+        self.documents_written += 1 + len(group.completions)
+        self.append_offsets()
+
+
+def encode_columns(group: TokenGroup) -> bytes:
+    try:
+        return json.dumps({"prompt": group.text, "columns": group.columns}, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{group.place}: a column is no JSON value ({error}); convert it to text, numbers or lists"
+        ) from None
