@@ -145,13 +145,19 @@ def parameter_tensors(
 ) -> Iterator[Blocks]:
     """The tensors of one gathered parameter. A separate function, so that it is freed before the next is gathered."""
     for piece in pieces:
-        if parameter.ndim == 3 and updates:
-            yield itertools.chain.from_iterable(
-                tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype)
-                for expert in range(piece.index[0].start, piece.index[0].stop)
-            )
-        else:
-            yield tensor_blocks(piece, parameter, updates[0] if updates else None, dtype)
+        blocks = box_blocks(piece, parameter, updates, dtype)
+        # Only the whole box can be permuted.
+        yield (piece.from_box(torch.cat(list(blocks))) for _ in range(1)) if piece.view else blocks
+
+
+def box_blocks(piece: Piece, parameter: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Blocks:
+    """The rows of the box of a piece, block by block."""
+    if parameter.ndim == 3 and updates:
+        return itertools.chain.from_iterable(
+            tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype)
+            for expert in range(piece.index[0].start, piece.index[0].stop)
+        )
+    return tensor_blocks(piece, parameter, updates[0] if updates else None, dtype)
 
 
 def expert_piece(stacked: Piece) -> Piece:
@@ -162,7 +168,7 @@ def expert_piece(stacked: Piece) -> Piece:
 def tensor_blocks(piece: Piece, parameter: Tensor, update: Update | None, dtype: torch.dtype) -> Blocks:
     """The rows of a Hub tensor, block by block. An update is added in float64 and rounded once: torch may compute
     float32 products in a lower precision (TF32)."""
-    tensor = parameter[piece.index].reshape(piece.shape)
+    tensor = parameter[piece.index].reshape(piece.box_shape if piece.view else piece.shape)
     step = max(1, BLOCK_BYTES * len(tensor) // tensor.nbytes)
     for start in range(0, len(tensor), step):
         block = tensor[start : start + step]

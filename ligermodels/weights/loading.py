@@ -7,8 +7,8 @@ rules and folders; must not know model families.
 
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
+from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule
@@ -78,8 +79,12 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     refuse_unequal_copies(plan.checkpoint, plan.copies)
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
     shards = {name: shard_and_offset(parameter) for name, parameter in model.named_parameters()}
-    transfers = (local_transfer(*shards[piece.parameter], piece, stored[piece.tensor]) for piece in plan.pieces)
-    run_transfers(filter(None, transfers), f"Loading {folder.name}", quiet=not is_first())
+    transfers = (
+        transfer
+        for piece in plan.pieces
+        for transfer in local_transfers(*shards[piece.parameter], piece, stored[piece.tensor])
+    )
+    run_transfers(transfers, f"Loading {folder.name}", quiet=not is_first())
     model.loaded_rules = plan.rules
     if plan.unexpected and is_first():
         ignored = f"ignored, the model has no place for them: {shortened(plan.unexpected)}"
@@ -118,17 +123,26 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
     return tried[0]
 
 
-def local_transfer(local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor) -> Transfer | None:
-    """The part of a piece that overlaps this rank's shard, or None. local, offset: as returned by shard_and_offset."""
+def local_transfers(local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor) -> Iterator[Transfer]:
+    """The parts of a piece that overlap this rank's shard. local, offset: as returned by shard_and_offset.
+
+    Of a permuted piece several boxes may overlap, because its shard ends at any row.
+    """
     starts = [max(box.start, begin) for box, begin in zip(piece.index, offset, strict=True)]
     stops = [min(box.stop, begin + n) for box, begin, n in zip(piece.index, offset, local.shape, strict=True)]
     if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
-        return None
+        return
     source = [slice(a - box.start, b - box.start) for a, b, box in zip(starts, stops, piece.index, strict=True)]
-    target = [slice(a - begin, b - begin) for a, b, begin in zip(starts, stops, offset, strict=True)]
-    source = source[len(piece.index) - len(piece.shape) :]
-    shape = [side.stop - side.start for side in source]
-    return Transfer(piece.tensor, stored, tuple(source), local[tuple(target)].view(shape))
+    target = local[tuple(slice(a - begin, b - begin) for a, b, begin in zip(starts, stops, offset, strict=True))]
+    if not piece.view:
+        source = source[len(piece.index) - len(piece.shape) :]
+        yield Transfer(piece.tensor, stored, tuple(source), target.view([side.stop - side.start for side in source]))
+        return
+    stored = replace(stored, shape=piece.view)
+    for within, sides in boxes_of(source, split_dimensions(piece.box_shape, piece.box_view)):
+        part = target[within].view([side.stop - side.start for side in sides])  # never needs a copy
+        box = tuple(sides[dim] for dim in piece.inverse_order)
+        yield Transfer(piece.tensor, stored, box, part.permute(piece.inverse_order))
 
 
 def shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

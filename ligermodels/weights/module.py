@@ -129,7 +129,7 @@ def pack_some(model: HubModule, state_dict: dict[str, Any]) -> None:
             found = {piece.parameter for piece in pieces if piece.tensor in state_dict}
             pieces = [piece for piece in pieces if piece.parameter in found]
             for piece in pieces:
-                present = model.get_parameter(piece.parameter).detach()[piece.index].reshape(piece.shape)
+                present = piece.from_box(model.get_parameter(piece.parameter).detach()[piece.index])
                 state_dict.setdefault(piece.tensor, present)
             pack_state_dict(state_dict, "", pieces)
             break
@@ -152,11 +152,11 @@ def assemble(parts: list[tuple[Piece, Tensor]]) -> Tensor:
     """The parameter that the tensors of these pieces tile; the tensor itself if there is one of the same shape."""
     (first, tensor), *others = parts
     shape = [max(piece.index[side].stop for piece, _ in parts) for side in range(len(first.index))]
-    if not others and list(tensor.shape) == shape:
+    if not others and not first.view and list(tensor.shape) == shape:
         return tensor
     parameter = tensor.new_empty(shape)
     for piece, part in parts:
-        parameter[piece.index] = part
+        parameter[piece.index] = piece.to_box(part)
     return parameter
 
 
