@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from ligermodels.configs.fields import read_field
+from ligermodels.configs.quantisation import read_quantisation
 from ligermodels.configs.rope import FULL_ATTENTION, Rope, read_rope
 from ligermodels.errors import ConfigError
 
@@ -116,10 +117,7 @@ class Config:
 
     def validate(self) -> None:
         """Raises ConfigError for settings that are not supported and for sizes that contradict each other."""
-        if self.raw.get("quantization_config"):
-            raise ConfigError(
-                "config.json: quantization_config: quantised checkpoints are not supported; load the original"
-            )
+        read_quantisation(self.raw)
         kernel_activation("hidden_act", self.hidden_act)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(

@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 Sides = tuple[slice, ...]
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """The row-major numbers from start to stop of a shape, which are one box of it."""
 
     start: int
@@ -45,22 +45,22 @@ def boxes_of(source: Sequence[slice], groups: Sequence[Shape]) -> Iterator[tuple
         yield tuple(within), tuple(side for run in chosen for side in run.sides)
 
 
-def runs_of_range(start: int, stop: int, sizes: Shape) -> list[Run]:
+def runs_of_range(start: int, stop: int, sizes: Shape) -> list[RowRun]:
     """The row-major numbers from start to stop of a shape, as at most 2 len(sizes) - 1 boxes, in order."""
     if not sizes:
-        return [Run(start, stop, ())]
+        return [RowRun(start, stop, ())]
     inner = math.prod(sizes[1:])
     first, last = -(-start // inner), stop // inner  # the rows that are covered completely
     if first > last:
         return runs_of_row(last, start, stop, sizes)
-    whole = [Run(first * inner, last * inner, (slice(first, last), *(slice(0, n) for n in sizes[1:])))]
+    whole = [RowRun(first * inner, last * inner, (slice(first, last), *(slice(0, n) for n in sizes[1:])))]
     before = runs_of_row(first - 1, start, first * inner, sizes) if start < first * inner else []
     after = runs_of_row(last, last * inner, stop, sizes) if last * inner < stop else []
     return [*before, *(whole if first < last else []), *after]
 
 
-def runs_of_row(row: int, start: int, stop: int, sizes: Shape) -> list[Run]:
+def runs_of_row(row: int, start: int, stop: int, sizes: Shape) -> list[RowRun]:
     """runs_of_range for numbers within one row."""
     first = row * math.prod(sizes[1:])
     runs = runs_of_range(start - first, stop - first, sizes[1:])
-    return [Run(run.start + first, run.stop + first, (slice(row, row + 1), *run.sides)) for run in runs]
+    return [RowRun(run.start + first, run.stop + first, (slice(row, row + 1), *run.sides)) for run in runs]

@@ -5,9 +5,11 @@ only the bytes of its own shard. All names, shapes and dtypes are checked before
 rules and folders; must not know model families.
 """
 
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,13 +18,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ligermodels.configs.quantisation import Fp8, read_quantisation
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
-from ligermodels.weights.mapping import Piece, Rule, plan_pieces
+from ligermodels.weights.mapping import Piece, Rule, name_translator, plan_pieces
 from ligermodels.weights.module import HubModule
-from ligermodels.weights.streaming import Transfer, bit_equal, run_transfers
+from ligermodels.weights.quantised import Scale, companions, is_fp8, quantised, scale_fault, scale_name
+from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, run_transfers
 
 # Buffers that old checkpoints contain. Every reader recomputes them from the configuration.
 STALE_BUFFERS = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
@@ -37,6 +41,8 @@ class LoadPlan:
 
     rules: of the layout that the checkpoint has.
     copies: tied tensors that the checkpoint stores a second time -> the tensor that each must equal.
+    kept: tensors that the model does not compute; nothing reads them before an export.
+    quantisation: how tensors in FP8 are scaled; None if the checkpoint has none.
     unexpected: tensors that the model has no place for.
     """
 
@@ -44,6 +50,8 @@ class LoadPlan:
     rules: tuple[Rule, ...]
     pieces: list[Piece]
     copies: Mapping[str, str]
+    kept: tuple[str, ...]
+    quantisation: Fp8 | None
     unexpected: list[str]
 
 
@@ -79,13 +87,18 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     refuse_unequal_copies(plan.checkpoint, plan.copies)
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
     shards = {name: shard_and_offset(parameter) for name, parameter in model.named_parameters()}
+    unread = {*plan.kept, *plan.unexpected}
+    scales = read_scales({name: of for name, of in stored.items() if name not in unread}, plan.quantisation)
     transfers = (
         transfer
         for piece in plan.pieces
-        for transfer in local_transfers(*shards[piece.parameter], piece, stored[piece.tensor])
+        for transfer in local_transfers(*shards[piece.parameter], piece, stored[piece.tensor], scales.get(piece.tensor))
     )
     run_transfers(transfers, f"Loading {folder.name}", quiet=not is_first())
-    model.loaded_rules = plan.rules
+    model.loaded_rules, model.kept = plan.rules, plan.kept
+    most = most_common_dtype(stored[piece.tensor] for piece in plan.pieces)
+    others = (piece.tensor for piece in plan.pieces if stored[piece.tensor].dtype != most)
+    model.stored_otherwise = tuple(others) if model.dtype == most else ()
     if plan.unexpected and is_first():
         ignored = f"ignored, the model has no place for them: {shortened(plan.unexpected)}"
         warnings.warn(printable(f"{folder}: {ignored}"), stacklevel=2)
@@ -97,9 +110,17 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
     pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     known = pieces.keys() | copies.keys()
+    kept = tuple(name for name in checkpoint.tensors if name not in known and is_kept(model, name))
+    quantisation = read_quantisation(model.config.raw)
+    known |= {*kept, *(name for tensor in quantised(checkpoint.tensors) for name in companions(tensor))}
     unexpected = [name for name in checkpoint.tensors if name not in known and not STALE_BUFFERS.fullmatch(name)]
-    refuse_mismatched_tensors(checkpoint, pieces, [] if allow_unexpected else unexpected)
-    return LoadPlan(checkpoint, rules, planned, copies, unexpected)
+    refuse_mismatched_tensors(checkpoint, pieces, quantisation, [] if allow_unexpected else unexpected)
+    return LoadPlan(checkpoint, rules, planned, copies, kept, quantisation, unexpected)
+
+
+def is_kept(model: HubModule, tensor: str) -> bool:
+    """Whether a tensor of a checkpoint is one of those that the model does not compute."""
+    return any(name_translator(pattern, tensor) is not None for pattern in model.kept_tensors())
 
 
 def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule, ...], list[Piece]]:
@@ -123,7 +144,9 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
     return tried[0]
 
 
-def local_transfers(local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor) -> Iterator[Transfer]:
+def local_transfers(
+    local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor, scale: Scale | None = None
+) -> Iterator[Transfer]:
     """The parts of a piece that overlap this rank's shard. local, offset: as returned by shard_and_offset.
 
     Of a permuted piece several boxes may overlap, because its shard ends at any row.
@@ -136,8 +159,11 @@ def local_transfers(local: Tensor, offset: tuple[int, ...], piece: Piece, stored
     target = local[tuple(slice(a - begin, b - begin) for a, b, begin in zip(starts, stops, offset, strict=True))]
     if not piece.view:
         source = source[len(piece.index) - len(piece.shape) :]
-        yield Transfer(piece.tensor, stored, tuple(source), target.view([side.stop - side.start for side in source]))
+        target = target.view([side.stop - side.start for side in source])
+        yield Transfer(piece.tensor, stored, tuple(source), target, scale)
         return
+    if scale is not None:
+        raise ValueError(f"{piece.tensor} is quantised and permuted, which is not supported")
     stored = replace(stored, shape=piece.view)
     for within, sides in boxes_of(source, split_dimensions(piece.box_shape, piece.box_view)):
         part = target[within].view([side.stop - side.start for side in sides])  # never needs a copy
@@ -151,6 +177,24 @@ def shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         return parameter.detach(), (0,) * parameter.dim()
     mesh, placements = parameter.device_mesh, parameter.placements
     return parameter.to_local().detach(), compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
+
+
+def read_scales(tensors: Mapping[str, StoredTensor], quantisation: Fp8 | None) -> dict[str, Scale]:
+    """The scales of those of these tensors that are quantised, by their names. The scales are among the tensors."""
+    if quantisation is None:
+        return {}
+    names = {name: scale_name(name) for name in quantised(tensors)}
+    values = read_tensors({scale: tensors[scale] for scale in names.values()})
+    return {name: Scale(values[scale].float(), quantisation.block) for name, scale in names.items()}
+
+
+def most_common_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype:
+    """The floating-point dtype of most elements, quantised ones not counted; fp32 if there are none."""
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in FLOAT_DTYPES:
+            elements[tensor.dtype] += math.prod(tensor.shape)
+    return max(elements, key=elements.__getitem__, default=torch.float32)
 
 
 def tied_tensors(model: HubModule, rules: tuple[Rule, ...]) -> dict[str, str]:
@@ -180,7 +224,9 @@ def refuse_unready(model: HubModule) -> None:
         )
 
 
-def refuse_mismatched_tensors(checkpoint: Checkpoint, pieces: Mapping[str, Piece], unexpected: list[str]) -> None:
+def refuse_mismatched_tensors(
+    checkpoint: Checkpoint, pieces: Mapping[str, Piece], quantisation: Fp8 | None, unexpected: list[str]
+) -> None:
     """Raises one CheckpointError that lists the tensors that are missing, unexpected, or of a wrong shape or dtype."""
     stored = checkpoint.tensors
     missing = [name for name in pieces if name not in stored]
@@ -194,13 +240,16 @@ def refuse_mismatched_tensors(checkpoint: Checkpoint, pieces: Mapping[str, Piece
     dtypes = [
         f"{name} is {stored[name].dtype} ({stored[name].file.name})"
         for name in fitting
-        if stored[name].dtype not in FLOAT_DTYPES
+        if stored[name].dtype not in FLOAT_DTYPES and not (quantisation and is_fp8(stored[name]))
     ]
+    names = quantised({name: stored[name] for name in fitting}) if quantisation else []
+    scales = [scale_fault(checkpoint, name, quantisation) for name in names if quantisation]
     faults = {
         "missing": missing,
         "unexpected": others,
         "of the wrong shape": shapes,
         "not floating point (quantized?)": dtypes,
+        "without a fitting scale": list(filter(None, scales)),
     }
     found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
     if found:

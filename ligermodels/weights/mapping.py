@@ -20,8 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ligermodels.configs.base import Config
-
-Shape = tuple[int, ...]
+from ligermodels.weights.boxes import Shape
 
 # A linear that LoRA wraps becomes the wrapper's `base_layer`. Rules use the names without it.
 BASE_LAYER = ".base_layer."

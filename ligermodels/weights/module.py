@@ -24,6 +24,9 @@ class HubModule(nn.Module):
     source: the folder that the model was loaded from, None for a new model.
     generation_config: the content of its generation_config.json.
     loaded_rules: of the layout that the weights were loaded from, None for a new model.
+    kept: the names of tensors in `source` that the model does not compute. An export copies them from there.
+    stored_otherwise: the names of tensors that `source` stores in another dtype than most, such as quantised ones. An
+    export copies those that are unchanged.
     modules_to_save: the modules that are trained as a whole beside LoRA, with a weight each; an adapter stores them.
     """
 
@@ -35,6 +38,8 @@ class HubModule(nn.Module):
         self.source: Path | None = None
         self.generation_config: dict[str, Any] = {}
         self.loaded_rules: tuple[Rule, ...] | None = None
+        self.kept: tuple[str, ...] = ()
+        self.stored_otherwise: tuple[str, ...] = ()
         self.modules_to_save: tuple[str, ...] = ()
         self.register_state_dict_post_hook(remove_tied_copies)
         self.register_load_state_dict_pre_hook(accept_hub_names)
@@ -72,6 +77,10 @@ class HubModule(nn.Module):
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """Further checkpoint layouts that loading accepts, such as the in-memory layout of transformers 5."""
+        return ()
+
+    def kept_tensors(self) -> tuple[str, ...]:
+        """Name patterns of tensors that a checkpoint may hold and that the model does not compute."""
         return ()
 
     def export_rules(self) -> tuple[Rule, ...]:

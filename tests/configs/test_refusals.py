@@ -23,7 +23,7 @@ def refusals():
         yield name, {"rope_scaling": {"type": "ntk"}}, ["rope_scaling", "'ntk'", "choose from", "linear"]
         yield name, {"rope_scaling": {"type": "linear"}}, ["rope_scaling", "'linear'", "lacks factor", "add"]
         yield name, {"rope_scaling": 5}, ["rope_scaling", "5", "must be an object"]
-        yield name, {"quantization_config": {"bits": 4}}, ["quantization_config", "load the original"]
+        yield name, {"quantization_config": {"bits": 4}}, ["quantization_config", "'fp8'", "load the original"]
         yield name, {"head_dim": 7}, ["head_dim", "7", "must be"]
         yield name, {"num_attention_heads": 3, "num_key_value_heads": 2}, ["num_key_value_heads", "2", "must divide"]
         yield name, {"num_hidden_layers": 0}, ["num_hidden_layers", "0", "must be positive"]
@@ -40,6 +40,9 @@ def refusals():
         activation = "hidden_activation" if name in ("gemma2", "gemma3", "gemma3_text") else "hidden_act"
         yield name, {activation: "relu"}, [activation, "'relu'", "'silu'"]
     yield "llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings", "add"]
+    fp8 = {"quant_method": "fp8"}
+    for field, value in (("fmt", "e5m2"), ("activation_scheme", "token"), ("weight_block_size", [128])):
+        yield "llama", {"quantization_config": fp8 | {field: value}}, ["quantization_config", field, str(value)]
     yield "llama", {"hidden_size": 25, "head_dim": None}, ["num_attention_heads", "hidden_size", "must divide"]
     yield "phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["rope_scaling", "lacks long_factor"]
     yield "phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5}}, ["long_factor", "5", "must have", "4"]
