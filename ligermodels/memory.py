@@ -233,11 +233,16 @@ def saved_by_block(block: Block, size: int) -> int:
 
 
 def saved_by_attention(attention: Attention, size: int) -> int:
-    """Bytes per token: queries, keys and values (with QK-norm also before the norm), the output, its log-sum-exp."""
+    """Bytes per token: queries, keys and values, the output, its log-sum-exp.
+
+    With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones.
+    """
     head_dim = width(attention.qkv_proj) // (attention.num_heads + 2 * attention.num_key_value_heads)
     saved = width(attention.qkv_proj) + attention.num_heads * head_dim
     if isinstance(attention, QKNormAttention):
         saved += (attention.num_heads + attention.num_key_value_heads) * head_dim
+    if attention.scales_queries:
+        saved += attention.num_heads * head_dim
     return saved * size + attention.num_heads * FP32_BYTES
 
 

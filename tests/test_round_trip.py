@@ -11,7 +11,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
@@ -19,7 +19,7 @@ from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import tensor_hashes
 from ligermodels.weights.mapping import plan_pieces
 from tests.cases import CASES
-from tests.reference_model import reference_model, save_reference, tokens
+from tests.reference_model import auto_class, reference_model, save_reference, tokens
 
 FAMILIES = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # the first case of each model_type
 MAY_BE_FILLED = ("rope_theta", "rope_scaling", "rope_local_base_freq")  # an export fills these if they are null
@@ -48,7 +48,7 @@ def config(folder):
 
 def reread(folder, dtype=torch.float32):
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager)
+    return auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype, **eager)
 
 
 def parameters_equal(model, other):
@@ -220,7 +220,7 @@ def test_every_spelling_that_is_read_is_written_back(family, number, tmp_path):
 
 def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
     assert {family for family, number in SPELLINGS if number} == {
-        *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3"),
+        *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3"),
     }
     for family in {family for family, number in SPELLINGS if number}:
         model = ligermodels.create(CASES[FAMILIES[family]], device="meta")
@@ -229,7 +229,7 @@ def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
         assert all(a != b for a, b in itertools.combinations(names, 2)), family
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3"])
 def test_the_in_memory_names_of_transformers_5_load_the_same_model_and_are_kept(family, tmp_path):
     """save_pretrained(save_original_format=False) writes stacked experts and other prefixes."""
     reference = save_reference(CASES[FAMILIES[family]], tmp_path / "hub")

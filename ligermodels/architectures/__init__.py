@@ -9,6 +9,7 @@ from ligermodels.architectures.glm4 import Glm4
 from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
 from ligermodels.architectures.llama import Llama
+from ligermodels.architectures.ministral3 import Ministral3, Mistral3
 from ligermodels.architectures.mistral import Mistral
 from ligermodels.architectures.mixtral import Mixtral
 from ligermodels.architectures.olmo2 import Olmo2
@@ -32,7 +33,9 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "granite": Granite,
     "granitemoe": GraniteMoe,
     "llama": Llama,
+    "ministral3": Ministral3,
     "mistral": Mistral,
+    "mistral3": Mistral3,
     "mixtral": Mixtral,
     "olmo2": Olmo2,
     "olmo3": Olmo3,

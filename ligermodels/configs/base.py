@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 from ligermodels.configs.fields import read_field
 from ligermodels.configs.quantisation import read_quantisation
-from ligermodels.configs.rope import FULL_ATTENTION, Rope, read_rope
+from ligermodels.configs.rope import FULL_ATTENTION, QueryScale, Rope, read_rope
 from ligermodels.errors import ConfigError
 
 # The Hub's name of an activation -> the kernels' name.
@@ -69,6 +69,11 @@ class Config:
     @property
     def logit_softcap(self) -> float | None:
         """The softcap of the logits: logits = softcap * tanh(logits / softcap); None for no softcap."""
+        return None
+
+    @property
+    def query_scale(self) -> QueryScale | None:
+        """How queries grow with their position; None if they do not."""
         return None
 
     @classmethod

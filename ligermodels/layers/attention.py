@@ -17,12 +17,13 @@ from ligermodels.layers.packed import PackingModule
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of the tokens of a batch, with the rotary cos and sin; computed once for all layers."""
+    """Positions of the tokens of a batch, with what depends on them alone; computed once for all layers."""
 
     position_ids: Tensor  # [B or 1, T]
     angles: Mapping[str, tuple[Tensor, Tensor]]  # layer type -> (cos, sin), each [B * T or T, R / 2] fp32
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
+    query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
 
 
 class Attention(PackingModule):
@@ -57,6 +58,7 @@ class Attention(PackingModule):
         self.scale = config.head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
         self.rope = rope
+        self.scales_queries = config.query_scale is not None
         self.interleaved = interleaved
         self.dropout = config.attention_dropout
         packed = config.query_size + 2 * config.key_value_size
@@ -72,6 +74,8 @@ class Attention(PackingModule):
         """
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
         q, k, v = self.split_and_rotate(qkv, positions)
+        if positions.query_scale is not None:
+            q = q * positions.query_scale
         if cache is None:
             out = attention(
                 q, k, v, scale=self.scale, window=self.window, softcap=self.softcap,

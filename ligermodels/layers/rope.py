@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ligermodels.configs.rope import Rope
+from ligermodels.configs.rope import QueryScale, Rope
 from ligermodels.errors import ConfigError
 
 
@@ -68,6 +68,13 @@ class LongRotaryEmbedding(RotaryEmbedding):
         short, long = self.inv_freq.to(position_ids.device)
         trained = self.rope.original_max_position_embeddings or self.max_position_embeddings
         return torch.where(position_ids.max() < trained, short, long)
+
+
+@torch.no_grad()
+def query_scale(scale: QueryScale, position_ids: Tensor) -> Tensor:
+    """position_ids [B or 1, T] -> the factor of the queries, [B or 1, T, 1, 1] fp32."""
+    passed = torch.floor(position_ids / scale.length)
+    return (1 + scale.beta * torch.log(1 + passed))[:, :, None, None]
 
 
 def rotary_embedding(rope: Rope, head_dim: int, max_position_embeddings: int) -> RotaryEmbedding:
