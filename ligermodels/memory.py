@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, QKNormAttention
-from ligermodels.layers.block import Block, PostNormLayer
+from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
@@ -225,10 +225,14 @@ def trained_parameters(model: CausalLM) -> list[Tensor]:
 def saved_by_block(block: Block, size: int) -> int:
     """Bytes per token that a block saves for backward; elements have `size` bytes."""
     hidden = width(block.self_attn.o_proj)
-    norms = sum(isinstance(child, RMSNorm) for child in block.children())
-    unnormed = 2 if isinstance(block, PostNormLayer) else 0  # attention and MLP save their unnormalised inputs
+    children = list(block.children())
+    norms = sum(isinstance(child, RMSNorm | LayerNorm) for child in children)
+    statistics = norms + sum(isinstance(child, LayerNorm) for child in children)  # rstd, of a LayerNorm the mean too
+    # Attention and MLP save their inputs, where no norm is fused with them; parallel branches have the same one.
+    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else 0
+    masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
     low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
-    saved = (norms + unnormed) * hidden * size + norms * FP32_BYTES + low_rank * size
+    saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks
     return saved + saved_by_attention(block.self_attn, size) + saved_by_mlp(block.mlp, hidden, size)
 
 

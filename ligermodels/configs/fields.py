@@ -10,7 +10,7 @@ from ligermodels.errors import ConfigError
 MAY_BE_ZERO = (
     "pad_token_id", "attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "max_window_layers",
     "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "mscale_all_dim",
-    "llama_4_scaling_beta",
+    "llama_4_scaling_beta", "residual_dropout",
 )  # fmt: skip
 MAY_BE_NEGATIVE = ("pad_token_id",)  # old files write -1 for none
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number

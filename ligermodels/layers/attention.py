@@ -100,7 +100,6 @@ class Attention(PackingModule):
 class QKNormAttention(Attention):
     """Attention with QK-norm: an RMSNorm over each query head and each key head, before RoPE."""
 
-    rope: str
     whole_rows = False  # the norms are over each head
 
     def __init__(self, config: Config, **options) -> None:
@@ -110,9 +109,8 @@ class QKNormAttention(Attention):
 
     def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.num_heads, self.num_key_value_heads
-        return qk_norm_then_rope(
-            self.q_norm, self.k_norm, qkv, *positions.angles[self.rope], *heads, whole_rows=self.whole_rows
-        )
+        angles = None if self.rope is None else positions.angles[self.rope]
+        return qk_norm_then_rope(self.q_norm, self.k_norm, qkv, angles, *heads, whole_rows=self.whole_rows)
 
 
 class JointQKNormAttention(QKNormAttention):
@@ -124,3 +122,11 @@ class JointQKNormAttention(QKNormAttention):
         super().__init__(config, **options)
         self.q_norm = RMSNorm(config.query_size, config.rms_norm_eps, config.norm_offset)
         self.k_norm = RMSNorm(config.key_value_size, config.rms_norm_eps, config.norm_offset)
+
+
+class RotatedQKNormAttention(QKNormAttention):
+    """Attention with QK-norm over each head after RoPE."""
+
+    def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Attention.split_and_rotate(self, qkv, positions)
+        return self.q_norm(q), self.k_norm(k), v

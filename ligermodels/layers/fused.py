@@ -88,22 +88,25 @@ def norm_then_linear(
 
 
 def qk_norm_then_rope(
-    q_norm: nn.Module, k_norm: nn.Module, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
-    whole_rows: bool,
+    q_norm: nn.Module, k_norm: nn.Module, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, num_heads: int,
+    num_kv_heads: int, whole_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Packed qkv [B, T, (Hq + 2 Hkv) D] -> normed and rotated q [B, T, Hq, D] and k [B, T, Hkv, D], and v.
 
+    angles: cos and sin; None for no RoPE.
     whole_rows: the norms are over all heads of a token together, not over each head.
     """
-    if is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
+    if angles is not None and is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
         weights = q_norm.weight, k_norm.weight
-        return qk_norm_rope(qkv, *weights, cos, sin, num_heads, num_kv_heads, q_norm.eps, q_norm.offset)
+        return qk_norm_rope(qkv, *weights, *angles, num_heads, num_kv_heads, q_norm.eps, q_norm.offset)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if whole_rows:
-        q, k = q_norm(q.flatten(2)), k_norm(k.flatten(2))
+        q, k = q_norm(q.flatten(2)).view_as(q), k_norm(k.flatten(2)).view_as(k)
     else:
-        q, k = q_norm(q).flatten(2), k_norm(k).flatten(2)
-    return rope_(torch.cat([q, k, v.flatten(2)], -1), cos, sin, num_heads, num_kv_heads)
+        q, k = q_norm(q), k_norm(k)
+    if angles is None:
+        return q, k, v
+    return rope_(torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1), *angles, num_heads, num_kv_heads)
 
 
 def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:

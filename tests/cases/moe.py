@@ -41,6 +41,15 @@ GRANITEMOE = TINY | {
     "residual_multiplier": 0.4,
     "logits_scaling": 5.0,
 }
+OLMOE = TINY | {
+    "model_type": "olmoe",
+    "architectures": ["OlmoeForCausalLM"],
+    "intermediate_size": 24,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+    "pad_token_id": 4,
+}
 AUX_LOSS: Raw = {"output_router_logits": True, "router_aux_loss_coef": 1.5}
 ALTERNATING = [SLIDING, FULL, SLIDING]
 
@@ -90,6 +99,16 @@ CASES = {
             "every-expert": {"num_experts_per_tok": 5},
             "aux-loss": AUX_LOSS,
             "attention-bias": {"attention_bias": True},
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        OLMOE,
+        {
+            "norm-topk": {"norm_topk_prob": True},
+            "every-expert": {"num_experts_per_tok": 7},
+            "attention-bias": {"attention_bias": True},
+            "aux-loss": AUX_LOSS,
             "tied": {"tie_word_embeddings": True},
         },
     ),
