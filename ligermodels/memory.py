@@ -262,9 +262,9 @@ def saved_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:
     routing = (num_experts + 1) * FP32_BYTES + slots * (3 * INT64_BYTES + 2 * FP32_BYTES)
     saved = (hidden + slots * (gate_up + low_rank)) * size + routing
     if mlp.shared_expert is not None:
-        saved += (
-            width(mlp.shared_expert.gate_up_proj) + hidden + 1
-        ) * size  # also its output and its gate, which are multiplied
+        saved += width(mlp.shared_expert.gate_up_proj) * size
+    if mlp.shared_expert_gate is not None:
+        saved += (hidden + 1) * size  # the shared expert's output and its gate, which are multiplied
     return saved
 
 

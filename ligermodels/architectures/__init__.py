@@ -8,6 +8,7 @@ from ligermodels.architectures.gemma2 import Gemma2
 from ligermodels.architectures.gemma3 import Gemma3, Gemma3Text
 from ligermodels.architectures.glm import Glm
 from ligermodels.architectures.glm4 import Glm4
+from ligermodels.architectures.glm4_moe import Glm4Moe
 from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
 from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
@@ -37,6 +38,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "gemma3_text": Gemma3Text,
     "glm": Glm,
     "glm4": Glm4,
+    "glm4_moe": Glm4Moe,
     "granite": Granite,
     "granitemoe": GraniteMoe,
     "hunyuan_v1_dense": HunyuanDense,

@@ -11,6 +11,7 @@ MAY_BE_ZERO = (
     "pad_token_id", "attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "max_window_layers",
     "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "mscale_all_dim",
     "llama_4_scaling_beta", "residual_dropout",
+    "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers",
 )  # fmt: skip
 MAY_BE_NEGATIVE = ("pad_token_id",)  # old files write -1 for none
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number
@@ -27,6 +28,9 @@ MAXIMUM = {
     "head_dim": 2**12,
     "num_experts": 2**12,
     "num_local_experts": 2**12,
+    "n_routed_experts": 2**12,
+    "n_shared_experts": 2**12,
+    "num_nextn_predict_layers": 2**10,
     "num_channels": 2**8,
     "image_size": 2**12,
     "patch_size": 2**12,

@@ -96,7 +96,9 @@ def qk_norm_then_rope(
     angles: cos and sin; None for no RoPE.
     whole_rows: the norms are over all heads of a token together, not over each head.
     """
-    if angles is not None and is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
+    head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    rotates_heads = angles is not None and 2 * angles[0].shape[1] == head_dim  # the fused node rotates whole heads
+    if rotates_heads and is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
         weights = q_norm.weight, k_norm.weight
         return qk_norm_rope(qkv, *weights, *angles, num_heads, num_kv_heads, q_norm.eps, q_norm.offset)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)

@@ -100,11 +100,14 @@ def export_weights(
         raise InputError(f"{adapted[0]} has an adapter of PEFT: merge it first, with merge_and_unload()")
     if values is None:
         reshard(model)
-        values = dict(model.named_parameters())
+        values = model.stored_tensors()
     # Modules that are trained as a whole beside LoRA may be wider than the model. Larger dtypes come first, so that
     # every tensor is aligned to its dtype.
-    names = [name for name, _ in model.named_parameters()]
+    buffers = model.stored_buffers()
+    values = {**buffers, **values}
+    names = list(model.stored_tensors())
     dtypes = {name: dtype or values[name].dtype for name in names}
+    dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
     dtypes |= {f"{name}.weight": dtype or model.dtype for name in model.modules_to_save}
     parameters = {name: values[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
     pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.export_rules())

@@ -86,7 +86,8 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     """
     refuse_unequal_copies(plan.checkpoint, plan.copies)
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
-    shards = {name: shard_and_offset(parameter) for name, parameter in model.named_parameters()}
+    tensors = model.stored_tensors()
+    shards = {name: shard_and_offset(tensor) for name, tensor in tensors.items()}
     unread = {*plan.kept, *plan.unexpected}
     scales = read_scales({name: of for name, of in stored.items() if name not in unread}, plan.quantisation)
     transfers = (
@@ -97,7 +98,7 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     run_transfers(transfers, f"Loading {folder.name}", quiet=not is_first())
     model.loaded_rules, model.kept = plan.rules, plan.kept
     most = most_common_dtype(stored[piece.tensor] for piece in plan.pieces)
-    others = (piece.tensor for piece in plan.pieces if stored[piece.tensor].dtype != most)
+    others = (piece.tensor for piece in plan.pieces if stored[piece.tensor].dtype != tensors[piece.parameter].dtype)
     model.stored_otherwise = tuple(others) if model.dtype == most else ()
     if plan.unexpected and is_first():
         ignored = f"ignored, the model has no place for them: {shortened(plan.unexpected)}"
@@ -128,7 +129,7 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
 
     If no layout is complete, those of the Hub's own layout.
     """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in model.stored_tensors().items()}
     limit = len(checkpoint.tensors) + EXTRA_PIECES  # a plan of this length is incomplete anyway
     tried: list[tuple[tuple[Rule, ...], list[Piece]]] = []
     for rules in (model.weight_rules(), *model.other_weight_rules()):

@@ -79,6 +79,20 @@ class HubModule(nn.Module):
         """Further checkpoint layouts that loading accepts, such as the in-memory layout of transformers 5."""
         return ()
 
+    def stored_buffers(self) -> dict[str, Tensor]:
+        """The buffers that a checkpoint stores, by name: those that a module lists as `stored_buffers`."""
+        owners = ((prefix, module, getattr(module, "stored_buffers", ())) for prefix, module in self.named_modules())
+        return {
+            f"{prefix}.{name}": module.get_buffer(name)
+            for prefix, module, names in owners
+            if module is not self
+            for name in names
+        }
+
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint stores, by name: the parameters, tied ones once, and some buffers."""
+        return dict(self.named_parameters()) | self.stored_buffers()
+
     def kept_tensors(self) -> tuple[str, ...]:
         """Name patterns of tensors that a checkpoint may hold and that the model does not compute."""
         return ()
@@ -114,7 +128,7 @@ def accept_hub_names(
     A model with adapters of another library takes only the names of its own parameters.
     """
     assert isinstance(model, HubModule)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in model.stored_tensors().items()}
     if not foreign_adapters(shapes) and not all(prefix + name in state_dict for name in shapes):
         for rules in (model.weight_rules(), *model.other_weight_rules()):
             if pack_state_dict(state_dict, prefix, plan_pieces(shapes, rules)):
@@ -131,14 +145,15 @@ def accept_hub_names(
 
 def pack_some(model: HubModule, state_dict: dict[str, Any]) -> None:
     """Packs some of the Hub's tensors, as one file of several holds; the rest of a parameter keeps its values."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    tensors = model.stored_tensors()
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     for rules in (model.weight_rules(), *model.other_weight_rules()):
         pieces = plan_pieces(shapes, rules)
         if {piece.tensor for piece in pieces} >= state_dict.keys():
             found = {piece.parameter for piece in pieces if piece.tensor in state_dict}
             pieces = [piece for piece in pieces if piece.parameter in found]
             for piece in pieces:
-                present = piece.from_box(model.get_parameter(piece.parameter).detach()[piece.index])
+                present = piece.from_box(tensors[piece.parameter].detach()[piece.index])
                 state_dict.setdefault(piece.tensor, present)
             pack_state_dict(state_dict, "", pieces)
             break
