@@ -13,8 +13,9 @@ from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
 from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
 from ligermodels.architectures.llama import Llama
-from ligermodels.architectures.ministral3 import Ministral3, Mistral3
+from ligermodels.architectures.ministral3 import Ministral3
 from ligermodels.architectures.mistral import Mistral
+from ligermodels.architectures.mistral3 import Mistral3
 from ligermodels.architectures.mixtral import Mixtral
 from ligermodels.architectures.olmo2 import Olmo2
 from ligermodels.architectures.olmo3 import Olmo3

@@ -6,8 +6,8 @@ The layers that predict further tokens, behind the last layer, are kept, not com
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ligermodels.configs.base import Config, preset, tiny
-from ligermodels.errors import ConfigError
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.features import GroupedRoutingConfig
 from ligermodels.layers.attention import Attention, QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
@@ -17,7 +17,7 @@ from ligermodels.weights.mapping import Rename, Rule, packed_gate_up, packed_pro
 
 
 @dataclass(kw_only=True)
-class Glm4MoeConfig(Config):
+class Glm4MoeConfig(GroupedRoutingConfig):
     vocab_size: int = 151552
     intermediate_size: int = 10944
     num_hidden_layers: int = 46
@@ -26,37 +26,9 @@ class Glm4MoeConfig(Config):
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
     use_qk_norm: bool = False
-    moe_intermediate_size: int = 1408
-    n_routed_experts: int = 128
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 8
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    first_k_dense_replace: int = 1
-    num_nextn_predict_layers: int = 1
 
     partial_rotary = True
     default_partial_rotary_factor = 0.5
-    alternative_names: ClassVar = {
-        "n_routed_experts": "num_local_experts",
-        "num_nextn_predict_layers": "num_mtp_layers",
-    }
-
-    def validate(self) -> None:
-        super().validate()
-        if self.n_routed_experts % self.n_group or self.n_routed_experts < 2 * self.n_group:
-            raise ConfigError(
-                f"config.json: n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts} into groups "
-                "of two or more"
-            )
-        chosen = self.n_routed_experts // self.n_group * self.topk_group
-        if self.topk_group > self.n_group or self.num_experts_per_tok > chosen:
-            raise ConfigError(
-                f"config.json: topk_group {self.topk_group} of n_group {self.n_group} groups must have "
-                f"num_experts_per_tok {self.num_experts_per_tok} experts or more"
-            )
 
 
 BASE = {"model_type": "glm4_moe", "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 0}

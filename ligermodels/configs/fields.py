@@ -3,6 +3,7 @@
 import math
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 from ligermodels.errors import ConfigError
@@ -56,6 +57,15 @@ def read_field(name: str, value: Any, annotation: Any) -> Any:
     if isinstance(value, int | float) and bool not in kinds:
         check_range(name, value)
     return value
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raises ConfigError unless the value is one of the choices."""
+    choices = list(choices)
+    if value not in choices:
+        raise ConfigError(
+            f"config.json: {name} {value!r} is not supported; must be one of {', '.join(map(repr, choices))}"
+        )
 
 
 def check_range(name: str, value: int | float) -> None:
