@@ -29,6 +29,7 @@ ON_KERNELS = [
 IN_HALF_PRECISION = [
     "llama-attention-bias", "llama-rope-llama3", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2",
     "olmo3-rope-yarn", "glm", "glm4", "granite", "phi3-longrope-long", "mistral", "smollm3", "ernie4_5", "gemma3",
+    "ministral3", "seed_oss", "exaone4", "hunyuan_v1_dense", "cohere2", "olmoe-every-expert", "glm4_moe-every-expert",
     "mixtral-every-expert", "qwen2_moe-every-expert", "qwen3_moe-every-expert", "granitemoe-every-expert",
 ]  # fmt: skip
 GENERATING = [

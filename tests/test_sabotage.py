@@ -313,14 +313,14 @@ FAMILIES_OF_2025 = {
         f"{ATTENTION_LAYER}:RotatedQKNormAttention.split_and_rotate", "self.q_norm(q)", "q", "hunyuan_v1_dense"
     ),
     "hunyuan: alpha ignored": Sabotage(
-        f"{FAMILIES}.hunyuan_v1_dense:HunyuanConfig.read_ropes",
+        f"{FAMILIES}.hunyuan_v1_dense:stretched",
         "rope.rope_theta * stretch",
         "rope.rope_theta",
         "hunyuan_v1_dense-rope-alpha",
     ),
     "hunyuan: alpha without its exponent": Sabotage(
-        f"{FAMILIES}.hunyuan_v1_dense:HunyuanConfig.read_ropes",
-        " ** (rotated / (rotated - 2))",
+        f"{FAMILIES}.hunyuan_v1_dense:stretched",
+        " ** (head_dim / (head_dim - 2))",
         "",
         "hunyuan_v1_dense-rope-alpha",
     ),
@@ -345,7 +345,7 @@ FAMILIES_OF_2025 = {
     "olmoe: weights renormalised": Sabotage(
         f"{FAMILIES}.olmoe:Olmoe.layer", "normalize=config.norm_topk_prob", "normalize=True", "olmoe"
     ),
-    "correction bias not in the choice": Sabotage(SIGMOID, "scores + bias", "scores", "glm4_moe"),
+    "correction bias not in the choice": Sabotage(SIGMOID, "choice = scores + bias", "choice = scores", "glm4_moe"),
     "correction bias in the weights": Sabotage(SIGMOID, "scores.gather(", "(scores + bias).gather(", "glm4_moe"),
     "group mask dropped": Sabotage(SIGMOID, "top_groups < groups", "False", "glm4_moe"),
     "groups scored by their best expert": Sabotage(SIGMOID, "topk(2)", "topk(1)", "glm4_moe"),

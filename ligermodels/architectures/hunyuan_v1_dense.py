@@ -22,14 +22,18 @@ class HunyuanConfig(Config):
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
-        """Files name a fixed stretch of theta "dynamic", with an alpha: theta alpha^(R / (R - 2))."""
-        rope = super().read_ropes(raw)[FULL_ATTENTION]
-        alpha = (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).get("alpha")
-        if rope.rope_type != "dynamic" or not alpha:
-            return {FULL_ATTENTION: rope}
-        rotated = raw.get("head_dim") or raw.get("hidden_size", cls.hidden_size) // raw.get("num_attention_heads", 32)
-        stretch = read_field("alpha", alpha, float) ** (rotated / (rotated - 2))
-        return {FULL_ATTENTION: replace(rope, rope_type="default", rope_theta=rope.rope_theta * stretch)}
+        (rope,) = super().read_ropes(raw).values()
+        heads = raw.get("num_attention_heads", cls.num_attention_heads)
+        return {FULL_ATTENTION: stretched(rope, raw, raw.get("head_dim") or raw.get("hidden_size", 4096) // heads)}
+
+
+def stretched(rope: Rope, raw: Mapping[str, Any], head_dim: int) -> Rope:
+    """The rotary embedding with theta alpha^(R / (R - 2)), which files name "dynamic", with an alpha."""
+    alpha = (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).get("alpha")
+    if rope.rope_type != "dynamic" or not alpha:
+        return rope
+    stretch = read_field("alpha", alpha, float) ** (head_dim / (head_dim - 2))
+    return replace(rope, rope_type="default", rope_theta=rope.rope_theta * stretch)
 
 
 BASE = {"model_type": "hunyuan_v1_dense", "rms_norm_eps": 1e-5}
