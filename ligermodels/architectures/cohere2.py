@@ -29,6 +29,12 @@ class Cohere2Config(SlidingWindowConfig):
     sliding_window: int | None = 4096
     sliding_window_pattern: int = 4
 
+    layer_norms = True
+
+    @property
+    def norm_eps(self) -> float:
+        return self.layer_norm_eps
+
     def is_sliding(self, layer: int) -> bool:
         return (layer + 1) % self.sliding_window_pattern != 0
 

@@ -37,6 +37,7 @@ HUB = BASE | {"rope_theta": 1000000.0, "head_dim": 128, "attention_bias": True, 
 
 
 class Glm4Moe(CausalLM):
+    config: Glm4MoeConfig
     Config = Glm4MoeConfig
     hub_class = "Glm4MoeForCausalLM"
     SIZES: ClassVar = {

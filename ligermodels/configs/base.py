@@ -55,7 +55,12 @@ class Config:
     partial_rotary: ClassVar[bool] = False  # whether the family supports partial_rotary_factor < 1
     alternative_names: ClassVar[Mapping[str, str]] = {}  # field -> its name in the other version of transformers
     norm_offset: ClassVar[float] = 0.0  # added to the weight of every norm
-    layer_norm_eps = None  # a family with LayerNorms instead of RMSNorms over the residual stream has it as a field
+    layer_norms: ClassVar[bool] = False  # whether the residual stream has LayerNorms instead of RMSNorms
+
+    @property
+    def norm_eps(self) -> float:
+        """The epsilon of the norms over the residual stream."""
+        return self.rms_norm_eps
 
     @property
     def embedding_scale(self) -> float:

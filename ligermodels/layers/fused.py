@@ -97,10 +97,10 @@ def qk_norm_then_rope(
     whole_rows: the norms are over all heads of a token together, not over each head.
     """
     head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    rotates_heads = angles is not None and 2 * angles[0].shape[1] == head_dim  # the fused node rotates whole heads
-    if rotates_heads and is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
-        weights = q_norm.weight, k_norm.weight
-        return qk_norm_rope(qkv, *weights, *angles, num_heads, num_kv_heads, q_norm.eps, q_norm.offset)
+    whole_heads = angles if angles is not None and 2 * angles[0].shape[1] == head_dim else None
+    if whole_heads and is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):  # fused for whole heads only
+        weights, (cos, sin) = (q_norm.weight, k_norm.weight), whole_heads
+        return qk_norm_rope(qkv, *weights, cos, sin, num_heads, num_kv_heads, q_norm.eps, q_norm.offset)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if whole_rows:
         q, k = q_norm(q.flatten(2)).view_as(q), k_norm(k.flatten(2)).view_as(k)

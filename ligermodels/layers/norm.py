@@ -56,6 +56,6 @@ class PreNorm:
 
 def hidden_norm(config: Config) -> RMSNorm | LayerNorm:
     """A norm over the residual stream."""
-    if config.layer_norm_eps is not None:
-        return LayerNorm(config.hidden_size, config.layer_norm_eps)
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+    if config.layer_norms:
+        return LayerNorm(config.hidden_size, config.norm_eps)
+    return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
