@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
+from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, route, route_by_sigmoid
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
@@ -112,8 +113,8 @@ class SigmoidRouter(Router):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [tokens, H] -> logits [tokens, E] fp32."""
-        return F.linear(x.float(), self.weight.float())
+        """x [tokens, H] -> logits [tokens, E] fp32, of an fp64 model fp64."""
+        return F.linear(widen(x), widen(self.weight))
 
     def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
         return route_by_sigmoid(

@@ -23,7 +23,7 @@ from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
-from ligermodels.weights.mapping import Piece, Rule, name_translator, plan_pieces
+from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule
 from ligermodels.weights.quantised import Scale, companions, is_fp8, quantised, scale_fault, scale_name
 from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, run_transfers
@@ -111,17 +111,12 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
     pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     known = pieces.keys() | copies.keys()
-    kept = tuple(name for name in checkpoint.tensors if name not in known and is_kept(model, name))
+    kept = tuple(name for name in checkpoint.tensors if name not in known and model.keeps(name))
     quantisation = read_quantisation(model.config.raw)
     known |= {*kept, *(name for tensor in quantised(checkpoint.tensors) for name in companions(tensor))}
     unexpected = [name for name in checkpoint.tensors if name not in known and not STALE_BUFFERS.fullmatch(name)]
     refuse_mismatched_tensors(checkpoint, pieces, quantisation, [] if allow_unexpected else unexpected)
     return LoadPlan(checkpoint, rules, planned, copies, kept, quantisation, unexpected)
-
-
-def is_kept(model: HubModule, tensor: str) -> bool:
-    """Whether a tensor of a checkpoint is one of those that the model does not compute."""
-    return any(name_translator(pattern, tensor) is not None for pattern in model.kept_tensors())
 
 
 def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule, ...], list[Piece]]:

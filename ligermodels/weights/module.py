@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.weights.mapping import Piece, Rule, foreign_adapters, is_lora_parameter, plan_pieces
+from ligermodels.weights.mapping import Piece, Rule, foreign_adapters, is_lora_parameter, name_translator, plan_pieces
 
 
 class HubModule(nn.Module):
@@ -97,6 +97,10 @@ class HubModule(nn.Module):
         """Name patterns of tensors that a checkpoint may hold and that the model does not compute."""
         return ()
 
+    def keeps(self, tensor: str) -> bool:
+        """Whether a tensor of a checkpoint is one of `kept_tensors`."""
+        return any(name_translator(pattern, tensor) is not None for pattern in self.kept_tensors())
+
     def export_rules(self) -> tuple[Rule, ...]:
         """The layout that an export writes: that of the loaded checkpoint, of a new model that of `weight_rules`."""
         return self.weight_rules() if self.loaded_rules is None else self.loaded_rules
@@ -125,6 +129,7 @@ def accept_hub_names(
 ) -> None:
     """A hook of load_state_dict: packs tensors with the Hub's names, and completes tied parameters.
 
+    Tensors that the model does not compute are left out, as other models' state dicts have them.
     A model with adapters of another library takes only the names of its own parameters.
     """
     assert isinstance(model, HubModule)
@@ -133,6 +138,8 @@ def accept_hub_names(
         for rules in (model.weight_rules(), *model.other_weight_rules()):
             if pack_state_dict(state_dict, prefix, plan_pieces(shapes, rules)):
                 break
+    for key in [key for key in state_dict if key.startswith(prefix) and model.keeps(key.removeprefix(prefix))]:
+        del state_dict[key]
     for name, original in tied_names(model).items():
         tied = prefix + original, prefix + name
         value = next((state_dict[key] for key in tied if key in state_dict), None)

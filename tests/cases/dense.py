@@ -7,8 +7,8 @@ SEED_OSS = TINY | {
     "architectures": ["SeedOssForCausalLM"],
     "head_dim": 10,
     "pad_token_id": 4,
-    "attention_dropout": 0.1,
-    "residual_dropout": 0.1,
+    "attention_dropout": 0.0,
+    "residual_dropout": 0.0,
 }
 EXAONE4 = TINY | {
     "model_type": "exaone4",
