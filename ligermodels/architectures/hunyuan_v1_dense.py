@@ -36,7 +36,7 @@ def stretched(rope: Rope, raw: Mapping[str, Any], head_dim: int) -> Rope:
     return replace(rope, rope_type="default", rope_theta=rope.rope_theta * stretch)
 
 
-BASE = {"model_type": "hunyuan_v1_dense", "rms_norm_eps": 1e-5}
+BASE = {"model_type": "hunyuan_v1_dense", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
 HUB = BASE | {"max_position_embeddings": 262144, "rope_scaling": ALPHA, "tie_word_embeddings": True, "bos_token_id": 1}
 
