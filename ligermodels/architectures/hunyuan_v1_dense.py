@@ -45,7 +45,7 @@ class HunyuanDense(CausalLM):
     Config = HunyuanConfig
     hub_class = "HunYuanDenseV1ForCausalLM"
     SIZES: ClassVar = {
-        "tiny": tiny(BASE) | {"pad_token_id": None},
+        "tiny": tiny(BASE) | {"pad_token_id": None, "head_dim": 32},
         "1.8b": preset(HUB, 2048, 6144, 32, 16, 4) | {"vocab_size": 120818, "head_dim": 128},
         "7b": preset(HUB, 4096, 14336, 32, 32, 8) | {"vocab_size": 128167, "head_dim": 128},
     }
