@@ -63,7 +63,7 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
 
 @pytest.mark.parametrize(
     ("family", "targets"),
-    # PEFT 0.19 gives the experts of GLM-4.5 adapters too, if dense layers have projections of the same names.
+    # PEFT 0.21 gives the experts of GLM-4.5 adapters too, if dense layers have projections of the same names.
     [(family, "all-linear") for family in FAMILIES if family != "glm4_moe"]
     + [(family, ["all-linear", "experts"]) for family in WITH_EXPERTS],
 )
