@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, QKNormAttention
-from ligermodels.layers.block import Block, PostNormLayer
+from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
@@ -225,19 +225,28 @@ def trained_parameters(model: CausalLM) -> list[Tensor]:
 def saved_by_block(block: Block, size: int) -> int:
     """Bytes per token that a block saves for backward; elements have `size` bytes."""
     hidden = width(block.self_attn.o_proj)
-    norms = sum(isinstance(child, RMSNorm) for child in block.children())
-    unnormed = 2 if isinstance(block, PostNormLayer) else 0  # attention and MLP save their unnormalised inputs
+    children = list(block.children())
+    norms = sum(isinstance(child, RMSNorm | LayerNorm) for child in children)
+    statistics = norms + sum(isinstance(child, LayerNorm) for child in children)  # rstd, of a LayerNorm the mean too
+    # Attention and MLP save their inputs, where no norm is fused with them; parallel branches have the same one.
+    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else 0
+    masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
     low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
-    saved = (norms + unnormed) * hidden * size + norms * FP32_BYTES + low_rank * size
+    saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks
     return saved + saved_by_attention(block.self_attn, size) + saved_by_mlp(block.mlp, hidden, size)
 
 
 def saved_by_attention(attention: Attention, size: int) -> int:
-    """Bytes per token: queries, keys and values (with QK-norm also before the norm), the output, its log-sum-exp."""
+    """Bytes per token: queries, keys and values, the output, its log-sum-exp.
+
+    With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones.
+    """
     head_dim = width(attention.qkv_proj) // (attention.num_heads + 2 * attention.num_key_value_heads)
     saved = width(attention.qkv_proj) + attention.num_heads * head_dim
     if isinstance(attention, QKNormAttention):
         saved += (attention.num_heads + attention.num_key_value_heads) * head_dim
+    if attention.scales_queries:
+        saved += attention.num_heads * head_dim
     return saved * size + attention.num_heads * FP32_BYTES
 
 
@@ -253,9 +262,9 @@ def saved_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:
     routing = (num_experts + 1) * FP32_BYTES + slots * (3 * INT64_BYTES + 2 * FP32_BYTES)
     saved = (hidden + slots * (gate_up + low_rank)) * size + routing
     if mlp.shared_expert is not None:
-        saved += (
-            width(mlp.shared_expert.gate_up_proj) + hidden + 1
-        ) * size  # also its output and its gate, which are multiplied
+        saved += width(mlp.shared_expert.gate_up_proj) * size
+    if mlp.shared_expert_gate is not None:
+        saved += (hidden + 1) * size  # the shared expert's output and its gate, which are multiplied
     return saved
 
 

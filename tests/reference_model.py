@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 
@@ -17,13 +17,22 @@ def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> 
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         config = AutoConfig.from_pretrained(folder)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager)
+    model = auto_class(config).from_config(config, dtype=torch.float32, **eager)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
+
+
+def auto_class(config: PreTrainedConfig) -> type:
+    """The class that builds the model of a config: text models with an image side are not always causal ones there."""
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 def save_reference(raw: dict[str, Any], folder: Path) -> nn.Module:
@@ -37,10 +46,9 @@ def save_reference(raw: dict[str, Any], folder: Path) -> nn.Module:
 def hub_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a reference model under their Hub names, which differ from its names in memory."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return {
-        name.replace("vision_tower.", "vision_tower.vision_model."): value
-        for name, value in revert_weight_conversion(model, state).items()
-    }
+    outer = "vision_tower.vision_model." if model.config.model_type == "gemma3" else "vision_tower."
+    stored = revert_weight_conversion(model, state)
+    return {name.replace("vision_tower.", outer): value for name, value in stored.items()}
 
 
 def tokens(raw: dict[str, Any], batch: int = 2, length: int = 23, seed: int = 3) -> Tensor:

@@ -299,7 +299,7 @@ def test_python_m_ligermodels_is_the_command_and_list_waits_for_no_torch():
     """A `torch` that cannot be imported stands in the way of whatever imports it."""
     code = "import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = ['list']; runpy.run_module('ligermodels')"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith("ernie4_5 ")
+    assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith("cohere2 ")
 
 
 def test_version_is_that_of_the_package(capsys):

@@ -20,9 +20,14 @@ BASE = LLAMA | {
     "max_position_embeddings": 64,
 }  # fmt: skip
 SHARED = {"num_experts": 6, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 192}
+ROUTED = {"n_routed_experts": 6, "moe_intermediate_size": 160, "num_experts_per_tok": 2}
 MODELS = {
     "dense": BASE,
     "sandwich norms and QK-norm": BASE | {"model_type": "gemma3_text", "head_dim": 64},
+    "scaled queries": BASE | {"model_type": "ministral3", "head_dim": 64},
+    "QK-norm after RoPE": BASE | {"model_type": "hunyuan_v1_dense", "head_dim": 64},
+    "parallel branches": BASE | {"model_type": "cohere2", "head_dim": 64, "sliding_window": 64},
+    "sigmoid router": BASE | ROUTED | {"model_type": "glm4_moe", "head_dim": 64, "first_k_dense_replace": 0},
     "routed experts and a shared one": BASE | SHARED | {"model_type": "qwen2_moe", "num_experts_per_tok": 2},
 }
 
@@ -30,7 +35,7 @@ MODELS = {
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("name", "lora"),
-    [("dense", False), ("sandwich norms and QK-norm", True), ("routed experts and a shared one", False)],
+    [(name, name == "sandwich norms and QK-norm") for name in MODELS],
 )
 def test_activations_match_the_tensors_that_autograd_saves(name, lora):
     def change(model):

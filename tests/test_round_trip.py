@@ -11,15 +11,16 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
+from ligermodels.errors import InputError
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import tensor_hashes
 from ligermodels.weights.mapping import plan_pieces
 from tests.cases import CASES
-from tests.reference_model import reference_model, save_reference, tokens
+from tests.reference_model import auto_class, reference_model, save_reference, tokens
 
 FAMILIES = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # the first case of each model_type
 MAY_BE_FILLED = ("rope_theta", "rope_scaling", "rope_local_base_freq")  # an export fills these if they are null
@@ -48,7 +49,7 @@ def config(folder):
 
 def reread(folder, dtype=torch.float32):
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager)
+    return auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype, **eager)
 
 
 def parameters_equal(model, other):
@@ -220,7 +221,7 @@ def test_every_spelling_that_is_read_is_written_back(family, number, tmp_path):
 
 def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
     assert {family for family, number in SPELLINGS if number} == {
-        *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3"),
+        *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe"),
     }
     for family in {family for family, number in SPELLINGS if number}:
         model = ligermodels.create(CASES[FAMILIES[family]], device="meta")
@@ -229,7 +230,9 @@ def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
         assert all(a != b for a, b in itertools.combinations(names, 2)), family
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe"]
+)
 def test_the_in_memory_names_of_transformers_5_load_the_same_model_and_are_kept(family, tmp_path):
     """save_pretrained(save_original_format=False) writes stacked experts and other prefixes."""
     reference = save_reference(CASES[FAMILIES[family]], tmp_path / "hub")
@@ -263,3 +266,46 @@ def test_gemma3_keeps_its_names_under_either_prefix_with_and_without_vision_mode
     assert parameters_equal(model, expected)
     ligermodels.export(model, tmp_path / "out")
     assert bits(tmp_path / "out") == bits(tmp_path / "in")
+
+
+def test_glm4_moe_keeps_its_fp32_bias_and_the_layer_behind_the_last_one(tmp_path):
+    """In a bf16 checkpoint. The bias stays fp32 in the model, whatever its dtype."""
+    reference = reference_model(CASES["glm4_moe"], torch.bfloat16)
+    reference.save_pretrained(tmp_path / "in")
+    stored = weights(tmp_path / "in")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    stored[name] = torch.randn(12)
+    stored |= {
+        f"model.layers.3.{x}": torch.randn(5, 7).bfloat16() for x in ("eh_proj.weight", "shared_head.norm.weight")
+    }
+    save_file(stored, tmp_path / "in" / "model.safetensors")
+    model = ligermodels.load(tmp_path / "in")
+    assert torch.equal(model.state_dict()[name], stored[name]) and model.dtype == torch.bfloat16
+    assert not any(".3." in name for name in model.state_dict())
+    ligermodels.export(model, tmp_path / "out")
+    assert bits(tmp_path / "out") == bits(tmp_path / "in")
+    model.to(torch.float16).to(torch.bfloat16)
+    assert torch.equal(model.state_dict()[name], stored[name])
+    save_file(stored | {"model.layers.4.x": torch.zeros(1)}, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(InputError, match=r"1 unexpected: model\.layers\.4\.x"):
+        ligermodels.load(tmp_path / "in")
+
+
+def test_an_fp8_checkpoint_has_the_values_that_the_reference_reads(tmp_path):
+    """By tensor, as Ministral 3 is published."""
+    raw = CASES["ministral3"] | {"dtype": "bfloat16"}
+    reference_model(raw, torch.bfloat16).save_pretrained(tmp_path)
+    stored = weights(tmp_path)
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        stored[f"{name}_scale_inv"] = scale = stored[name].float().abs().max() / 448
+        stored[name.replace("weight", "activation_scale")] = torch.tensor(0.5)
+        stored[name] = (stored[name].float() / scale).to(torch.float8_e4m3fn)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    fp8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": True}
+    fp8["modules_to_not_convert"] = ["lm_head"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": fp8}))
+    model, reference = ligermodels.load(tmp_path), reread(tmp_path, torch.bfloat16)
+    state = {name: value for name, value in reference.state_dict().items() if "activation_scale" not in name}
+    packed = ligermodels.create(CASES["ministral3"], dtype=torch.bfloat16)
+    packed.load_state_dict(state)
+    assert parameters_equal(model, packed)

@@ -16,6 +16,8 @@ QK_NORM = "ligermodels.kernels.qk_norm_rope:qk_norm_rope_reference"
 RMS_NORM = "ligermodels.kernels.rms_norm"
 ROTATE = "ligermodels.kernels.rope:rotate_reference"
 ROUTE = "ligermodels.kernels.experts:route"
+SIGMOID = "ligermodels.kernels.experts:route_by_sigmoid"
+ATTENTION_LAYER = "ligermodels.layers.attention"
 BLOCK = "ligermodels.layers.block"
 CONFIG = "ligermodels.configs.base"
 FEATURES = "ligermodels.configs.features"
@@ -212,9 +214,7 @@ EXPERTS = {
         '(f"{layer}{up}.weight", f"{layer}{gate}.weight")',
         "mixtral",
     ),
-    "shared expert's gate dropped": Sabotage(
-        f"{MOE}:MoE.forward", "torch.sigmoid(self.shared_expert_gate(normed)) * ", "", "qwen2_moe"
-    ),
+    "shared expert's gate dropped": Sabotage(f"{MOE}:MoE.forward", "torch.sigmoid(gate(normed)) * ", "", "qwen2_moe"),
     "mlp_only_layers ignored": Sabotage(
         f"{FEATURES}:SparseStepConfig.is_sparse",
         "layer not in (self.mlp_only_layers or ()) and ",
@@ -290,7 +290,82 @@ MODEL = {
         "llama-padding",
     ),
 }
-BREAKS = WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
+FAMILIES_OF_2025 = {
+    "ministral3: queries not scaled": Sabotage(
+        f"{ATTENTION_LAYER}:Attention.forward", "positions.query_scale is not None", "False", "ministral3"
+    ),
+    "ministral3: scale grows at the wrong positions": Sabotage(
+        f"{ROPE}:query_scale", "position_ids / scale.length", "(position_ids + 1) / scale.length", "ministral3"
+    ),
+    "ministral3: scale without beta": Sabotage(f"{ROPE}:query_scale", "scale.beta * ", "", "ministral3"),
+    "mistral3: window of the text model lost": Sabotage(
+        f"{FAMILIES}.mistral3:Mistral3.layer", "config.window(index)", "None", "mistral3-text-mistral"
+    ),
+    "seed_oss: no bias of q, k and v": Sabotage(
+        f"{FAMILIES}.seed_oss:SeedOss.layer", "qkv_bias=config.attention_bias", "qkv_bias=False", "seed_oss"
+    ),
+    "exaone4: RoPE on full layers": Sabotage(
+        f"{FAMILIES}.exaone4:Exaone4Config.has_rope", "not self.sliding_window or", "True or", "exaone4"
+    ),
+    "exaone4: no RoPE without a window": Sabotage(
+        f"{FAMILIES}.exaone4:Exaone4Config.has_rope", "not self.sliding_window or ", "", "exaone4-no-window"
+    ),
+    "exaone4: windowed layers shifted": Sabotage(
+        f"{FAMILIES}.exaone4:Exaone4Config.is_sliding", "(layer + 1)", "layer", "exaone4"
+    ),
+    "QK-norm without RoPE dropped": Sabotage(
+        "ligermodels.layers.fused:qk_norm_then_rope", "q, k = q_norm(q), k_norm(k)", "pass", "exaone4"
+    ),
+    "hunyuan: queries not normed": Sabotage(
+        f"{ATTENTION_LAYER}:RotatedQKNormAttention.split_and_rotate", "self.q_norm(q)", "q", "hunyuan_v1_dense"
+    ),
+    "hunyuan: alpha ignored": Sabotage(
+        f"{FAMILIES}.hunyuan_v1_dense:stretched",
+        "rope.rope_theta * stretch",
+        "rope.rope_theta",
+        "hunyuan_v1_dense-rope-alpha",
+    ),
+    "hunyuan: alpha without its exponent": Sabotage(
+        f"{FAMILIES}.hunyuan_v1_dense:stretched",
+        " ** (head_dim / (head_dim - 2))",
+        "",
+        "hunyuan_v1_dense-rope-alpha",
+    ),
+    "cohere2: RMSNorm for LayerNorm": Sabotage(
+        "ligermodels.layers.norm:LayerNorm.forward",
+        "layer_norm(x, self.weight, eps=self.eps)",
+        "rms_norm(x, self.weight, self.eps)",
+        "cohere2",
+    ),
+    "cohere2: branches one after the other": Sabotage(
+        f"{BLOCK}:ParallelLayer.forward_block",
+        "self.mlp(None, normed, None)",
+        "self.mlp(None, attended, None)",
+        "cohere2",
+    ),
+    "cohere2: RoPE not interleaved": Sabotage(
+        f"{FAMILIES}.cohere2:Cohere2.layer", "interleaved=True", "interleaved=False", "cohere2"
+    ),
+    "cohere2: RoPE on full layers": Sabotage(
+        f"{FAMILIES}.cohere2:Cohere2.layer", "== SLIDING_ATTENTION", "!= SLIDING_ATTENTION", "cohere2"
+    ),
+    "olmoe: weights renormalised": Sabotage(
+        f"{FAMILIES}.olmoe:Olmoe.layer", "normalize=config.norm_topk_prob", "normalize=True", "olmoe"
+    ),
+    "correction bias not in the choice": Sabotage(SIGMOID, "choice = scores + bias", "choice = scores", "glm4_moe"),
+    "correction bias in the weights": Sabotage(SIGMOID, "scores.gather(", "(scores + bias).gather(", "glm4_moe"),
+    "group mask dropped": Sabotage(SIGMOID, "top_groups < groups", "False", "glm4_moe"),
+    "groups scored by their best expert": Sabotage(SIGMOID, "topk(2)", "topk(1)", "glm4_moe"),
+    "sigmoid weights not normalised": Sabotage(SIGMOID, "if normalize:", "if False:", "glm4_moe"),
+    "routed_scaling_factor ignored": Sabotage(SIGMOID, "weight * scale", "weight", "glm4_moe"),
+    "glm4_moe: dense layers shifted": Sabotage(
+        f"{FAMILIES}.glm4_moe:Glm4Moe.layer", "index < config", "index <= config", "glm4_moe"
+    ),
+    "glm4_moe: shared expert gated": Sabotage(
+        f"{FAMILIES}.glm4_moe:Glm4Moe.layer", "shared_gate=False", "shared_gate=True", "glm4_moe"
+    ),
+}
+BREAKS = FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
 
 
 @pytest.mark.parametrize("name", BREAKS)

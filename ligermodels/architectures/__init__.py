@@ -1,45 +1,61 @@
 """The model families: one file per model_type. ARCHITECTURES maps the model_type of a config.json to its class."""
 
+from ligermodels.architectures.cohere2 import Cohere2
 from ligermodels.architectures.ernie4_5 import Ernie4_5
+from ligermodels.architectures.exaone4 import Exaone4
 from ligermodels.architectures.gemma import Gemma
 from ligermodels.architectures.gemma2 import Gemma2
 from ligermodels.architectures.gemma3 import Gemma3, Gemma3Text
 from ligermodels.architectures.glm import Glm
 from ligermodels.architectures.glm4 import Glm4
+from ligermodels.architectures.glm4_moe import Glm4Moe
 from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
+from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
 from ligermodels.architectures.llama import Llama
+from ligermodels.architectures.ministral3 import Ministral3
 from ligermodels.architectures.mistral import Mistral
+from ligermodels.architectures.mistral3 import Mistral3
 from ligermodels.architectures.mixtral import Mixtral
 from ligermodels.architectures.olmo2 import Olmo2
 from ligermodels.architectures.olmo3 import Olmo3
+from ligermodels.architectures.olmoe import Olmoe
 from ligermodels.architectures.phi3 import Phi3
 from ligermodels.architectures.qwen2 import Qwen2
 from ligermodels.architectures.qwen2_moe import Qwen2Moe
 from ligermodels.architectures.qwen3 import Qwen3
 from ligermodels.architectures.qwen3_moe import Qwen3Moe
+from ligermodels.architectures.seed_oss import SeedOss
 from ligermodels.architectures.smollm3 import SmolLM3
 from ligermodels.layers.decoder import CausalLM
 
 ARCHITECTURES: dict[str, type[CausalLM]] = {
+    "cohere2": Cohere2,
     "ernie4_5": Ernie4_5,
+    "exaone4": Exaone4,
     "gemma": Gemma,
     "gemma2": Gemma2,
     "gemma3": Gemma3,
     "gemma3_text": Gemma3Text,
     "glm": Glm,
     "glm4": Glm4,
+    "glm4_moe": Glm4Moe,
     "granite": Granite,
     "granitemoe": GraniteMoe,
+    "hunyuan_v1_dense": HunyuanDense,
     "llama": Llama,
+    "ministral3": Ministral3,
     "mistral": Mistral,
+    "mistral3": Mistral3,
     "mixtral": Mixtral,
     "olmo2": Olmo2,
     "olmo3": Olmo3,
+    "olmoe": Olmoe,
     "phi3": Phi3,
     "qwen2": Qwen2,
     "qwen2_moe": Qwen2Moe,
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,
+    "seed_oss": SeedOss,
     "smollm3": SmolLM3,
 }

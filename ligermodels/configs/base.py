@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from ligermodels.configs.fields import read_field
-from ligermodels.configs.rope import FULL_ATTENTION, Rope, read_rope
+from ligermodels.configs.quantisation import read_quantisation
+from ligermodels.configs.rope import FULL_ATTENTION, QueryScale, Rope, read_rope
 from ligermodels.errors import ConfigError
 
 # The Hub's name of an activation -> the kernels' name.
@@ -54,6 +55,12 @@ class Config:
     partial_rotary: ClassVar[bool] = False  # whether the family supports partial_rotary_factor < 1
     alternative_names: ClassVar[Mapping[str, str]] = {}  # field -> its name in the other version of transformers
     norm_offset: ClassVar[float] = 0.0  # added to the weight of every norm
+    layer_norms: ClassVar[bool] = False  # whether the residual stream has LayerNorms instead of RMSNorms
+
+    @property
+    def norm_eps(self) -> float:
+        """The epsilon of the norms over the residual stream."""
+        return self.rms_norm_eps
 
     @property
     def embedding_scale(self) -> float:
@@ -68,6 +75,11 @@ class Config:
     @property
     def logit_softcap(self) -> float | None:
         """The softcap of the logits: logits = softcap * tanh(logits / softcap); None for no softcap."""
+        return None
+
+    @property
+    def query_scale(self) -> QueryScale | None:
+        """How queries grow with their position; None if they do not."""
         return None
 
     @classmethod
@@ -116,10 +128,7 @@ class Config:
 
     def validate(self) -> None:
         """Raises ConfigError for settings that are not supported and for sizes that contradict each other."""
-        if self.raw.get("quantization_config"):
-            raise ConfigError(
-                "config.json: quantization_config: quantised checkpoints are not supported; load the original"
-            )
+        read_quantisation(self.raw)
         kernel_activation("hidden_act", self.hidden_act)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(

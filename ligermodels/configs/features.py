@@ -162,6 +162,42 @@ class MoEConfig(Config):
 
 
 @dataclass(kw_only=True)
+class GroupedRoutingConfig(Config):
+    """Experts behind the first dense layers, chosen within groups by sigmoid scores, beside shared ones without a gate;
+    behind the last layer, layers that predict further tokens."""
+
+    n_routed_experts: int = 128
+    n_shared_experts: int = 1
+    moe_intermediate_size: int = 1408
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+    num_nextn_predict_layers: int = 1
+
+    alternative_names: ClassVar = {
+        "n_routed_experts": "num_local_experts",
+        "num_nextn_predict_layers": "num_mtp_layers",
+    }
+
+    def validate(self) -> None:
+        super().validate()
+        if self.n_routed_experts % self.n_group or self.n_routed_experts < 2 * self.n_group:
+            raise ConfigError(
+                f"config.json: n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts} into groups "
+                "of two or more"
+            )
+        chosen = self.n_routed_experts // self.n_group * self.topk_group
+        if self.topk_group > self.n_group or self.num_experts_per_tok > chosen:
+            raise ConfigError(
+                f"config.json: topk_group {self.topk_group} of n_group {self.n_group} groups must have "
+                f"num_experts_per_tok {self.num_experts_per_tok} experts or more"
+            )
+
+
+@dataclass(kw_only=True)
 class SparseStepConfig(MoEConfig):
     """Mixture of experts with an expert width of its own, in some layers only; the other layers are dense."""
 

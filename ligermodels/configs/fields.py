@@ -3,13 +3,16 @@
 import math
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 from ligermodels.errors import ConfigError
 
 MAY_BE_ZERO = (
     "pad_token_id", "attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "max_window_layers",
-    "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts",
+    "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "mscale_all_dim",
+    "llama_4_scaling_beta", "residual_dropout",
+    "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers",
 )  # fmt: skip
 MAY_BE_NEGATIVE = ("pad_token_id",)  # old files write -1 for none
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number
@@ -26,6 +29,9 @@ MAXIMUM = {
     "head_dim": 2**12,
     "num_experts": 2**12,
     "num_local_experts": 2**12,
+    "n_routed_experts": 2**12,
+    "n_shared_experts": 2**12,
+    "num_nextn_predict_layers": 2**10,
     "num_channels": 2**8,
     "image_size": 2**12,
     "patch_size": 2**12,
@@ -51,6 +57,15 @@ def read_field(name: str, value: Any, annotation: Any) -> Any:
     if isinstance(value, int | float) and bool not in kinds:
         check_range(name, value)
     return value
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raises ConfigError unless the value is one of the choices."""
+    choices = list(choices)
+    if value not in choices:
+        raise ConfigError(
+            f"config.json: {name} {value!r} is not supported; must be one of {', '.join(map(repr, choices))}"
+        )
 
 
 def check_range(name: str, value: int | float) -> None:

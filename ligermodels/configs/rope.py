@@ -45,11 +45,20 @@ class Rope:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    llama_4_scaling_beta: float = 0.0  # see QueryScale
 
     @property
     def factor_or_one(self) -> float:
         """The factor by which most scalings stretch the wavelengths; 1 if the file has none."""
         return 1.0 if self.factor is None else self.factor
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + beta log(1 + ⌊p / length⌋)."""
+
+    beta: float
+    length: int
 
 
 def read_rope(

@@ -72,7 +72,7 @@ def architecture_lines() -> Iterator[str]:
     """One line per architecture: its presets with their numbers of parameters. `architectures.txt` holds them."""
     for name, architecture in sorted(ARCHITECTURES.items()):
         presets = [f"{size} ({preset_parameters(name, size)})" for size in architecture.SIZES]
-        yield f"{name:12} {', '.join(presets) or 'from a checkpoint'}"
+        yield f"{name:16} {', '.join(presets) or 'from a checkpoint'}"
 
 
 def preset_parameters(architecture: str, size: str) -> str:

@@ -24,9 +24,9 @@ from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import Checkpoint, open_checkpoint
 from ligermodels.weights.loading import (
     DTYPES_BY_NAME,
-    FLOAT_DTYPES,
     fill_weights,
     float_dtype,
+    most_common_dtype,
     plan_loading,
 )
 
@@ -204,12 +204,10 @@ def read_preset_or_config(source: str | Path | dict[str, Any], size: str | None)
 
 
 def checkpoint_dtype(raw: dict[str, Any], checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype in config.json, else that of the first floating-point tensor. Raises CheckpointError."""
+    """The dtype in config.json, else that of most floating-point weights. Raises CheckpointError."""
     name = raw.get("dtype") or raw.get("torch_dtype")
     if name is None:
-        return next(
-            (tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in FLOAT_DTYPES), torch.float32
-        )
+        return most_common_dtype(checkpoint.tensors.values())
     if not isinstance(name, str) or name not in DTYPES_BY_NAME:
         file = checkpoint.folder / CONFIG_FILE
         raise CheckpointError(f"{file}: dtype {name!r} is not one of {', '.join(DTYPES_BY_NAME)}; pass a dtype")

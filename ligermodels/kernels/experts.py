@@ -50,6 +50,31 @@ def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tenso
     return (weight / weight.sum(-1, keepdim=True) if normalize else weight), index
 
 
+def route_by_sigmoid(
+    logits: Tensor, bias: Tensor, k: int, *, groups: int, top_groups: int, normalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Top-k routing within groups: router logits [T, E] fp32 -> (weights [T, k] fp32, expert indices [T, k] int64).
+
+    scores = sigmoid(logits); scores + bias [E] choose: the top_groups of the groups of experts by the sum of their two
+    best, then the k best experts in these. The weights are the scores, divided by their sum if `normalize`, times
+    `scale`. Neither the choice nor the bias gets a gradient. Plain PyTorch on every device.
+    Source: DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437.
+    """
+    scores = logits.sigmoid()
+    with torch.no_grad():
+        choice = scores + bias
+        if top_groups < groups:
+            by_group = choice.unflatten(-1, (groups, -1))
+            best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
+            left_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            choice = by_group.masked_fill(left_out[..., None], -torch.inf).flatten(-2)
+        index = choice.topk(k).indices
+    weight = scores.gather(-1, index)
+    if normalize:
+        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+    return weight * scale, index
+
+
 def experts_reference(
     x: Tensor,
     expert_index: Tensor,

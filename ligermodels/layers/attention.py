@@ -18,7 +18,6 @@ from ligermodels.layers.fused import (
     norm_then_linear,
     qk_norm_then_rope,
     rope_then_write,
-    split_heads_then_write,
 )
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import PackingModule
@@ -26,13 +25,14 @@ from ligermodels.layers.packed import PackingModule
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of the tokens of a batch, with the rotary cos and sin; computed once for all layers."""
+    """Positions of the tokens of a batch, with what depends on them alone; computed once for all layers."""
 
     position_ids: Tensor  # [B or 1, T]
     angles: Mapping[str, tuple[Tensor, Tensor]]  # layer type -> (cos, sin), each [B * T or T, R / 2] fp32
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
     shared_keys: SharedKeys | None = None  # where packed documents share prefixes: the keys that each one reads
+    query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention within rows or packed documents. options: as those of `attention`."""
@@ -77,6 +77,7 @@ class Attention(PackingModule):
         self.scale = config.head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
         self.rope = rope
+        self.scales_queries = config.query_scale is not None
         self.interleaved = interleaved
         self.dropout = config.attention_dropout
         packed = config.query_size + 2 * config.key_value_size
@@ -92,6 +93,8 @@ class Attention(PackingModule):
         """
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
         q, k, v = self.split_and_rotate(qkv, positions, None if cache is None else cache.slots)
+        if positions.query_scale is not None:
+            q = q * positions.query_scale
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         if cache is not None:
             out = cache.attend(q, k, v, positions.position_ids, **options)
@@ -111,15 +114,13 @@ class Attention(PackingModule):
         slots: where k and v are also written, None for nowhere.
         """
         heads = self.num_heads, self.num_key_value_heads
-        if self.rope is None:
-            return split_heads_then_write(qkv, *heads, slots)
-        return rope_then_write(qkv, *positions.angles[self.rope], *heads, self.interleaved, slots)
+        angles = None if self.rope is None else positions.angles[self.rope]
+        return rope_then_write(qkv, angles, *heads, self.interleaved, slots)
 
 
 class QKNormAttention(Attention):
     """Attention with QK-norm: an RMSNorm over each query head and each key head, before RoPE."""
 
-    rope: str
     whole_rows = False  # the norms are over each head
 
     def __init__(self, config: Config, **options) -> None:
@@ -131,9 +132,8 @@ class QKNormAttention(Attention):
         self, qkv: Tensor, positions: Positions, slots: CacheSlots | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.num_heads, self.num_key_value_heads
-        return qk_norm_then_rope(
-            self.q_norm, self.k_norm, qkv, *positions.angles[self.rope], *heads, self.whole_rows, slots
-        )
+        angles = None if self.rope is None else positions.angles[self.rope]
+        return qk_norm_then_rope(self.q_norm, self.k_norm, qkv, angles, *heads, self.whole_rows, slots)
 
 
 class JointQKNormAttention(QKNormAttention):
@@ -145,3 +145,11 @@ class JointQKNormAttention(QKNormAttention):
         super().__init__(config, **options)
         self.q_norm = RMSNorm(config.query_size, config.rms_norm_eps, config.norm_offset)
         self.k_norm = RMSNorm(config.key_value_size, config.rms_norm_eps, config.norm_offset)
+
+
+class RotatedQKNormAttention(QKNormAttention):
+    """Attention with QK-norm over each head after RoPE."""
+
+    def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Attention.split_and_rotate(self, qkv, positions)
+        return self.q_norm(q), self.k_norm(k), v

@@ -8,12 +8,14 @@ Must not know any family.
 from abc import ABC, abstractmethod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache
 from ligermodels.layers.attention import Attention, Positions
+from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import PreNorm, hidden_norm
@@ -28,6 +30,7 @@ class Block(nn.Module, ABC):
         super().__init__()
         self.self_attn = attention
         self.mlp = mlp
+        self.dropout = 0.0  # of both branches, before they join the residual stream
         self.activation_checkpointing = False
 
     def checkpoint_activations(self) -> None:
@@ -53,7 +56,7 @@ class Block(nn.Module, ABC):
     ) -> BlockOutput:
         """x, residual [B, T, H] -> (x, residual, router logits), of the same shapes."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            has_dropout = self.self_attn.dropout > 0
+            has_dropout = self.self_attn.dropout > 0 or self.dropout > 0
             inputs = x, residual, positions, cache
             return checkpoint(self.forward_block, *inputs, use_reentrant=False, preserve_rng_state=has_dropout)
         return self.forward_block(x, residual, positions, cache)
@@ -93,6 +96,38 @@ class ScaledLayer(DecoderLayer):
         x, residual = self.self_attn(PreNorm(self.input_layernorm), x, residual, positions, cache)
         x, residual, router_logits = self.mlp(PreNorm(self.post_attention_layernorm), x * self.multiplier, residual)
         return x * self.multiplier, residual, router_logits
+
+
+class DropoutLayer(DecoderLayer):
+    """Pre-norm, with dropout of both branches in training: x = x + dropout(branch(norm(x))), twice."""
+
+    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE, dropout: float) -> None:
+        super().__init__(config, attention, mlp)
+        self.dropout = dropout
+
+    def forward_block(
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+    ) -> BlockOutput:
+        x, residual = self.self_attn(PreNorm(self.input_layernorm), x, residual, positions, cache)
+        x = F.dropout(x, self.dropout, self.training)
+        x, residual, router_logits = self.mlp(PreNorm(self.post_attention_layernorm), x, residual)
+        return F.dropout(x, self.dropout, self.training), residual, router_logits
+
+
+class ParallelLayer(Block):
+    """Both branches read one norm: h = norm(x); x = x + attention(h) + mlp(h)."""
+
+    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
+        super().__init__(attention, mlp)
+        self.input_layernorm = hidden_norm(config)
+
+    def forward_block(
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+    ) -> BlockOutput:
+        normed, residual = add_then_norm(self.input_layernorm, x, residual)
+        attended, _ = self.self_attn(None, normed, None, positions, cache)
+        x, _, router_logits = self.mlp(None, normed, None)
+        return attended + x, residual, router_logits
 
 
 class SandwichLayer(DecoderLayer):

@@ -29,7 +29,7 @@ from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.packed import AdaptableModule, name_parts
-from ligermodels.layers.rope import rotary_embedding
+from ligermodels.layers.rope import query_scale, rotary_embedding
 from ligermodels.layers.row_layout import AlignedRows, PackedRows, batch_shape, hub_offsets, row_layout
 from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
 from ligermodels.weights.module import HubModule
@@ -94,6 +94,7 @@ class Decoder(nn.Module):
         self.embedding_scale = config.embedding_scale
         self.layers = nn.ModuleList(layers)
         self.norm = hidden_norm(config)
+        self.query_scale = config.query_scale
         self.rotary_emb = nn.ModuleDict(
             {
                 name: rotary_embedding(rope, config.head_dim, config.max_position_embeddings)
@@ -118,7 +119,8 @@ class Decoder(nn.Module):
             position_ids = default_positions(x, cu_seqlens, cache)
         lengths = None if cache is None else cache.sequence_lengths
         angles = {name: rotary(position_ids, lengths) for name, rotary in self.rotary_emb.items()}
-        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys)
+        scale = None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype)
+        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale)
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
             if output_hidden_states:

@@ -34,6 +34,8 @@ from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear, is_unmodified
 
+Angles = tuple[Tensor, Tensor]  # cos and sin, [B * T or T, R / 2] fp32
+
 
 class LinearWeights(NamedTuple):
     """The tensors of a projection that a fused node reads."""
@@ -111,38 +113,35 @@ def norm_then_linear(
 
 
 def qk_norm_then_rope(
-    q_norm: nn.Module, k_norm: nn.Module, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
+    q_norm: nn.Module, k_norm: nn.Module, qkv: Tensor, angles: Angles | None, num_heads: int, num_kv_heads: int,
     whole_rows: bool, slots: CacheSlots | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Packed qkv [B, T, (Hq + 2 Hkv) D] -> normed and rotated q [B, T, Hq, D] and k [B, T, Hkv, D], and v.
 
-    whole_rows: the norms are over all heads of a token together, not over each head. slots: where k and v are also
-    written, None for nowhere.
+    angles: cos and sin; None for no RoPE. whole_rows: the norms are over all heads of a token together, not over each
+    head. slots: where k and v are also written; None for nowhere.
     """
-    if is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
-        options = q_norm.weight, k_norm.weight, cos, sin, num_heads, num_kv_heads, q_norm.eps, q_norm.offset
+    head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    rotates_all = angles is not None and 2 * angles[0].shape[1] == head_dim
+    if angles is not None and rotates_all and is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
+        options = q_norm.weight, k_norm.weight, *angles, num_heads, num_kv_heads, q_norm.eps, q_norm.offset
         return qk_norm_rope(qkv, *options) if slots is None else qk_norm_rope_write_cache(qkv, *options, slots)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if whole_rows:
-        q, k = q_norm(q.flatten(2)), k_norm(k.flatten(2))
+        q, k = q_norm(q.flatten(2)).view_as(q), k_norm(k.flatten(2)).view_as(k)
     else:
-        q, k = q_norm(q).flatten(2), k_norm(k).flatten(2)
-    return rope_then_write(torch.cat([q, k, v.flatten(2)], -1), cos, sin, num_heads, num_kv_heads, False, slots)
+        q, k = q_norm(q), k_norm(k)
+    normed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
+    return rope_then_write(normed, angles, num_heads, num_kv_heads, False, slots)
 
 
 def rope_then_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool,
-    slots: CacheSlots | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Packed qkv -> rotated q and k, and v, which are also written to `slots`; see `qk_norm_then_rope`."""
-    options = cos, sin, num_heads, num_kv_heads, interleaved
-    return rope_(qkv, *options) if slots is None else rope_write_cache_(qkv, *options, slots)
-
-
-def split_heads_then_write(
-    qkv: Tensor, num_heads: int, num_kv_heads: int, slots: CacheSlots | None
+    qkv: Tensor, angles: Angles | None, num_heads: int, num_kv_heads: int, interleaved: bool, slots: CacheSlots | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed qkv -> q, k and v, without RoPE; k and v are also written to `slots`; see `qk_norm_then_rope`."""
+    """Packed qkv -> rotated q and k, and v; k and v are also written to `slots`. See `qk_norm_then_rope`."""
+    if angles is not None:
+        options = *angles, num_heads, num_kv_heads, interleaved
+        return rope_(qkv, *options) if slots is None else rope_write_cache_(qkv, *options, slots)
     q, k, v = split_heads(qkv, num_heads, num_kv_heads)
     if slots is not None:
         write_cache(k, v, slots)

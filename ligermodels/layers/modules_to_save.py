@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lm_head import LMHead
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.weights.adapter_config import is_saved
 from ligermodels.weights.adapters import hub_module_names, tied_modules
 from ligermodels.weights.mapping import Rule, pieces_of
@@ -39,7 +39,7 @@ def modules_trained_whole(model: CausalLM, rules: Iterable[Rule]) -> dict[str, s
     """The modules that can be trained as a whole, each with its name in the layout that has these rules."""
     rules = tuple(rules)
     named = (found for part in TEXT_MODEL for found in model.get_submodule(part).named_modules(prefix=part))
-    names = [name for name, module in named if isinstance(module, nn.Embedding | LMHead | RMSNorm)]
+    names = [name for name, module in named if isinstance(module, nn.Embedding | LMHead | RMSNorm | LayerNorm)]
     return {name: hub_name(name, model.get_parameter(f"{name}.weight"), rules) for name in names}
 
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.kernels.experts import experts, route
+from ligermodels.kernels.dispatch import widen
+from ligermodels.kernels.experts import experts, route, route_by_sigmoid
 from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
 from ligermodels.layers.mlp import GatedMLP
@@ -78,14 +79,56 @@ class Router(nn.Module):
         """x [tokens, H] -> logits [tokens, E]."""
         return F.linear(x, self.weight)
 
+    def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+        """Logits [tokens, E] -> routing weights [tokens, k] fp32 and expert indices [tokens, k]."""
+        return route(logits, k, normalize)
+
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, num_experts={self.num_experts}"
 
 
+class SigmoidRouter(Router):
+    """Router whose scores are sigmoids in fp32, and whose choice among groups of experts a bias corrects.
+
+    e_score_correction_bias [E]: fp32 in a model of any dtype, because a rounded one would choose other experts; a
+    buffer, because no gradient trains it.
+    groups, top_groups, scale: as those of `route_by_sigmoid`.
+    """
+
+    e_score_correction_bias: Tensor
+    stored_buffers = ("e_score_correction_bias",)
+
+    def __init__(self, config: Config, num_experts: int, *, groups: int, top_groups: int, scale: float) -> None:
+        super().__init__(config, num_experts)
+        self.groups, self.top_groups, self.scale = groups, top_groups, scale
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32))
+
+    def _apply(self, fn, recurse=True):
+        """Keeps the bias in fp32, bit for bit: .to(bfloat16) would round it."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if after.dtype != before.dtype:
+            self.e_score_correction_bias = before.to(after.device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, H] -> logits [tokens, E] fp32, of an fp64 model fp64."""
+        return F.linear(widen(x), widen(self.weight))
+
+    def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+        return route_by_sigmoid(
+            logits, self.e_score_correction_bias, k, groups=self.groups, top_groups=self.top_groups,
+            normalize=normalize, scale=self.scale,
+        )  # fmt: skip
+
+
 class MoE(nn.Module):
-    """Top-k routed experts and, if shared_intermediate_size is given, a shared expert with a sigmoid gate.
+    """Top-k routed experts and, if shared_intermediate_size is given, a shared expert.
 
     normalize: whether the routing weights of a token's k experts are rescaled to sum to 1.
+    shared_gate: whether a sigmoid gate multiplies the shared expert's output.
+    router: None for softmax scores.
     """
 
     def __init__(
@@ -97,28 +140,31 @@ class MoE(nn.Module):
         experts_per_token: int,
         normalize: bool,
         shared_intermediate_size: int | None = None,
+        shared_gate: bool = True,
+        router: Router | None = None,
     ) -> None:
         super().__init__()
         self.experts_per_token = experts_per_token
         self.normalize = normalize
-        self.gate = Router(config, num_experts)
+        self.gate = router or Router(config, num_experts)
         self.experts = Experts(config, intermediate_size=intermediate_size, num_experts=num_experts)
         self.shared_expert = self.shared_expert_gate = None
         if shared_intermediate_size is not None:
             self.shared_expert = GatedMLP(config, intermediate_size=shared_intermediate_size)
-            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if shared_gate else None
 
     def forward(self, norm: PreNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual, router logits [B T, E])."""
         normed, residual = add_then_norm(norm.module, x, residual)  # router and experts both read it
         tokens = normed.flatten(0, -2)
         router_logits = self.gate(tokens)
-        expert_weight, expert_index = route(router_logits, self.experts_per_token, self.normalize)
+        expert_weight, expert_index = self.gate.choose(router_logits, self.experts_per_token, self.normalize)
         out = self.experts(tokens, expert_index, expert_weight)
         out = torch.ops.aten._unsafe_view(out, normed.shape)  # FSDP2 warns about views that leave a block
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
+        if self.shared_expert is not None:
             shared, _, _ = self.shared_expert(None, normed, None)
-            out = out + torch.sigmoid(self.shared_expert_gate(normed)) * shared
+            gate = self.shared_expert_gate
+            out = out + (shared if gate is None else torch.sigmoid(gate(normed)) * shared)
         return out, residual, router_logits
 
 

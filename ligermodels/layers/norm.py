@@ -1,4 +1,4 @@
-"""RMSNorm. `layers/fused.py` fuses it with what comes before and after. Must not know any family."""
+"""RMSNorm, which `layers/fused.py` fuses with what comes before and after, and LayerNorm. Must not know any family."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
+from ligermodels.kernels.layer_norm import layer_norm
 from ligermodels.kernels.rms_norm import rms_norm
 
 
@@ -26,6 +27,22 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}"
 
 
+class LayerNorm(nn.Module):
+    """y = (x - mean(x)) * rsqrt(var(x) + eps) * weight."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> the same shape and dtype."""
+        return layer_norm(x, self.weight, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
 @dataclass(frozen=True)
 class PreNorm:
     """The norm of a layer's input, passed to the layer, which fuses it with its first projection.
@@ -37,6 +54,8 @@ class PreNorm:
     module: nn.Module
 
 
-def hidden_norm(config: Config) -> RMSNorm:
-    """An RMSNorm over the residual stream."""
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+def hidden_norm(config: Config) -> RMSNorm | LayerNorm:
+    """A norm over the residual stream."""
+    if config.layer_norms:
+        return LayerNorm(config.hidden_size, config.norm_eps)
+    return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)

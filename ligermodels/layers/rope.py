@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ligermodels.configs.rope import Rope
+from ligermodels.configs.rope import QueryScale, Rope
 from ligermodels.errors import ConfigError
 
 
@@ -76,6 +76,13 @@ class LongRotaryEmbedding(RotaryEmbedding):
 def lengths_of_sequences(position_ids: Tensor, lengths: Tensor | None) -> Tensor:
     """[B or 1, T or 1, 1]: `lengths`, or without them up to the last position of each row."""
     return (position_ids.amax(-1, keepdim=True) + 1 if lengths is None else lengths)[..., None]
+
+
+@torch.no_grad()
+def query_scale(scale: QueryScale, position_ids: Tensor) -> Tensor:
+    """position_ids [B or 1, T] -> the factor of the queries, [B or 1, T, 1, 1] fp32."""
+    passed = torch.floor(position_ids / scale.length)
+    return (1 + scale.beta * torch.log(1 + passed))[:, :, None, None]
 
 
 def rotary_embedding(rope: Rope, head_dim: int, max_position_embeddings: int) -> RotaryEmbedding:

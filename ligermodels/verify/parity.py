@@ -87,7 +87,7 @@ class HubNames:
     def cut(self, name: str, gradient: Tensor) -> Measured:
         """Splits a parameter's gradient into the Hub's tensors."""
         for piece in self.pieces[name]:
-            yield piece.tensor, gradient[piece.index].reshape(piece.shape)
+            yield piece.tensor, piece.from_box(gradient[piece.index])
 
 
 def group_by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
@@ -99,8 +99,7 @@ def assemble_parameter(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -
     shape = [max(piece.index[axis].stop for piece in pieces) for axis in range(len(pieces[0].index))]
     parameter = tensors[pieces[0].tensor].new_empty(shape)
     for piece in pieces:
-        box = parameter[piece.index]
-        box.copy_(tensors[piece.tensor].reshape(box.shape))
+        parameter[piece.index] = piece.to_box(tensors[piece.tensor])
     return parameter
 
 

@@ -30,11 +30,14 @@ def version() -> str:
 
 def load_reference_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     """The model of transformers in evaluation mode, without fused implementations. Raises CheckpointError."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **plain)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        causal = type(config) in AutoModelForCausalLM._model_mapping
+        loader: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        model: Any = loader.from_pretrained(folder, dtype=dtype, local_files_only=True, **plain)
     except Exception as error:  # any type: each family has its own code
         raise loading_error(folder, error) from error
     model.config.get_text_config().use_cache = False

@@ -175,7 +175,7 @@ def tied_modules(model: HubModule) -> set[str]:
 def hub_module_names(model: HubModule, rules: Iterable[Rule]) -> set[str]:
     """The names of all modules of the model that have a weight, by the rules of a checkpoint layout."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    tensors = (piece.tensor for piece in plan_pieces(shapes, rules))
+    tensors = (*(piece.tensor for piece in plan_pieces(shapes, rules)), *model.kept)
     return {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
 
 

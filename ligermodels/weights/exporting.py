@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ligermodels.configs.quantisation import FIELD as QUANTISATION_FIELD
+from ligermodels.configs.quantisation import read_quantisation
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
+from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, StoredTensor
 from ligermodels.weights.loading import float_dtype
 from ligermodels.weights.mapping import BASE_LAYER, Piece, foreign_adapters, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule
+from ligermodels.weights.quantised import quantised
 from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import full_tensor, reshard
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
@@ -96,24 +100,38 @@ def export_weights(
         raise InputError(f"{adapted[0]} has an adapter of PEFT: merge it first, with merge_and_unload()")
     if values is None:
         reshard(model)
-        values = dict(model.named_parameters())
+        values = model.stored_tensors()
     # Modules that are trained as a whole beside LoRA may be wider than the model. Larger dtypes come first, so that
     # every tensor is aligned to its dtype.
-    names = [name for name, _ in model.named_parameters()]
+    buffers = model.stored_buffers()
+    values = {**buffers, **values}
+    names = list(model.stored_tensors())
     dtypes = {name: dtype or values[name].dtype for name in names}
+    dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
     dtypes |= {f"{name}.weight": dtype or model.dtype for name in model.modules_to_save}
     parameters = {name: values[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
     pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.export_rules())
-    entries = [Entry(piece.tensor, dtypes[piece.parameter], piece.shape) for piece in pieces]
-    tensors = hub_tensors(model, parameters, pieces, dtypes)
+    sharded = any(isinstance(p, DTensor) for p in parameters.values())
+    stored = source_tensors(source, model.stored_otherwise if dtype is None else ())
+    compared = [piece for piece in pieces if piece.tensor in stored]
+    own = {name: parameter.dtype for name, parameter in parameters.items()}
+    scheme = read_quantisation(model.config.raw)
+    unchanged = unchanged_tensors(compared, hub_tensors(model, parameters, compared, own), stored, scheme, sharded)
+    copies = unchanged | source_tensors(source, model.kept)
+    pieces = [piece for piece in pieces if piece.tensor not in copies]
+    planned: list[tuple[Entry, StoredTensor | None]] = [
+        *((Entry(piece.tensor, dtypes[piece.parameter], piece.shape), None) for piece in pieces),
+        *((Entry(name, stored.dtype, stored.shape), stored) for name, stored in copies.items()),
+    ]
+    planned.sort(key=lambda item: -item[0].dtype.itemsize)
+    tensors = with_copies(planned, hub_tensors(model, parameters, pieces, dtypes))
 
     def write(temporary: Path) -> None:
-        write_shards(temporary, entries, tensors, limit)
-        write_config(temporary, model, entries[0].dtype, source)
+        write_shards(temporary, [entry for entry, _ in planned], tensors, limit)
+        write_config(temporary, model, dtype or model.dtype, source, bool(quantised(unchanged)))
         if source is not None:
             copy_files(Path(source), temporary, copied_files)
 
-    sharded = any(isinstance(p, DTensor) for p in parameters.values())
     replaced = EXPORTED_FILES if overwrite else ()
     write_folder(Path(folder).absolute(), write, tensors, sharded, also, replaced)
 
@@ -145,13 +163,19 @@ def parameter_tensors(
 ) -> Iterator[Blocks]:
     """The tensors of one gathered parameter. A separate function, so that it is freed before the next is gathered."""
     for piece in pieces:
-        if parameter.ndim == 3 and updates:
-            yield itertools.chain.from_iterable(
-                tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype)
-                for expert in range(piece.index[0].start, piece.index[0].stop)
-            )
-        else:
-            yield tensor_blocks(piece, parameter, updates[0] if updates else None, dtype)
+        blocks = box_blocks(piece, parameter, updates, dtype)
+        # Only the whole box can be permuted.
+        yield (piece.from_box(torch.cat(list(blocks))) for _ in range(1)) if piece.view else blocks
+
+
+def box_blocks(piece: Piece, parameter: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Blocks:
+    """The rows of the box of a piece, block by block."""
+    if parameter.ndim == 3 and updates:
+        return itertools.chain.from_iterable(
+            tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype)
+            for expert in range(piece.index[0].start, piece.index[0].stop)
+        )
+    return tensor_blocks(piece, parameter, updates[0] if updates else None, dtype)
 
 
 def expert_piece(stacked: Piece) -> Piece:
@@ -162,7 +186,7 @@ def expert_piece(stacked: Piece) -> Piece:
 def tensor_blocks(piece: Piece, parameter: Tensor, update: Update | None, dtype: torch.dtype) -> Blocks:
     """The rows of a Hub tensor, block by block. An update is added in float64 and rounded once: torch may compute
     float32 products in a lower precision (TF32)."""
-    tensor = parameter[piece.index].reshape(piece.shape)
+    tensor = parameter[piece.index].reshape(piece.box_shape if piece.view else piece.shape)
     step = max(1, BLOCK_BYTES * len(tensor) // tensor.nbytes)
     for start in range(0, len(tensor), step):
         block = tensor[start : start + step]
@@ -246,9 +270,16 @@ def split_into_shards(entries: Sequence[Entry], max_shard_size: int) -> list[lis
     return shards
 
 
-def write_config(folder: Path, model: HubModule, dtype: torch.dtype, source: str | Path | None) -> None:
-    """Writes config.json; copies the file of `source` unchanged if it already has the right content."""
+def write_config(
+    folder: Path, model: HubModule, dtype: torch.dtype, source: str | Path | None, quantised: bool
+) -> None:
+    """Writes config.json; copies the file of `source` unchanged if it already has the right content.
+
+    quantised: whether the weights are written as the quantisation_config says; else it is left out.
+    """
     raw = dict(model.config.raw)
+    if not quantised:
+        raw.pop(QUANTISATION_FIELD, None)
     if "architectures" not in raw:
         raw = {"architectures": [model.hub_class]} | raw
     wanted = with_dtype(both_spellings(raw, model.config.alternative_names), dtype)

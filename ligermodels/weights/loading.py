@@ -5,10 +5,12 @@ only the bytes of its own shard. All names, shapes and dtypes are checked before
 rules and folders; must not know model families.
 """
 
+import math
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,12 +18,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ligermodels.configs.quantisation import Fp8, read_quantisation
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
+from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule
-from ligermodels.weights.streaming import Transfer, bit_equal, run_transfers
+from ligermodels.weights.quantised import Scale, companions, is_fp8, quantised, scale_fault, scale_name
+from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, run_transfers
 
 # Buffers that old checkpoints contain. Every reader recomputes them from the configuration.
 STALE_BUFFERS = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
@@ -36,6 +41,8 @@ class LoadPlan:
 
     rules: of the layout that the checkpoint has.
     copies: tied tensors that the checkpoint stores a second time -> the tensor that each must equal.
+    kept: tensors that the model does not compute; nothing reads them before an export.
+    quantisation: how tensors in FP8 are scaled; None if the checkpoint has none.
     unexpected: tensors that the model has no place for.
     """
 
@@ -43,6 +50,8 @@ class LoadPlan:
     rules: tuple[Rule, ...]
     pieces: list[Piece]
     copies: Mapping[str, str]
+    kept: tuple[str, ...]
+    quantisation: Fp8 | None
     unexpected: list[str]
 
 
@@ -77,10 +86,20 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     """
     refuse_unequal_copies(plan.checkpoint, plan.copies)
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
-    shards = {name: shard_and_offset(parameter) for name, parameter in model.named_parameters()}
-    transfers = (local_transfer(*shards[piece.parameter], piece, stored[piece.tensor]) for piece in plan.pieces)
-    run_transfers(filter(None, transfers), f"Loading {folder.name}", quiet=not is_first())
-    model.loaded_rules = plan.rules
+    tensors = model.stored_tensors()
+    shards = {name: shard_and_offset(tensor) for name, tensor in tensors.items()}
+    unread = {*plan.kept, *plan.unexpected}
+    scales = read_scales({name: of for name, of in stored.items() if name not in unread}, plan.quantisation)
+    transfers = (
+        transfer
+        for piece in plan.pieces
+        for transfer in local_transfers(*shards[piece.parameter], piece, stored[piece.tensor], scales.get(piece.tensor))
+    )
+    run_transfers(transfers, f"Loading {folder.name}", quiet=not is_first())
+    model.loaded_rules, model.kept = plan.rules, plan.kept
+    most = most_common_dtype(stored[piece.tensor] for piece in plan.pieces)
+    others = (piece.tensor for piece in plan.pieces if stored[piece.tensor].dtype != tensors[piece.parameter].dtype)
+    model.stored_otherwise = tuple(others) if model.dtype == most else ()
     if plan.unexpected and is_first():
         ignored = f"ignored, the model has no place for them: {shortened(plan.unexpected)}"
         warnings.warn(printable(f"{folder}: {ignored}"), stacklevel=2)
@@ -92,9 +111,12 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
     pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     known = pieces.keys() | copies.keys()
+    kept = tuple(name for name in checkpoint.tensors if name not in known and model.keeps(name))
+    quantisation = read_quantisation(model.config.raw)
+    known |= {*kept, *(name for tensor in quantised(checkpoint.tensors) for name in companions(tensor))}
     unexpected = [name for name in checkpoint.tensors if name not in known and not STALE_BUFFERS.fullmatch(name)]
-    refuse_mismatched_tensors(checkpoint, pieces, [] if allow_unexpected else unexpected)
-    return LoadPlan(checkpoint, rules, planned, copies, unexpected)
+    refuse_mismatched_tensors(checkpoint, pieces, quantisation, [] if allow_unexpected else unexpected)
+    return LoadPlan(checkpoint, rules, planned, copies, kept, quantisation, unexpected)
 
 
 def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule, ...], list[Piece]]:
@@ -102,7 +124,7 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
 
     If no layout is complete, those of the Hub's own layout.
     """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in model.stored_tensors().items()}
     limit = len(checkpoint.tensors) + EXTRA_PIECES  # a plan of this length is incomplete anyway
     tried: list[tuple[tuple[Rule, ...], list[Piece]]] = []
     for rules in (model.weight_rules(), *model.other_weight_rules()):
@@ -118,17 +140,31 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
     return tried[0]
 
 
-def local_transfer(local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor) -> Transfer | None:
-    """The part of a piece that overlaps this rank's shard, or None. local, offset: as returned by shard_and_offset."""
+def local_transfers(
+    local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor, scale: Scale | None = None
+) -> Iterator[Transfer]:
+    """The parts of a piece that overlap this rank's shard. local, offset: as returned by shard_and_offset.
+
+    Of a permuted piece several boxes may overlap, because its shard ends at any row.
+    """
     starts = [max(box.start, begin) for box, begin in zip(piece.index, offset, strict=True)]
     stops = [min(box.stop, begin + n) for box, begin, n in zip(piece.index, offset, local.shape, strict=True)]
     if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
-        return None
+        return
     source = [slice(a - box.start, b - box.start) for a, b, box in zip(starts, stops, piece.index, strict=True)]
-    target = [slice(a - begin, b - begin) for a, b, begin in zip(starts, stops, offset, strict=True)]
-    source = source[len(piece.index) - len(piece.shape) :]
-    shape = [side.stop - side.start for side in source]
-    return Transfer(piece.tensor, stored, tuple(source), local[tuple(target)].view(shape))
+    target = local[tuple(slice(a - begin, b - begin) for a, b, begin in zip(starts, stops, offset, strict=True))]
+    if not piece.view:
+        source = source[len(piece.index) - len(piece.shape) :]
+        target = target.view([side.stop - side.start for side in source])
+        yield Transfer(piece.tensor, stored, tuple(source), target, scale)
+        return
+    if scale is not None:
+        raise ValueError(f"{piece.tensor} is quantised and permuted, which is not supported")
+    stored = replace(stored, shape=piece.view)
+    for within, sides in boxes_of(source, split_dimensions(piece.box_shape, piece.box_view)):
+        part = target[within].view([side.stop - side.start for side in sides])  # never needs a copy
+        box = tuple(sides[dim] for dim in piece.inverse_order)
+        yield Transfer(piece.tensor, stored, box, part.permute(piece.inverse_order))
 
 
 def shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -137,6 +173,24 @@ def shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         return parameter.detach(), (0,) * parameter.dim()
     mesh, placements = parameter.device_mesh, parameter.placements
     return parameter.to_local().detach(), compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
+
+
+def read_scales(tensors: Mapping[str, StoredTensor], quantisation: Fp8 | None) -> dict[str, Scale]:
+    """The scales of those of these tensors that are quantised, by their names. The scales are among the tensors."""
+    if quantisation is None:
+        return {}
+    names = {name: scale_name(name) for name in quantised(tensors)}
+    values = read_tensors({scale: tensors[scale] for scale in names.values()})
+    return {name: Scale(values[scale].float(), quantisation.block) for name, scale in names.items()}
+
+
+def most_common_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype:
+    """The floating-point dtype of most elements, quantised ones not counted; fp32 if there are none."""
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in FLOAT_DTYPES:
+            elements[tensor.dtype] += math.prod(tensor.shape)
+    return max(elements, key=elements.__getitem__, default=torch.float32)
 
 
 def tied_tensors(model: HubModule, rules: tuple[Rule, ...]) -> dict[str, str]:
@@ -166,7 +220,9 @@ def refuse_unready(model: HubModule) -> None:
         )
 
 
-def refuse_mismatched_tensors(checkpoint: Checkpoint, pieces: Mapping[str, Piece], unexpected: list[str]) -> None:
+def refuse_mismatched_tensors(
+    checkpoint: Checkpoint, pieces: Mapping[str, Piece], quantisation: Fp8 | None, unexpected: list[str]
+) -> None:
     """Raises one CheckpointError that lists the tensors that are missing, unexpected, or of a wrong shape or dtype."""
     stored = checkpoint.tensors
     missing = [name for name in pieces if name not in stored]
@@ -180,13 +236,16 @@ def refuse_mismatched_tensors(checkpoint: Checkpoint, pieces: Mapping[str, Piece
     dtypes = [
         f"{name} is {stored[name].dtype} ({stored[name].file.name})"
         for name in fitting
-        if stored[name].dtype not in FLOAT_DTYPES
+        if stored[name].dtype not in FLOAT_DTYPES and not (quantisation and is_fp8(stored[name]))
     ]
+    names = quantised({name: stored[name] for name in fitting}) if quantisation else []
+    scales = [scale_fault(checkpoint, name, quantisation) for name in names if quantisation]
     faults = {
         "missing": missing,
         "unexpected": others,
         "of the wrong shape": shapes,
         "not floating point (quantized?)": dtypes,
+        "without a fitting scale": list(filter(None, scales)),
     }
     found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
     if found:

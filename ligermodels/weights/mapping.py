@@ -10,15 +10,17 @@ ranges) that tile the parameters. Loading and exporting both use this list. This
 must not know files, tensor values or model families.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
-from ligermodels.configs.base import Config
+from torch import Tensor
 
-Shape = tuple[int, ...]
+from ligermodels.configs.base import Config
+from ligermodels.weights.boxes import Shape
 
 # A linear that LoRA wraps becomes the wrapper's `base_layer`. Rules use the names without it.
 BASE_LAYER = ".base_layer."
@@ -28,17 +30,46 @@ WRAPPED = re.compile(r"(.+?)\.(base_layer|original_module|modules_to_save)\.")  
 
 @dataclass(frozen=True)
 class Piece:
-    """One Hub tensor, and the box of a parameter that holds the same elements in the same order.
+    """One Hub tensor, and the box of a parameter that holds the same elements.
 
     tensor, parameter: their names.
     index: the box as one slice, with start and stop, per dimension of the parameter.
     shape: the Hub tensor's shape. The box may have additional leading dimensions of size 1.
+    view, order: the Hub tensor in shape `view`, with its dimensions in `order`, has the elements of the box in their
+    order. Both are empty if the Hub tensor has them in this order itself.
     """
 
     tensor: str
     parameter: str
     index: tuple[slice, ...]
     shape: Shape
+    view: Shape = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def box_shape(self) -> Shape:
+        """The shape of the box."""
+        return tuple(side.stop - side.start for side in self.index)
+
+    @property
+    def box_view(self) -> Shape:
+        """The box's shape with the dimensions of `view`, in `order`."""
+        return tuple(self.view[dim] for dim in self.order)
+
+    @property
+    def inverse_order(self) -> tuple[int, ...]:
+        """The order that undoes `order`."""
+        return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+    def to_box(self, stored: Tensor) -> Tensor:
+        """The Hub tensor -> the box of the parameter."""
+        permuted = stored.reshape(self.view).permute(self.order) if self.view else stored
+        return permuted.reshape(self.box_shape)
+
+    def from_box(self, box: Tensor) -> Tensor:
+        """The box of the parameter -> the Hub tensor."""
+        permuted = box.reshape(self.box_view).permute(self.inverse_order) if self.view else box
+        return permuted.reshape(self.shape)
 
 
 class Rule(Protocol):
@@ -125,6 +156,37 @@ class Stack:
             for expert in range(experts)
             for row, hub in zip(range(0, rows, part), self.hub, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class Permute:
+    """Hub tensors that hold the elements of another rule's pieces in another order.
+
+    rule: gives the pieces. hub: name pattern of the Hub tensors that are permuted.
+    view: the sizes into which each of the Hub tensor's first dimensions is split; further dimensions stay as they are.
+    order: of all these sizes, in the parameter.
+    Example: queries and gates that alternate by head, [H 2 D, K], become all queries, then all gates with the view
+    ((H, 2, D),) and the order (1, 0, 2).
+    """
+
+    rule: Rule
+    hub: str
+    view: tuple[Shape, ...]
+    order: tuple[int, ...]
+
+    def pieces(self, name: str, shape: Shape) -> Iterable[Piece] | None:
+        pieces = self.rule.pieces(name, shape)
+        return None if pieces is None else map(self.permuted, pieces)
+
+    def permuted(self, piece: Piece) -> Piece:
+        if name_translator(self.hub, piece.tensor) is None:
+            return piece
+        rest = piece.shape[len(self.view) :]
+        view = (*(size for sizes in self.view for size in sizes), *rest)
+        if math.prod(view) != math.prod(piece.shape):
+            raise ValueError(f"{piece.tensor}: its rule splits it into {view}, but its box has the shape {piece.shape}")
+        stored = (*map(math.prod, self.view), *rest)
+        return replace(piece, shape=stored, view=view, order=(*self.order, *range(len(self.order), len(view))))
 
 
 def plan_pieces(

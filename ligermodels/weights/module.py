@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.weights.mapping import Piece, Rule, foreign_adapters, is_lora_parameter, plan_pieces
+from ligermodels.weights.mapping import Piece, Rule, foreign_adapters, is_lora_parameter, name_translator, plan_pieces
 
 
 class HubModule(nn.Module):
@@ -24,6 +24,9 @@ class HubModule(nn.Module):
     source: the folder that the model was loaded from, None for a new model.
     generation_config: the content of its generation_config.json.
     loaded_rules: of the layout that the weights were loaded from, None for a new model.
+    kept: the names of tensors in `source` that the model does not compute. An export copies them from there.
+    stored_otherwise: the names of tensors that `source` stores in another dtype than most, such as quantised ones. An
+    export copies those that are unchanged.
     modules_to_save: the modules that are trained as a whole beside LoRA, with a weight each; an adapter stores them.
     """
 
@@ -35,6 +38,8 @@ class HubModule(nn.Module):
         self.source: Path | None = None
         self.generation_config: dict[str, Any] = {}
         self.loaded_rules: tuple[Rule, ...] | None = None
+        self.kept: tuple[str, ...] = ()
+        self.stored_otherwise: tuple[str, ...] = ()
         self.modules_to_save: tuple[str, ...] = ()
         self.register_state_dict_post_hook(remove_tied_copies)
         self.register_load_state_dict_pre_hook(accept_hub_names)
@@ -74,6 +79,28 @@ class HubModule(nn.Module):
         """Further checkpoint layouts that loading accepts, such as the in-memory layout of transformers 5."""
         return ()
 
+    def stored_buffers(self) -> dict[str, Tensor]:
+        """The buffers that a checkpoint stores, by name: those that a module lists as `stored_buffers`."""
+        owners = ((prefix, module, getattr(module, "stored_buffers", ())) for prefix, module in self.named_modules())
+        return {
+            f"{prefix}.{name}": module.get_buffer(name)
+            for prefix, module, names in owners
+            if module is not self
+            for name in names
+        }
+
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint stores, by name: the parameters, tied ones once, and some buffers."""
+        return dict(self.named_parameters()) | self.stored_buffers()
+
+    def kept_tensors(self) -> tuple[str, ...]:
+        """Name patterns of tensors that a checkpoint may hold and that the model does not compute."""
+        return ()
+
+    def keeps(self, tensor: str) -> bool:
+        """Whether a tensor of a checkpoint is one of `kept_tensors`."""
+        return any(name_translator(pattern, tensor) is not None for pattern in self.kept_tensors())
+
     def export_rules(self) -> tuple[Rule, ...]:
         """The layout that an export writes: that of the loaded checkpoint, of a new model that of `weight_rules`."""
         return self.weight_rules() if self.loaded_rules is None else self.loaded_rules
@@ -102,14 +129,17 @@ def accept_hub_names(
 ) -> None:
     """A hook of load_state_dict: packs tensors with the Hub's names, and completes tied parameters.
 
+    Tensors that the model does not compute are left out, as other models' state dicts have them.
     A model with adapters of another library takes only the names of its own parameters.
     """
     assert isinstance(model, HubModule)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in model.stored_tensors().items()}
     if not foreign_adapters(shapes) and not all(prefix + name in state_dict for name in shapes):
         for rules in (model.weight_rules(), *model.other_weight_rules()):
             if pack_state_dict(state_dict, prefix, plan_pieces(shapes, rules)):
                 break
+    for key in [key for key in state_dict if key.startswith(prefix) and model.keeps(key.removeprefix(prefix))]:
+        del state_dict[key]
     for name, original in tied_names(model).items():
         tied = prefix + original, prefix + name
         value = next((state_dict[key] for key in tied if key in state_dict), None)
@@ -122,14 +152,15 @@ def accept_hub_names(
 
 def pack_some(model: HubModule, state_dict: dict[str, Any]) -> None:
     """Packs some of the Hub's tensors, as one file of several holds; the rest of a parameter keeps its values."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    tensors = model.stored_tensors()
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     for rules in (model.weight_rules(), *model.other_weight_rules()):
         pieces = plan_pieces(shapes, rules)
         if {piece.tensor for piece in pieces} >= state_dict.keys():
             found = {piece.parameter for piece in pieces if piece.tensor in state_dict}
             pieces = [piece for piece in pieces if piece.parameter in found]
             for piece in pieces:
-                present = model.get_parameter(piece.parameter).detach()[piece.index].reshape(piece.shape)
+                present = piece.from_box(tensors[piece.parameter].detach()[piece.index])
                 state_dict.setdefault(piece.tensor, present)
             pack_state_dict(state_dict, "", pieces)
             break
@@ -152,11 +183,11 @@ def assemble(parts: list[tuple[Piece, Tensor]]) -> Tensor:
     """The parameter that the tensors of these pieces tile; the tensor itself if there is one of the same shape."""
     (first, tensor), *others = parts
     shape = [max(piece.index[side].stop for piece, _ in parts) for side in range(len(first.index))]
-    if not others and list(tensor.shape) == shape:
+    if not others and not first.view and list(tensor.shape) == shape:
         return tensor
     parameter = tensor.new_empty(shape)
     for piece, part in parts:
-        parameter[piece.index] = part
+        parameter[piece.index] = piece.to_box(part)
     return parameter
 
 

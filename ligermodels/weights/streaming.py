@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import Checkpoint, StoredTensor
+from ligermodels.weights.quantised import Scale
 from ligermodels.weights.reading import DOWNLOAD_AGAIN
 
 BUFFER_BYTES = 16 * 2**20
@@ -35,12 +36,16 @@ BUFFER_ALIGNMENT = 16  # bytes; alignment of the tensors in a buffer, so that ea
 
 @dataclass(frozen=True)
 class Transfer:
-    """A box of the stored tensor `name`, and the target tensor of the same shape; their dtypes may differ."""
+    """A box of the stored tensor `name`, and the target tensor of the same shape; their dtypes may differ.
+
+    scale: of a quantised tensor; None for any other.
+    """
 
     name: str
     stored: StoredTensor
     box: tuple[slice, ...]
     target: Tensor
+    scale: Scale | None = None
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +74,14 @@ def run_transfers(transfers: Iterable[Transfer], label: str, quiet: bool = False
         for device in {transfer.target.device for transfer in ordered}:
             for nbytes in run_transfers_to(device, [x for x in ordered if x.target.device == device], files):
                 progress.update(nbytes)
+
+
+def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """The values of whole tensors, in host memory and in their stored dtype. Raises CheckpointError."""
+    tensors = {name: torch.empty(of.shape, dtype=of.dtype, device="cpu") for name, of in stored.items()}
+    boxes = {name: tuple(slice(0, size) for size in of.shape) for name, of in stored.items()}
+    run_transfers((Transfer(name, stored[name], boxes[name], tensors[name]) for name in stored), "", quiet=True)
+    return tensors
 
 
 def run_transfers_to(
@@ -166,6 +179,8 @@ def read_transfer(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
     staged = buffer.view(dtype).view(target.shape)
     if target.dtype != dtype:
         staged = staged.to(target.device, non_blocking=True)  # convert on the target's device
+    if transfer.scale is not None:
+        staged = transfer.scale.decode(staged, transfer.box)
     target.copy_(staged, non_blocking=True)
 
 

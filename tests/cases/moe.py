@@ -41,6 +41,28 @@ GRANITEMOE = TINY | {
     "residual_multiplier": 0.4,
     "logits_scaling": 5.0,
 }
+OLMOE = TINY | {
+    "model_type": "olmoe",
+    "architectures": ["OlmoeForCausalLM"],
+    "intermediate_size": 24,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+    "pad_token_id": 4,
+}
+GLM4_MOE = TINY | {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "head_dim": 12,
+    "attention_bias": True,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "num_nextn_predict_layers": 1,
+}
 AUX_LOSS: Raw = {"output_router_logits": True, "router_aux_loss_coef": 1.5}
 ALTERNATING = [SLIDING, FULL, SLIDING]
 
@@ -90,6 +112,29 @@ CASES = {
             "every-expert": {"num_experts_per_tok": 5},
             "aux-loss": AUX_LOSS,
             "attention-bias": {"attention_bias": True},
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        OLMOE,
+        {
+            "norm-topk": {"norm_topk_prob": True},
+            "every-expert": {"num_experts_per_tok": 7},
+            "attention-bias": {"attention_bias": True},
+            "aux-loss": AUX_LOSS,
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        GLM4_MOE,
+        {
+            "one-group": {"n_group": 1, "topk_group": 1},
+            "every-expert": {"num_experts_per_tok": 12, "topk_group": 4},
+            "norm-topk-off": {"norm_topk_prob": False},
+            "qk-norm": {"use_qk_norm": True},
+            "attention-bias-off": {"attention_bias": False},
+            "sparse": {"first_k_dense_replace": 0, "n_shared_experts": 2},
+            "partial-rotary": {"partial_rotary_factor": 0.67},
             "tied": {"tie_word_embeddings": True},
         },
     ),

@@ -25,6 +25,8 @@ def raw(model_type, **fields):
     """The content of a config.json with these fields."""
     if model_type == "gemma3":
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION
+    if model_type == "mistral3":
+        return {"model_type": model_type, "text_config": SIZES | {"model_type": "ministral3"} | fields}
     return SIZES | {"model_type": model_type} | fields
 
 

@@ -14,7 +14,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 TWO_ROPES = ("gemma3", "gemma3_text", "olmo3")  # by layer type
-PARTIAL = ("glm", "glm4", "phi3")
+PARTIAL = ("glm", "glm4", "glm4_moe", "phi3")
 
 
 def refusals():
@@ -23,7 +23,7 @@ def refusals():
         yield name, {"rope_scaling": {"type": "ntk"}}, ["rope_scaling", "'ntk'", "choose from", "linear"]
         yield name, {"rope_scaling": {"type": "linear"}}, ["rope_scaling", "'linear'", "lacks factor", "add"]
         yield name, {"rope_scaling": 5}, ["rope_scaling", "5", "must be an object"]
-        yield name, {"quantization_config": {"bits": 4}}, ["quantization_config", "load the original"]
+        yield name, {"quantization_config": {"bits": 4}}, ["quantization_config", "'fp8'", "load the original"]
         yield name, {"head_dim": 7}, ["head_dim", "7", "must be"]
         yield name, {"num_attention_heads": 3, "num_key_value_heads": 2}, ["num_key_value_heads", "2", "must divide"]
         yield name, {"num_hidden_layers": 0}, ["num_hidden_layers", "0", "must be positive"]
@@ -40,6 +40,9 @@ def refusals():
         activation = "hidden_activation" if name in ("gemma2", "gemma3", "gemma3_text") else "hidden_act"
         yield name, {activation: "relu"}, [activation, "'relu'", "'silu'"]
     yield "llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings", "add"]
+    fp8 = {"quant_method": "fp8"}
+    for field, value in (("fmt", "e5m2"), ("activation_scheme", "token"), ("weight_block_size", [128])):
+        yield "llama", {"quantization_config": fp8 | {field: value}}, ["quantization_config", field, str(value)]
     yield "llama", {"hidden_size": 25, "head_dim": None}, ["num_attention_heads", "hidden_size", "must divide"]
     yield "phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["rope_scaling", "lacks long_factor"]
     yield "phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5}}, ["long_factor", "5", "must have", "4"]
@@ -59,6 +62,9 @@ def refusals():
             {"layer_types": [FULL_ATTENTION] * 7 + ["chunked"]},
             ["layer_types", "'chunked'", repr(SLIDING_ATTENTION)],
         )
+    yield "olmoe", {"clip_qkv": 8.0}, ["clip_qkv", "8.0", "remove it"]
+    yield "glm4_moe", {"n_routed_experts": 6, "n_group": 4}, ["n_group", "4", "n_routed_experts", "6"]
+    yield "glm4_moe", {"n_group": 64, "topk_group": 3}, ["topk_group", "3", "num_experts_per_tok", "8"]
     for name in MOE:
         experts = "num_experts" if name.startswith("qwen") else "num_local_experts"
         yield name, {experts: 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", "5", experts, "4"]
@@ -96,3 +102,10 @@ def test_the_error_for_an_unknown_model_type_suggests_the_closest_one(tmp_path):
         HubError, match=r"config\.json: model_type 'qwen3_mo' is not supported; did you mean 'qwen3_moe'"
     ):
         ligermodels.load(tmp_path)
+
+
+def test_another_text_model_of_mistral3_is_refused():
+    raw = {"model_type": "mistral3", "text_config": SIZES | {"model_type": "mixtral"}}
+    message = r"text_config: model_type 'mixtral' is not supported; must be one of 'ministral3', 'mistral'"
+    with pytest.raises(ConfigError, match=message):
+        ligermodels.create(raw, device="meta")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import ligermodels
+from ligermodels.architectures import ARCHITECTURES
 from ligermodels.hub.models import read_preset_or_config
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ def tiny_model(family: str, **changes: Any) -> CausalLM:
 
     No parameter has its initial value.
     """
-    if family == "gemma3":
+    if not ARCHITECTURES[family].SIZES:
         sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
         model = ligermodels.create(
             {**CASES[family], "text_config": {**CASES[family]["text_config"], **sizes, **changes}}

@@ -101,6 +101,10 @@ def expected_scores(model):
 def test_lm_eval_scores_answers_as_the_model_does(exported, tmp_path, monkeypatch):
     model, folder = exported
     arguments = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
+    if model.hub_class == "Mistral3ForConditionalGeneration":  # no causal language model to transformers
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            scores(tmp_path, monkeypatch, "hf", model_args=arguments)
+        return
     found = scores(tmp_path, monkeypatch, "hf", model_args=arguments)
     assert found == pytest.approx(expected_scores(model), rel=1e-5)
 
@@ -116,4 +120,4 @@ def test_lm_eval_scores_the_face_as_the_model(family, tmp_path, monkeypatch):
 def test_vllm_knows_the_class_that_an_export_names(exported):
     _, folder = exported
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
-    assert name in VLLM["own implementation"] + VLLM["through transformers"]
+    assert any(name in names for key, names in VLLM.items() if key != "origin")

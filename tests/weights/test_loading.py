@@ -3,10 +3,8 @@ import re
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ligermodels.weights.files import SINGLE_FILE, CheckpointError
 from ligermodels.weights.loading import load_weights
@@ -183,22 +181,6 @@ def shard(model, mesh, placements):
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, as_shard(parameter, mesh, placements))
     return model
-
-
-@pytest.fixture
-def rank_of():
-    """Makes this process a rank of a fake process group, in which nothing is communicated."""
-
-    def pretend(rank, mesh_shape):
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        world = torch.Size(mesh_shape).numel()
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        # Meshes of different ranks compare equal unless their names differ, and DTensor caches by mesh.
-        return init_device_mesh("cpu", mesh_shape, mesh_dim_names=[f"{rank}/{dim}" for dim in range(len(mesh_shape))])
-
-    yield pretend
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 16])

@@ -1,0 +1,63 @@
+"""OLMoE 1B-7B: routed experts in every layer, and QK-norm over all heads together."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.features import MoEConfig
+from ligermodels.layers.attention import JointQKNormAttention
+from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.moe import MoE
+from ligermodels.weights.mapping import Rule, packed_projections, stacked_experts
+
+
+@dataclass(kw_only=True)
+class OlmoeConfig(MoEConfig):
+    vocab_size: int = 50304
+    hidden_size: int = 2048
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 1
+    clip_qkv: float | None = None
+    num_experts: int = 64
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.01
+
+    experts_field = "num_experts"
+
+    def validate(self) -> None:
+        super().validate()
+        self.reject_if_set("clip_qkv")
+
+
+BASE = {"model_type": "olmoe", "rms_norm_eps": 1e-5}
+
+
+class Olmoe(CausalLM):
+    Config = OlmoeConfig
+    hub_class = "OlmoeForCausalLM"
+    SIZES: ClassVar = {
+        "tiny": tiny(BASE)
+        | {"intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": None},
+        "1b-7b": preset(BASE, 2048, 1024, 16, 16, 16) | {"vocab_size": 50304, "max_position_embeddings": 4096},
+    }
+
+    def layer(self, config: OlmoeConfig, index: int) -> DecoderLayer:
+        bias = config.attention_bias
+        experts = MoE(
+            config, intermediate_size=config.intermediate_size, num_experts=config.num_experts,
+            experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob,
+        )  # fmt: skip
+        return DecoderLayer(config, JointQKNormAttention(config, qkv_bias=bias, o_bias=bias), experts)
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return (*packed_projections(self.config), *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
+        return (packed_projections(self.config),)

@@ -1,0 +1,41 @@
+"""The quantization_config of a config.json: FP8 weights with one scale, or with a scale for each block.
+
+Must not know tensors or files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ligermodels.errors import ConfigError
+
+FIELD = "quantization_config"
+SUPPORTED = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("static", "dynamic", None)}
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """FP8 weights. block: rows and columns that share a scale; None for one scale of the whole tensor."""
+
+    block: tuple[int, int] | None
+
+
+def read_quantisation(raw: Mapping[str, Any]) -> Fp8 | None:
+    """How the weights of a config.json are quantised; None if they are not. Raises ConfigError."""
+    fields = raw.get(FIELD)
+    if not fields:
+        return None
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"config.json: {FIELD} is {fields!r}; must be an object or null")
+    for name, values in SUPPORTED.items():
+        if fields.get(name) not in values:
+            raise ConfigError(
+                f"config.json: {FIELD}: {name} {fields.get(name)!r} is not supported, only "
+                f"{' and '.join(map(repr, filter(None, values)))}; load the original"
+            )
+    block = fields.get("weight_block_size")
+    if block is None:
+        return Fp8(None)
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise ConfigError(f"config.json: {FIELD}: weight_block_size is {block!r}; must be null or two positive numbers")
+    return Fp8((block[0], block[1]))
