@@ -1,0 +1,188 @@
+"""Chunks of the gated delta rule: where they lie, their normalized queries and keys, and the inverse of each.
+
+A document is computed in chunks of CHUNK tokens, the last of which may be shorter. Chunk c of document n has the slot
+start_n // CHUNK + n + c, where start_n is the document's first token. No two chunks share a slot, and all slots are
+less than T // CHUNK + documents: a size that the host knows, so that nothing waits for the device. Some slots are idle.
+
+`_prepare_kernel` computes of each chunk and value head, with G the cumulative sum of g inside the chunk:
+    norms [T, 2, Hk] fp32        rsqrt(Σ x² + eps) of each query and key
+    decay [T, Hv] fp32           G
+    inverse [T, Hv, CHUNK]       M = (1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of a chunk's M at
+                                 its token i
+Diagonal blocks of BLOCK rows are inverted by substitution. With D these inverses and E = D (A without the blocks), which
+is zero when raised to the power CHUNK / BLOCK = 4, M = (1 - E + E² - E³) D.
+Must not know states or outputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.launch import kernel
+
+CHUNK = tl.constexpr(64)
+BLOCK = tl.constexpr(16)  # rows that are inverted by substitution
+DOCUMENTS_TILE = tl.constexpr(128)  # documents that a search reads at a time
+PREPARE_WARPS = 4
+EPS = 1e-6  # of the norms of queries and keys
+MAX_HEAD_SIZE = 256
+MIN_DOT = 16  # rows and columns of a matrix product in Triton, at least
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Heads and their sizes, as the columns of a packed qkv: queries, keys, then values, head by head."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def key_columns(self) -> int:
+        return self.key_heads * self.key_size
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.key_columns + self.value_heads * self.value_size
+
+    def constants(self) -> dict[str, int]:
+        """The constants that every kernel of the rule is bound with."""
+        return {
+            "KEY_HEADS": self.key_heads, "VALUE_HEADS": self.value_heads, "KEY_SIZE": self.key_size,
+            "VALUE_SIZE": self.value_size, "KEY_TILE": max(MIN_DOT, triton.next_power_of_2(self.key_size)),
+        }  # fmt: skip
+
+
+@triton.jit
+def document_slot(cu_seqlens_ptr, document, TOKENS: tl.constexpr):
+    """(first token, end token, slot of the first chunk) of a document in chunks of TOKENS."""
+    start = tl.load(cu_seqlens_ptr + document).to(tl.int64)
+    return start, tl.load(cu_seqlens_ptr + document + 1).to(tl.int64), start // TOKENS + document
+
+
+@triton.jit
+def locate_slot(cu_seqlens_ptr, slot, documents, TOKENS: tl.constexpr):
+    """(first token of the chunk, first token and end token of its document, document). Of an idle slot the first token
+    is not before the end."""
+    before = tl.zeros([DOCUMENTS_TILE], tl.int32)
+    for first in range(0, documents, DOCUMENTS_TILE):
+        document = first + tl.arange(0, DOCUMENTS_TILE)
+        start = tl.load(cu_seqlens_ptr + document, document < documents, other=0)
+        before += ((start // TOKENS + document <= slot) & (document < documents)).to(tl.int32)
+    document = tl.sum(before, 0) - 1
+    start, end, first_slot = document_slot(cu_seqlens_ptr, document, TOKENS)
+    return start + (slot - first_slot) * TOKENS, start, end, document
+
+
+@triton.jit
+def load_rows(x_ptr, token, stride, column, size, end):
+    """A tile [tokens, columns] of rows `stride` apart; zero beyond the end and beyond `size` columns."""
+    mask = (token < end)[:, None] & (column < size)[None, :]
+    return tl.load(x_ptr + token[:, None] * stride + column[None, :], mask, other=0.0)
+
+
+@triton.jit
+def load_unit_rows(x_ptr, norms_ptr, token, stride, norms_stride, column, size, end, scale):
+    """Rows times their stored reciprocal norms and a scale, rounded to the dtype that the matrix products read."""
+    x = load_rows(x_ptr, token, stride, column, size, end)
+    norm = tl.load(norms_ptr + token * norms_stride, token < end, other=0.0)
+    return (x.to(tl.float32) * (norm * scale)[:, None]).to(x.dtype)
+
+
+@triton.jit
+def pair_decay(decay, STRICT: tl.constexpr):
+    """exp(G_i - G_j) for i >= j, or i > j if STRICT, else 0. Above the diagonal exp would overflow."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    lower = i > j if STRICT else i >= j
+    return tl.where(lower, tl.exp(tl.where(lower, decay[:, None] - decay[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def _reciprocal_norms(x, eps):
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + eps)
+
+
+@triton.jit
+def _invert(a, PRECISION: tl.constexpr):
+    """(1 + a)^-1 of a strictly lower triangular [CHUNK, CHUNK] in fp32."""
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    block, row = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+    same = (block[:, None, None, None] == block[None, None, :, None]) & (row >= 0)[None, :, None, None]
+    tiles = tl.reshape(a, [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    inverse = -tl.sum(tl.where(same, tiles, 0.0), 2)  # the diagonal blocks: [block, row, column]
+    for index in tl.static_range(1, BLOCK):
+        here = (row == index)[None, :, None]
+        factors = tl.sum(tl.where(here, inverse, 0.0), 1)
+        inverse = tl.where(here, (factors + tl.sum(factors[:, :, None] * inverse, 1))[:, None, :], inverse)
+    inverse += (row[:, None] == row[None, :]).to(tl.float32)[None, :, :]
+    diagonal = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
+    below = tl.reshape(tl.where(same, 0.0, tiles), [CHUNK, CHUNK])
+    e = tl.dot(diagonal, below, input_precision=PRECISION)
+    square = tl.dot(e, e, input_precision=PRECISION)
+    index = tl.arange(0, CHUNK)
+    series = (index[:, None] == index[None, :]).to(tl.float32) - e + square
+    series -= tl.dot(e, square, input_precision=PRECISION)
+    return tl.dot(series, diagonal, input_precision=PRECISION)
+
+
+@kernel(do_not_specialize=["documents"])
+def _prepare_kernel(
+    qkv_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, norms_ptr, decay_ptr, inverse_ptr, stride, documents, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    KEY_TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one chunk of one value head. The first value head of a key head stores the norms."""
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    head = tl.program_id(0) % VALUE_HEADS
+    first, _, end, _ = locate_slot(cu_seqlens_ptr, tl.program_id(0) // VALUE_HEADS, documents, CHUNK)
+    if first >= end:
+        return
+    token, column = first + tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
+    inside, key_head = token < end, head // GROUP
+    q_ptr = qkv_ptr + key_head * KEY_SIZE
+    k = load_rows(q_ptr + KEY_HEADS * KEY_SIZE, token, stride, column, KEY_SIZE, end)
+    k_norm = _reciprocal_norms(k, eps)
+    norms_ptr += token * (2 * KEY_HEADS) + key_head
+    if head % GROUP == 0:
+        q = load_rows(q_ptr, token, stride, column, KEY_SIZE, end)
+        tl.store(norms_ptr, _reciprocal_norms(q, eps), inside)
+        tl.store(norms_ptr + KEY_HEADS, k_norm, inside)
+    place = token * VALUE_HEADS + head
+    decay = tl.cumsum(tl.load(g_ptr + place, inside, other=0.0).to(tl.float32), 0)
+    tl.store(decay_ptr + place, decay, inside)
+    k = (k.to(tl.float32) * k_norm[:, None]).to(k.dtype)
+    beta = tl.load(beta_ptr + place, inside, other=0.0).to(tl.float32)
+    a = tl.dot(k, tl.trans(k), input_precision="ieee") * pair_decay(decay, True) * beta[:, None]
+    inverse = _invert(a, PRECISION).to(inverse_ptr.dtype.element_ty)
+    tl.store(inverse_ptr + place[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :], inverse, inside[:, None])
+
+
+def fit_columns(columns: int, shape: DeltaShape) -> int:
+    """At most `columns`, and not more than a value head needs."""
+    return min(columns, max(MIN_DOT, triton.next_power_of_2(shape.value_size)))
+
+
+def number_of_slots(tokens: int, cu_seqlens: Tensor) -> int:
+    return tokens // CHUNK.value + cu_seqlens.shape[0] - 1
+
+
+def row_offsets(x: Tensor) -> Tensor:
+    """cu_seqlens of the rows of a batch [B, T, ...], each of which is one document."""
+    batch, length = x.shape[:2]
+    return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=x.device)
+
+
+def prepare_chunks(
+    qkv: Tensor, stride: int, g: Tensor, beta: Tensor, cu_seqlens: Tensor, shape: DeltaShape, eps: float,
+    chunks: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Writes chunks: norms, decay, inverse. The rows of qkv are `stride` elements apart."""
+    half = qkv.itemsize == 2 and not torch.version.hip
+    launch = _prepare_kernel.bind(PRECISION="tf32x3" if half else "ieee", num_warps=PREPARE_WARPS, **shape.constants())
+    programs = number_of_slots(g.numel() // shape.value_heads, cu_seqlens) * shape.value_heads
+    launch(programs, qkv, g, beta, cu_seqlens, *chunks, stride, cu_seqlens.shape[0] - 1, eps)
