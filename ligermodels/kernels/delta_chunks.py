@@ -66,8 +66,8 @@ def document_slot(cu_seqlens_ptr, document, TOKENS: tl.constexpr):
 
 @triton.jit
 def locate_slot(cu_seqlens_ptr, slot, documents, TOKENS: tl.constexpr):
-    """(first token of the chunk, first token and end token of its document, document). Of an idle slot the first token
-    is not before the end."""
+    """(first token, number of tokens) of the chunk in a slot. The number is at most 0 if the slot is idle, and more than
+    TOKENS if other chunks of its document follow."""
     before = tl.zeros([DOCUMENTS_TILE], tl.int32)
     for first in range(0, documents, DOCUMENTS_TILE):
         document = first + tl.arange(0, DOCUMENTS_TILE)
@@ -75,22 +75,32 @@ def locate_slot(cu_seqlens_ptr, slot, documents, TOKENS: tl.constexpr):
         before += ((start // TOKENS + document <= slot) & (document < documents)).to(tl.int32)
     document = tl.sum(before, 0) - 1
     start, end, first_slot = document_slot(cu_seqlens_ptr, document, TOKENS)
-    return start + (slot - first_slot) * TOKENS, start, end, document
+    first = start + (slot - first_slot) * TOKENS
+    return first, (end - first).to(tl.int32)
 
 
 @triton.jit
-def load_rows(x_ptr, token, stride, column, size, end):
-    """A tile [tokens, columns] of rows `stride` apart; zero beyond the end and beyond `size` columns."""
-    mask = (token < end)[:, None] & (column < size)[None, :]
-    return tl.load(x_ptr + token[:, None] * stride + column[None, :], mask, other=0.0)
+def tile_mask(rows, row, column, size, EXACT: tl.constexpr):
+    """Which elements of a tile exist: rows below `rows`, columns below `size`. EXACT: all columns do."""
+    inside = (row < rows)[:, None]
+    return inside if EXACT else inside & (column < size)[None, :]
 
 
 @triton.jit
-def load_unit_rows(x_ptr, norms_ptr, token, stride, norms_stride, column, size, end, scale):
-    """Rows times their stored reciprocal norms and a scale, rounded to the dtype that the matrix products read."""
-    x = load_rows(x_ptr, token, stride, column, size, end)
-    norm = tl.load(norms_ptr + token * norms_stride, token < end, other=0.0)
-    return (x.to(tl.float32) * (norm * scale)[:, None]).to(x.dtype)
+def load_rows(x_ptr, rows, row, stride, column, size, EXACT: tl.constexpr):
+    """A tile of rows `stride` apart, zero where nothing is. Offsets in a tile are 32 bits: they take half as many
+    registers, and stay the same from chunk to chunk."""
+    offset = row[:, None] * stride + column[None, :]
+    return tl.load(x_ptr + offset, tile_mask(rows, row, column, size, EXACT), other=0.0)
+
+
+@triton.jit
+def load_norms(norms_ptr, rows, KEY_HEADS: tl.constexpr):
+    """Reciprocal norms of a chunk's queries and keys. They scale the rows of products, instead of the operands, which
+    go from memory to the matrix units unchanged."""
+    row = tl.arange(0, CHUNK)
+    norms_ptr += row * (2 * KEY_HEADS)
+    return tl.load(norms_ptr, row < rows, other=0.0), tl.load(norms_ptr + KEY_HEADS, row < rows, other=0.0)
 
 
 @triton.jit
@@ -139,27 +149,27 @@ def _prepare_kernel(
     """One program: one chunk of one value head. The first value head of a key head stores the norms."""
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     head = tl.program_id(0) % VALUE_HEADS
-    first, _, end, _ = locate_slot(cu_seqlens_ptr, tl.program_id(0) // VALUE_HEADS, documents, CHUNK)
-    if first >= end:
+    first, rows = locate_slot(cu_seqlens_ptr, tl.program_id(0) // VALUE_HEADS, documents, CHUNK)
+    if rows <= 0:
         return
-    token, column = first + tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
-    inside, key_head = token < end, head // GROUP
-    q_ptr = qkv_ptr + key_head * KEY_SIZE
-    k = load_rows(q_ptr + KEY_HEADS * KEY_SIZE, token, stride, column, KEY_SIZE, end)
+    row, column = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
+    inside, key_head = row < rows, head // GROUP
+    q_ptr = qkv_ptr + first * stride + key_head * KEY_SIZE
+    k = load_rows(q_ptr + KEY_HEADS * KEY_SIZE, rows, row, stride, column, KEY_SIZE, KEY_SIZE == KEY_TILE)
     k_norm = _reciprocal_norms(k, eps)
-    norms_ptr += token * (2 * KEY_HEADS) + key_head
+    norms_ptr += first * (2 * KEY_HEADS) + key_head + row * (2 * KEY_HEADS)
     if head % GROUP == 0:
-        q = load_rows(q_ptr, token, stride, column, KEY_SIZE, end)
+        q = load_rows(q_ptr, rows, row, stride, column, KEY_SIZE, KEY_SIZE == KEY_TILE)
         tl.store(norms_ptr, _reciprocal_norms(q, eps), inside)
         tl.store(norms_ptr + KEY_HEADS, k_norm, inside)
-    place = token * VALUE_HEADS + head
-    decay = tl.cumsum(tl.load(g_ptr + place, inside, other=0.0).to(tl.float32), 0)
-    tl.store(decay_ptr + place, decay, inside)
-    k = (k.to(tl.float32) * k_norm[:, None]).to(k.dtype)
-    beta = tl.load(beta_ptr + place, inside, other=0.0).to(tl.float32)
-    a = tl.dot(k, tl.trans(k), input_precision="ieee") * pair_decay(decay, True) * beta[:, None]
+    here, place = first * VALUE_HEADS + head, row * VALUE_HEADS
+    decay = tl.cumsum(tl.load(g_ptr + here + place, inside, other=0.0).to(tl.float32), 0)
+    tl.store(decay_ptr + here + place, decay, inside)
+    beta = tl.load(beta_ptr + here + place, inside, other=0.0).to(tl.float32)
+    a = tl.dot(k, tl.trans(k), input_precision="ieee") * pair_decay(decay, True)
+    a *= (beta * k_norm)[:, None] * k_norm[None, :]
     inverse = _invert(a, PRECISION).to(inverse_ptr.dtype.element_ty)
-    tl.store(inverse_ptr + place[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :], inverse, inside[:, None])
+    tl.store(inverse_ptr + here * CHUNK + place[:, None] * CHUNK + row[None, :], inverse, inside[:, None])
 
 
 def fit_columns(columns: int, shape: DeltaShape) -> int:

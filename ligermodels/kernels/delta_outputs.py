@@ -3,14 +3,15 @@
 Symbols as in gated_delta_rule.py. With S the state at a chunk's start, V' its corrected values, dS the gradient of the
 state at its end and X = MᵀdV', all from delta_states.py:
     O = e^G∘(Q S) + P V'
-    dP = dO V'ᵀ        dA = -strict_lower(X V'ᵀ)        N = β∘dA∘Γ        Y = -X Sᵀ        W = V' dSᵀ
-    dQ = e^G∘(dO Sᵀ) + (dP∘Γ) K
-    dK = (dP∘Γ)ᵀQ + r∘W + β e^G∘Y + (N + Nᵀ) K
-    dV = β∘X        dβ = Σ X∘V + e^G Σ Y∘K + rowsum(dA∘Γ∘K Kᵀ)
-    dG = Σ (e^G∘Q)∘(dO Sᵀ) + Σ (β e^G∘K)∘Y + rowsum(Z) - colsum(Z) - z,  Z = dP∘P + dA∘A,  z = Σ (r∘K)∘W
+    dP = dO V'ᵀ        dA = -strict_lower(X V'ᵀ)        N = β∘dA∘Γ
+    dQ = (e^G∘dO) Sᵀ + (dP∘Γ) K
+    dK = (dP∘Γ)ᵀQ + (r∘V') dSᵀ - (β e^G∘X) Sᵀ + (N + Nᵀ) K
+    dV = β∘X        y = -Σ (e^G∘X)∘(K S)        dβ = Σ X∘V + y + rowsum(dA∘Γ∘K Kᵀ)
+    dG = Σ (e^G∘dO)∘(Q S) + β∘y + rowsum(Z) - colsum(Z) - z,  Z = dP∘P + dA∘A,  z = Σ (r∘V')∘(K dS)
     dG_C += Σ z + e^{G_C} <S, dS>        dg = reverse cumsum of dG
 dQ and dK are sums over the value heads that share a key head; then follow the scale and the gradient of the norm.
-Z is subtracted from itself in the same fp32 values, so that where decay is strong dg is as small as it should be.
+Products with S and dS are accumulated in dQ and dK directly, and the sums of rows have thin products of their own: three
+more products, but a third of the registers. Z is subtracted from itself in the same fp32 values, so that where decay is strong dg is as small as it should be.
 """
 
 import functools
@@ -23,11 +24,12 @@ from ligermodels.kernels.delta_chunks import (
     CHUNK,
     DeltaShape,
     fit_columns,
+    load_norms,
     load_rows,
-    load_unit_rows,
     locate_slot,
     number_of_slots,
     pair_decay,
+    tile_mask,
 )
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 
@@ -46,36 +48,44 @@ def _output_kernel(
     TILES: tl.constexpr = (VALUE_SIZE + COLUMNS - 1) // COLUMNS
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % VALUE_HEADS
     slot = (tl.program_id(0) // (TILES * VALUE_HEADS)).to(tl.int64)
-    first, _, end, _ = locate_slot(cu_seqlens_ptr, slot, documents, CHUNK)
-    if first >= end:
+    first, rows = locate_slot(cu_seqlens_ptr, slot, documents, CHUNK)
+    if rows <= 0:
         return
-    token, row, column = first + tl.arange(0, CHUNK), tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
-    q_ptr, norms_ptr = qkv_ptr + key_head * KEY_SIZE, norms_ptr + key_head
-    q = load_unit_rows(q_ptr, norms_ptr, token, stride, 2 * KEY_HEADS, row, KEY_SIZE, end, scale)
-    k = load_unit_rows(
-        q_ptr + KEY_HEADS * KEY_SIZE, norms_ptr + KEY_HEADS, token, stride, 2 * KEY_HEADS, row, KEY_SIZE, end, 1.0
-    )
-    decay = tl.load(decay_ptr + token * VALUE_HEADS + head, token < end, other=0.0)
-    state = load_rows(
-        states_ptr + (slot * VALUE_HEADS + head) * KEY_SIZE * VALUE_SIZE, row, VALUE_SIZE, column, VALUE_SIZE, KEY_SIZE
-    )
-    value = load_rows(values_ptr + head * VALUE_SIZE, token, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, end)
-    pairs = (tl.dot(q, tl.trans(k), input_precision="ieee") * pair_decay(decay, False)).to(k.dtype)
-    o = tl.exp(decay)[:, None] * tl.dot(q, state, input_precision="ieee")
+    EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
+    index, row, column = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS)
+    key_head, here = head // (VALUE_HEADS // KEY_HEADS), first * VALUE_HEADS + head
+    q_ptr, norms_ptr = qkv_ptr + first * stride + key_head * KEY_SIZE, norms_ptr + first * (2 * KEY_HEADS) + key_head
+    k_ptr = q_ptr + KEY_HEADS * KEY_SIZE
+    q = load_rows(q_ptr, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
+    k = load_rows(k_ptr, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
+    q_norm, k_norm = load_norms(norms_ptr, rows, KEY_HEADS)
+    q_norm *= scale
+    decay = tl.load(decay_ptr + here + index * VALUE_HEADS, index < rows, other=0.0)
+    states_ptr += (slot * VALUE_HEADS + head) * (KEY_SIZE * VALUE_SIZE)
+    state = load_rows(states_ptr, KEY_SIZE, row, VALUE_SIZE, column, VALUE_SIZE, EXACT)
+    value = load_rows(
+        values_ptr + here * VALUE_SIZE, rows, index, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, EXACT
+    )  # fmt: skip
+    pairs = pair_decay(decay, False) * q_norm[:, None] * k_norm[None, :]
+    pairs = (pairs * tl.dot(q, tl.trans(k), input_precision="ieee")).to(k.dtype)
+    o = (tl.exp(decay) * q_norm)[:, None] * tl.dot(q, state, input_precision="ieee")
     o = tl.dot(pairs, value, o, input_precision="ieee").to(o_ptr.dtype.element_ty)
-    at = (token * VALUE_HEADS + head)[:, None] * VALUE_SIZE + column[None, :]
-    tl.store(o_ptr + at, o, (token < end)[:, None] & (column < VALUE_SIZE)[None, :])
+    at = index[:, None] * (VALUE_HEADS * VALUE_SIZE) + column[None, :]
+    tl.store(o_ptr + here * VALUE_SIZE + at, o, tile_mask(rows, index, column, VALUE_SIZE, EXACT))
 
 
 @triton.jit
-def _store_norm_gradient(x_ptr, dx_ptr, norms_ptr, dx, token, stride, columns, norms_stride, column, size, end, scale):
+def _store_norm_gradient(
+    x_ptr, dx_ptr, norms_ptr, dx, rows, stride, dx_stride, scale,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Stores the gradient of x, given that of x̂ = scale x ρ: ρ (dx̂ - x̂ (x̂·dx̂))."""
-    norm = tl.load(norms_ptr + token * norms_stride, token < end, other=0.0)[:, None]
-    unit = load_rows(x_ptr, token, stride, column, size, end).to(tl.float32) * norm
+    row, column = tl.arange(0, CHUNK), tl.arange(0, TILE)
+    norm = tl.load(norms_ptr + row * (2 * HEADS), row < rows, other=0.0)[:, None]
+    unit = load_rows(x_ptr, rows, row, stride, column, SIZE, SIZE == TILE).to(tl.float32) * norm
     dx = norm * scale * (dx - unit * tl.sum(unit * dx, 1, keep_dims=True))
-    mask = (token < end)[:, None] & (column < size)[None, :]
-    tl.store(dx_ptr + token[:, None] * columns + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask)
+    offset = row[:, None] * dx_stride + column[None, :]
+    tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), tile_mask(rows, row, column, SIZE, SIZE == TILE))
 
 
 @kernel(do_not_specialize=["documents"])
@@ -88,99 +98,97 @@ def _gradient_kernel(
 ):  # fmt: skip
     """One program: one chunk of one key head and of the value heads that share it."""
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    QKV_COLUMNS: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE
     key_head = tl.program_id(0) % KEY_HEADS
     slot = (tl.program_id(0) // KEY_HEADS).to(tl.int64)
-    first, _, end, _ = locate_slot(cu_seqlens_ptr, slot, documents, CHUNK)
-    if first >= end:
+    first, rows = locate_slot(cu_seqlens_ptr, slot, documents, CHUNK)
+    if rows <= 0:
         return
-    index = tl.arange(0, CHUNK)
-    token, row = first + index, tl.arange(0, KEY_TILE)
-    inside = token < end
-    q_columns = key_head * KEY_SIZE
-    k_columns = (KEY_HEADS + key_head) * KEY_SIZE
-    norms_ptr += key_head
-    q = load_unit_rows(qkv_ptr + q_columns, norms_ptr, token, stride, 2 * KEY_HEADS, row, KEY_SIZE, end, scale)
-    k = load_unit_rows(
-        qkv_ptr + k_columns, norms_ptr + KEY_HEADS, token, stride, 2 * KEY_HEADS, row, KEY_SIZE, end, 1.0
-    )
+    EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
+    index, row = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
+    inside, end = index < rows, tl.minimum(rows, CHUNK) - 1
+    qkv_ptr += first * stride
+    dqkv_ptr += first * QKV_COLUMNS
+    norms_ptr += first * (2 * KEY_HEADS) + key_head
+    q_ptr = qkv_ptr + key_head * KEY_SIZE
+    k_ptr = q_ptr + KEY_HEADS * KEY_SIZE
+    q = load_rows(q_ptr, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
+    k = load_rows(k_ptr, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
+    q_norm, k_norm = load_norms(norms_ptr, rows, KEY_HEADS)
+    q_norm *= scale
     dq, dk = tl.zeros([CHUNK, KEY_TILE], tl.float32), tl.zeros([CHUNK, KEY_TILE], tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
-        place = token * VALUE_HEADS + head
-        decay = tl.load(decay_ptr + place, inside, other=0.0)
-        beta = tl.load(beta_ptr + place, inside, other=0.0).to(tl.float32)
-        last = tl.load(decay_ptr + (tl.minimum(first + CHUNK, end) - 1) * VALUE_HEADS + head)
-        state_ptr = states_ptr + (slot * VALUE_HEADS + head) * KEY_SIZE * VALUE_SIZE
-        dstate_ptr = dstates_ptr + (slot * VALUE_HEADS + head) * KEY_SIZE * VALUE_SIZE
+        here, place = first * VALUE_HEADS + head, index * VALUE_HEADS
+        decay = tl.load(decay_ptr + here + place, inside, other=0.0)
+        beta = tl.load(beta_ptr + here + place, inside, other=0.0).to(tl.float32)
+        last = tl.load(decay_ptr + here + end * VALUE_HEADS)
+        at_chunk = (slot * VALUE_HEADS + head) * (KEY_SIZE * VALUE_SIZE)
+        v_columns = 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE
+        factor = tl.exp(decay)[:, None]
+        left = tl.exp(tl.where(inside, last - decay, 0.0))[:, None]
         dpairs, dlower = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-        query_part = tl.zeros([CHUNK, KEY_TILE], tl.float32)  # dO Sᵀ
-        key_part = tl.zeros([CHUNK, KEY_TILE], tl.float32)  # X Sᵀ
-        value_part = tl.zeros([CHUNK, KEY_TILE], tl.float32)  # V' dSᵀ
-        dbeta = tl.zeros([CHUNK], tl.float32)
+        dbeta, ddecay = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        moved = tl.zeros([CHUNK], tl.float32)  # z
         overlap = 0.0  # <S, dS>
         for tile in range((VALUE_SIZE + COLUMNS - 1) // COLUMNS):
             column = tile * COLUMNS + tl.arange(0, COLUMNS)
-            do = load_rows(do_ptr + head * VALUE_SIZE, token, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, end)
-            value = load_rows(values_ptr + head * VALUE_SIZE, token, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, end)
-            x = load_rows(x_ptr + head * VALUE_SIZE, token, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, end)
-            state = load_rows(state_ptr, row, VALUE_SIZE, column, VALUE_SIZE, KEY_SIZE)
-            dstate = load_rows(dstate_ptr, row, VALUE_SIZE, column, VALUE_SIZE, KEY_SIZE)
-            v_columns = 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE
-            v = load_rows(qkv_ptr + v_columns, token, stride, column, VALUE_SIZE, end)
+            at, token_stride = here * VALUE_SIZE, VALUE_HEADS * VALUE_SIZE
+            do = load_rows(do_ptr + at, rows, index, token_stride, column, VALUE_SIZE, EXACT)
+            value = load_rows(values_ptr + at, rows, index, token_stride, column, VALUE_SIZE, EXACT)
+            x = load_rows(x_ptr + at, rows, index, token_stride, column, VALUE_SIZE, EXACT)
+            state = load_rows(states_ptr + at_chunk, KEY_SIZE, row, VALUE_SIZE, column, VALUE_SIZE, EXACT)
+            dstate = load_rows(dstates_ptr + at_chunk, KEY_SIZE, row, VALUE_SIZE, column, VALUE_SIZE, EXACT)
+            v = load_rows(qkv_ptr + v_columns, rows, index, stride, column, VALUE_SIZE, EXACT)
             do = do.to(k.dtype)
-            wide = x.to(tl.float32)
-            if QKV_GRAD:
-                columns: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE
-                tl.store(
-                    dqkv_ptr + v_columns + token[:, None] * columns + column[None, :],
-                    (beta[:, None] * wide).to(dqkv_ptr.dtype.element_ty),
-                    inside[:, None] & (column < VALUE_SIZE)[None, :],
-                )
-            dbeta += tl.sum(wide * v.to(tl.float32), 1)
-            overlap += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
             dpairs = tl.dot(do, tl.trans(value), dpairs, input_precision="ieee")
             dlower = tl.dot(x, tl.trans(value), dlower, input_precision="ieee")
-            query_part = tl.dot(do, tl.trans(state), query_part, input_precision="ieee")
-            key_part = tl.dot(x, tl.trans(state), key_part, input_precision="ieee")
-            value_part = tl.dot(value, tl.trans(dstate), value_part, input_precision="ieee")
-        factor = tl.exp(decay)
-        left = tl.exp(tl.where(inside, last - decay, 0.0))
-        query_part *= factor[:, None]
-        key_part *= -factor[:, None]  # e^G∘Y
-        value_part *= left[:, None]
-        products = tl.dot(k, tl.trans(k), input_precision="ieee")
+            decayed_do, decayed_x = factor * do.to(tl.float32), -factor * x.to(tl.float32)
+            left_value = left * value.to(tl.float32)
+            if QKV_GRAD:
+                dv = (beta[:, None] * x.to(tl.float32)).to(dqkv_ptr.dtype.element_ty)
+                in_values = tile_mask(rows, index, column, VALUE_SIZE, EXACT)
+                tl.store(dqkv_ptr + v_columns + index[:, None] * QKV_COLUMNS + column[None, :], dv, in_values)
+                dq = tl.dot(decayed_do.to(k.dtype), tl.trans(state), dq, input_precision="ieee")
+                dk = tl.dot((beta[:, None] * decayed_x).to(k.dtype), tl.trans(state), dk, input_precision="ieee")
+                dk = tl.dot(left_value.to(k.dtype), tl.trans(dstate), dk, input_precision="ieee")
+            if G_GRAD or BETA_GRAD:
+                from_state = k_norm * tl.sum(decayed_x * tl.dot(k, state, input_precision="ieee"), 1)
+                dbeta += tl.sum(x.to(tl.float32) * v.to(tl.float32), 1) + from_state
+                ddecay += beta * from_state
+            if G_GRAD:
+                ddecay += q_norm * tl.sum(decayed_do * tl.dot(q, state, input_precision="ieee"), 1)
+                moved += k_norm * tl.sum(left_value * tl.dot(k, dstate, input_precision="ieee"), 1)
+                overlap += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
         dpairs *= pair_decay(decay, False)
         dlower *= -pair_decay(decay, True)
+        if G_GRAD or BETA_GRAD:
+            products = dlower * k_norm[:, None] * k_norm[None, :] * tl.dot(k, tl.trans(k), input_precision="ieee")
+        if BETA_GRAD:
+            dbeta += tl.sum(products, 1)
+            tl.store(dbeta_ptr + here + place, dbeta.to(dbeta_ptr.dtype.element_ty), inside)
         if G_GRAD:
-            moved = tl.sum(k.to(tl.float32) * value_part, 1)  # z
-            z = dpairs * tl.dot(q, tl.trans(k), input_precision="ieee") + dlower * products * beta[:, None]
-            ddecay = tl.sum(q.to(tl.float32) * query_part, 1) + beta * tl.sum(k.to(tl.float32) * key_part, 1)
+            z = dpairs * q_norm[:, None] * k_norm[None, :] * tl.dot(q, tl.trans(k), input_precision="ieee")
+            z += beta[:, None] * products
             ddecay += tl.sum(z, 1) - tl.sum(z, 0) - moved
-            ddecay += tl.where(token == tl.minimum(first + CHUNK, end) - 1, tl.sum(moved) + tl.exp(last) * overlap, 0.0)
+            ddecay += tl.where(index == end, tl.sum(moved) + tl.exp(last) * overlap, 0.0)
             later = tl.where(inside, ddecay, 0.0)
             dg = tl.sum(tl.where(index[:, None] <= index[None, :], later[None, :], 0.0), 1)
-            tl.store(dg_ptr + place, dg.to(dg_ptr.dtype.element_ty), inside)
-        if BETA_GRAD:
-            dbeta += tl.sum(k.to(tl.float32) * key_part, 1) + tl.sum(dlower * products, 1)
-            tl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), inside)
+            tl.store(dg_ptr + here + place, dg.to(dg_ptr.dtype.element_ty), inside)
         if QKV_GRAD:
-            dpairs = dpairs.to(k.dtype)
-            dlower = (dlower * beta[:, None]).to(k.dtype)  # N
-            dq += query_part
-            dq = tl.dot(dpairs, k, dq, input_precision="ieee")
-            dk += value_part + beta[:, None] * key_part
-            dk = tl.dot(tl.trans(dpairs), q, dk, input_precision="ieee")
+            dlower *= beta[:, None]  # N
+            dq = tl.dot((dpairs * k_norm[None, :]).to(k.dtype), k, dq, input_precision="ieee")
+            dk = tl.dot(tl.trans((dpairs * q_norm[:, None]).to(k.dtype)), q, dk, input_precision="ieee")
+            dlower = (dlower * k_norm[None, :] + tl.trans(dlower * k_norm[:, None])).to(k.dtype)
             dk = tl.dot(dlower, k, dk, input_precision="ieee")
-            dk = tl.dot(tl.trans(dlower), k, dk, input_precision="ieee")
     if QKV_GRAD:
-        columns: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE
         _store_norm_gradient(
-            qkv_ptr + q_columns, dqkv_ptr + q_columns, norms_ptr, dq, token, stride, columns, 2 * KEY_HEADS, row,
-            KEY_SIZE, end, scale,
+            q_ptr, dqkv_ptr + key_head * KEY_SIZE, norms_ptr, dq, rows, stride, QKV_COLUMNS, scale,
+            KEY_HEADS, KEY_SIZE, KEY_TILE,
         )  # fmt: skip
         _store_norm_gradient(
-            qkv_ptr + k_columns, dqkv_ptr + k_columns, norms_ptr + KEY_HEADS, dk, token, stride, columns, 2 * KEY_HEADS,
-            row, KEY_SIZE, end, 1.0,
+            k_ptr, dqkv_ptr + (KEY_HEADS + key_head) * KEY_SIZE, norms_ptr + KEY_HEADS, dk, rows, stride, QKV_COLUMNS,
+            1.0, KEY_HEADS, KEY_SIZE, KEY_TILE,
         )  # fmt: skip
 
 

@@ -23,10 +23,11 @@ from ligermodels.kernels.delta_chunks import (
     DeltaShape,
     document_slot,
     fit_columns,
+    load_norms,
     load_rows,
-    load_unit_rows,
     number_of_slots,
     pair_decay,
+    tile_mask,
 )
 from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
 
@@ -46,12 +47,6 @@ SCAN_TILES = {2: ScanTile(64, 4, 2), 4: ScanTile(16, 4, 1)}
 FUSED_OUTPUT_PROGRAMS = 1.0
 
 
-@triton.jit
-def _last(decay_ptr, first, end, HEADS: tl.constexpr):
-    """G of a chunk's last token."""
-    return tl.load(decay_ptr + (tl.minimum(first + CHUNK, end) - 1) * HEADS)
-
-
 @kernel()
 def _forward_scan_kernel(
     qkv_ptr, norms_ptr, decay_ptr, beta_ptr, inverse_ptr, cu_seqlens_ptr, initial_ptr, o_ptr, states_ptr, values_ptr,
@@ -69,9 +64,10 @@ def _forward_scan_kernel(
     document = tl.program_id(0) // (TILES * VALUE_HEADS)
     start, end, slot = document_slot(cu_seqlens_ptr, document, CHUNK)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    row, column = tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS)
+    EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
+    row, column, index = tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     cell = row[:, None] * VALUE_SIZE + column[None, :]
-    in_state = (row < KEY_SIZE)[:, None] & (column < VALUE_SIZE)[None, :]
+    in_state = tile_mask(KEY_SIZE, row, column, VALUE_SIZE, EXACT)
     q_ptr = qkv_ptr + key_head * KEY_SIZE
     k_ptr = q_ptr + KEY_HEADS * KEY_SIZE
     v_ptr = qkv_ptr + 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE
@@ -80,33 +76,36 @@ def _forward_scan_kernel(
     state = tl.zeros([KEY_TILE, COLUMNS], tl.float32)
     if INITIAL:
         state += tl.load(initial_ptr + whole + cell, in_state, other=0.0).to(tl.float32)
-    for first in tl.range(start, end, CHUNK, num_stages=STAGES):
-        token = first + tl.arange(0, CHUNK)
-        inside, place = token < end, token * VALUE_HEADS + head
-        k = load_unit_rows(
-            k_ptr, norms_ptr + KEY_HEADS, token, stride, 2 * KEY_HEADS, row, KEY_SIZE, end, 1.0
-        )  # fmt: skip
-        v = load_rows(v_ptr, token, stride, column, VALUE_SIZE, end).to(tl.float32)
-        inverse = load_rows(inverse_ptr + head * CHUNK, token, VALUE_HEADS * CHUNK, tl.arange(0, CHUNK), CHUNK, end)
-        decay = tl.load(decay_ptr + place, inside, other=0.0)
-        beta = tl.load(beta_ptr + place, inside, other=0.0).to(tl.float32)
-        last = _last(decay_ptr + head, first, end, VALUE_HEADS)
+    for chunk in tl.range(0, tl.cdiv(end - start, CHUNK).to(tl.int32), num_stages=STAGES):
+        first = start + chunk * CHUNK
+        rows, here = (end - first).to(tl.int32), first * VALUE_HEADS + head
+        inside = index < rows
+        q_norm, k_norm = load_norms(norms_ptr + first * (2 * KEY_HEADS), rows, KEY_HEADS)
+        k = load_rows(k_ptr + first * stride, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
+        v = load_rows(v_ptr + first * stride, rows, index, stride, column, VALUE_SIZE, EXACT).to(tl.float32)
+        inverse = load_rows(inverse_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
+        decay = tl.load(decay_ptr + here + index * VALUE_HEADS, inside, other=0.0)
+        beta = tl.load(beta_ptr + here + index * VALUE_HEADS, inside, other=0.0).to(tl.float32)
+        last = tl.load(decay_ptr + here + (tl.minimum(rows, CHUNK) - 1) * VALUE_HEADS)
         rounded = state.to(k.dtype)
-        residual = beta[:, None] * (v - tl.exp(decay)[:, None] * tl.dot(k, rounded, input_precision="ieee"))
+        factor = (tl.exp(decay) * k_norm)[:, None]
+        residual = beta[:, None] * (v - factor * tl.dot(k, rounded, input_precision="ieee"))
         value = tl.dot(inverse, residual.to(k.dtype), input_precision="ieee")
-        in_values = inside[:, None] & (column < VALUE_SIZE)[None, :]
-        at = place[:, None] * VALUE_SIZE + column[None, :]
+        in_values = tile_mask(rows, index, column, VALUE_SIZE, EXACT)
+        at = index[:, None] * (VALUE_HEADS * VALUE_SIZE) + column[None, :]
         if STORE:
-            chunk = slot + (first - start) // CHUNK
-            tl.store(states_ptr + (chunk * VALUE_HEADS + head) * KEY_SIZE * VALUE_SIZE + cell, rounded, in_state)
-            tl.store(values_ptr + at, value.to(k.dtype), in_values)
+            at_chunk = ((slot + chunk) * VALUE_HEADS + head) * (KEY_SIZE * VALUE_SIZE)
+            tl.store(states_ptr + at_chunk + cell, rounded, in_state)
+            tl.store(values_ptr + here * VALUE_SIZE + at, value.to(k.dtype), in_values)
         if OUTPUT:
-            q = load_unit_rows(q_ptr, norms_ptr, token, stride, 2 * KEY_HEADS, row, KEY_SIZE, end, scale)
-            pairs = (tl.dot(q, tl.trans(k), input_precision="ieee") * pair_decay(decay, False)).to(k.dtype)
-            o = tl.exp(decay)[:, None] * tl.dot(q, rounded, input_precision="ieee")
+            q = load_rows(q_ptr + first * stride, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
+            q_norm *= scale
+            pairs = pair_decay(decay, False) * q_norm[:, None] * k_norm[None, :]
+            pairs = (pairs * tl.dot(q, tl.trans(k), input_precision="ieee")).to(k.dtype)
+            o = (tl.exp(decay) * q_norm)[:, None] * tl.dot(q, rounded, input_precision="ieee")
             o = tl.dot(pairs, value.to(k.dtype), o, input_precision="ieee")
-            tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), in_values)
-        left = (tl.exp(tl.where(inside, last - decay, 0.0))[:, None] * value).to(k.dtype)
+            tl.store(o_ptr + here * VALUE_SIZE + at, o.to(o_ptr.dtype.element_ty), in_values)
+        left = ((tl.exp(tl.where(inside, last - decay, 0.0)) * k_norm)[:, None] * value).to(k.dtype)
         state = tl.dot(tl.trans(k), left, tl.exp(last) * state, input_precision="ieee")
     if FINAL:
         tl.store(final_ptr + whole + cell, state, in_state)
@@ -126,9 +125,10 @@ def _backward_scan_kernel(
     document = tl.program_id(0) // (TILES * VALUE_HEADS)
     start, end, slot = document_slot(cu_seqlens_ptr, document, CHUNK)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    row, column = tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS)
+    EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
+    row, column, index = tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     cell = row[:, None] * VALUE_SIZE + column[None, :]
-    in_state = (row < KEY_SIZE)[:, None] & (column < VALUE_SIZE)[None, :]
+    in_state = tile_mask(KEY_SIZE, row, column, VALUE_SIZE, EXACT)
     q_ptr = qkv_ptr + key_head * KEY_SIZE
     k_ptr = q_ptr + KEY_HEADS * KEY_SIZE
     norms_ptr += key_head
@@ -136,36 +136,38 @@ def _backward_scan_kernel(
     dstate = tl.zeros([KEY_TILE, COLUMNS], tl.float32)
     if FINAL:
         dstate += tl.load(dfinal_ptr + whole + cell, in_state, other=0.0).to(tl.float32)
-    chunks = tl.cdiv(end - start, CHUNK)
-    for index in tl.range(0, chunks, 1, num_stages=STAGES):
-        chunk = chunks - 1 - index
+    chunks = tl.cdiv(end - start, CHUNK).to(tl.int32)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        chunk = chunks - 1 - step
         first = start + chunk * CHUNK
-        token = first + tl.arange(0, CHUNK)
-        inside, place = token < end, token * VALUE_HEADS + head
-        q = load_unit_rows(q_ptr, norms_ptr, token, stride, 2 * KEY_HEADS, row, KEY_SIZE, end, scale)
-        k = load_unit_rows(
-            k_ptr, norms_ptr + KEY_HEADS, token, stride, 2 * KEY_HEADS, row, KEY_SIZE, end, 1.0
+        rows, here = (end - first).to(tl.int32), first * VALUE_HEADS + head
+        inside = index < rows
+        q_norm, k_norm = load_norms(norms_ptr + first * (2 * KEY_HEADS), rows, KEY_HEADS)
+        q = load_rows(q_ptr + first * stride, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
+        k = load_rows(k_ptr + first * stride, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
+        do = load_rows(
+            do_ptr + here * VALUE_SIZE, rows, index, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, EXACT
         )  # fmt: skip
-        do = load_rows(do_ptr + head * VALUE_SIZE, token, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, end)
-        inverse = load_rows(inverse_ptr + head * CHUNK, token, VALUE_HEADS * CHUNK, tl.arange(0, CHUNK), CHUNK, end)
-        decay = tl.load(decay_ptr + place, inside, other=0.0)
-        beta = tl.load(beta_ptr + place, inside, other=0.0).to(tl.float32)
-        last = _last(decay_ptr + head, first, end, VALUE_HEADS)
+        inverse = load_rows(inverse_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
+        decay = tl.load(decay_ptr + here + index * VALUE_HEADS, inside, other=0.0)
+        beta = tl.load(beta_ptr + here + index * VALUE_HEADS, inside, other=0.0).to(tl.float32)
+        last = tl.load(decay_ptr + here + (tl.minimum(rows, CHUNK) - 1) * VALUE_HEADS)
         rounded = dstate.to(k.dtype)
         at_chunk = ((slot + chunk) * VALUE_HEADS + head) * KEY_SIZE * VALUE_SIZE
         tl.store(dstates_ptr + at_chunk + cell, rounded, in_state)
-        pairs = (tl.dot(q, tl.trans(k), input_precision="ieee") * pair_decay(decay, False)).to(k.dtype)
-        left = tl.exp(tl.where(inside, last - decay, 0.0))[:, None]
+        q_norm *= scale
+        pairs = pair_decay(decay, False) * q_norm[:, None] * k_norm[None, :]
+        pairs = (pairs * tl.dot(q, tl.trans(k), input_precision="ieee")).to(k.dtype)
+        left = (tl.exp(tl.where(inside, last - decay, 0.0)) * k_norm)[:, None]
         dvalue = left * tl.dot(k, rounded, input_precision="ieee")
         dvalue = tl.dot(tl.trans(pairs), do.to(k.dtype), dvalue, input_precision="ieee").to(k.dtype)
         x = tl.dot(tl.trans(inverse), dvalue, input_precision="ieee")
-        at = place[:, None] * VALUE_SIZE + column[None, :]
-        tl.store(x_ptr + at, x.to(k.dtype), inside[:, None] & (column < VALUE_SIZE)[None, :])
-        factor = tl.exp(decay)[:, None]
-        dstate = tl.dot(
-            tl.trans(q), (factor * do.to(tl.float32)).to(k.dtype), tl.exp(last) * dstate, input_precision="ieee"
-        )
-        dstate -= tl.dot(tl.trans(k), (beta[:, None] * factor * x).to(k.dtype), input_precision="ieee")
+        at = index[:, None] * (VALUE_HEADS * VALUE_SIZE) + column[None, :]
+        tl.store(x_ptr + here * VALUE_SIZE + at, x.to(k.dtype), tile_mask(rows, index, column, VALUE_SIZE, EXACT))
+        decayed_do = ((tl.exp(decay) * q_norm)[:, None] * do.to(tl.float32)).to(k.dtype)
+        decayed_x = ((tl.exp(decay) * beta * k_norm)[:, None] * x).to(k.dtype)
+        dstate = tl.dot(tl.trans(q), decayed_do, tl.exp(last) * dstate, input_precision="ieee")
+        dstate -= tl.dot(tl.trans(k), decayed_x, input_precision="ieee")
     if INITIAL_GRAD:
         tl.store(dinitial_ptr + whole + cell, dstate, in_state)
 

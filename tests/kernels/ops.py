@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.adamw import adamw_, adamw_reference
@@ -24,6 +25,7 @@ from ligermodels.kernels.cross_entropy import (
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
+from ligermodels.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
@@ -334,6 +336,20 @@ def attention_case(batch, length, heads, kv_heads, head_size, window) -> Case:
     return Case(partial(attention, **settings), partial(attention_reference, **settings), leaves, [])
 
 
+def gated_delta_rule_case(batch, length, key_heads, key_size, value_heads, value_size, states=True) -> Case:
+    """With states, the initial state is a leaf and the final state an output."""
+
+    def rule(function, qkv, g, beta, initial_state=None):
+        o, final = function(qkv, -F.softplus(widen(g)), widen(beta).sigmoid(), key_heads, key_size, initial_state)
+        return (o, final.to(qkv.dtype)) if states else o
+
+    columns = 2 * key_heads * key_size + value_heads * value_size
+    leaves = [normal(batch, length, columns), normal(batch, length, value_heads), normal(batch, length, value_heads)]
+    if states:
+        leaves.append(normal(batch, value_heads, key_size, value_size))
+    return Case(partial(rule, gated_delta_rule), partial(rule, gated_delta_rule_reference), leaves, [])
+
+
 def adamw_case(batch, length, width) -> Case:
     hyperparameters = 1e-2, 0.9, 0.999, 1e-8, 0.1
 
@@ -483,5 +499,12 @@ OPS = {
     # Not our kernels: the backend that runs anywhere. test_attention.py covers softcaps, document masking and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
+    "gated_delta_rule": Op(
+        draw=gated_delta_rule_case, small=(2, 20, 6, 12), real=((16, 128, 32, 128), (16, 128, 48, 128))
+    ),
+    # So few programs that outputs have a kernel of their own.
+    "gated_delta_rule of one head": Op(
+        draw=partial(gated_delta_rule_case, states=False), small=(1, 20, 1, 12), real=((1, 128, 1, 64),)
+    ),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14)),
 }  # fmt: skip
