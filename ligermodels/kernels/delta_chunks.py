@@ -9,6 +9,8 @@ less than T // CHUNK + documents: a size that the host knows, so that nothing wa
     decay [T, Hv] fp32           G
     inverse [T, Hv, CHUNK]       M = (1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of a chunk's M at
                                  its token i
+and `_pairs_kernel`, for the forward pass and again for the backward pass,
+    pairs [T, Hv, CHUNK]         P = (Q Kᵀ)∘exp(G_i - G_j), i >= j
 Diagonal blocks of BLOCK rows are inverted by substitution. With D these inverses and E = D (A without the blocks), which
 is zero when raised to the power CHUNK / BLOCK = 4, M = (1 - E + E² - E³) D.
 Must not know states or outputs.
@@ -172,6 +174,32 @@ def _prepare_kernel(
     tl.store(inverse_ptr + here * CHUNK + place[:, None] * CHUNK + row[None, :], inverse, inside[:, None])
 
 
+@kernel(do_not_specialize=["documents"])
+def _pairs_kernel(
+    qkv_ptr, norms_ptr, decay_ptr, cu_seqlens_ptr, pairs_ptr, stride, documents, scale,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program: P of one chunk, for all value heads of one key head."""
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    key_head = tl.program_id(0) % KEY_HEADS
+    first, rows = locate_slot(cu_seqlens_ptr, tl.program_id(0) // KEY_HEADS, documents, CHUNK)
+    if rows <= 0:
+        return
+    row, column = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
+    q_ptr = qkv_ptr + first * stride + key_head * KEY_SIZE
+    q = load_rows(q_ptr, rows, row, stride, column, KEY_SIZE, KEY_SIZE == KEY_TILE)
+    k = load_rows(q_ptr + KEY_HEADS * KEY_SIZE, rows, row, stride, column, KEY_SIZE, KEY_SIZE == KEY_TILE)
+    q_norm, k_norm = load_norms(norms_ptr + first * (2 * KEY_HEADS) + key_head, rows, KEY_HEADS)
+    products = tl.dot(q, tl.trans(k), input_precision="ieee") * (q_norm * scale)[:, None] * k_norm[None, :]
+    for member in range(GROUP):
+        here = first * VALUE_HEADS + key_head * GROUP + member
+        decay = tl.load(decay_ptr + here + row * VALUE_HEADS, row < rows, other=0.0)
+        pairs = (products * pair_decay(decay, False)).to(pairs_ptr.dtype.element_ty)
+        at = (row * (VALUE_HEADS * CHUNK))[:, None] + row[None, :]
+        tl.store(pairs_ptr + here * CHUNK + at, pairs, (row < rows)[:, None])
+
+
 def fit_columns(columns: int, shape: DeltaShape) -> int:
     """At most `columns`, and not more than a value head needs."""
     return min(columns, max(MIN_DOT, triton.next_power_of_2(shape.value_size)))
@@ -196,3 +224,15 @@ def prepare_chunks(
     launch = _prepare_kernel.bind(PRECISION="tf32x3" if half else "ieee", num_warps=PREPARE_WARPS, **shape.constants())
     programs = number_of_slots(g.numel() // shape.value_heads, cu_seqlens) * shape.value_heads
     launch(programs, qkv, g, beta, cu_seqlens, *chunks, stride, cu_seqlens.shape[0] - 1, eps)
+
+
+def compute_pairs(
+    qkv: Tensor, stride: int, norms: Tensor, decay: Tensor, cu_seqlens: Tensor, scale: float, shape: DeltaShape
+) -> Tensor:
+    """P of all chunks [T, Hv, CHUNK]."""
+    tokens = decay.numel() // shape.value_heads
+    pairs = qkv.new_empty(tokens, shape.value_heads, CHUNK.value)
+    launch = _pairs_kernel.bind(num_warps=PREPARE_WARPS, **shape.constants())
+    programs = number_of_slots(tokens, cu_seqlens) * shape.key_heads
+    launch(programs, qkv, norms, decay, cu_seqlens, pairs, stride, cu_seqlens.shape[0] - 1, scale)
+    return pairs

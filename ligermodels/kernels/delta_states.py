@@ -11,10 +11,9 @@ S is kept in fp32; operands of products are rounded to the dtype of qkv.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -26,7 +25,6 @@ from ligermodels.kernels.delta_chunks import (
     load_norms,
     load_rows,
     number_of_slots,
-    pair_decay,
     tile_mask,
 )
 from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
@@ -41,16 +39,17 @@ class ScanTile:
     stages: int
 
 
-# By element size in bytes. To be measured: 32 columns make more programs, 64 read keys and queries half as often.
-SCAN_TILES = {2: ScanTile(64, 4, 2), 4: ScanTile(16, 4, 1)}
+# By element size in bytes. To be measured: narrower tiles make more programs, wider ones read keys less often.
+FORWARD_TILES = {2: ScanTile(64, 4, 2), 4: ScanTile(16, 4, 1)}
+BACKWARD_TILES = {2: ScanTile(32, 4, 2), 4: ScanTile(16, 4, 1)}
 # With at most so many programs for each multiprocessor, outputs are left to a kernel of their own.
 FUSED_OUTPUT_PROGRAMS = 1.0
 
 
 @kernel()
 def _forward_scan_kernel(
-    qkv_ptr, norms_ptr, decay_ptr, beta_ptr, inverse_ptr, cu_seqlens_ptr, initial_ptr, o_ptr, states_ptr, values_ptr,
-    final_ptr, stride, scale,
+    qkv_ptr, norms_ptr, decay_ptr, beta_ptr, inverse_ptr, pairs_ptr, cu_seqlens_ptr, initial_ptr, o_ptr, states_ptr,
+    values_ptr, final_ptr, stride, scale,
     INITIAL: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -99,10 +98,8 @@ def _forward_scan_kernel(
             tl.store(values_ptr + here * VALUE_SIZE + at, value.to(k.dtype), in_values)
         if OUTPUT:
             q = load_rows(q_ptr + first * stride, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
-            q_norm *= scale
-            pairs = pair_decay(decay, False) * q_norm[:, None] * k_norm[None, :]
-            pairs = (pairs * tl.dot(q, tl.trans(k), input_precision="ieee")).to(k.dtype)
-            o = (tl.exp(decay) * q_norm)[:, None] * tl.dot(q, rounded, input_precision="ieee")
+            pairs = load_rows(pairs_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
+            o = (tl.exp(decay) * q_norm * scale)[:, None] * tl.dot(q, rounded, input_precision="ieee")
             o = tl.dot(pairs, value.to(k.dtype), o, input_precision="ieee")
             tl.store(o_ptr + here * VALUE_SIZE + at, o.to(o_ptr.dtype.element_ty), in_values)
         left = ((tl.exp(tl.where(inside, last - decay, 0.0)) * k_norm)[:, None] * value).to(k.dtype)
@@ -113,8 +110,8 @@ def _forward_scan_kernel(
 
 @kernel()
 def _backward_scan_kernel(
-    do_ptr, dfinal_ptr, qkv_ptr, norms_ptr, decay_ptr, beta_ptr, inverse_ptr, cu_seqlens_ptr, dstates_ptr, x_ptr,
-    dinitial_ptr, stride, scale,
+    do_ptr, dfinal_ptr, qkv_ptr, norms_ptr, decay_ptr, beta_ptr, inverse_ptr, pairs_ptr, cu_seqlens_ptr, dstates_ptr,
+    x_ptr, dinitial_ptr, stride, scale,
     FINAL: tl.constexpr, INITIAL_GRAD: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_TILE: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -155,16 +152,14 @@ def _backward_scan_kernel(
         rounded = dstate.to(k.dtype)
         at_chunk = ((slot + chunk) * VALUE_HEADS + head) * KEY_SIZE * VALUE_SIZE
         tl.store(dstates_ptr + at_chunk + cell, rounded, in_state)
-        q_norm *= scale
-        pairs = pair_decay(decay, False) * q_norm[:, None] * k_norm[None, :]
-        pairs = (pairs * tl.dot(q, tl.trans(k), input_precision="ieee")).to(k.dtype)
+        pairs = load_rows(pairs_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
         left = (tl.exp(tl.where(inside, last - decay, 0.0)) * k_norm)[:, None]
         dvalue = left * tl.dot(k, rounded, input_precision="ieee")
         dvalue = tl.dot(tl.trans(pairs), do.to(k.dtype), dvalue, input_precision="ieee").to(k.dtype)
         x = tl.dot(tl.trans(inverse), dvalue, input_precision="ieee")
         at = index[:, None] * (VALUE_HEADS * VALUE_SIZE) + column[None, :]
         tl.store(x_ptr + here * VALUE_SIZE + at, x.to(k.dtype), tile_mask(rows, index, column, VALUE_SIZE, EXACT))
-        decayed_do = ((tl.exp(decay) * q_norm)[:, None] * do.to(tl.float32)).to(k.dtype)
+        decayed_do = ((tl.exp(decay) * q_norm * scale)[:, None] * do.to(tl.float32)).to(k.dtype)
         decayed_x = ((tl.exp(decay) * beta * k_norm)[:, None] * x).to(k.dtype)
         dstate = tl.dot(tl.trans(q), decayed_do, tl.exp(last) * dstate, input_precision="ieee")
         dstate -= tl.dot(tl.trans(k), decayed_x, input_precision="ieee")
@@ -174,18 +169,18 @@ def _backward_scan_kernel(
 
 def fuses_output(documents: int, shape: DeltaShape, qkv: Tensor) -> bool:
     """Whether the forward scan has enough programs to compute the outputs as well."""
-    columns = _scan_tile(shape, qkv.itemsize).columns
+    columns = fit_columns(FORWARD_TILES[qkv.itemsize].columns, shape)
     programs = documents * shape.value_heads * cdiv(shape.value_size, columns)
     return programs > FUSED_OUTPUT_PROGRAMS * multiprocessors(qkv.device)
 
 
 def forward_scan(
-    qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, cu_seqlens: Tensor,
-    initial_state: Tensor | None, scale: float, shape: DeltaShape, o: Tensor | None, final: Tensor | None, store: bool,
+    qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, pairs: Tensor | None,
+    cu_seqlens: Tensor, initial_state: Tensor | None, scale: float, shape: DeltaShape, o: Tensor | None, final: Tensor | None, store: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes o and final where given. With `store` returns (states [slots, Hv, hk, hv], V' [T, Hv, hv]).
 
-    chunks: what `prepare_chunks` returned.
+    chunks: norms, G and M of `prepare_chunks`. pairs: of `compute_pairs`; o needs them.
     """
     norms, decay, inverse = chunks
     documents, tokens = cu_seqlens.shape[0] - 1, decay.numel() // shape.value_heads
@@ -199,15 +194,16 @@ def forward_scan(
     )
     launch(
         documents * shape.value_heads * tiles,
-        qkv, norms, decay, beta, inverse, cu_seqlens, decay if initial_state is None else initial_state,
-        qkv if o is None else o, states, values, decay if final is None else final, stride, scale,
+        qkv, norms, decay, beta, inverse, inverse if pairs is None else pairs, cu_seqlens,
+        decay if initial_state is None else initial_state, qkv if o is None else o, states, values,
+        decay if final is None else final, stride, scale,
     )  # fmt: skip
     return states, values
 
 
 def backward_scan(
     do: Tensor, dfinal: Tensor | None, qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor,
-    cu_seqlens: Tensor, scale: float, shape: DeltaShape, dinitial: Tensor | None,
+    pairs: Tensor, cu_seqlens: Tensor, scale: float, shape: DeltaShape, dinitial: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(gradient of the state at each chunk's end [slots, Hv, hk, hv], X [T, Hv, hv]); writes dinitial where given."""
     norms, decay, inverse = chunks
@@ -218,15 +214,10 @@ def backward_scan(
     launch, tiles = _backward_scan(shape, qkv.itemsize, dfinal is not None, dinitial is not None)
     launch(
         documents * shape.value_heads * tiles,
-        do, decay if dfinal is None else dfinal, qkv, norms, decay, beta, inverse, cu_seqlens, dstates, x,
+        do, decay if dfinal is None else dfinal, qkv, norms, decay, beta, inverse, pairs, cu_seqlens, dstates, x,
         decay if dinitial is None else dinitial, stride, scale,
     )  # fmt: skip
     return dstates, x
-
-
-def _scan_tile(shape: DeltaShape, itemsize: int) -> ScanTile:
-    tile = SCAN_TILES[itemsize]
-    return replace(tile, columns=fit_columns(tile.columns, shape))
 
 
 @functools.cache
@@ -234,20 +225,22 @@ def _forward_scan(
     shape: DeltaShape, itemsize: int, initial: bool, output: bool, store: bool, final: bool
 ) -> tuple[Launcher, int]:
     """The launcher, and how many programs share a state."""
-    tile = _scan_tile(shape, itemsize)
+    tile = FORWARD_TILES[itemsize]
+    columns = fit_columns(tile.columns, shape)
     launch = _forward_scan_kernel.bind(
-        INITIAL=initial, OUTPUT=output, STORE=store, FINAL=final, **shape.constants(), COLUMNS=tile.columns,
+        INITIAL=initial, OUTPUT=output, STORE=store, FINAL=final, **shape.constants(), COLUMNS=columns,
         STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    return launch, cdiv(shape.value_size, tile.columns)
+    return launch, cdiv(shape.value_size, columns)
 
 
 @functools.cache
 def _backward_scan(shape: DeltaShape, itemsize: int, final: bool, initial_grad: bool) -> tuple[Launcher, int]:
     """The launcher, and how many programs share a state."""
-    tile = _scan_tile(shape, itemsize)
+    tile = BACKWARD_TILES[itemsize]
+    columns = fit_columns(tile.columns, shape)
     launch = _backward_scan_kernel.bind(
-        FINAL=final, INITIAL_GRAD=initial_grad, **shape.constants(), COLUMNS=tile.columns, STAGES=tile.stages,
+        FINAL=final, INITIAL_GRAD=initial_grad, **shape.constants(), COLUMNS=columns, STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
-    return launch, cdiv(shape.value_size, tile.columns)
+    return launch, cdiv(shape.value_size, columns)

@@ -22,7 +22,7 @@ Yang, Kautz & Hatamizadeh 2024, https://arxiv.org/abs/2412.06464.
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.delta_chunks import CHUNK, EPS, MAX_HEAD_SIZE, DeltaShape, prepare_chunks, row_offsets
+from ligermodels.kernels.delta_chunks import CHUNK, EPS, MAX_HEAD_SIZE, DeltaShape, compute_pairs, prepare_chunks, row_offsets
 from ligermodels.kernels.delta_outputs import compute_gradients, compute_outputs
 from ligermodels.kernels.delta_states import backward_scan, forward_scan, fuses_output
 from ligermodels.kernels.dispatch import Node, autocast, register_op, runs_kernels, widen
@@ -120,12 +120,13 @@ def _launch_forward(
     initial_state = None if initial_state is None else initial_state.contiguous()
     chunks = norms, decay, inverse
     prepare_chunks(qkv, stride, g.contiguous(), beta, offsets, shape, eps, chunks)
+    pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
     fused = fuses_output(offsets.shape[0] - 1, shape, qkv)
     states, values = forward_scan(
-        qkv, stride, chunks, beta, offsets, initial_state, scale, shape, o if fused else None, final, not fused
+        qkv, stride, chunks, beta, pairs, offsets, initial_state, scale, shape, o if fused else None, final, not fused
     )
     if not fused:
-        compute_outputs(qkv, stride, norms, decay, offsets, states, values, scale, shape, o)
+        compute_outputs(qkv, stride, norms, decay, pairs, offsets, states, values, scale, shape, o)
     return o, final, norms, decay, inverse
 
 
@@ -152,11 +153,14 @@ def _launch_backward(
     dfinal = None if dfinal is None else dfinal.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
     chunks = norms, decay, inverse
-    passed = backward_scan(do, dfinal, qkv, stride, chunks, beta, offsets, scale, shape, dinitial)
+    pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
+    passed = backward_scan(do, dfinal, qkv, stride, chunks, beta, pairs, offsets, scale, shape, dinitial)
     if qkv_grad or g_grad or beta_grad:
-        states = forward_scan(qkv, stride, chunks, beta, offsets, initial_state, scale, shape, None, None, True)
+        states = forward_scan(
+            qkv, stride, chunks, beta, None, offsets, initial_state, scale, shape, None, None, True
+        )
         compute_gradients(
-            do, qkv, stride, norms, decay, beta, offsets, (*states, *passed), scale, shape, *of_tokens
+            do, qkv, stride, norms, decay, beta, pairs, offsets, (*states, *passed), scale, shape, *of_tokens
         )  # fmt: skip
     return gradients
 
