@@ -67,9 +67,11 @@ def document_slot(cu_seqlens_ptr, document, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def locate_slot(cu_seqlens_ptr, slot, documents, TOKENS: tl.constexpr):
-    """(first token, number of tokens) of the chunk in a slot. The number is at most 0 if the slot is idle, and more than
-    TOKENS if other chunks of its document follow."""
+def locate_in_document(cu_seqlens_ptr, slot, documents, TOKENS: tl.constexpr):
+    """(first token, first token of the document, number of tokens, document) of the chunk in a slot.
+
+    The number is at most 0 if the slot is idle, and more than TOKENS if other chunks of the document follow.
+    """
     before = tl.zeros([DOCUMENTS_TILE], tl.int32)
     for first in range(0, documents, DOCUMENTS_TILE):
         document = first + tl.arange(0, DOCUMENTS_TILE)
@@ -78,7 +80,14 @@ def locate_slot(cu_seqlens_ptr, slot, documents, TOKENS: tl.constexpr):
     document = tl.sum(before, 0) - 1
     start, end, first_slot = document_slot(cu_seqlens_ptr, document, TOKENS)
     first = start + (slot - first_slot) * TOKENS
-    return first, (end - first).to(tl.int32)
+    return first, start, (end - first).to(tl.int32), document
+
+
+@triton.jit
+def locate_slot(cu_seqlens_ptr, slot, documents, TOKENS: tl.constexpr):
+    """(first token, number of tokens) of the chunk in a slot, as in `locate_in_document`."""
+    first, _, rows, _ = locate_in_document(cu_seqlens_ptr, slot, documents, TOKENS)
+    return first, rows
 
 
 @triton.jit
