@@ -223,7 +223,9 @@ def _launch_backward(
     (rows, stride), (dy, dy_stride) = as_rows_with_stride(x, channels), as_rows_with_stride(dy, channels)
     slots = number_of_slots(rows.numel() // channels, offsets)
     weights = weight_grad or bias_grad
-    partials = offsets.new_empty(slots, (taps + (bias is not None)) * channels, dtype=torch.float32) if weights else rows
+    partials = (
+        offsets.new_empty(slots, (taps + (bias is not None)) * channels, dtype=torch.float32) if weights else rows
+    )
     launch = _backward(taps, bias is not None, silu, initial_state is not None, input_grad, initial_grad, weights)
     launch(
         slots * cdiv(channels, CHANNELS),
@@ -239,9 +241,7 @@ def _launch_backward(
     return gradients
 
 
-def _launch_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, pool: Tensor, row: Tensor
-) -> Tensor:
+def _launch_step(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, pool: Tensor, row: Tensor) -> Tensor:
     y, (channels, taps) = x.new_empty(x.shape), weight.shape
     if y.numel():
         x, stride = as_rows_with_stride(x, channels)

@@ -7,12 +7,11 @@ less than T // CHUNK + documents: a size that the host knows, so that nothing wa
 `_prepare_kernel` computes of each chunk and value head, with G the cumulative sum of g inside the chunk:
     norms [T, 2, Hk] fp32        rsqrt(Σ x² + eps) of each query and key
     decay [T, Hv] fp32           G
-    inverse [T, Hv, CHUNK]       M = (1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of a chunk's M at
-                                 its token i
+    inverse [T, Hv, CHUNK]       M = (1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of M at token i
 and `_pairs_kernel`, for the forward pass and again for the backward pass,
     pairs [T, Hv, CHUNK]         P = (Q Kᵀ)∘exp(G_i - G_j), i >= j
-Diagonal blocks of BLOCK rows are inverted by substitution. With D these inverses and E = D (A without the blocks), which
-is zero when raised to the power CHUNK / BLOCK = 4, M = (1 - E + E² - E³) D.
+Diagonal blocks of BLOCK rows are inverted by substitution. With D these inverses and E = D (A without the blocks),
+whose power CHUNK / BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
 Must not know states or outputs.
 """
 
@@ -23,14 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import kernel
+from ligermodels.kernels.launch import kernel, shared_memory
 
 CHUNK = tl.constexpr(64)
 BLOCK = tl.constexpr(16)  # rows that are inverted by substitution
 DOCUMENTS_TILE = tl.constexpr(128)  # documents that a search reads at a time
-PREPARE_WARPS = 4
+# Warps of `_prepare_kernel` and `_pairs_kernel`, with the matrix units of Hopper and newer GPUs and with others.
+PREPARE_WARPS = {True: 4, False: 8}
 EPS = 1e-6  # of the norms of queries and keys
 MAX_HEAD_SIZE = 256
+LARGE_SHARED_MEMORY = 200 * 1024  # bytes
 MIN_DOT = 16  # rows and columns of a matrix product in Triton, at least
 
 
@@ -57,6 +58,25 @@ class DeltaShape:
             "KEY_HEADS": self.key_heads, "VALUE_HEADS": self.value_heads, "KEY_SIZE": self.key_size,
             "VALUE_SIZE": self.value_size, "KEY_TILE": max(MIN_DOT, triton.next_power_of_2(self.key_size)),
         }  # fmt: skip
+
+
+def delta_shape(qkv: Tensor, g: Tensor, key_heads: int, key_size: int) -> DeltaShape:
+    """The heads of a packed qkv [..., columns] with g [..., Hv].
+
+    Raises ValueError if they do not divide its columns, or are larger than the kernels support.
+    """
+    value_heads, columns = g.shape[-1], qkv.shape[-1] - 2 * key_heads * key_size
+    if columns <= 0 or columns % value_heads or value_heads % key_heads:
+        raise ValueError(
+            f"gated_delta_rule: qkv has {qkv.shape[-1]} columns, with {key_heads} key heads of {key_size} and"
+            f" {value_heads} value heads; needed 2 Hk hk + Hv hv, Hv a multiple of Hk"
+        )
+    shape = DeltaShape(key_heads, value_heads, key_size, columns // value_heads)
+    if key_size > MAX_HEAD_SIZE:
+        raise ValueError(
+            f"gated_delta_rule: keys have {key_size} elements; the kernels support at most {MAX_HEAD_SIZE}"
+        )
+    return shape
 
 
 @triton.jit
@@ -214,6 +234,11 @@ def fit_columns(columns: int, shape: DeltaShape) -> int:
     return min(columns, max(MIN_DOT, triton.next_power_of_2(shape.value_size)))
 
 
+def has_wide_units(device: torch.device) -> bool:
+    """Whether products read their operands from a shared memory of Hopper's size, which leaves registers for tiles."""
+    return triton.knobs.runtime.interpret or shared_memory(device) > LARGE_SHARED_MEMORY
+
+
 def number_of_slots(tokens: int, cu_seqlens: Tensor) -> int:
     return tokens // CHUNK.value + cu_seqlens.shape[0] - 1
 
@@ -230,7 +255,9 @@ def prepare_chunks(
 ) -> None:  # fmt: skip
     """Writes chunks: norms, decay, inverse. The rows of qkv are `stride` elements apart."""
     half = qkv.itemsize == 2 and not torch.version.hip
-    launch = _prepare_kernel.bind(PRECISION="tf32x3" if half else "ieee", num_warps=PREPARE_WARPS, **shape.constants())
+    launch = _prepare_kernel.bind(
+        PRECISION="tf32x3" if half else "ieee", num_warps=PREPARE_WARPS[has_wide_units(qkv.device)], **shape.constants()
+    )
     programs = number_of_slots(g.numel() // shape.value_heads, cu_seqlens) * shape.value_heads
     launch(programs, qkv, g, beta, cu_seqlens, *chunks, stride, cu_seqlens.shape[0] - 1, eps)
 
@@ -241,7 +268,7 @@ def compute_pairs(
     """P of all chunks [T, Hv, CHUNK]."""
     tokens = decay.numel() // shape.value_heads
     pairs = qkv.new_empty(tokens, shape.value_heads, CHUNK.value)
-    launch = _pairs_kernel.bind(num_warps=PREPARE_WARPS, **shape.constants())
+    launch = _pairs_kernel.bind(num_warps=PREPARE_WARPS[has_wide_units(qkv.device)], **shape.constants())
     programs = number_of_slots(tokens, cu_seqlens) * shape.key_heads
     launch(programs, qkv, norms, decay, cu_seqlens, pairs, stride, cu_seqlens.shape[0] - 1, scale)
     return pairs

@@ -25,6 +25,7 @@ from ligermodels.kernels.delta_chunks import (
     CHUNK,
     DeltaShape,
     fit_columns,
+    has_wide_units,
     load_norms,
     load_rows,
     locate_slot,
@@ -34,10 +35,10 @@ from ligermodels.kernels.delta_chunks import (
 )
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 
-# By element size in bytes: columns of values at a time, and warps. To be measured.
-OUTPUT_TILES = {2: (64, 4), 4: (32, 4)}
-GATE_GRADIENT_TILES = {2: (32, 4), 4: (16, 4)}
-QKV_GRADIENT_TILES = {2: (32, 8), 4: (16, 8)}
+# By `has_wide_units` and element size in bytes: columns of values at a time, and warps. To be measured.
+OUTPUT_TILES = {True: {2: (64, 4), 4: (32, 4)}, False: {2: (64, 4), 4: (32, 4)}}
+GATE_GRADIENT_TILES = {True: {2: (64, 8), 4: (16, 4)}, False: {2: (16, 8), 4: (16, 4)}}
+QKV_GRADIENT_TILES = {True: {2: (64, 8), 4: (16, 8)}, False: {2: (16, 8), 4: (16, 8)}}
 
 
 @kernel(do_not_specialize=["documents"])
@@ -242,7 +243,7 @@ def compute_outputs(
     values: Tensor, scale: float, shape: DeltaShape, o: Tensor,
 ) -> None:  # fmt: skip
     """Writes o, given what the forward scan stored."""
-    launch, tiles = _outputs(shape, qkv.itemsize)
+    launch, tiles = _outputs(shape, qkv.itemsize, has_wide_units(qkv.device))
     slots = number_of_slots(decay.numel() // shape.value_heads, cu_seqlens)
     launch(
         slots * shape.value_heads * tiles,
@@ -256,7 +257,9 @@ def compute_gradients(
     dqkv: Tensor | None, dg: Tensor | None, dbeta: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the gradients that are given. scanned: states, V', gradients of states, X, from the two scans."""
-    gates, products = _gradients(shape, qkv.itemsize, dqkv is not None, dg is not None, dbeta is not None)
+    gates, products = _gradients(
+        shape, qkv.itemsize, has_wide_units(qkv.device), dqkv is not None, dg is not None, dbeta is not None
+    )
     slots, documents = number_of_slots(decay.numel() // shape.value_heads, cu_seqlens), cu_seqlens.shape[0] - 1
     dpairs = dlower = pairs
     if dqkv is not None:
@@ -274,9 +277,9 @@ def compute_gradients(
 
 
 @functools.cache
-def _outputs(shape: DeltaShape, itemsize: int) -> tuple[Launcher, int]:
+def _outputs(shape: DeltaShape, itemsize: int, wide: bool) -> tuple[Launcher, int]:
     """The launcher, and how many programs share a chunk of a head."""
-    columns, warps = OUTPUT_TILES[itemsize]
+    columns, warps = OUTPUT_TILES[wide][itemsize]
     columns = fit_columns(columns, shape)
     launch = _output_kernel.bind(**shape.constants(), COLUMNS=columns, num_warps=warps)
     return launch, cdiv(shape.value_size, columns)
@@ -284,15 +287,15 @@ def _outputs(shape: DeltaShape, itemsize: int) -> tuple[Launcher, int]:
 
 @functools.cache
 def _gradients(
-    shape: DeltaShape, itemsize: int, qkv_grad: bool, g_grad: bool, beta_grad: bool
+    shape: DeltaShape, itemsize: int, wide: bool, qkv_grad: bool, g_grad: bool, beta_grad: bool
 ) -> tuple[Launcher, Launcher]:
     """The launchers of the gradients of gates and of qkv."""
-    columns, warps = GATE_GRADIENT_TILES[itemsize]
+    columns, warps = GATE_GRADIENT_TILES[wide][itemsize]
     gates = _gate_gradient_kernel.bind(
         QKV_GRAD=qkv_grad, G_GRAD=g_grad, BETA_GRAD=beta_grad, **shape.constants(),
         COLUMNS=fit_columns(columns, shape), num_warps=warps, num_stages=1,
     )  # fmt: skip
-    columns, warps = QKV_GRADIENT_TILES[itemsize]
+    columns, warps = QKV_GRADIENT_TILES[wide][itemsize]
     products = _qkv_gradient_kernel.bind(
         **shape.constants(), COLUMNS=fit_columns(columns, shape), num_warps=warps, num_stages=1
     )

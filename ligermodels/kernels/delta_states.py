@@ -13,7 +13,6 @@ S is kept in fp32; operands of products are rounded to the dtype of qkv.
 import functools
 from dataclasses import dataclass
 
-
 import triton.language as tl
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from ligermodels.kernels.delta_chunks import (
     DeltaShape,
     document_slot,
     fit_columns,
+    has_wide_units,
     load_norms,
     load_rows,
     number_of_slots,
@@ -39,9 +39,11 @@ class ScanTile:
     stages: int
 
 
-# By element size in bytes. To be measured: narrower tiles make more programs, wider ones read keys less often.
-FORWARD_TILES = {2: ScanTile(64, 4, 2), 4: ScanTile(16, 4, 1)}
-BACKWARD_TILES = {2: ScanTile(32, 4, 2), 4: ScanTile(16, 4, 1)}
+# By `has_wide_units` and element size in bytes. To be measured: narrower tiles make more programs, wider ones read keys
+# less often.
+FP32_TILE = ScanTile(16, 4, 1)
+FORWARD_TILES = {True: {2: ScanTile(64, 4, 2), 4: FP32_TILE}, False: {2: ScanTile(32, 4, 1), 4: FP32_TILE}}
+BACKWARD_TILES = {True: {2: ScanTile(32, 4, 2), 4: FP32_TILE}, False: {2: ScanTile(32, 4, 1), 4: FP32_TILE}}
 # With at most so many programs for each multiprocessor, outputs are left to a kernel of their own.
 FUSED_OUTPUT_PROGRAMS = 1.0
 
@@ -169,7 +171,7 @@ def _backward_scan_kernel(
 
 def fuses_output(documents: int, shape: DeltaShape, qkv: Tensor) -> bool:
     """Whether the forward scan has enough programs to compute the outputs as well."""
-    columns = fit_columns(FORWARD_TILES[qkv.itemsize].columns, shape)
+    columns = fit_columns(FORWARD_TILES[has_wide_units(qkv.device)][qkv.itemsize].columns, shape)
     programs = documents * shape.value_heads * cdiv(shape.value_size, columns)
     return programs > FUSED_OUTPUT_PROGRAMS * multiprocessors(qkv.device)
 
@@ -190,7 +192,13 @@ def forward_scan(
         states = qkv.new_empty(slots, shape.value_heads, shape.key_size, shape.value_size)
         values = qkv.new_empty(tokens, shape.value_heads, shape.value_size)
     launch, tiles = _forward_scan(
-        shape, qkv.itemsize, initial_state is not None, o is not None, store, final is not None
+        shape,
+        qkv.itemsize,
+        has_wide_units(qkv.device),
+        initial_state is not None,
+        o is not None,
+        store,
+        final is not None,
     )
     launch(
         documents * shape.value_heads * tiles,
@@ -211,7 +219,9 @@ def backward_scan(
     slots = number_of_slots(tokens, cu_seqlens)
     dstates = qkv.new_empty(slots, shape.value_heads, shape.key_size, shape.value_size)
     x = qkv.new_empty(tokens, shape.value_heads, shape.value_size)
-    launch, tiles = _backward_scan(shape, qkv.itemsize, dfinal is not None, dinitial is not None)
+    launch, tiles = _backward_scan(
+        shape, qkv.itemsize, has_wide_units(qkv.device), dfinal is not None, dinitial is not None
+    )
     launch(
         documents * shape.value_heads * tiles,
         do, decay if dfinal is None else dfinal, qkv, norms, decay, beta, inverse, pairs, cu_seqlens, dstates, x,
@@ -222,10 +232,10 @@ def backward_scan(
 
 @functools.cache
 def _forward_scan(
-    shape: DeltaShape, itemsize: int, initial: bool, output: bool, store: bool, final: bool
+    shape: DeltaShape, itemsize: int, wide: bool, initial: bool, output: bool, store: bool, final: bool
 ) -> tuple[Launcher, int]:
     """The launcher, and how many programs share a state."""
-    tile = FORWARD_TILES[itemsize]
+    tile = FORWARD_TILES[wide][itemsize]
     columns = fit_columns(tile.columns, shape)
     launch = _forward_scan_kernel.bind(
         INITIAL=initial, OUTPUT=output, STORE=store, FINAL=final, **shape.constants(), COLUMNS=columns,
@@ -235,9 +245,11 @@ def _forward_scan(
 
 
 @functools.cache
-def _backward_scan(shape: DeltaShape, itemsize: int, final: bool, initial_grad: bool) -> tuple[Launcher, int]:
+def _backward_scan(
+    shape: DeltaShape, itemsize: int, wide: bool, final: bool, initial_grad: bool
+) -> tuple[Launcher, int]:
     """The launcher, and how many programs share a state."""
-    tile = BACKWARD_TILES[itemsize]
+    tile = BACKWARD_TILES[wide][itemsize]
     columns = fit_columns(tile.columns, shape)
     launch = _backward_scan_kernel.bind(
         FINAL=final, INITIAL_GRAD=initial_grad, **shape.constants(), COLUMNS=columns, STAGES=tile.stages,

@@ -22,7 +22,15 @@ Yang, Kautz & Hatamizadeh 2024, https://arxiv.org/abs/2412.06464.
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.delta_chunks import CHUNK, EPS, MAX_HEAD_SIZE, DeltaShape, compute_pairs, prepare_chunks, row_offsets
+from ligermodels.kernels.delta_chunks import (
+    CHUNK,
+    EPS,
+    DeltaShape,
+    compute_pairs,
+    delta_shape,
+    prepare_chunks,
+    row_offsets,
+)
 from ligermodels.kernels.delta_outputs import compute_gradients, compute_outputs
 from ligermodels.kernels.delta_states import backward_scan, forward_scan, fuses_output
 from ligermodels.kernels.dispatch import Node, autocast, register_op, runs_kernels, widen
@@ -87,23 +95,6 @@ def _factor(x: Tensor, like: Tensor) -> Tensor:
     return widen(x.to(like.dtype))
 
 
-def delta_shape(qkv: Tensor, g: Tensor, key_heads: int, key_size: int) -> DeltaShape:
-    """The heads of a packed qkv [..., columns] with g [..., Hv].
-
-    Raises ValueError if they do not divide its columns, or are larger than the kernels support.
-    """
-    value_heads, columns = g.shape[-1], qkv.shape[-1] - 2 * key_heads * key_size
-    if columns <= 0 or columns % value_heads or value_heads % key_heads:
-        raise ValueError(
-            f"gated_delta_rule: qkv has {qkv.shape[-1]} columns, with {key_heads} key heads of {key_size} and"
-            f" {value_heads} value heads; needed 2 Hk hk + Hv hv, Hv a multiple of Hk"
-        )
-    shape = DeltaShape(key_heads, value_heads, key_size, columns // value_heads)
-    if key_size > MAX_HEAD_SIZE:
-        raise ValueError(f"gated_delta_rule: keys have {key_size} elements; the kernels support at most {MAX_HEAD_SIZE}")
-    return shape
-
-
 def _launch_forward(
     qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, eps: float,
@@ -156,9 +147,7 @@ def _launch_backward(
     pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
     passed = backward_scan(do, dfinal, qkv, stride, chunks, beta, pairs, offsets, scale, shape, dinitial)
     if qkv_grad or g_grad or beta_grad:
-        states = forward_scan(
-            qkv, stride, chunks, beta, None, offsets, initial_state, scale, shape, None, None, True
-        )
+        states = forward_scan(qkv, stride, chunks, beta, None, offsets, initial_state, scale, shape, None, None, True)
         compute_gradients(
             do, qkv, stride, norms, decay, beta, pairs, offsets, (*states, *passed), scale, shape, *of_tokens
         )  # fmt: skip
@@ -253,11 +242,11 @@ def check_arguments(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens
     shape = delta_shape(qkv, g, key_heads, key_size)
     if qkv.ndim != 3 or g.shape[:2] != qkv.shape[:2] or g.shape != beta.shape:
         raise ValueError(
-            f"gated_delta_rule: qkv {list(qkv.shape)}, g {list(g.shape)}, beta {list(beta.shape)}; needed [B, T, columns]"
-            " and twice [B, T, Hv]"
+            f"gated_delta_rule: qkv {list(qkv.shape)}, g {list(g.shape)}, beta {list(beta.shape)}; needed [B, T,"
+            " columns] and twice [B, T, Hv]"
         )
     if cu_seqlens is not None and qkv.shape[0] != 1:
-        raise ValueError(f"gated_delta_rule: cu_seqlens needs a batch of one row, but the batch has {qkv.shape[0]} rows")
+        raise ValueError(f"gated_delta_rule: cu_seqlens needs a batch of one row, but there are {qkv.shape[0]} rows")
     documents = qkv.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     needed = documents, shape.value_heads, key_size, shape.value_size
     if initial_state is not None and initial_state.shape != needed:
