@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ligermodels.kernels.delta_chunks import CHUNK, locate_in_document, number_of_slots, row_offsets
 from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.gated_activation import activate
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.partial_sums import sum_partials
 
@@ -90,8 +91,9 @@ def _forward_kernel(
     for row in tl.range(0, tl.minimum(rows, CHUNK), num_stages=STAGES):
         x3 = tl.load(x_ptr + row * stride + channel, mask, other=0.0).to(tl.float32)
         p = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
-        y = p * tl.sigmoid(p) if SILU else p
-        tl.store(y_ptr + row * channels + channel, y.to(y_ptr.dtype.element_ty), mask)
+        if SILU:
+            p, _ = activate(p, "silu")
+        tl.store(y_ptr + row * channels + channel, p.to(y_ptr.dtype.element_ty), mask)
         x0, x1, x2 = x1, x2, x3
 
 
@@ -131,8 +133,8 @@ def _backward_kernel(
         d3 = tl.load(dy_ptr + row * dy_stride + channel, inside, other=0.0).to(tl.float32)
         if SILU:
             p = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
-            sigmoid = tl.sigmoid(p)
-            d3 *= sigmoid * (1.0 + p * (1.0 - sigmoid))
+            _, slope = activate(p, "silu")
+            d3 *= slope
         dx = w0 * d3 + w1 * d2 + w2 * d1 + w3 * d0  # of the token three before
         if INPUT_GRAD:
             tl.store(dx_ptr + (row - 3) * channels + channel, dx.to(dx_ptr.dtype.element_ty), mask & (row >= 3))
@@ -181,8 +183,9 @@ def _step_kernel(
             tl.store(pool_ptr + (tap - 1) * channels, past, mask)
     if TAPS > 1:
         tl.store(pool_ptr + (TAPS - 2) * channels, x.to(pool_ptr.dtype.element_ty), mask)
-    y = p * tl.sigmoid(p) if SILU else p
-    tl.store(y_ptr + index * channels + channel, y.to(y_ptr.dtype.element_ty), mask)
+    if SILU:
+        p, _ = activate(p, "silu")
+    tl.store(y_ptr + index * channels + channel, p.to(y_ptr.dtype.element_ty), mask)
 
 
 def _launch_forward(

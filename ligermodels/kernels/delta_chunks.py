@@ -135,10 +135,10 @@ def load_norms(norms_ptr, rows, KEY_HEADS: tl.constexpr):
 
 
 @triton.jit
-def pair_decay(decay, STRICT: tl.constexpr):
-    """exp(G_i - G_j) for i >= j, or i > j if STRICT, else 0. Above the diagonal exp would overflow."""
+def pair_decay(decay, rows, STRICT: tl.constexpr):
+    """exp(G_i - G_j) of existing rows for i >= j, or i > j if STRICT, else 0: elsewhere exp would overflow."""
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    lower = i > j if STRICT else i >= j
+    lower = ((i > j) if STRICT else (i >= j)) & (i < rows)
     return tl.where(lower, tl.exp(tl.where(lower, decay[:, None] - decay[None, :], 0.0)), 0.0)
 
 
@@ -197,7 +197,7 @@ def _prepare_kernel(
     decay = tl.cumsum(tl.load(g_ptr + here + place, inside, other=0.0).to(tl.float32), 0)
     tl.store(decay_ptr + here + place, decay, inside)
     beta = tl.load(beta_ptr + here + place, inside, other=0.0).to(tl.float32)
-    a = tl.dot(k, tl.trans(k), input_precision="ieee") * pair_decay(decay, True)
+    a = tl.dot(k, tl.trans(k), input_precision="ieee") * pair_decay(decay, rows, True)
     a *= (beta * k_norm)[:, None] * k_norm[None, :]
     inverse = _invert(a, PRECISION).to(inverse_ptr.dtype.element_ty)
     tl.store(inverse_ptr + here * CHUNK + place[:, None] * CHUNK + row[None, :], inverse, inside[:, None])
@@ -224,7 +224,7 @@ def _pairs_kernel(
     for member in range(GROUP):
         here = first * VALUE_HEADS + key_head * GROUP + member
         decay = tl.load(decay_ptr + here + row * VALUE_HEADS, row < rows, other=0.0)
-        pairs = (products * pair_decay(decay, False)).to(pairs_ptr.dtype.element_ty)
+        pairs = (products * pair_decay(decay, rows, False)).to(pairs_ptr.dtype.element_ty)
         at = (row * (VALUE_HEADS * CHUNK))[:, None] + row[None, :]
         tl.store(pairs_ptr + here * CHUNK + at, pairs, (row < rows)[:, None])
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.gated_activation import activate
 from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
 from ligermodels.kernels.norm_tiles import check_weights
 from ligermodels.kernels.partial_sums import sum_partials
@@ -51,7 +52,8 @@ def _forward_kernel(
     z = tl.load(z_ptr + _row_offset(row, z_stride, HEADS, COLUMNS) + column, mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, column < COLUMNS, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / COLUMNS + eps)
-    y = x * rstd * weight * z * tl.sigmoid(z)
+    gate, _ = activate(z, "silu")
+    y = x * rstd * weight * gate
     tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
 
 
@@ -66,18 +68,19 @@ def _backward_kernel(
     weight = tl.load(weight_ptr + column, column < COLUMNS, other=0.0).to(tl.float32)
     dweight = tl.zeros([ROWS, WIDTH], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=2):
-        row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        row = tl.arange(0, ROWS)[:, None].to(tl.int64) + tile * ROWS
         mask = (row < rows) & (column < COLUMNS)
         dy = tl.load(dy_ptr + _row_offset(row, dy_stride, HEADS, COLUMNS) + column, mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + _row_offset(row, x_stride, HEADS, COLUMNS) + column, mask, other=0.0).to(tl.float32)
         z = tl.load(z_ptr + _row_offset(row, z_stride, HEADS, COLUMNS) + column, mask, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / COLUMNS + eps)
-        sigmoid, normed = tl.sigmoid(z), x * rstd
-        gated = dy * z * sigmoid
+        normed = x * rstd
+        gate, slope = activate(z, "silu")
+        gated = dy * gate
         if WEIGHT_GRAD:
             dweight += gated * normed
         if Z_GRAD:
-            dz = dy * weight * normed * sigmoid * (1.0 + z * (1.0 - sigmoid))
+            dz = dy * weight * normed * slope
             tl.store(dz_ptr + row * COLUMNS + column, dz.to(dz_ptr.dtype.element_ty), mask)
         if X_GRAD:
             gated *= weight

@@ -376,22 +376,26 @@ def gated_delta_step_case(batch, length, key_heads, key_size, value_heads, value
 
 
 def causal_conv_case(batch, length, channels, taps) -> Case:
-    def convolve(function, x, weight, bias, initial_state):
-        return function(x, weight, bias, "silu", initial_state)
+    """The number of taps is no dimension of a leaf: it equals one of the lengths of test_contracts.py."""
 
-    leaves = [normal(batch, length, channels), normal(channels, taps), normal(channels)]
-    leaves.append(normal(batch, taps - 1, channels))
+    def convolve(function, x, weight, bias, initial_state):
+        return function(x, weight.reshape(-1, taps), bias, "silu", initial_state.unflatten(1, (taps - 1, -1)))
+
+    leaves = [normal(batch, length, channels), normal(channels * taps), normal(channels)]
+    leaves.append(normal(batch, (taps - 1) * channels))
     return Case(partial(convolve, causal_conv), partial(convolve, causal_conv_reference), leaves, [])
 
 
 def causal_conv_step_case(batch, length, channels, taps) -> Case:
     @torch.no_grad()
     def move(function, x, weight, pool, row):
-        states = pool.to(x.dtype).flatten(0, 1).clone(memory_format=torch.contiguous_format)
-        outputs = function(x.flatten(0, 1), weight, None, "silu", states, row.flatten())
+        states = (
+            pool.to(x.dtype).flatten(0, 1).unflatten(1, (taps - 1, -1)).clone(memory_format=torch.contiguous_format)
+        )
+        outputs = function(x.flatten(0, 1), weight.reshape(-1, taps), None, "silu", states, row.flatten())
         return (outputs, states) if function is causal_conv_step_ else outputs
 
-    leaves = [normal(batch, length, channels), normal(channels, taps), normal(batch, length, taps - 1, channels)]
+    leaves = [normal(batch, length, channels), normal(channels * taps), normal(batch, length, (taps - 1) * channels)]
     row = torch.randperm(batch * length, device=DEVICE).view(batch, length)
     return Case(partial(move, causal_conv_step_), partial(move, causal_conv_step_reference), leaves, [row])
 
