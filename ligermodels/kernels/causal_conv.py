@@ -1,9 +1,9 @@
 """Causal depthwise convolution with an optional SiLU: y_t = act(p_t), p_t = b + Σ_j w[c, j] x_{t-n+1+j}, j < n <= 4.
 
-Before a document's first token x is its initial state, or zero. Backward, with dp = dy act'(p) and p computed again:
+Before a document's first token x is its initial state, or zero. Backward, with dp = dy act'(p):
     dx_t = Σ_j w[c, j] dp_{t+n-1-j} inside the document;  dw[c, j] = Σ_t dp_t x_{t-n+1+j};  db[c] = Σ_t dp_t
 x, y [B, T, C], as a projection leaves them, without a transpose; w [C, n], b [C]; sums in fp32, one rounding at the end.
-A program walks along CHUNK tokens of a document and keeps the last inputs in registers, so each is read once. Moves
+p is computed again. A program walks along CHUNK tokens of a document and keeps the last inputs in registers, so each is read once. Moves
 2 T C elements forward, 3 T C backward: bound by memory bandwidth. Partial weight gradients, one row a chunk, are summed
 in a fixed order.
 """
@@ -162,32 +162,6 @@ def _backward_kernel(
         tl.store(partials_ptr + TAPS * channels + channel, dbias, in_channels & BIAS)
 
 
-@kernel()
-def _step_kernel(
-    x_ptr, weight_ptr, bias_ptr, row_ptr, pool_ptr, y_ptr, stride, channels,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """One program: one token of one row, CHANNELS channels; shifts the row's state by one column."""
-    tiles = tl.cdiv(channels, CHANNELS)
-    channel = tl.program_id(0) % tiles * CHANNELS + tl.arange(0, CHANNELS)
-    index, mask = (tl.program_id(0) // tiles).to(tl.int64), channel < channels
-    x = tl.load(x_ptr + index * stride + channel, mask, other=0.0)
-    pool_ptr += tl.load(row_ptr + index).to(tl.int64) * (TAPS - 1) * channels + channel
-    p = tl.load(weight_ptr + channel * TAPS + TAPS - 1, mask, other=0.0).to(tl.float32) * x.to(tl.float32)
-    if BIAS:
-        p += tl.load(bias_ptr + channel, mask, other=0.0).to(tl.float32)
-    for tap in tl.static_range(TAPS - 1):
-        past = tl.load(pool_ptr + tap * channels, mask, other=0.0)
-        p += tl.load(weight_ptr + channel * TAPS + tap, mask, other=0.0).to(tl.float32) * past.to(tl.float32)
-        if tap > 0:
-            tl.store(pool_ptr + (tap - 1) * channels, past, mask)
-    if TAPS > 1:
-        tl.store(pool_ptr + (TAPS - 2) * channels, x.to(pool_ptr.dtype.element_ty), mask)
-    if SILU:
-        p, _ = activate(p, "silu")
-    tl.store(y_ptr + index * channels + channel, p.to(y_ptr.dtype.element_ty), mask)
-
-
 def _launch_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
@@ -244,18 +218,6 @@ def _launch_backward(
     return gradients
 
 
-def _launch_step(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, pool: Tensor, row: Tensor) -> Tensor:
-    y, (channels, taps) = x.new_empty(x.shape), weight.shape
-    if y.numel():
-        x, stride = as_rows_with_stride(x, channels)
-        launch = _step_kernel.bind(TAPS=taps, BIAS=bias is not None, SILU=silu, CHANNELS=CHANNELS, num_warps=WARPS)
-        launch(
-            x.shape[0] * cdiv(channels, CHANNELS),
-            x, weight.contiguous(), weight if bias is None else bias.contiguous(), row, pool, y, stride, channels,
-        )  # fmt: skip
-    return y
-
-
 @functools.cache
 def _forward(taps: int, bias: bool, silu: bool, initial: bool) -> Launcher:
     return _forward_kernel.bind(
@@ -289,10 +251,6 @@ def _fake_backward(
     )
 
 
-def _fake_step(x, weight, bias, silu, pool, row):
-    return x.new_empty(x.shape)
-
-
 _conv = register_op(
     "causal_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor? initial_state, Tensor? cu_seqlens)"
     " -> Tensor",
@@ -305,11 +263,6 @@ _conv_backward = register_op(
     " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial)",
     _launch_backward,
     _fake_backward,
-)
-_conv_step = register_op(
-    "causal_conv_step(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) pool, Tensor row) -> Tensor",
-    _launch_step,
-    _fake_step,
 )
 
 
@@ -344,7 +297,7 @@ def causal_conv(
     -> y [B, T, C] in the dtype of x.
     Differentiable in x, weight, bias and initial_state. Raises ValueError if the shapes disagree.
     """
-    _check("causal_conv", x, weight, bias, activation)
+    check_weight("causal_conv", x, weight, bias, activation)
     if x.ndim != 3 or (cu_seqlens is not None and x.shape[0] != 1):
         raise ValueError(f"causal_conv: x is {list(x.shape)}; needed [B, T, C], and B = 1 with cu_seqlens")
     needed = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, weight.shape[1] - 1, x.shape[2]
@@ -374,36 +327,8 @@ def causal_conv_state(
     return rows.where(inside, initial_state.gather(1, index))
 
 
-def causal_conv_step_reference(x, weight, bias, activation, pool, row):
-    """The output, and the pool afterwards."""
-    window = torch.cat([pool[row.long()], x[:, None].to(pool.dtype)], 1)
-    y = causal_conv_reference(x[:, None], weight, bias, activation, window[:, :-1])[:, 0]
-    return y, pool.index_copy(0, row.long(), window[:, 1:])
-
-
-@torch.no_grad()
-def causal_conv_step_(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, pool: Tensor, row: Tensor
-) -> Tensor:
-    """One token of each of B rows: `causal_conv` of a token after the state of its row, which it moves on in place.
-
-    x [B, C]; weight, bias, activation as in `causal_conv`. pool [R, n-1, C] contiguous, in the dtype of x: states.
-    row int32 or int64 [B]: the state of each token, no two the same -> y [B, C]. Shapes are static and nothing waits for
-    the device: a CUDA graph can hold it. Not differentiable. Raises ValueError if the shapes disagree.
-    """
-    _check("causal_conv_step_", x, weight, bias, activation)
-    if x.ndim != 2 or pool.shape[1:] != (weight.shape[1] - 1, x.shape[1]) or not pool.is_contiguous():
-        raise ValueError(
-            f"causal_conv_step_: x is {list(x.shape)}, pool {list(pool.shape)}; needed [B, C] and [R, n-1, C], contiguous"
-        )
-    if runs_kernels(x):
-        return _conv_step(x, weight, bias, activation == "silu", pool, row)
-    y, moved = causal_conv_step_reference(x, weight, bias, activation, pool, row)
-    pool.copy_(moved)
-    return y
-
-
-def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+def check_weight(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    """Raises ValueError if a kernel would read out of bounds, or does not know the activation."""
     if activation not in ("silu", None):
         raise ValueError(f'{op}: activation is {activation!r}; "silu" or None is needed')
     channels, taps = weight.shape

@@ -202,7 +202,8 @@ def forward_scan(
     )
     launch(
         documents * shape.value_heads * tiles,
-        qkv, norms, decay, beta, inverse, inverse if pairs is None else pairs, cu_seqlens,
+        qkv, norms, decay, beta, inverse, inverse if pairs is None else pairs,
+        cu_seqlens,
         decay if initial_state is None else initial_state, qkv if o is None else o, states, values,
         decay if final is None else final, stride, scale,
     )  # fmt: skip

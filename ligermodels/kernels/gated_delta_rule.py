@@ -6,8 +6,8 @@ queries and keys of key head j // (Hv / Hk):
 Backward, over t in reverse, with dS the gradient of S:
     dS += q̂ doᵀ;  dq̂ = S do;  w = dSᵀk̂;  dk̂ = β dS e - β S̃ w;  dβ = e·w;  dv = β w;  dS̃ = dS - k̂ (β w)ᵀ
     dg = <S̃, dS̃>;  dS <- exp(g) dS̃
-The kernels compute chunks of 64 tokens. In a chunk, with G = cumsum(g), Γ_ij = exp(G_i - G_j) for i >= j, S the state at
-its start and Q, K, V its rows:
+The kernels compute chunks of 64 tokens. In a chunk, with G = cumsum(g), Γ_ij = exp(G_i - G_j) for i >= j, S the state
+at its start and Q, K, V its rows:
     M = (1 + strict_lower(β∘(K Kᵀ)∘Γ))^-1        V' = M (β∘(V - e^G∘(K S)))        P = (Q Kᵀ)∘Γ
     O = e^G∘(Q S) + P V'        S <- e^{G_C} S + Kᵀ(r∘V'), r = exp(G_C - G)
 delta_chunks.py computes M, delta_states.py passes states forward and gradients back, delta_outputs.py has the rest of
@@ -219,8 +219,8 @@ def gated_delta_rule(
     """Gated delta rule over whole sequences: (o, final_state).
 
     qkv [B, T, 2 Hk hk + Hv hv] float: queries, keys and values, packed and head by head, as `causal_conv` returns them.
-    g [B, T, Hv] float, at most 0: logarithm of the decay, -exp(A_log) softplus(a + dt_bias). beta [B, T, Hv] float, 0
-    to 1. Both are read in fp32 and should be fp32. key_heads: Hk, of which Hv is a multiple; key_size: hk <= 256.
+    g [B, T, Hv] float, at most 0: log of the decay, -exp(A_log) softplus(a + dt_bias). beta [B, T, Hv] float, 0 to 1.
+    Both are read in fp32 and should be fp32. key_heads: Hk, of which Hv is a multiple; key_size: hk <= 256.
     initial_state [N, Hv, hk, hv] float, zeros if None. cu_seqlens int32 [N + 1]: offsets of the documents packed into one
     row (B = 1), the first 0, the last T; each document starts from its own initial state. Without it each row is a
     document, N = B. eps: of the norms of queries and keys, which are normalized and scaled by hk^-½ here.

@@ -16,12 +16,8 @@ from torch import Tensor
 
 from ligermodels.kernels.adamw import adamw_, adamw_reference
 from ligermodels.kernels.attention import attention, attention_reference
-from ligermodels.kernels.causal_conv import (
-    causal_conv,
-    causal_conv_reference,
-    causal_conv_step_,
-    causal_conv_step_reference,
-)
+from ligermodels.kernels.causal_conv import causal_conv, causal_conv_reference
+from ligermodels.kernels.causal_conv_step import causal_conv_step_, causal_conv_step_reference
 from ligermodels.kernels.cross_entropy import (
     cross_entropy,
     cross_entropy_reference,

@@ -6,12 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ligermodels.kernels.causal_conv import (
-    causal_conv,
-    causal_conv_reference,
-    causal_conv_state,
-    causal_conv_step_,
-)
+from ligermodels.kernels.causal_conv import causal_conv, causal_conv_reference, causal_conv_state
+from ligermodels.kernels.causal_conv_step import causal_conv_step_
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
