@@ -2,10 +2,10 @@
 
 Before a document's first token x is its initial state, or zero. Backward, with dp = dy act'(p):
     dx_t = Σ_j w[c, j] dp_{t+n-1-j} inside the document;  dw[c, j] = Σ_t dp_t x_{t-n+1+j};  db[c] = Σ_t dp_t
-x, y [B, T, C], as a projection leaves them, without a transpose; w [C, n], b [C]; sums in fp32, one rounding at the end.
-p is computed again. A program walks along CHUNK tokens of a document and keeps the last inputs in registers, so each is read once. Moves
-2 T C elements forward, 3 T C backward: bound by memory bandwidth. Partial weight gradients, one row a chunk, are summed
-in a fixed order.
+x, y [B, T, C], as a projection leaves them, without a transpose; w [C, n], b [C]; sums in fp32, rounded once.
+Backward computes p again. A program walks along CHUNK tokens of a document and keeps the last inputs in registers, so
+each is read once. Partial weight gradients, one row a chunk, are summed in a fixed order. Moves 2 T C elements forward,
+3 T C backward: bound by memory bandwidth.
 """
 
 import functools

@@ -11,8 +11,8 @@ state at its end and X = MᵀdV', all from delta_states.py:
     dG_C += Σ z + e^{G_C} <S, dS>        dg = reverse cumsum of dG
 dQ and dK are sums over the value heads that share a key head; then follow the scale and the gradient of the norm.
 dQ and dK do not fit in registers beside dP and dA. One kernel computes dβ and dg with thin products of its own, and
-leaves dP∘Γ and N to the other, which accumulates dQ and dK. Z is subtracted from itself in the same fp32 values, so that
-dg is as small as it should be where decay is strong.
+leaves dP∘Γ and N to the other, which accumulates dQ and dK. Z is subtracted from itself in the same fp32 values:
+where decay is strong dg is as small as it should be.
 """
 
 import functools

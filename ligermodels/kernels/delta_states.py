@@ -178,7 +178,8 @@ def fuses_output(documents: int, shape: DeltaShape, qkv: Tensor) -> bool:
 
 def forward_scan(
     qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, pairs: Tensor | None,
-    cu_seqlens: Tensor, initial_state: Tensor | None, scale: float, shape: DeltaShape, o: Tensor | None, final: Tensor | None, store: bool,
+    cu_seqlens: Tensor, initial_state: Tensor | None, scale: float, shape: DeltaShape,
+    o: Tensor | None, final: Tensor | None, store: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes o and final where given. With `store` returns (states [slots, Hv, hk, hv], V' [T, Hv, hv]).
 

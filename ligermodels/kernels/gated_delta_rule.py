@@ -184,8 +184,8 @@ _forward = register_op(
     _fake_forward,
 )
 _backward = register_op(
-    "gated_delta_rule_backward(Tensor do, Tensor? dfinal, Tensor qkv, Tensor g, Tensor beta, Tensor norms, Tensor decay,"
-    " Tensor inverse, int key_heads, int key_size, Tensor? initial_state, Tensor? cu_seqlens, bool qkv_grad,"
+    "gated_delta_rule_backward(Tensor do, Tensor? dfinal, Tensor qkv, Tensor g, Tensor beta, Tensor norms,"
+    " Tensor decay, Tensor inverse, int key_heads, int key_size, Tensor? initial_state, Tensor? cu_seqlens, bool qkv_grad,"
     " bool g_grad, bool beta_grad, bool initial_grad) -> (Tensor dqkv, Tensor dg, Tensor dbeta, Tensor dinitial)",
     _launch_backward,
     _fake_backward,
@@ -221,8 +221,8 @@ def gated_delta_rule(
     qkv [B, T, 2 Hk hk + Hv hv] float: queries, keys and values, packed and head by head, as `causal_conv` returns them.
     g [B, T, Hv] float, at most 0: log of the decay, -exp(A_log) softplus(a + dt_bias). beta [B, T, Hv] float, 0 to 1.
     Both are read in fp32 and should be fp32. key_heads: Hk, of which Hv is a multiple; key_size: hk <= 256.
-    initial_state [N, Hv, hk, hv] float, zeros if None. cu_seqlens int32 [N + 1]: offsets of the documents packed into one
-    row (B = 1), the first 0, the last T; each document starts from its own initial state. Without it each row is a
+    initial_state [N, Hv, hk, hv] float, zeros if None. cu_seqlens int32 [N + 1]: offsets of the documents packed into
+    one row (B = 1), the first 0, the last T; each document starts from its own initial state. Without it each row is a
     document, N = B. eps: of the norms of queries and keys, which are normalized and scaled by hk^-½ here.
     -> o [B, T, Hv, hv] in the dtype of qkv, final_state [N, Hv, hk, hv] fp32: the state after each document's last
     token. Where beta and g are 0 a token leaves the state as it is.

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 40, 3, 12), (700, 33), (5,)])
+@pytest.mark.parametrize("shape", [(2, 40, 3, 12), (700, 33)])
 def test_within_the_error_budget(shape, dtype):
     inputs = [torch.randn(s, device=DEVICE, dtype=torch.float64) for s in (shape, shape, shape[-1:])]
     check(gated_rms_norm, gated_rms_norm_reference, inputs, dtype, factor=2.0)
