@@ -46,7 +46,7 @@ def _launch_step(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, poo
         launch = _step_kernel.bind(TAPS=taps, BIAS=bias is not None, SILU=silu, CHANNELS=CHANNELS, num_warps=WARPS)
         launch(
             x.shape[0] * cdiv(channels, CHANNELS),
-            x, weight.contiguous(), weight if bias is None else bias.contiguous(), row, pool, y, stride, channels,
+            x, weight.contiguous(), weight if bias is None else bias.contiguous(), row.contiguous(), pool, y, stride, channels,
         )  # fmt: skip
     return y
 
@@ -80,7 +80,12 @@ def causal_conv_step_(
     for the device: a CUDA graph can hold it. Not differentiable. Raises ValueError if the shapes disagree.
     """
     check_weight("causal_conv_step_", x, weight, bias, activation)
-    if x.ndim != 2 or pool.shape[1:] != (weight.shape[1] - 1, x.shape[1]) or not pool.is_contiguous():
+    if (
+        x.ndim != 2
+        or row.shape != x.shape[:1]
+        or pool.shape[1:] != (weight.shape[1] - 1, x.shape[1])
+        or not pool.is_contiguous()
+    ):
         raise ValueError(
             f"causal_conv_step_: x is {list(x.shape)}, pool {list(pool.shape)}; needed [B, C] and [R, n-1, C],"
             " contiguous"

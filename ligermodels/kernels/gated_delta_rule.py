@@ -185,8 +185,9 @@ _forward = register_op(
 )
 _backward = register_op(
     "gated_delta_rule_backward(Tensor do, Tensor? dfinal, Tensor qkv, Tensor g, Tensor beta, Tensor norms,"
-    " Tensor decay, Tensor inverse, int key_heads, int key_size, Tensor? initial_state, Tensor? cu_seqlens, bool qkv_grad,"
-    " bool g_grad, bool beta_grad, bool initial_grad) -> (Tensor dqkv, Tensor dg, Tensor dbeta, Tensor dinitial)",
+    " Tensor decay, Tensor inverse, int key_heads, int key_size, Tensor? initial_state, Tensor? cu_seqlens,"
+    " bool qkv_grad, bool g_grad, bool beta_grad, bool initial_grad)"
+    " -> (Tensor dqkv, Tensor dg, Tensor dbeta, Tensor dinitial)",
     _launch_backward,
     _fake_backward,
 )
