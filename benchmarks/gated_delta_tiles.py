@@ -3,6 +3,8 @@
 One line for each setting and shape: milliseconds forward, and forward and backward. The first setting is the one used.
 """
 
+from typing import Any
+
 import torch
 
 from benchmarks.checks import fresh_inputs
@@ -13,13 +15,13 @@ from ligermodels.kernels.delta_states import ScanTile
 from ligermodels.kernels.gated_delta_rule import gated_delta_rule
 
 CALLS = 10
-WIDE = {
+WIDE: dict[str, Any] = {
     "forward": delta_states.FORWARD_TILES[True],
     "backward": delta_states.BACKWARD_TILES[True],
     "gates": delta_outputs.GATE_GRADIENT_TILES[True],
     "qkv": delta_outputs.QKV_GRADIENT_TILES[True],
 }
-SETTINGS = [
+SETTINGS: list[dict[str, Any]] = [
     {},
     *({"forward": ScanTile(*tile)} for tile in [(32, 4, 2), (32, 4, 3), (64, 8, 1), (64, 8, 2), (64, 4, 1)]),
     *({"backward": ScanTile(*tile)} for tile in [(32, 4, 1), (64, 8, 1), (16, 4, 2), (32, 8, 2)]),

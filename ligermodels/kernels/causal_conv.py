@@ -38,8 +38,8 @@ def causal_conv_reference(
     taps = weight.shape[1]
     past = x.new_zeros(x.shape[0], taps - 1, x.shape[2]) if initial_state is None else initial_state.to(x.dtype)
     wide, wide_weight = widen(torch.cat([past, x], 1)), widen(weight)
-    p = sum(wide_weight[:, j] * wide[:, j : j + x.shape[1]] for j in range(taps))
-    p = p if bias is None else p + widen(bias)
+    products = [wide_weight[:, j] * wide[:, j : j + x.shape[1]] for j in range(taps)]
+    p = torch.stack(products).sum(0) if bias is None else torch.stack([*products, widen(bias).expand_as(x)]).sum(0)
     return (p if activation is None else p * p.sigmoid()).to(x.dtype)
 
 

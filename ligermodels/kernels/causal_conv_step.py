@@ -46,7 +46,8 @@ def _launch_step(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, poo
         launch = _step_kernel.bind(TAPS=taps, BIAS=bias is not None, SILU=silu, CHANNELS=CHANNELS, num_warps=WARPS)
         launch(
             x.shape[0] * cdiv(channels, CHANNELS),
-            x, weight.contiguous(), weight if bias is None else bias.contiguous(), row.contiguous(), pool, y, stride, channels,
+            x, weight.contiguous(), weight if bias is None else bias.contiguous(),
+            row.contiguous(), pool, y, stride, channels,
         )  # fmt: skip
     return y
 

@@ -86,8 +86,8 @@ def gated_delta_step_reference(
     qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, pool: Tensor, row: Tensor, eps: float = EPS
 ) -> tuple[Tensor, Tensor]:
     """The output, and the pool afterwards."""
-    one = (x[:, None] for x in (qkv, g, beta))
-    o, states = gated_delta_rule_reference(*one, key_heads, key_size, pool[row.long()], eps=eps)
+    qkv, g, beta = qkv[:, None], g[:, None], beta[:, None]
+    o, states = gated_delta_rule_reference(qkv, g, beta, key_heads, key_size, pool[row.long()], eps=eps)
     return o[:, 0], pool.index_copy(0, row.long(), states.to(pool.dtype))
 
 
