@@ -3,7 +3,7 @@
 Before a document's first token x is its initial state, or zero. Backward, with dp = dy act'(p):
     dx_t = Σ_j w[c, j] dp_{t+n-1-j} inside the document;  dw[c, j] = Σ_t dp_t x_{t-n+1+j};  db[c] = Σ_t dp_t
 x, y [B, T, C], as a projection leaves them, without a transpose; w [C, n], b [C]; sums in fp32, rounded once.
-Backward computes p again. A program walks along CHUNK tokens of a document and keeps the last inputs in registers, so
+Backward computes p again. A program walks along SPAN tokens of a document and keeps the last inputs in registers, so
 each is read once. Partial weight gradients, one row a chunk, are summed in a fixed order. Moves 2 T C elements forward,
 3 T C backward: bound by memory bandwidth.
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.delta_chunks import CHUNK, locate_in_document, number_of_slots, row_offsets
+from ligermodels.kernels.delta_chunks import SPAN, locate_in_document, number_of_slots, row_offsets
 from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
 from ligermodels.kernels.gated_activation import activate
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
@@ -74,12 +74,12 @@ def _load_before(
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_seqlens_ptr, y_ptr, stride, channels, documents,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, INITIAL: tl.constexpr, CHANNELS: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of a document, CHANNELS channels."""
     tiles = tl.cdiv(channels, CHANNELS)
     channel = tl.program_id(0) % tiles * CHANNELS + tl.arange(0, CHANNELS)
-    first, start, rows, document = locate_in_document(cu_seqlens_ptr, tl.program_id(0) // tiles, documents, CHUNK)
+    first, start, rows, document = locate_in_document(cu_seqlens_ptr, tl.program_id(0) // tiles, documents, SPAN)
     mask = channel < channels
     w0, w1, w2, w3, bias = _load_taps(weight_ptr, bias_ptr, channel, mask, TAPS, BIAS)
     mask &= rows > 0
@@ -88,7 +88,7 @@ def _forward_kernel(
     x2 = _load_before(x_ptr, initial_ptr, first - 1, start, document, stride, channels, channel, mask, TAPS, INITIAL)
     x_ptr += first * stride
     y_ptr += first * channels
-    for row in tl.range(0, tl.minimum(rows, CHUNK), num_stages=STAGES):
+    for row in tl.range(0, tl.minimum(rows, SPAN), num_stages=STAGES):
         x3 = tl.load(x_ptr + row * stride + channel, mask, other=0.0).to(tl.float32)
         p = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
         if SILU:
@@ -102,7 +102,7 @@ def _backward_kernel(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_seqlens_ptr, dx_ptr, dinitial_ptr, partials_ptr,
     dy_stride, stride, channels, documents,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, INITIAL: tl.constexpr, INPUT_GRAD: tl.constexpr,
-    INITIAL_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
+    INITIAL_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: dx of one chunk of a document, CHANNELS channels, and its share of dw and db.
@@ -113,7 +113,7 @@ def _backward_kernel(
     tiles = tl.cdiv(channels, CHANNELS)
     channel = tl.program_id(0) % tiles * CHANNELS + tl.arange(0, CHANNELS)
     slot = (tl.program_id(0) // tiles).to(tl.int64)
-    first, start, rows, document = locate_in_document(cu_seqlens_ptr, slot, documents, CHUNK)
+    first, start, rows, document = locate_in_document(cu_seqlens_ptr, slot, documents, SPAN)
     in_channels = channel < channels
     w0, w1, w2, w3, bias = _load_taps(weight_ptr, bias_ptr, channel, in_channels, TAPS, BIAS)
     mask = in_channels & (rows > 0)
@@ -126,7 +126,7 @@ def _backward_kernel(
     d0, d1, d2 = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     dw0, dw1, dw2 = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     dw3, dbias = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
-    steps = tl.where(rows > 0, tl.minimum(rows, CHUNK) + 3, 0)
+    steps = tl.where(rows > 0, tl.minimum(rows, SPAN) + 3, 0)
     for row in tl.range(0, steps, num_stages=STAGES):
         inside = mask & (row < rows)
         x3 = tl.load(x_ptr + row * stride + channel, inside, other=0.0).to(tl.float32)
@@ -144,7 +144,7 @@ def _backward_kernel(
             at = (document * (TAPS - 1) + state_row) * channels + channel
             tl.store(dinitial_ptr + at, dx.to(dinitial_ptr.dtype.element_ty), in_state)
         if WEIGHT_GRAD:
-            own = tl.where(row < CHUNK, d3, 0.0)
+            own = tl.where(row < SPAN, d3, 0.0)
             dw0 += own * x0
             dw1 += own * x1
             dw2 += own * x2
@@ -221,7 +221,7 @@ def _launch_backward(
 @functools.cache
 def _forward(taps: int, bias: bool, silu: bool, initial: bool) -> Launcher:
     return _forward_kernel.bind(
-        TAPS=taps, BIAS=bias, SILU=silu, INITIAL=initial, CHANNELS=CHANNELS, CHUNK=CHUNK.value, STAGES=STAGES,
+        TAPS=taps, BIAS=bias, SILU=silu, INITIAL=initial, CHANNELS=CHANNELS, SPAN=SPAN.value, STAGES=STAGES,
         num_warps=WARPS,
     )  # fmt: skip
 
@@ -232,7 +232,7 @@ def _backward(
 ) -> Launcher:
     return _backward_kernel.bind(
         TAPS=taps, BIAS=bias, SILU=silu, INITIAL=initial, INPUT_GRAD=input_grad, INITIAL_GRAD=initial_grad,
-        WEIGHT_GRAD=weight_grad, CHANNELS=CHANNELS, CHUNK=CHUNK.value, STAGES=STAGES, num_warps=WARPS,
+        WEIGHT_GRAD=weight_grad, CHANNELS=CHANNELS, SPAN=SPAN.value, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -1,17 +1,17 @@
 """Chunks of the gated delta rule: where they lie, their normalized queries and keys, and the inverse of each.
 
-A document is computed in chunks of CHUNK tokens, the last of which may be shorter. Chunk c of document n has the slot
-start_n // CHUNK + n + c, where start_n is the document's first token. No two chunks share a slot, and all slots are
-less than T // CHUNK + documents: a size that the host knows, so that nothing waits for the device. Some slots are idle.
+A document is computed in chunks of SPAN tokens, the last of which may be shorter. Chunk c of document n has the slot
+start_n // SPAN + n + c, where start_n is the document's first token. No two chunks share a slot, and all slots are
+less than T // SPAN + documents: a size that the host knows, so that nothing waits for the device. Some slots are idle.
 
 `_prepare_kernel` computes of each chunk and value head, with G the cumulative sum of g inside the chunk:
     norms [T, 2, Hk] fp32        rsqrt(Σ x² + eps) of each query and key
     decay [T, Hv] fp32           G
-    inverse [T, Hv, CHUNK]       M = (1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of M at token i
+    inverse [T, Hv, SPAN]       M = (1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of M at token i
 and `_pairs_kernel`, for the forward pass and again for the backward pass,
-    pairs [T, Hv, CHUNK]         P = (Q Kᵀ)∘exp(G_i - G_j), i >= j
+    pairs [T, Hv, SPAN]         P = (Q Kᵀ)∘exp(G_i - G_j), i >= j
 Diagonal blocks of BLOCK rows are inverted by substitution. With D these inverses and E = D (A without the blocks),
-whose power CHUNK / BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
+whose power SPAN / BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
 Must not know states or outputs.
 """
 
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from ligermodels.kernels.launch import kernel, shared_memory
 
-CHUNK = tl.constexpr(64)
+SPAN = tl.constexpr(64)  # tokens of a chunk
 BLOCK = tl.constexpr(16)  # rows that are inverted by substitution
 DOCUMENTS_TILE = tl.constexpr(128)  # documents that a search reads at a time
 # Warps of `_prepare_kernel` and `_pairs_kernel`, with the matrix units of Hopper and newer GPUs and with others.
 PREPARE_WARPS = {True: 4, False: 8}
-EPS = 1e-6  # of the norms of queries and keys
+L2_EPS = 1e-6  # of the norms of queries and keys
 MAX_HEAD_SIZE = 256
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes
 MIN_DOT = 16  # rows and columns of a matrix product in Triton, at least
@@ -129,7 +129,7 @@ def load_rows(x_ptr, rows, row, stride, column, size, EXACT: tl.constexpr):
 def load_norms(norms_ptr, rows, KEY_HEADS: tl.constexpr):
     """Reciprocal norms of a chunk's queries and keys. They scale the rows of products, instead of the operands, which
     go from memory to the matrix units unchanged."""
-    row = tl.arange(0, CHUNK)
+    row = tl.arange(0, SPAN)
     norms_ptr += row * (2 * KEY_HEADS)
     return tl.load(norms_ptr, row < rows, other=0.0), tl.load(norms_ptr + KEY_HEADS, row < rows, other=0.0)
 
@@ -137,7 +137,7 @@ def load_norms(norms_ptr, rows, KEY_HEADS: tl.constexpr):
 @triton.jit
 def pair_decay(decay, rows, STRICT: tl.constexpr):
     """exp(G_i - G_j) of existing rows for i >= j, or i > j if STRICT, else 0: elsewhere exp would overflow."""
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    i, j = tl.arange(0, SPAN)[:, None], tl.arange(0, SPAN)[None, :]
     lower = ((i > j) if STRICT else (i >= j)) & (i < rows)
     return tl.where(lower, tl.exp(tl.where(lower, decay[:, None] - decay[None, :], 0.0)), 0.0)
 
@@ -150,8 +150,8 @@ def _reciprocal_norms(x, eps):
 
 @triton.jit
 def _invert(a, PRECISION: tl.constexpr):
-    """(1 + a)^-1 of a strictly lower triangular [CHUNK, CHUNK] in fp32."""
-    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    """(1 + a)^-1 of a strictly lower triangular [SPAN, SPAN] in fp32."""
+    BLOCKS: tl.constexpr = SPAN // BLOCK
     block, row = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
     same = (block[:, None, None, None] == block[None, None, :, None]) & (row >= 0)[None, :, None, None]
     tiles = tl.reshape(a, [BLOCKS, BLOCK, BLOCKS, BLOCK])
@@ -161,11 +161,11 @@ def _invert(a, PRECISION: tl.constexpr):
         factors = tl.sum(tl.where(here, inverse, 0.0), 1)
         inverse = tl.where(here, (factors + tl.sum(factors[:, :, None] * inverse, 1))[:, None, :], inverse)
     inverse += (row[:, None] == row[None, :]).to(tl.float32)[None, :, :]
-    diagonal = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
-    below = tl.reshape(tl.where(same, 0.0, tiles), [CHUNK, CHUNK])
+    diagonal = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [SPAN, SPAN])
+    below = tl.reshape(tl.where(same, 0.0, tiles), [SPAN, SPAN])
     e = tl.dot(diagonal, below, input_precision=PRECISION)
     square = tl.dot(e, e, input_precision=PRECISION)
-    index = tl.arange(0, CHUNK)
+    index = tl.arange(0, SPAN)
     series = (index[:, None] == index[None, :]).to(tl.float32) - e + square
     series -= tl.dot(e, square, input_precision=PRECISION)
     return tl.dot(series, diagonal, input_precision=PRECISION)
@@ -180,10 +180,10 @@ def _prepare_kernel(
     """One program: one chunk of one value head. The first value head of a key head stores the norms."""
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     head = tl.program_id(0) % VALUE_HEADS
-    first, rows = locate_slot(cu_seqlens_ptr, tl.program_id(0) // VALUE_HEADS, documents, CHUNK)
+    first, rows = locate_slot(cu_seqlens_ptr, tl.program_id(0) // VALUE_HEADS, documents, SPAN)
     if rows <= 0:
         return
-    row, column = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
+    row, column = tl.arange(0, SPAN), tl.arange(0, KEY_TILE)
     inside, key_head = row < rows, head // GROUP
     q_ptr = qkv_ptr + first * stride + key_head * KEY_SIZE
     k = load_rows(q_ptr + KEY_HEADS * KEY_SIZE, rows, row, stride, column, KEY_SIZE, KEY_SIZE == KEY_TILE)
@@ -200,7 +200,7 @@ def _prepare_kernel(
     a = tl.dot(k, tl.trans(k), input_precision="ieee") * pair_decay(decay, rows, True)
     a *= (beta * k_norm)[:, None] * k_norm[None, :]
     inverse = _invert(a, PRECISION).to(inverse_ptr.dtype.element_ty)
-    tl.store(inverse_ptr + here * CHUNK + place[:, None] * CHUNK + row[None, :], inverse, inside[:, None])
+    tl.store(inverse_ptr + here * SPAN + place[:, None] * SPAN + row[None, :], inverse, inside[:, None])
 
 
 @kernel(do_not_specialize=["documents"])
@@ -212,10 +212,10 @@ def _pairs_kernel(
     """One program: P of one chunk, for all value heads of one key head."""
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     key_head = tl.program_id(0) % KEY_HEADS
-    first, rows = locate_slot(cu_seqlens_ptr, tl.program_id(0) // KEY_HEADS, documents, CHUNK)
+    first, rows = locate_slot(cu_seqlens_ptr, tl.program_id(0) // KEY_HEADS, documents, SPAN)
     if rows <= 0:
         return
-    row, column = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
+    row, column = tl.arange(0, SPAN), tl.arange(0, KEY_TILE)
     q_ptr = qkv_ptr + first * stride + key_head * KEY_SIZE
     q = load_rows(q_ptr, rows, row, stride, column, KEY_SIZE, KEY_SIZE == KEY_TILE)
     k = load_rows(q_ptr + KEY_HEADS * KEY_SIZE, rows, row, stride, column, KEY_SIZE, KEY_SIZE == KEY_TILE)
@@ -225,8 +225,8 @@ def _pairs_kernel(
         here = first * VALUE_HEADS + key_head * GROUP + member
         decay = tl.load(decay_ptr + here + row * VALUE_HEADS, row < rows, other=0.0)
         pairs = (products * pair_decay(decay, rows, False)).to(pairs_ptr.dtype.element_ty)
-        at = (row * (VALUE_HEADS * CHUNK))[:, None] + row[None, :]
-        tl.store(pairs_ptr + here * CHUNK + at, pairs, (row < rows)[:, None])
+        at = (row * (VALUE_HEADS * SPAN))[:, None] + row[None, :]
+        tl.store(pairs_ptr + here * SPAN + at, pairs, (row < rows)[:, None])
 
 
 def fit_columns(columns: int, shape: DeltaShape) -> int:
@@ -240,7 +240,7 @@ def has_wide_units(device: torch.device) -> bool:
 
 
 def number_of_slots(tokens: int, cu_seqlens: Tensor) -> int:
-    return tokens // CHUNK.value + cu_seqlens.shape[0] - 1
+    return tokens // SPAN.value + cu_seqlens.shape[0] - 1
 
 
 def row_offsets(x: Tensor) -> Tensor:
@@ -265,9 +265,9 @@ def prepare_chunks(
 def compute_pairs(
     qkv: Tensor, stride: int, norms: Tensor, decay: Tensor, cu_seqlens: Tensor, scale: float, shape: DeltaShape
 ) -> Tensor:
-    """P of all chunks [T, Hv, CHUNK]."""
+    """P of all chunks [T, Hv, SPAN]."""
     tokens = decay.numel() // shape.value_heads
-    pairs = qkv.new_empty(tokens, shape.value_heads, CHUNK.value)
+    pairs = qkv.new_empty(tokens, shape.value_heads, SPAN.value)
     launch = _pairs_kernel.bind(num_warps=PREPARE_WARPS[has_wide_units(qkv.device)], **shape.constants())
     programs = number_of_slots(tokens, cu_seqlens) * shape.key_heads
     launch(programs, qkv, norms, decay, cu_seqlens, pairs, stride, cu_seqlens.shape[0] - 1, scale)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.delta_chunks import (
-    CHUNK,
+    SPAN,
     DeltaShape,
     fit_columns,
     has_wide_units,
@@ -52,11 +52,11 @@ def _output_kernel(
     TILES: tl.constexpr = (VALUE_SIZE + COLUMNS - 1) // COLUMNS
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % VALUE_HEADS
     slot = (tl.program_id(0) // (TILES * VALUE_HEADS)).to(tl.int64)
-    first, rows = locate_slot(cu_seqlens_ptr, slot, documents, CHUNK)
+    first, rows = locate_slot(cu_seqlens_ptr, slot, documents, SPAN)
     if rows <= 0:
         return
     EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
-    index, row, column = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS)
+    index, row, column = tl.arange(0, SPAN), tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS)
     key_head, here = head // (VALUE_HEADS // KEY_HEADS), first * VALUE_HEADS + head
     q_ptr, norms_ptr = qkv_ptr + first * stride + key_head * KEY_SIZE, norms_ptr + first * (2 * KEY_HEADS) + key_head
     q = load_rows(q_ptr, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
@@ -67,7 +67,7 @@ def _output_kernel(
     value = load_rows(
         values_ptr + here * VALUE_SIZE, rows, index, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, EXACT
     )  # fmt: skip
-    pairs = load_rows(pairs_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
+    pairs = load_rows(pairs_ptr + here * SPAN, rows, index, VALUE_HEADS * SPAN, index, SPAN, True)
     o = (tl.exp(decay) * q_norm * scale)[:, None] * tl.dot(q, state, input_precision="ieee")
     o = tl.dot(pairs, value, o, input_precision="ieee").to(o_ptr.dtype.element_ty)
     at = index[:, None] * (VALUE_HEADS * VALUE_SIZE) + column[None, :]
@@ -80,7 +80,7 @@ def _store_norm_gradient(
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradient of x, given that of x̂ = scale x ρ: ρ (dx̂ - x̂ (x̂·dx̂))."""
-    row, column = tl.arange(0, CHUNK), tl.arange(0, TILE)
+    row, column = tl.arange(0, SPAN), tl.arange(0, TILE)
     norm = tl.load(norms_ptr + row * (2 * HEADS), row < rows, other=0.0)[:, None]
     unit = load_rows(x_ptr, rows, row, stride, column, SIZE, SIZE == TILE).to(tl.float32) * norm
     dx = norm * scale * (dx - unit * tl.sum(unit * dx, 1, keep_dims=True))
@@ -99,13 +99,13 @@ def _gate_gradient_kernel(
     """One program: dg and dbeta of one chunk and value head, and dP∘Γ and N, of which dq and dk are made."""
     head = tl.program_id(0) % VALUE_HEADS
     slot = (tl.program_id(0) // VALUE_HEADS).to(tl.int64)
-    first, rows = locate_slot(cu_seqlens_ptr, slot, documents, CHUNK)
+    first, rows = locate_slot(cu_seqlens_ptr, slot, documents, SPAN)
     if rows <= 0:
         return
     EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
     TOKEN_STRIDE: tl.constexpr = VALUE_HEADS * VALUE_SIZE
-    index, row = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
-    inside, end = index < rows, tl.minimum(rows, CHUNK) - 1
+    index, row = tl.arange(0, SPAN), tl.arange(0, KEY_TILE)
+    inside, end = index < rows, tl.minimum(rows, SPAN) - 1
     key_head, here = head // (VALUE_HEADS // KEY_HEADS), first * VALUE_HEADS + head
     q_ptr = qkv_ptr + first * stride + key_head * KEY_SIZE
     v_ptr = qkv_ptr + first * stride + 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE
@@ -116,9 +116,9 @@ def _gate_gradient_kernel(
     beta = tl.load(beta_ptr + here + index * VALUE_HEADS, inside, other=0.0).to(tl.float32)
     last = tl.load(decay_ptr + here + end * VALUE_HEADS)
     at_chunk = (slot * VALUE_HEADS + head) * (KEY_SIZE * VALUE_SIZE)
-    dpairs, dlower = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    dbeta, from_state = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
-    from_output, moved = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    dpairs, dlower = tl.zeros([SPAN, SPAN], tl.float32), tl.zeros([SPAN, SPAN], tl.float32)
+    dbeta, from_state = tl.zeros([SPAN], tl.float32), tl.zeros([SPAN], tl.float32)
+    from_output, moved = tl.zeros([SPAN], tl.float32), tl.zeros([SPAN], tl.float32)
     overlap = tl.zeros([KEY_TILE], tl.float32)  # <S, dS>, by rows
     for tile in range((VALUE_SIZE + COLUMNS - 1) // COLUMNS):
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -138,17 +138,17 @@ def _gate_gradient_kernel(
             moved += tl.sum(value.to(tl.float32) * tl.dot(k, dstate, input_precision="ieee"), 1)
             overlap += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
     if G_GRAD:
-        pairs = load_rows(pairs_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
+        pairs = load_rows(pairs_ptr + here * SPAN, rows, index, VALUE_HEADS * SPAN, index, SPAN, True)
         z = dpairs * pairs.to(tl.float32)
         ddecay = tl.sum(z, 1) - tl.sum(z, 0)
-    at = index[:, None] * (VALUE_HEADS * CHUNK) + index[None, :]
+    at = index[:, None] * (VALUE_HEADS * SPAN) + index[None, :]
     if QKV_GRAD:
         dpairs *= pair_decay(decay, rows, False)
-        tl.store(dpairs_ptr + here * CHUNK + at, dpairs.to(dpairs_ptr.dtype.element_ty), inside[:, None])
+        tl.store(dpairs_ptr + here * SPAN + at, dpairs.to(dpairs_ptr.dtype.element_ty), inside[:, None])
     dlower *= -pair_decay(decay, rows, True)
     if QKV_GRAD:
         lower = (beta[:, None] * dlower).to(dlower_ptr.dtype.element_ty)
-        tl.store(dlower_ptr + here * CHUNK + at, lower, inside[:, None])
+        tl.store(dlower_ptr + here * SPAN + at, lower, inside[:, None])
     if G_GRAD or BETA_GRAD:
         dlower *= tl.dot(k, tl.trans(k), input_precision="ieee") * k_norm[:, None] * k_norm[None, :]
         from_state *= -tl.exp(decay) * k_norm
@@ -179,13 +179,13 @@ def _qkv_gradient_kernel(
     QKV_COLUMNS: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE
     key_head = tl.program_id(0) % KEY_HEADS
     slot = (tl.program_id(0) // KEY_HEADS).to(tl.int64)
-    first, rows = locate_slot(cu_seqlens_ptr, slot, documents, CHUNK)
+    first, rows = locate_slot(cu_seqlens_ptr, slot, documents, SPAN)
     if rows <= 0:
         return
     EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
     TOKEN_STRIDE: tl.constexpr = VALUE_HEADS * VALUE_SIZE
-    index, row = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
-    inside, end = index < rows, tl.minimum(rows, CHUNK) - 1
+    index, row = tl.arange(0, SPAN), tl.arange(0, KEY_TILE)
+    inside, end = index < rows, tl.minimum(rows, SPAN) - 1
     q_ptr = qkv_ptr + first * stride + key_head * KEY_SIZE
     k_ptr = q_ptr + KEY_HEADS * KEY_SIZE
     dqkv_ptr += first * QKV_COLUMNS
@@ -193,7 +193,7 @@ def _qkv_gradient_kernel(
     q = load_rows(q_ptr, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
     k = load_rows(k_ptr, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
     q_norm, k_norm = load_norms(norms_ptr, rows, KEY_HEADS)
-    dq, dk = tl.zeros([CHUNK, KEY_TILE], tl.float32), tl.zeros([CHUNK, KEY_TILE], tl.float32)
+    dq, dk = tl.zeros([SPAN, KEY_TILE], tl.float32), tl.zeros([SPAN, KEY_TILE], tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
         here = first * VALUE_HEADS + head
@@ -221,12 +221,12 @@ def _qkv_gradient_kernel(
             dk = tl.dot((-factor * dv).to(k.dtype), tl.trans(state), dk, input_precision="ieee")
             left_value = (left * value.to(tl.float32)).to(k.dtype)
             dk = tl.dot(left_value, tl.trans(dstate), dk, input_precision="ieee")
-        at = index[:, None] * (VALUE_HEADS * CHUNK) + index[None, :]
-        dpairs = tl.load(dpairs_ptr + here * CHUNK + at, inside[:, None], other=0.0).to(tl.float32)
+        at = index[:, None] * (VALUE_HEADS * SPAN) + index[None, :]
+        dpairs = tl.load(dpairs_ptr + here * SPAN + at, inside[:, None], other=0.0).to(tl.float32)
         dq = tl.dot((dpairs * k_norm[None, :]).to(k.dtype), k, dq, input_precision="ieee")
         dpairs = (dpairs * (q_norm * scale)[:, None]).to(k.dtype)
         dk = tl.dot(tl.trans(dpairs), q, dk, input_precision="ieee")
-        dlower = tl.load(dlower_ptr + here * CHUNK + at, inside[:, None], other=0.0).to(tl.float32)
+        dlower = tl.load(dlower_ptr + here * SPAN + at, inside[:, None], other=0.0).to(tl.float32)
         dk = tl.dot((dlower * k_norm[None, :]).to(k.dtype), k, dk, input_precision="ieee")
         dk = tl.dot(tl.trans((dlower * k_norm[:, None]).to(k.dtype)), k, dk, input_precision="ieee")
     _store_norm_gradient(

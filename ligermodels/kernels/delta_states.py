@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.delta_chunks import (
-    CHUNK,
+    SPAN,
     DeltaShape,
     document_slot,
     fit_columns,
@@ -63,10 +63,10 @@ def _forward_scan_kernel(
     TILES: tl.constexpr = (VALUE_SIZE + COLUMNS - 1) // COLUMNS
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % VALUE_HEADS
     document = tl.program_id(0) // (TILES * VALUE_HEADS)
-    start, end, slot = document_slot(cu_seqlens_ptr, document, CHUNK)
+    start, end, slot = document_slot(cu_seqlens_ptr, document, SPAN)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
-    row, column, index = tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
+    row, column, index = tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, SPAN)
     cell = row[:, None] * VALUE_SIZE + column[None, :]
     in_state = tile_mask(KEY_SIZE, row, column, VALUE_SIZE, EXACT)
     q_ptr = qkv_ptr + key_head * KEY_SIZE
@@ -77,17 +77,17 @@ def _forward_scan_kernel(
     state = tl.zeros([KEY_TILE, COLUMNS], tl.float32)
     if INITIAL:
         state += tl.load(initial_ptr + whole + cell, in_state, other=0.0).to(tl.float32)
-    for chunk in tl.range(0, tl.cdiv(end - start, CHUNK).to(tl.int32), num_stages=STAGES):
-        first = start + chunk * CHUNK
+    for chunk in tl.range(0, tl.cdiv(end - start, SPAN).to(tl.int32), num_stages=STAGES):
+        first = start + chunk * SPAN
         rows, here = (end - first).to(tl.int32), first * VALUE_HEADS + head
         inside = index < rows
         q_norm, k_norm = load_norms(norms_ptr + first * (2 * KEY_HEADS), rows, KEY_HEADS)
         k = load_rows(k_ptr + first * stride, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
         v = load_rows(v_ptr + first * stride, rows, index, stride, column, VALUE_SIZE, EXACT).to(tl.float32)
-        inverse = load_rows(inverse_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
+        inverse = load_rows(inverse_ptr + here * SPAN, rows, index, VALUE_HEADS * SPAN, index, SPAN, True)
         decay = tl.load(decay_ptr + here + index * VALUE_HEADS, inside, other=0.0)
         beta = tl.load(beta_ptr + here + index * VALUE_HEADS, inside, other=0.0).to(tl.float32)
-        last = tl.load(decay_ptr + here + (tl.minimum(rows, CHUNK) - 1) * VALUE_HEADS)
+        last = tl.load(decay_ptr + here + (tl.minimum(rows, SPAN) - 1) * VALUE_HEADS)
         rounded = state.to(k.dtype)
         factor = (tl.exp(decay) * k_norm)[:, None]
         residual = beta[:, None] * (v - factor * tl.dot(k, rounded, input_precision="ieee"))
@@ -100,7 +100,7 @@ def _forward_scan_kernel(
             tl.store(values_ptr + here * VALUE_SIZE + at, value.to(k.dtype), in_values)
         if OUTPUT:
             q = load_rows(q_ptr + first * stride, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
-            pairs = load_rows(pairs_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
+            pairs = load_rows(pairs_ptr + here * SPAN, rows, index, VALUE_HEADS * SPAN, index, SPAN, True)
             o = (tl.exp(decay) * q_norm * scale)[:, None] * tl.dot(q, rounded, input_precision="ieee")
             o = tl.dot(pairs, value.to(k.dtype), o, input_precision="ieee")
             tl.store(o_ptr + here * VALUE_SIZE + at, o.to(o_ptr.dtype.element_ty), in_values)
@@ -122,10 +122,10 @@ def _backward_scan_kernel(
     TILES: tl.constexpr = (VALUE_SIZE + COLUMNS - 1) // COLUMNS
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % VALUE_HEADS
     document = tl.program_id(0) // (TILES * VALUE_HEADS)
-    start, end, slot = document_slot(cu_seqlens_ptr, document, CHUNK)
+    start, end, slot = document_slot(cu_seqlens_ptr, document, SPAN)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
-    row, column, index = tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
+    row, column, index = tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, SPAN)
     cell = row[:, None] * VALUE_SIZE + column[None, :]
     in_state = tile_mask(KEY_SIZE, row, column, VALUE_SIZE, EXACT)
     q_ptr = qkv_ptr + key_head * KEY_SIZE
@@ -135,10 +135,10 @@ def _backward_scan_kernel(
     dstate = tl.zeros([KEY_TILE, COLUMNS], tl.float32)
     if FINAL:
         dstate += tl.load(dfinal_ptr + whole + cell, in_state, other=0.0).to(tl.float32)
-    chunks = tl.cdiv(end - start, CHUNK).to(tl.int32)
+    chunks = tl.cdiv(end - start, SPAN).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step
-        first = start + chunk * CHUNK
+        first = start + chunk * SPAN
         rows, here = (end - first).to(tl.int32), first * VALUE_HEADS + head
         inside = index < rows
         q_norm, k_norm = load_norms(norms_ptr + first * (2 * KEY_HEADS), rows, KEY_HEADS)
@@ -147,14 +147,14 @@ def _backward_scan_kernel(
         do = load_rows(
             do_ptr + here * VALUE_SIZE, rows, index, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, EXACT
         )  # fmt: skip
-        inverse = load_rows(inverse_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
+        inverse = load_rows(inverse_ptr + here * SPAN, rows, index, VALUE_HEADS * SPAN, index, SPAN, True)
         decay = tl.load(decay_ptr + here + index * VALUE_HEADS, inside, other=0.0)
         beta = tl.load(beta_ptr + here + index * VALUE_HEADS, inside, other=0.0).to(tl.float32)
-        last = tl.load(decay_ptr + here + (tl.minimum(rows, CHUNK) - 1) * VALUE_HEADS)
+        last = tl.load(decay_ptr + here + (tl.minimum(rows, SPAN) - 1) * VALUE_HEADS)
         rounded = dstate.to(k.dtype)
         at_chunk = ((slot + chunk) * VALUE_HEADS + head) * KEY_SIZE * VALUE_SIZE
         tl.store(dstates_ptr + at_chunk + cell, rounded, in_state)
-        pairs = load_rows(pairs_ptr + here * CHUNK, rows, index, VALUE_HEADS * CHUNK, index, CHUNK, True)
+        pairs = load_rows(pairs_ptr + here * SPAN, rows, index, VALUE_HEADS * SPAN, index, SPAN, True)
         left = (tl.exp(tl.where(inside, last - decay, 0.0)) * k_norm)[:, None]
         dvalue = left * tl.dot(k, rounded, input_precision="ieee")
         dvalue = tl.dot(tl.trans(pairs), do.to(k.dtype), dvalue, input_precision="ieee").to(k.dtype)

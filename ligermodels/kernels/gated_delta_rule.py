@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.delta_chunks import (
-    CHUNK,
-    EPS,
+    L2_EPS,
+    SPAN,
     DeltaShape,
     compute_pairs,
     delta_shape,
@@ -39,7 +39,7 @@ from ligermodels.kernels.launch import as_rows_with_stride
 
 def gated_delta_rule_reference(
     qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, eps: float = EPS,
+    cu_seqlens: Tensor | None = None, eps: float = L2_EPS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Token by token. As in a matrix product, factors are in the dtype of qkv and sums in fp32; the state is fp32."""
     (qkv,) = autocast(qkv)
@@ -162,7 +162,7 @@ def _fake_forward(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens, 
     final = qkv.new_empty(documents, value_heads, key_size, shape.value_size, dtype=torch.float32)
     norms = qkv.new_empty(batch, length, 2, key_heads, dtype=torch.float32)
     decay = qkv.new_empty(batch, length, value_heads, dtype=torch.float32)
-    return o, final, norms, decay, qkv.new_empty(batch, length, value_heads, CHUNK.value)
+    return o, final, norms, decay, qkv.new_empty(batch, length, value_heads, SPAN.value)
 
 
 def _fake_backward(
@@ -215,7 +215,7 @@ class _GatedDeltaRule(Node):
 
 def gated_delta_rule(
     qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, eps: float = EPS,
+    cu_seqlens: Tensor | None = None, eps: float = L2_EPS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gated delta rule over whole sequences: (o, final_state).
 

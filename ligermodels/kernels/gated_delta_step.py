@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.delta_chunks import EPS, delta_shape, fit_columns
+from ligermodels.kernels.delta_chunks import L2_EPS, delta_shape, fit_columns
 from ligermodels.kernels.dispatch import register_op, runs_kernels
 from ligermodels.kernels.gated_delta_rule import gated_delta_rule_reference
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
@@ -83,7 +83,7 @@ _step = register_op(
 
 
 def gated_delta_step_reference(
-    qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, pool: Tensor, row: Tensor, eps: float = EPS
+    qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, pool: Tensor, row: Tensor, eps: float = L2_EPS
 ) -> tuple[Tensor, Tensor]:
     """The output, and the pool afterwards."""
     qkv, g, beta = qkv[:, None], g[:, None], beta[:, None]
@@ -93,7 +93,7 @@ def gated_delta_step_reference(
 
 @torch.no_grad()
 def gated_delta_step_(
-    qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, pool: Tensor, row: Tensor, eps: float = EPS
+    qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, pool: Tensor, row: Tensor, eps: float = L2_EPS
 ) -> Tensor:
     """One token of each of B rows of the gated delta rule, whose states it moves on in place.
 

@@ -23,7 +23,7 @@ from ligermodels.kernels.norm_tiles import check_weights
 from ligermodels.kernels.partial_sums import sum_partials
 
 TILE_ELEMENTS, WARPS = 4096, 4  # of a program at a time. To be measured
-MAX_COLUMNS = 4096
+MAX_GATED_NORM_COLUMNS = 4096
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the backward pass
 
 
@@ -205,10 +205,10 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> T
     Raises ValueError if the shapes disagree, or if N is larger.
     """
     check_weights("gated_rms_norm", x.shape[-1], weight)
-    if x.shape != z.shape or x.shape[-1] > MAX_COLUMNS:
+    if x.shape != z.shape or x.shape[-1] > MAX_GATED_NORM_COLUMNS:
         raise ValueError(
             f"gated_rms_norm: x is {list(x.shape)}, z {list(z.shape)}; they must be equal, with rows of at most"
-            f" {MAX_COLUMNS} elements"
+            f" {MAX_GATED_NORM_COLUMNS} elements"
         )
     if not runs_kernels(x):
         return gated_rms_norm_reference(x, z, weight, eps)
