@@ -26,6 +26,10 @@
 | `rope_write_cache_`    | `rope_` and the write of its keys and values in one launch                        |
 | `qk_norm_rope_write_cache` | the same with `qk_norm_rope`                                                  |
 | `gather_keys`          | keys or values, copied to the packed documents that share a prefix                |
+| `gated_delta_rule`     | linear attention with decay and delta rule; `gated_delta_step_` decodes one token |
+| `causal_conv`          | causal depthwise convolution and SiLU; `causal_conv_step_` decodes one token      |
+| `causal_conv_state`    | the last inputs of each document, with which `causal_conv` goes on                |
+| `gated_rms_norm`       | root-mean-square norm times silu of a gate                                        |
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `sample`               | one token per row of logits: temperature, top-k, top-p, min-p; its log-probability |
@@ -55,12 +59,17 @@ from torch import Tensor
 from ligermodels.kernels.adamw import adamw_
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.cache_write import CacheSlots, write_cache
+from ligermodels.kernels.causal_conv import causal_conv, causal_conv_state
+from ligermodels.kernels.causal_conv_step import causal_conv_step_
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_with_metrics
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.dispatch import runs_kernels
 from ligermodels.kernels.experts import experts, route
 from ligermodels.kernels.gated_activation import gated_activation, geglu, swiglu
+from ligermodels.kernels.gated_delta_rule import gated_delta_rule
+from ligermodels.kernels.gated_delta_step import gated_delta_step_
 from ligermodels.kernels.gated_linear import gated_linear
+from ligermodels.kernels.gated_rms_norm import gated_rms_norm
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.layer_norm import layer_norm
 from ligermodels.kernels.linear import LowRank, low_rank_linear
@@ -93,12 +102,18 @@ __all__ = [
     "apply_rope",
     "apply_rotary_pos_emb",
     "attention",
+    "causal_conv",
+    "causal_conv_state",
+    "causal_conv_step_",
     "cross_entropy",
     "cross_entropy_with_metrics",
     "decode_attention",
     "experts",
     "gated_activation",
+    "gated_delta_rule",
+    "gated_delta_step_",
     "gated_linear",
+    "gated_rms_norm",
     "gather_keys",
     "geglu",
     "layer_norm",

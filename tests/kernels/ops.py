@@ -17,6 +17,8 @@ from torch import Tensor
 from ligermodels.kernels.adamw import adamw_, adamw_reference
 from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.cache_write import CacheSlots, write_cache, write_cache_reference
+from ligermodels.kernels.causal_conv import causal_conv, causal_conv_reference
+from ligermodels.kernels.causal_conv_step import causal_conv_step_, causal_conv_step_reference
 from ligermodels.kernels.cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
@@ -29,7 +31,10 @@ from ligermodels.kernels.experts import experts, experts_reference
 from ligermodels.kernels.few_rows_experts import few_rows_experts
 from ligermodels.kernels.few_rows_linear import few_rows_gated_linear, few_rows_linear, few_rows_norm_linear
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
+from ligermodels.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
+from ligermodels.kernels.gated_delta_step import gated_delta_step_, gated_delta_step_reference
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
+from ligermodels.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.kernels.linear import LowRank, low_rank_linear, low_rank_linear_reference
@@ -417,6 +422,67 @@ def gather_keys_case(batch, length, heads, head_size) -> Case:
     return Case(ours, reference, [normal(batch, length, heads, head_size)], [ends, places])
 
 
+def gated_delta_rule_case(batch, length, key_heads, key_size, value_heads, value_size, states=True) -> Case:
+    """With states, the initial state is a leaf and the final state an output."""
+
+    def rule(function, qkv, g, beta, initial_state=None):
+        o, final = function(qkv, -F.softplus(widen(g)), widen(beta).sigmoid(), key_heads, key_size, initial_state)
+        return (o, final.to(qkv.dtype)) if states else o
+
+    columns = 2 * key_heads * key_size + value_heads * value_size
+    leaves = [normal(batch, length, columns), normal(batch, length, value_heads), normal(batch, length, value_heads)]
+    if states:
+        leaves.append(normal(batch, value_heads, key_size, value_size))
+    return Case(partial(rule, gated_delta_rule), partial(rule, gated_delta_rule_reference), leaves, [])
+
+
+def gated_delta_step_case(batch, length, key_heads, key_size, value_heads, value_size) -> Case:
+    """As many rows as tokens, in another order."""
+
+    @torch.no_grad()
+    def move(function, qkv, g, beta, pool, row):
+        qkv, g, beta, row = (x.flatten(0, 1) for x in (qkv, g, beta, row))
+        states = widen(pool).flatten(0, 1).clone(memory_format=torch.contiguous_format)
+        outputs = function(qkv, -widen(g).square(), widen(beta).sigmoid(), key_heads, key_size, states, row)
+        o, moved = (outputs, states) if function is gated_delta_step_ else outputs
+        return o, moved.to(pool.dtype)
+
+    rule = gated_delta_rule_case(batch, length, key_heads, key_size, value_heads, value_size, states=False)
+    leaves = [*rule.leaves, normal(batch, length, value_heads, key_size, value_size)]
+    row = torch.randperm(batch * length, device=DEVICE).view(batch, length)
+    return Case(partial(move, gated_delta_step_), partial(move, gated_delta_step_reference), leaves, [row])
+
+
+def causal_conv_case(batch, length, channels, taps) -> Case:
+    """The number of taps is no dimension of a leaf: it equals one of the lengths of test_contracts.py."""
+
+    def convolve(function, x, weight, bias, initial_state):
+        return function(x, weight.reshape(-1, taps), bias, "silu", initial_state.unflatten(1, (taps - 1, -1)))
+
+    leaves = [normal(batch, length, channels), normal(channels * taps), normal(channels)]
+    leaves.append(normal(batch, (taps - 1) * channels))
+    return Case(partial(convolve, causal_conv), partial(convolve, causal_conv_reference), leaves, [])
+
+
+def causal_conv_step_case(batch, length, channels, taps) -> Case:
+    @torch.no_grad()
+    def move(function, x, weight, pool, row):
+        states = (
+            pool.to(x.dtype).flatten(0, 1).unflatten(1, (taps - 1, -1)).clone(memory_format=torch.contiguous_format)
+        )
+        outputs = function(x.flatten(0, 1), weight.reshape(-1, taps), None, "silu", states, row.flatten())
+        return (outputs, states) if function is causal_conv_step_ else outputs
+
+    leaves = [normal(batch, length, channels), normal(channels * taps), normal(batch, length, (taps - 1) * channels)]
+    row = torch.randperm(batch * length, device=DEVICE).view(batch, length)
+    return Case(partial(move, causal_conv_step_), partial(move, causal_conv_step_reference), leaves, [row])
+
+
+def gated_rms_norm_case(batch, length, heads, size) -> Case:
+    leaves = [normal(batch, length, heads, size), normal(batch, length, heads, size), normal(size)]
+    return Case(gated_rms_norm, gated_rms_norm_reference, leaves, [])
+
+
 def adamw_case(batch, length, width) -> Case:
     hyperparameters = 1e-2, 0.9, 0.999, 1e-8, 0.1
 
@@ -742,4 +808,17 @@ OPS = {
         has_gradients=False,
     ),
     "gather_keys": Op(draw=gather_keys_case, small=(3, 20), real=((8, 128), (4, 256)), huge=(2**16 + 1, 128, 128)),
+    "gated_delta_rule": Op(
+        draw=gated_delta_rule_case, small=(2, 20, 6, 12), real=((16, 128, 32, 128), (16, 128, 48, 128))
+    ),
+    # So few programs that outputs have a kernel of their own.
+    "gated_delta_rule of one head": Op(
+        draw=partial(gated_delta_rule_case, states=False), small=(1, 20, 1, 12), real=((1, 128, 1, 64),)
+    ),
+    "gated_delta_step": Op(
+        draw=gated_delta_step_case, small=(2, 20, 6, 12), real=((16, 128, 48, 128),), has_gradients=False
+    ),
+    "causal_conv": Op(draw=causal_conv_case, small=(37, 4), real=((8192, 4), (10240, 4))),
+    "causal_conv_step": Op(draw=causal_conv_step_case, small=(37, 4), real=((10240, 4),), has_gradients=False),
+    "gated_rms_norm": Op(draw=gated_rms_norm_case, small=(3, 20), real=((32, 128), (48, 128))),
 }  # fmt: skip
