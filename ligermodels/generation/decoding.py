@@ -55,7 +55,7 @@ def generate(
     """
     ids, decoder = encode_prompts(prompts, tokenizer)
     if max_new_tokens == 0:
-        return [[] for _ in ids] if decoder is None else ["" for _ in ids]
+        return ["" for _ in ids] if decoder is not None else list[list[int]]([] for _ in ids)
     if stop_tokens is None:
         stop_tokens = model_stop_tokens(model, tokenizer)
     engine = engine_for(model, decoder, ids, max_new_tokens, stop_tokens, sampling)
