@@ -332,7 +332,7 @@ def test_an_interrupt_is_quiet_and_exits_with_130(folder, capsys, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.generate, "stream", interrupted)
+    monkeypatch.setattr(cli.generate, "engine_for", interrupted)
     assert main(["generate", str(folder), "--prompt", "w5", "--device", "cpu"]) == 130
     assert capsys.readouterr().err == ""
 

@@ -162,10 +162,10 @@ ROTATIONS = {
         f"{ROPE}:DynamicRotaryEmbedding.frequencies", "* stretch", "* 1.0", "llama-rope-dynamic"
     ),
     "longrope: short factors beyond the switch": Sabotage(
-        f"{ROPE}:LongRotaryEmbedding.frequencies", "max() < trained", "max() >= 0", "phi3-longrope-long"
+        f"{ROPE}:LongRotaryEmbedding.frequencies", "<= trained", ">= 0", "phi3-longrope-long"
     ),
     "longrope: switch off by one": Sabotage(
-        f"{ROPE}:LongRotaryEmbedding.frequencies", "max() < trained", "max() <= trained", "phi3-longrope-just-long"
+        f"{ROPE}:LongRotaryEmbedding.frequencies", "<= trained", "<= trained + 1", "phi3-longrope-just-long"
     ),
     "longrope attention factor dropped": Sabotage(
         f"{ROPE}:attention_factor",

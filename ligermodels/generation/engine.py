@@ -312,7 +312,7 @@ class Engine:
             warnings.warn(
                 f"the text is longer than the {trained:,} tokens that the model was trained for "
                 "(max_position_embeddings), and may become worse from here on",
-                stacklevel=2,
+                stacklevel=1,  # one place, so that Python shows it once
             )
         self.longest = max(self.longest, position)
 
