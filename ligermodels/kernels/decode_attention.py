@@ -180,7 +180,7 @@ def _launchers(
     heads: int, kv_heads: int, size: int, itemsize: int, page_size: int, window: int | None, softcap: bool, sinks: bool,
     split: bool, device: torch.device,
 ) -> tuple[Launcher, Launcher]:  # fmt: skip
-    width, group, keys = triton.next_power_of_2(size), heads // kv_heads, keys_per_tile(size, itemsize, page_size)
+    width, group, keys = tile_width(size), heads // kv_heads, keys_per_tile(size, itemsize, page_size)
     pdl = pdl_constants(device)
     attend = _split_kernel.bind(
         KV_HEADS=kv_heads, GROUP=group, SIZE=size, PAGE=page_size, WINDOW=window, SOFTCAP=softcap, SINKS=sinks,
@@ -196,7 +196,12 @@ def _launchers(
 
 def keys_per_tile(size: int, itemsize: int, page_size: int) -> int:
     """Keys that one step of a program reads, all of one block."""
-    return min(page_size, max(16, TILE_BYTES // (triton.next_power_of_2(size) * itemsize)))
+    return min(page_size, max(16, TILE_BYTES // (tile_width(size) * itemsize)))
+
+
+def tile_width(size: int) -> int:
+    """Columns of a tile of queries, keys or values; tl.dot needs 16."""
+    return max(16, triton.next_power_of_2(size))
 
 
 def num_splits(groups: int, max_keys: int, keys: int, device: torch.device) -> int:

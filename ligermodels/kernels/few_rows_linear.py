@@ -28,7 +28,7 @@ from ligermodels.kernels.norm_tiles import check_weights, to_fp32
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.rms_norm import check_offset
 
-FEW_ROWS = 4  # up to so many, layers take these kernels instead of cuBLAS
+FEW_ROWS = 2  # up to so many, layers take these kernels instead of cuBLAS, which is faster from four on (H200)
 MAX_ROWS = 8  # of x: more would not fit into the registers
 STEP_BYTES = 1024  # of each row of W that a program reads in one step
 COLUMNS = {1: 8, 2: 8, 4: 4, 8: 2}  # rows of W that a program multiplies, at most; by rows of x, at most

@@ -51,7 +51,8 @@ def full_forward(model, completion):
 def check_logprobs(completion, logits):
     """The log-probabilities are those of the softmax of these logits."""
     expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.ids, device=DEVICE)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected.float().cpu(), rtol=1e-4, atol=1e-5)
+    exact = {"rtol": 1e-5, "atol": 1e-6} if DEVICE == "cpu" else {"rtol": 1e-4, "atol": 2e-3}  # of logits of some 100
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected.float().cpu(), **exact)
 
 
 def check_greedy(model, completion):

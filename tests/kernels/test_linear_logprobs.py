@@ -75,7 +75,9 @@ def test_a_frozen_head_is_within_the_error_budget(chunks_of_16, short_blocks, lo
         return lambda hidden: function(hidden, weight.to(hidden.dtype), targets, **OPTIONS, **options).logprobs
 
     weight = weight.to(dtype).double()
-    check(frozen(linear_logprobs, low_memory=low_memory), frozen(linear_logprobs_reference), [hidden], dtype, FACTOR)
+    # Rounded once more than with a trained head: it is kept in hidden's dtype until its upstream gradient comes.
+    allowed = 1.5 * FACTOR
+    check(frozen(linear_logprobs, low_memory=low_memory), frozen(linear_logprobs_reference), [hidden], dtype, allowed)
 
 
 def test_half_precision_inputs_have_fp32_logits():
