@@ -30,7 +30,7 @@ from ligermodels.kernels.softmax_sweep import LOG2_E, apply_softcap
 
 TILE_BYTES = 16384  # of the keys that one step of a program reads; as many of values
 WARPS, STAGES, COMBINE_WARPS = 4, 3, 8
-ATTENTION_PROGRAMS_PER_MULTIPROCESSOR = 4  # at least, if there are enough keys
+ATTENTION_PROGRAMS_PER_MULTIPROCESSOR = 2  # at least, if there are enough keys
 MIN_ROWS = 16  # of a tile of queries: the smallest height of tl.dot
 COMBINED_SPLITS = 64  # that the second kernel reads at a time
 

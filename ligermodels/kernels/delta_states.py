@@ -137,7 +137,7 @@ def _backward_scan_kernel(
         dstate += tl.load(dfinal_ptr + whole + cell, in_state, other=0.0).to(tl.float32)
     chunks = tl.cdiv(end - start, SPAN).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
-        chunk = chunks - 1 - step
+        chunk = tl.maximum(chunks - 1 - step, 0)  # loads that are pipelined run ahead of the last step
         first = start + chunk * SPAN
         rows, here = (end - first).to(tl.int32), first * VALUE_HEADS + head
         inside = index < rows

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.conftest import DEVICE
 
 FACTOR = 1.5
+APPROXIMATE = 1.5  # times that in fp32 on a GPU, where exponentials and divisions of Triton are approximate to 2 ulp
 FEW_NUMBERS = 16  # below this, errors do not average out
 # The Triton interpreter computes bf16 comparisons and dots wrongly: under it, fp16 is the half precision tested.
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
@@ -42,6 +43,7 @@ def check(
     plain = run(reference, inputs, dtype, generator)
     result = run(ours, inputs, dtype, generator, change_layout)
     assert len(result) == len(exact)
+    factor *= APPROXIMATE if DEVICE == "cuda" and dtype == torch.float32 else 1.0
     for index, (got, expected, baseline) in enumerate(zip(result, exact, plain, strict=True)):
         assert got.dtype == baseline.dtype and got.shape == baseline.shape, f"tensor {index}: {got.dtype} {got.shape}"
         error = relative_error(got, expected)
