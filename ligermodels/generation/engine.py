@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Unpack
 
 import torch
@@ -23,7 +24,7 @@ from ligermodels.generation.rows import NO_TOKEN, Drawing, RowStates, decode_ste
 from ligermodels.generation.sampling import Sampling, SamplingOptions
 from ligermodels.generation.stop_strings import StopStrings
 from ligermodels.generation.stop_tokens import model_stop_tokens
-from ligermodels.generation.texts import RowText, TextTokenizer
+from ligermodels.generation.texts import RowText, TextTokenizer, token_ids
 
 DEFAULT_ROWS = 256
 PREFILL_TOKENS = 8192  # of one prefill: enough for matrix products at full speed
@@ -69,7 +70,7 @@ class Engine:
     max_tokens: tokens that the cache holds, of all requests together; None for what 80 % of the GPU's free memory
     holds. max_length: tokens of one request; None for max_tokens. max_rows: samples that run at a time.
 
-    Raises InputError for a model that has no weights in memory, and on the CPU without max_tokens.
+    Raises InputError for a model that has no weights in memory, for a size below 1, and on the CPU without max_tokens.
     """
 
     def __init__(
@@ -83,6 +84,9 @@ class Engine:
     ) -> None:
         if model.device.type == "meta":
             raise InputError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")
+        for name, size in (("max_tokens", max_tokens), ("max_length", max_length), ("max_rows", max_rows)):
+            if size is not None and size < 1:
+                raise InputError(f"generate: {name} is {size}; must be at least 1")
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
         self.max_rows = max_rows
         self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
@@ -100,7 +104,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: Sequence[int] | str,
+        prompt: Sequence[int] | Tensor | str,
         *,
         max_new_tokens: int,
         stop_tokens: Collection[int] | None = None,
@@ -111,16 +115,21 @@ class Engine:
         """Adds a request and returns its number. It runs while the engine is iterated over.
 
         prompt: token ids, or a text if the engine has a tokenizer. stop_tokens: what ends a sample; None for the
-        end-of-text tokens of the checkpoint and of the tokenizer. shown: tokens whose text the results continue; None
-        for those of the prompt. stream: which of the seed's sequences of random numbers; None for the request's number.
+        end-of-text tokens of the checkpoint and of the tokenizer, () for none. shown: tokens whose text the results
+        continue; None for those of the prompt. stream: which of the seed's sequences of random numbers; None for the
+        request's number.
         sampling: see `Sampling`.
 
         Raises InputError for an empty prompt, a token id outside the vocabulary, options out of range, and a request
         that the cache cannot hold.
         """
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        check_prompt(ids, max_new_tokens, self.model.config.vocab_size)
-        stops = model_stop_tokens(self.model, self.tokenizer) if stop_tokens is None else stop_tokens
+        vocab_size = self.model.config.vocab_size
+        ids = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
+        check_prompt(ids, max_new_tokens, vocab_size)
+        if stop_tokens is None:
+            stop_tokens = model_stop_tokens(self.model, self.tokenizer)
+        stops = token_ids(stop_tokens)
+        check_in_vocabulary(stops, vocab_size, "leave it out of stop_tokens")
         options = SamplingOptions(**sampling)
         if options.stop and self.tokenizer is None:
             raise InputError("generate: stop strings need a tokenizer; give that of load_tokenizer, or use stop_tokens")
@@ -161,10 +170,9 @@ class Engine:
             self.drop_all()
 
     def drop_all(self) -> None:
-        """Forgets all requests and frees their rows and pages."""
+        """Forgets all requests and frees their rows and pages, wherever a step was interrupted."""
+        self.cache.release_all()
         self.launched.clear()
-        for sample in [*self.samples, *(sample for prompt in self.prompts for sample in prompt.samples)]:
-            self.cache.release(sample.tables)
         self.waiting.clear()
         self.prompts.clear()
         self.samples.clear()
@@ -292,17 +300,16 @@ class Engine:
         """Frees the rows and pages of samples; the last rows in use move to the places that they leave."""
         if not ended:
             return
-        moves: dict[int, int] = {}  # target -> source, both places before the moves
-        places = list(range(len(self.samples)))
+        places = list(range(len(self.samples)))  # before the moves
         for sample in ended:
             self.cache.release(sample.tables)
             place = self.samples.index(sample)
             last, last_place = self.samples.pop(), places.pop()
             if last is not sample:
                 self.samples[place], places[place] = last, last_place
-        moves = {target: source for target, source in enumerate(places) if target != source}
-        if moves:
-            self.rows.move(list(moves.values()), list(moves))
+        targets = [target for target, source in enumerate(places) if target != source]
+        if targets:
+            self.rows.move([places[target] for target in targets], targets)
         self.rows.running[len(self.samples) :] = False
 
     def warn_beyond(self, position: int) -> None:
@@ -312,7 +319,7 @@ class Engine:
             warnings.warn(
                 f"the text is longer than the {trained:,} tokens that the model was trained for "
                 "(max_position_embeddings), and may become worse from here on",
-                stacklevel=2,
+                stacklevel=1,  # one place, so that Python shows it once
             )
         self.longest = max(self.longest, position)
 
@@ -321,14 +328,15 @@ def check_prompt(ids: Sequence[int], max_new_tokens: int, vocab_size: int) -> No
     """Raises InputError for an empty prompt, an id outside the vocabulary, and fewer than one new token."""
     if not ids:
         raise InputError("generate: a prompt is empty; give each at least one token")
-    if max_new_tokens < 1:
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
         raise InputError(f"generate: max_new_tokens is {max_new_tokens}; must be at least 1")
+    check_in_vocabulary(ids, vocab_size, "encode the prompt with the model's own tokenizer")
+
+
+def check_in_vocabulary(ids: Collection[int], vocab_size: int, remedy: str) -> None:
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
-        raise InputError(
-            f"generate: token id {outside} is outside the vocabulary of {vocab_size}; "
-            "encode the prompt with the model's own tokenizer"
-        )
+        raise InputError(f"generate: token id {outside} is outside the vocabulary of {vocab_size}; {remedy}")
 
 
 def drawing_of(samples: Sequence[Sample]) -> Drawing:
