@@ -144,9 +144,9 @@ class RowStates:
         if drawing.penalties:
             penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
             logits = penalize(logits, self.history, *penalties)
-        filters = (self.top_k, self.top_p, self.min_p) if drawing.filters else (None, None, None)
+        top_k, top_p, min_p = (self.top_k, self.top_p, self.min_p) if drawing.filters else (None, None, None)
         counters = torch.stack([self.streams, self.positions + 1], -1)
-        tokens, logprobs = sample(logits, self.temperature, *filters, self.seeds, counters)
+        tokens, logprobs = sample(logits, self.temperature, top_k, top_p, min_p, self.seeds, counters)
         if drawing.penalties:
             count_tokens(self.history, tokens, self.running)
         self.drawn.copy_(tokens.where(self.running, NO_TOKEN))

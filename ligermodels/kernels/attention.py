@@ -73,7 +73,7 @@ def attention(
     Raises ValueError for packed documents in a batch of several rows, for offsets of the keys without those of the
     queries or the reverse, for position_ids without causal, and for dropout combined with a softcap or sinks.
     """
-    check_arguments(q, k, softcap, sinks, cu_seqlens, cu_seqlens_k, position_ids, causal, dropout)
+    check_attention(q, k, softcap, sinks, cu_seqlens, cu_seqlens_k, position_ids, causal, dropout)
     q, k, v = autocast(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # An exported program is for any length: this one must not be compared.
@@ -97,7 +97,7 @@ def attention(
     return dense_attention(q, k, v, sinks, scale, softcap, mask, None, dropout)
 
 
-def check_arguments(
+def check_attention(
     q: Tensor, k: Tensor, softcap: float | None, sinks: Tensor | None, cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None, position_ids: Tensor | None, causal: bool, dropout: float,
 ) -> None:  # fmt: skip

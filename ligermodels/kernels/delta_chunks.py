@@ -10,8 +10,8 @@ less than T // SPAN + documents: a size that the host knows, so that nothing wai
     inverse [T, Hv, SPAN]       M = (1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of M at token i
 and `_pairs_kernel`, for the forward pass and again for the backward pass,
     pairs [T, Hv, SPAN]         P = (Q Kᵀ)∘exp(G_i - G_j), i >= j
-Diagonal blocks of BLOCK rows are inverted by substitution. With D these inverses and E = D (A without the blocks),
-whose power SPAN / BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
+Diagonal blocks of INVERSE_BLOCK rows are inverted by substitution. With D these inverses and E = D (A without the blocks),
+whose power SPAN / INVERSE_BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
 Must not know states or outputs.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from ligermodels.kernels.launch import kernel, shared_memory
 
 SPAN = tl.constexpr(64)  # tokens of a chunk
-BLOCK = tl.constexpr(16)  # rows that are inverted by substitution
+INVERSE_BLOCK = tl.constexpr(16)  # rows that are inverted by substitution
 DOCUMENTS_TILE = tl.constexpr(128)  # documents that a search reads at a time
 # Warps of `_prepare_kernel` and `_pairs_kernel`, with the matrix units of Hopper and newer GPUs and with others.
 PREPARE_WARPS = {True: 4, False: 8}
@@ -151,12 +151,12 @@ def _reciprocal_norms(x, eps):
 @triton.jit
 def _invert(a, PRECISION: tl.constexpr):
     """(1 + a)^-1 of a strictly lower triangular [SPAN, SPAN] in fp32."""
-    BLOCKS: tl.constexpr = SPAN // BLOCK
-    block, row = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+    BLOCKS: tl.constexpr = SPAN // INVERSE_BLOCK
+    block, row = tl.arange(0, BLOCKS), tl.arange(0, INVERSE_BLOCK)
     same = (block[:, None, None, None] == block[None, None, :, None]) & (row >= 0)[None, :, None, None]
-    tiles = tl.reshape(a, [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    tiles = tl.reshape(a, [BLOCKS, INVERSE_BLOCK, BLOCKS, INVERSE_BLOCK])
     inverse = -tl.sum(tl.where(same, tiles, 0.0), 2)  # the diagonal blocks: [block, row, column]
-    for index in tl.static_range(1, BLOCK):
+    for index in tl.static_range(1, INVERSE_BLOCK):
         here = (row == index)[None, :, None]
         factors = tl.sum(tl.where(here, inverse, 0.0), 1)
         inverse = tl.where(here, (factors + tl.sum(factors[:, :, None] * inverse, 1))[:, None, :], inverse)

@@ -37,7 +37,7 @@ from ligermodels.losses.divergences import (
     valid_ids,
 )
 
-Teacher = Tensor | tuple[Tensor, Tensor]
+TeacherInputs = Tensor | tuple[Tensor, Tensor]
 
 
 class DivergenceOutput(NamedTuple):
@@ -80,7 +80,7 @@ class _Teacher(NamedTuple):
     logprobs: Tensor | None = None  # [..., k], of ids
 
     @classmethod
-    def of(cls, given: Teacher) -> "_Teacher":
+    def of(cls, given: TeacherInputs) -> "_Teacher":
         if isinstance(given, Tensor):
             return cls(given.detach())
         first, second = (x.detach() for x in given)
@@ -143,7 +143,7 @@ class _SummedLoss(Node):
 
 
 def linear_divergence(
-    hidden: Tensor, weight: Tensor, teacher: Teacher, *, kind: str = "forward_kl", b: float = 0.5, tail: bool = True,
+    hidden: Tensor, weight: Tensor, teacher: TeacherInputs, *, kind: str = "forward_kl", b: float = 0.5, tail: bool = True,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, vocab: int | None = None,
     row_weight: Tensor | None = None, targets: Tensor | None = None, ignore_index: int = -100, ce_weight: float = 0.0,
@@ -170,14 +170,16 @@ def linear_divergence(
     return _summed(_apply_node if runs_kernels(hidden) else _reference, hidden, weight, teacher, options)
 
 
-def linear_divergence_reference(hidden: Tensor, weight: Tensor, teacher: Teacher, **options: Any) -> DivergenceOutput:
+def linear_divergence_reference(
+    hidden: Tensor, weight: Tensor, teacher: TeacherInputs, **options: Any
+) -> DivergenceOutput:
     """Options as in `linear_divergence`."""
     return _summed(_reference, hidden, weight, teacher, _Options(**options))
 
 
 def _summed(
     compute: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]], hidden: Tensor, weight: Tensor,
-    given: Teacher, options: _Options,
+    given: TeacherInputs, options: _Options,
 ) -> DivergenceOutput:  # fmt: skip
     """compute: the node or its reference; both return the loss, then divergence, entropy and cross-entropy of rows."""
     teacher = _Teacher.of(given)

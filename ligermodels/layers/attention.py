@@ -11,7 +11,7 @@ from ligermodels.configs.base import Config
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.cache import LayerCache
 from ligermodels.kernels.attention import attention, packed_attention_name
-from ligermodels.kernels.cache_write import CacheSlots
+from ligermodels.kernels.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
 from ligermodels.layers.fused import (
     apply_linear,
@@ -150,6 +150,11 @@ class JointQKNormAttention(QKNormAttention):
 class RotatedQKNormAttention(QKNormAttention):
     """Attention with QK-norm over each head after RoPE."""
 
-    def split_and_rotate(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = Attention.split_and_rotate(self, qkv, positions)
-        return self.q_norm(q), self.k_norm(k), v
+    def split_and_rotate(
+        self, qkv: Tensor, positions: Positions, slots: CacheSlots | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Attention.split_and_rotate(self, qkv, positions, None)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if slots is not None:
+            write_cache(k, v, slots)
+        return q, k, v
