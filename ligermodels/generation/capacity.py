@@ -60,7 +60,7 @@ def check_room(cache: PagedCache, request: Request, max_rows: int) -> None:
     if request.length > longest:
         raise InputError(
             f"generate: a prompt of {size} is longer than the {longest:,} that the engine holds for one request; lower "
-            "max_new_tokens, or give the engine a larger max_length"
+            "max_new_tokens, or give the engine a larger max_length (--cache-tokens)"
         )
     needed = cache.pages_needed(prompt_length, request.length, samples)
     for group, pages in zip(cache.groups, needed, strict=True):
@@ -68,5 +68,5 @@ def check_room(cache: PagedCache, request: Request, max_rows: int) -> None:
             raise InputError(
                 f"generate: {counted(samples, 'sample')} of a prompt of {size} need {pages * PAGE_SIZE:,} tokens of "
                 f"the cache, which holds {group.pages * PAGE_SIZE:,}; lower max_new_tokens or n, or give the engine a "
-                "larger max_tokens"
+                "larger max_tokens (--cache-tokens)"
             )
