@@ -16,7 +16,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import check_room, tokens_that_fit
-from ligermodels.generation.graphs import GraphedStep, rows_of_graph, uses_graphs
+from ligermodels.generation.graphs import GraphedStep, ranks_of, rows_of_graph, uses_graphs
 from ligermodels.generation.paged_cache import PagedCache
 from ligermodels.generation.prefill import PrefillStep, PromptPiece
 from ligermodels.generation.requests import GeneratedSample, Request, Sample
@@ -66,7 +66,9 @@ class Engine:
 
     What a request gives depends on its prompt, its options and its random numbers: on other requests only by rounding.
 
-    model: its weights may change between steps. tokenizer: of `load_tokenizer`, for prompts and results that are texts.
+    model: its weights may change between steps. Where they are sharded over ranks (FSDP2), every rank has an engine and
+    submits the same requests, because all ranks gather weights at the same time. tokenizer: of `load_tokenizer`, for
+    prompts and results that are texts.
     max_tokens: tokens that the cache holds, of all requests together; None for what 80 % of the GPU's free memory
     holds. max_length: tokens of one request; None for max_tokens. max_rows: samples that run at a time.
 
@@ -92,6 +94,7 @@ class Engine:
         self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
         self.cache = PagedCache(model.attention_windows(), self.max_tokens, max_length or self.max_tokens, max_rows)
         self.rows = RowStates.allocate(self.cache, max_rows, model.config.vocab_size, self.device)
+        self.ranks = ranks_of(model)
         self.graphs = GraphedStep(self.decode, model.parameters) if uses_graphs(model) else None
         self.waiting: deque[Request] = deque()
         self.prompts: deque[AdmittedRequest] = deque()
@@ -133,6 +136,10 @@ class Engine:
         options = SamplingOptions(**sampling)
         if options.stop and self.tokenizer is None:
             raise InputError("generate: stop strings need a tokenizer; give that of load_tokenizer, or use stop_tokens")
+        if self.ranks > 1 and options.temperature > 0 and options.seed is None:
+            raise InputError(
+                f"generate: the weights are sharded over {self.ranks} ranks, which must draw equal tokens; give a seed"
+            )
         if options.has_penalties and not self.rows.history.shape[1]:
             self.rows = self.rows.with_history()
         number = self.submitted

@@ -29,6 +29,11 @@ def uses_graphs(model: GenerativeModel) -> bool:
     return all(weight.is_cuda for weight in weights) and not any(isinstance(weight, DTensor) for weight in weights)
 
 
+def ranks_of(model: GenerativeModel) -> int:
+    """Over how many ranks the weights are distributed, which all have to run the same steps."""
+    return max(weight.device_mesh.size() if isinstance(weight, DTensor) else 1 for weight in model.parameters())
+
+
 class GraphedStep:
     """`step(rows, drawing)`, replayed from a CUDA graph from the second call of each pair of arguments on.
 
