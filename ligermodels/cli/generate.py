@@ -87,7 +87,7 @@ def option(name: str) -> Callable[[str], float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    refuse_contradictions(args)
+    refuse_flag_conflicts(args)
     sampling = sampling_of(args)
     if args.file is None:
         args.prompt = given_prompt(args)
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_contradictions(args: argparse.Namespace) -> None:
+def refuse_flag_conflicts(args: argparse.Namespace) -> None:
     """Raises InputError for flags that exclude each other, or need another one."""
     if args.system is not None and not args.chat:
         raise InputError("generate: --system needs --chat")

@@ -26,8 +26,8 @@ from ligermodels.units import counted
 
 STANDARD_STREAM = "-"
 FIRST_FIELD = b'{"index": '  # of every line that is written
-RESULTS = ("index", "sample", "completion", "finish_reason", "ids", "logprobs")  # fields that a line gets
-Value = TypeVar("Value")
+RESULT_FIELDS = ("index", "sample", "completion", "finish_reason", "ids", "logprobs")  # fields that a line gets
+Parsed = TypeVar("Parsed")
 
 
 class Encoder(Protocol):
@@ -85,8 +85,8 @@ def generate_file(
     total = None if source == STANDARD_STREAM else sum(1 for _ in raw_lines(source))
     with ExitStack() as stack:
         output = sys.stdout.buffer if target == STANDARD_STREAM else stack.enter_context(open_output(Path(target)))
-        progress = stack.enter_context(Progress(total))
-        batch = Batch(engine, encode, prompt_lines(source), written, max_new_tokens, sampling, progress)
+        progress = stack.enter_context(PromptProgress(total))
+        batch = PromptBatch(engine, encode, prompt_lines(source), written, max_new_tokens, sampling, progress)
         for line, sample in batch.results():
             write(output, encode_result(line, sample, logprobs), target)
     return progress.refused
@@ -103,12 +103,12 @@ def write(output: BinaryIO, line: bytes, target: str) -> None:
         raise InputError(f"--output {target}: not written: {error.strerror}; {remedy}") from error
 
 
-class Batch:
+class PromptBatch:
     """The lines that the engine works on, and those that it has yet to get."""
 
     def __init__(
         self, engine: Engine, encode: Encoder, lines: Iterator[tuple[int, str, bytes]], written: dict[int, Written],
-        max_new_tokens: int, sampling: Sampling, progress: "Progress",
+        max_new_tokens: int, sampling: Sampling, progress: "PromptProgress",
     ) -> None:  # fmt: skip
         self.engine, self.encode, self.lines, self.written = engine, encode, lines, written
         self.max_new_tokens, self.sampling, self.progress = max_new_tokens, sampling, progress
@@ -151,7 +151,7 @@ class Batch:
             if request is not None:
                 self.submitted[request], self.remaining[request] = PromptLine(index, fields), self.samples
 
-    def attempt(self, place: str, function: Callable[..., Value], *arguments: Any) -> Value | None:
+    def attempt(self, place: str, function: Callable[..., Parsed], *arguments: Any) -> Parsed | None:
         """What the function returns; None, after a line on stderr, for a line that cannot be used."""
         try:
             return function(*arguments)
@@ -167,7 +167,7 @@ class Batch:
         return self.engine.submit(ids, **options, **self.sampling)
 
 
-class Progress:
+class PromptProgress:
     """A progress bar on a terminal, a line at the end, and a line for each line that cannot be used; all on stderr."""
 
     def __init__(self, total: int | None) -> None:
@@ -223,7 +223,7 @@ def parse_line(raw: bytes, place: str) -> dict[str, Any]:
     fields = decode_json_line(raw, place)
     if not isinstance(fields, dict) or "prompt" not in fields:
         raise InputError('has no field prompt; must be an object such as {"prompt": "Once upon a time"}')
-    taken = [name for name in RESULTS if name in fields]
+    taken = [name for name in RESULT_FIELDS if name in fields]
     if taken:
         raise InputError(f"has a field {taken[0]}, which is one of the results; rename it")
     return fields
@@ -248,9 +248,9 @@ def results_in(target: Path) -> dict[int, Written]:
         if not line.endswith(b"\n") and (line.startswith(FIRST_FIELD) or FIRST_FIELD.startswith(line)):
             break
         fields = decode_json_line(line, f"{target}:{number}") if line.startswith(FIRST_FIELD) else {}
-        if not all(isinstance(fields.get(name), int) for name in RESULTS[:2]):
+        if not all(isinstance(fields.get(name), int) for name in RESULT_FIELDS[:2]):
             raise InputError(f"{target}:{number}: is not a result of generate; give another --output")
-        own = {name: value for name, value in fields.items() if name not in RESULTS}
+        own = {name: value for name, value in fields.items() if name not in RESULT_FIELDS}
         written.setdefault(fields["index"], Written(digest(own), set())).samples.add(fields["sample"])
     return written
 

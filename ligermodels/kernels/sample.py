@@ -73,8 +73,8 @@ def sample_reference(
     target = multiply_high_reference(draw_bits_reference(seeds, counters), total)
     drawn = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
     token = torch.where(greedy[:, None], first_best, drawn)
-    logprob = (logits.gather(-1, token) - best) * inverse
-    return token[:, 0], logprob[:, 0] - (total.float() / MASS_OF_ONE).log()
+    logprob = ((logits.gather(-1, token) - best) * inverse)[:, 0] - (total.float() / MASS_OF_ONE).log()
+    return token[:, 0], torch.where(greedy, logits.log_softmax(-1).amax(-1), logprob)
 
 
 def threshold_reference(logits: Tensor, masses: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

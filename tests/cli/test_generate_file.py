@@ -182,8 +182,8 @@ def test_no_more_lines_are_read_than_wait_and_run(folder, monkeypatch):
             yield index, f"line {index}", b'{"prompt": "w5"}'
 
     encode = generate_file.prompt_encoder(engine.tokenizer, False, None)
-    with generate_file.Progress(None) as progress:
-        batch = generate_file.Batch(engine, encode, lines(), {}, 3, {}, progress)
+    with generate_file.PromptProgress(None) as progress:
+        batch = generate_file.PromptBatch(engine, encode, lines(), {}, 3, {}, progress)
         for done, _ in enumerate(batch.results()):
             assert len(read) <= done + 2 * engine.max_rows + 1
     assert len(read) == 12 and not batch.submitted and progress.lines == 12
