@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, Self, TypeVar
@@ -36,7 +37,8 @@ class Encoder(Protocol):
     def __call__(self, prompt: Any) -> tuple[list[int], Sequence[int]]: ...
 
 
-class PromptLine(NamedTuple):
+@dataclass(frozen=True)
+class PromptLine:
     """A line of the input. index: of the lines that are not blank, from 0."""
 
     index: int
@@ -163,8 +165,7 @@ class PromptBatch:
     def submit_line(self, index: int, prompt: Any) -> int:
         """The number of the line's request. Its random numbers depend on its index."""
         ids, shown = self.encode(prompt)
-        options = {"max_new_tokens": self.max_new_tokens, "shown": shown, "stream": index}
-        return self.engine.submit(ids, **options, **self.sampling)
+        return self.engine.submit(ids, max_new_tokens=self.max_new_tokens, shown=shown, stream=index, **self.sampling)
 
 
 class PromptProgress:

@@ -163,6 +163,21 @@ def test_an_output_of_other_lines_is_refused_and_not_changed(run, tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "not ours"
 
 
+def test_a_conversation_has_one_engine_and_ends_where_its_cache_is_full(folder, capsys, monkeypatch):
+    built = []
+    init = ligermodels.Engine.__init__
+    monkeypatch.setattr(
+        ligermodels.Engine, "__init__", lambda *args, **options: built.append(options) or init(*args, **options)
+    )
+    lines = b"w5\nw6\n" + b"w7 " * 60 + b"\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    flags = ["--chat", "--device", "cpu", "--max-new-tokens", "4", "--cache-tokens", "64", "--stop", "nothing"]
+    assert main(["generate", str(folder), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 2 and len(built) == 1 and built[0]["max_tokens"] == 64
+    assert "is longer than the 64 that the engine holds for one request" in err and err.count("\n") == 1
+
+
 def test_standard_input_and_output_take_the_place_of_files(folder, capsys, monkeypatch):
     lines = "".join(json.dumps(fields) + "\n" for fields in PROMPTS)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode()), encoding="utf-8"))
