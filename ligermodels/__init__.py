@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 HOMES = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
+    "Engine": "generation",
+    "GeneratedSample": "generation",
     "HubError": "errors",
     "InputError": "errors",
     "add_lora": "layers.lora_targets",

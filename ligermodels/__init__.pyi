@@ -6,6 +6,8 @@ from ligermodels.errors import CheckpointError as CheckpointError
 from ligermodels.errors import ConfigError as ConfigError
 from ligermodels.errors import HubError as HubError
 from ligermodels.errors import InputError as InputError
+from ligermodels.generation import Engine as Engine
+from ligermodels.generation import GeneratedSample as GeneratedSample
 from ligermodels.generation import generate as generate
 from ligermodels.generation import stream as stream
 from ligermodels.hub import create as create

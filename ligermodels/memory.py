@@ -13,6 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ligermodels.generation.capacity import cache_bytes
+from ligermodels.generation.engine import PREFILL_TOKENS
+from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, QKNormAttention
 from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
@@ -96,7 +99,7 @@ class TrainingMemory:
 
 @dataclass(frozen=True)
 class InferenceMemory:
-    """Bytes of generation. prompt: approximate size of the intermediate results of one block for the whole prompt."""
+    """Bytes of generation. prompt: approximate size of the intermediate results of one block for a prefill."""
 
     weights: int
     cache: int
@@ -204,11 +207,18 @@ def unsharded_bytes(
 
 
 def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype) -> InferenceMemory:
-    """The memory to generate batch_size rows of sequence_length tokens in total, nearly all of them in the prompt."""
-    tokens, size, config = batch_size * sequence_length, dtype.itemsize, model.config
-    per_token = 2 * config.num_hidden_layers * config.key_value_size
-    largest = max(saved_by_block(block, size) for block in decoder_blocks(model))
-    return InferenceMemory(elements(model.parameters()) * size, tokens * per_token * size, tokens * largest)
+    """The memory to generate batch_size rows of sequence_length tokens in total, nearly all of them in the prompt.
+
+    The cache is that of the engine: whole pages, and of layers with a window the pages of the window alone. Prompts are
+    computed up to PREFILL_TOKENS tokens at a time.
+    """
+    paged = batch_size * pages_for(sequence_length) * PAGE_SIZE
+    largest = max(saved_by_block(block, dtype.itemsize) for block in decoder_blocks(model))
+    return InferenceMemory(
+        weights=elements(model.parameters()) * dtype.itemsize,
+        cache=cache_bytes(model, paged, batch_size, sequence_length, dtype),
+        prompt=min(batch_size * sequence_length, PREFILL_TOKENS) * largest,
+    )
 
 
 def decoder_blocks(model: CausalLM) -> list[Block]:

@@ -228,7 +228,7 @@ def test_a_missing_prompt_or_template_is_refused(folder, capsys, monkeypatch):
     assert "--prompt is missing" in error_line(["generate", str(folder)], capsys)
     assert "--chat" in error_line(["generate", str(folder), "--prompt", "w5", "--system", "w9"], capsys)
     assert "no chat template" in error_line(["generate", str(folder), "--prompt", "w5", "--chat"], capsys)
-    assert "no tokens" in error_line(["generate", str(folder), "--prompt", "", "--device", "cpu"], capsys)
+    assert "a prompt is empty" in error_line(["generate", str(folder), "--prompt", "", "--device", "cpu"], capsys)
 
 
 def test_info_shows_parameters_files_and_memory_from_config_json_alone(folder, capsys):

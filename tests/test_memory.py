@@ -5,12 +5,11 @@ import torch
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
-from ligermodels.generation.capacity import cache_bytes
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE
 from ligermodels.memory import count_parameters, inference_memory, state_bytes, training_memory
 from ligermodels.training.optimizers import build_optimizer
-from tests.cases import LLAMA
+from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.saved_bytes import saved_bytes
 
@@ -106,14 +105,17 @@ def nbytes(tensors):
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def test_the_size_of_the_key_value_cache_is_exact():
-    model = ligermodels.create(MODELS["dense"])
-    engine = Engine(model, max_tokens=2 * 128)
+@pytest.mark.parametrize(("name", "pages"), [("llama", 2 * 3 + 1), ("gemma2", 2 * 3 + 1 + 2 * 2 + 1)])
+def test_the_size_of_the_key_value_cache_is_exact(name, pages):
+    """Two rows of 130 tokens take three pages each, in layers with a window of a few tokens two; page 0 is nobody's."""
+    model = ligermodels.create(CASES[name])
+    engine = Engine(model, max_tokens=2 * 3 * PAGE_SIZE, max_length=130, max_rows=2)
     engine.submit(range(5, 70), max_new_tokens=4)
     next(engine.run())
     allocated = nbytes(x for layer in engine.cache.layers for x in (layer.keys, layer.values))
-    page = cache_bytes(model, PAGE_SIZE, 1) - cache_bytes(model, 0, 1)
-    assert inference_memory(model, 2, 128, torch.float32).cache == allocated - page == 4 * page
+    page = 2 * model.config.key_value_size * 4 * PAGE_SIZE
+    layers = model.config.num_hidden_layers // len(engine.cache.groups)
+    assert inference_memory(model, 2, 130, torch.float32).cache == allocated == pages * layers * page
 
 
 def test_only_the_top_k_experts_count_as_active():

@@ -1,13 +1,17 @@
-"""`ligermodels generate`: continues a prompt or holds a conversation; prints the text as it is generated."""
+"""`ligermodels generate`: continues a prompt or holds a conversation; prints the text as it is generated.
+
+The prompts of a file are those of generate_file.py.
+"""
 
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 
 from ligermodels import hub
-from ligermodels.aliases import GENERATE_ALIASES
-from ligermodels.cli.flags import Commands, add_command, not_negative, number, positive
+from ligermodels.aliases import GENERATE_ALIASES, flag_of
+from ligermodels.cli.flags import UNUSABLE_INPUT, Commands, add_command, number, positive, whole_number
 from ligermodels.cli.parsing import (
     add_adapter,
     add_device,
@@ -17,12 +21,24 @@ from ligermodels.cli.parsing import (
     resolve_model,
 )
 from ligermodels.errors import InputError, print_to_stderr, printable
+from ligermodels.generation.capacity import tokens_that_fit
 from ligermodels.generation.decoding import engine_for
-from ligermodels.generation.sampling import Sampling
+from ligermodels.generation.engine import DEFAULT_ROWS, Engine
+from ligermodels.generation.sampling import RULES, Sampling, SamplingOptions
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 
-SAMPLED_PROBABILITY = number(lambda x: 0 < x <= 1, "above 0 and at most 1")
+CACHE_TOKENS = 16384  # on a CPU, or of a conversation with a model that was trained for less; 2 GiB for Llama-3-8B
+# The flag of each option of sampling, and what it does; a rule of generation/sampling.py says what it may be.
+SAMPLING_FLAGS = {
+    "temperature": "0 for greedy decoding",
+    "top_k": "sample from the k most likely tokens",
+    "top_p": "sample from the smallest set with this probability",
+    "min_p": "sample from tokens with at least this part of the highest probability",
+    "repetition_penalty": "divides the logits of tokens of the prompt and of generated ones; 1 for none",
+    "presence_penalty": "subtracted from the logits of generated tokens; 0 for none",
+    "frequency_penalty": "subtracted from the logits of generated tokens for each time; 0 for none",
+}
 
 
 def add_to(commands: Commands) -> None:
@@ -40,33 +56,92 @@ def add_to(commands: Commands) -> None:
         "standard input is a message of the user")
     # fmt: on
     parser.add_argument("--system", help="the system message, with --chat")
+    # fmt: off
+    parser.add_argument("--file", metavar="PATH", help="JSON lines with a prompt each, a text or a list of messages; "
+        "with --chat, a text is the user's message; - for standard input")
+    parser.add_argument("--output", metavar="PATH", help="JSON lines with the fields of --file and the completions, in "
+        "the order in which they end; what an interrupted run has written is kept (default: standard output)")
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="limit of new tokens")
-    parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 for greedy decoding")
-    parser.add_argument("--top-k", type=positive, help="sample from the k most likely tokens")
-    parser.add_argument("--top-p", type=SAMPLED_PROBABILITY, help="sample from the smallest set with this probability")
+    for name, meaning in SAMPLING_FLAGS.items():
+        default = getattr(SamplingOptions(), name)
+        parser.add_argument(flag_of(name), type=option(name), metavar="N", default=default, help=meaning)
+    parser.add_argument("--stop", nargs="+", metavar="TEXT", help="texts that end a completion, which is cut before "
+        "them")
+    parser.add_argument("--num-samples", type=positive, default=1, help="completions of each prompt")
+    parser.add_argument("--logprobs", action="store_true", help="with --file, add token ids and their "
+        "log-probabilities")
     parser.add_argument("--seed", type=int, help="seed of the random numbers, for reproducible samples")
+    parser.add_argument("--cache-tokens", type=positive, help="tokens that the key-value cache holds: the most that a "
+        "conversation may have, or all prompts of --file that run at a time (default: what 80 %% of the GPU's free "
+        f"memory holds, of a conversation at most what the model was trained for; on a CPU {CACHE_TOKENS})")
+    # fmt: on
     add_dtype(parser, "compute dtype (default: the dtype of the weights)")
     add_device(parser)
     add_revision(parser)
 
 
-def run(args: argparse.Namespace) -> None:
-    if args.system is not None and not args.chat:
-        raise InputError("generate: --system needs --chat")
-    args.prompt = given_prompt(args)
+def option(name: str) -> Callable[[str], float]:
+    """The value of an option of sampling."""
+    rule = RULES[name]
+    return number(rule.holds, rule.words) if rule.kind is Real else whole_number(1, rule.words)
+
+
+def run(args: argparse.Namespace) -> int:
+    refuse_flag_conflicts(args)
+    sampling = sampling_of(args)
+    if args.file is None:
+        args.prompt = given_prompt(args)
     folder, adapter = resolve_model(args.model, args)
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
     if args.chat:  # raises errors of the template before the weights are loaded
         tokenizer.render_chat_template(first_messages(args, "…"), add_generation_prompt=True)
     model = load_with_adapter(folder, adapter, dtype=args.dtype, device=args.device)
     with warnings.catch_warnings(record=True) as caught:
+        if args.file is not None:
+            return run_file(model, tokenizer, args, sampling)
         if args.chat:
-            converse(model, tokenizer, args, caught)
+            converse(model, tokenizer, args, sampling, caught)
         else:
             ids = tokenizer.encode(args.prompt)
-            pieces = stream_text(model, tokenizer, ids, args, shown=ids)
-            print(args.prompt, end="", flush=True)
-            show(pieces, caught)
+            continue_prompt(model, tokenizer, ids, args, sampling, caught)
+    return 0
+
+
+def refuse_flag_conflicts(args: argparse.Namespace) -> None:
+    """Raises InputError for flags that exclude each other, or need another one."""
+    if args.system is not None and not args.chat:
+        raise InputError("generate: --system needs --chat")
+    if args.file is not None and args.prompt is not None:
+        raise InputError("generate: --file and --prompt are both given; leave out one")
+    for flag, given in (("--output", args.output is not None), ("--logprobs", args.logprobs)):
+        if given and args.file is None:
+            raise InputError(f"generate: {flag} needs --file")
+    if args.chat and args.num_samples > 1 and args.file is None:
+        raise InputError("generate: --num-samples with --chat needs --file: a conversation continues one answer")
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """The options of sampling. Raises InputError for those that contradict each other."""
+    sampling: Sampling = {"stop": args.stop, "n": args.num_samples, "seed": args.seed}
+    for name in SAMPLING_FLAGS:
+        sampling[name] = getattr(args, name)  # type: ignore[literal-required]
+    SamplingOptions(**sampling)
+    return sampling
+
+
+def run_file(model: CausalLM, tokenizer: Tokenizer, args: argparse.Namespace, sampling: Sampling) -> int:
+    """Continues the prompts of --file; returns the exit status."""
+    from ligermodels.cli.generate_file import STANDARD_STREAM, generate_file, prompt_encoder  # imports training
+
+    tokens = args.cache_tokens or default_cache_tokens(model, DEFAULT_ROWS)
+    engine = Engine(model, tokenizer=tokenizer, max_tokens=tokens)
+    encode, target = prompt_encoder(tokenizer, args.chat, args.system), args.output or STANDARD_STREAM
+    refused = generate_file(engine, encode, args.file, target, args.max_new_tokens, sampling, args.logprobs)
+    return UNUSABLE_INPUT if refused else 0
+
+
+def default_cache_tokens(model: CausalLM, rows: int) -> int:
+    return tokens_that_fit(model, rows) if model.device.type == "cuda" else CACHE_TOKENS
 
 
 def given_prompt(args: argparse.Namespace) -> str | None:
@@ -95,15 +170,35 @@ def first_messages(args: argparse.Namespace, text: str) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": text}]
 
 
+def continue_prompt(
+    model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int], args: argparse.Namespace, sampling: Sampling,
+    caught: list[warnings.WarningMessage],
+) -> None:  # fmt: skip
+    """Prints the prompt and its continuation as it is generated; several samples when they have ended."""
+    engine = engine_for(model, tokenizer, [ids], args.max_new_tokens, None, sampling, ids)
+    if args.num_samples == 1:
+        print(args.prompt, end="", flush=True)
+        show(pieces(engine), caught)
+        return
+    for sample in engine:
+        print(f"--- {sample.sample + 1} ---\n{args.prompt}", end="")
+        show(iter([sample.text or ""]), caught)
+
+
 def converse(
-    model: CausalLM, tokenizer: Tokenizer, args: argparse.Namespace, caught: list[warnings.WarningMessage]
-) -> None:
+    model: CausalLM, tokenizer: Tokenizer, args: argparse.Namespace, sampling: Sampling,
+    caught: list[warnings.WarningMessage],
+) -> None:  # fmt: skip
     """Answers the prompt, or without one the user's messages until the input ends."""
+    trained = max(model.config.trained_length, CACHE_TOKENS)
+    tokens = args.cache_tokens or min(default_cache_tokens(model, 1), trained)
+    engine = Engine(model, tokenizer=tokenizer, max_tokens=tokens, max_rows=1)
     messages: list[dict[str, str]] = []
     for text in user_turns(args.prompt):
         messages += [{"role": "user", "content": text}] if messages else first_messages(args, text)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        messages.append({"role": "assistant", "content": show(stream_text(model, tokenizer, ids, args), caught)})
+        engine.submit(ids, max_new_tokens=args.max_new_tokens, shown=(), **sampling)
+        messages.append({"role": "assistant", "content": show(pieces(engine), caught)})
 
 
 def user_turns(prompt: str | None) -> Iterator[str]:
@@ -128,11 +223,11 @@ def typed_lines() -> Iterator[str]:
             return
 
 
-def show(pieces: Iterator[str], caught: list[warnings.WarningMessage]) -> str:
+def show(text_pieces: Iterator[str], caught: list[warnings.WarningMessage]) -> str:
     """Prints the pieces of a text as they are generated, then the warnings caught; returns the text."""
     text = ""
     try:
-        for piece in pieces:
+        for piece in text_pieces:
             print(piece, end="", flush=True)
             text += piece
     finally:
@@ -142,15 +237,6 @@ def show(pieces: Iterator[str], caught: list[warnings.WarningMessage]) -> str:
     return text
 
 
-def stream_text(
-    model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int], args: argparse.Namespace, shown: Sequence[int] = ()
-) -> Iterator[str]:
-    """The text that follows `ids`, piece by piece, up to a stop token of the model or the tokenizer.
-
-    shown: ids whose text has been printed already; the space between the two texts depends on it.
-    """
-    if not ids:
-        raise InputError("generate: the prompt has no tokens; pass a text that is not empty")
-    sampling: Sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
-    engine = engine_for(model, tokenizer, [ids], args.max_new_tokens, None, sampling, shown)
+def pieces(engine: Engine) -> Iterator[str]:
+    """The text of the engine's only sample, piece by piece."""
     return (drawn.text for step in engine.run() for drawn in step)

@@ -14,11 +14,14 @@ SHARE = 0.8  # of the free memory; the rest is for activations and logits
 MOST_PAGES = 2**24  # that are considered: a billion tokens
 
 
-def cache_bytes(model: GenerativeModel, max_tokens: int, max_rows: int) -> int:
-    """The memory of a paged cache for so many tokens and rows."""
-    groups = layer_groups(model.attention_windows(), max_tokens, max_tokens, max_rows)
+def cache_bytes(
+    model: GenerativeModel, max_tokens: int, max_rows: int, max_length: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> int:  # fmt: skip
+    """The memory of a paged cache; sizes as those of `Engine`. dtype: of keys and values; None for the model's."""
+    groups = layer_groups(model.attention_windows(), max_tokens, max_length or max_tokens, max_rows)
     slots = sum(group.slots * len(group.layers) for group in groups)
-    return slots * 2 * model.config.key_value_size * model.dtype.itemsize
+    return slots * 2 * model.config.key_value_size * (dtype or model.dtype).itemsize
 
 
 def tokens_that_fit(model: GenerativeModel, max_rows: int) -> int:
@@ -60,7 +63,7 @@ def check_room(cache: PagedCache, request: Request, max_rows: int) -> None:
     if request.length > longest:
         raise InputError(
             f"generate: a prompt of {size} is longer than the {longest:,} that the engine holds for one request; lower "
-            "max_new_tokens, or give the engine a larger max_length"
+            "max_new_tokens, or give the engine a larger max_length (--cache-tokens)"
         )
     needed = cache.pages_needed(prompt_length, request.length, samples)
     for group, pages in zip(cache.groups, needed, strict=True):
@@ -68,5 +71,5 @@ def check_room(cache: PagedCache, request: Request, max_rows: int) -> None:
             raise InputError(
                 f"generate: {counted(samples, 'sample')} of a prompt of {size} need {pages * PAGE_SIZE:,} tokens of "
                 f"the cache, which holds {group.pages * PAGE_SIZE:,}; lower max_new_tokens or n, or give the engine a "
-                "larger max_tokens"
+                "larger max_tokens (--cache-tokens)"
             )

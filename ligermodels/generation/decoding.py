@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import tokens_that_fit
-from ligermodels.generation.engine import DEFAULT_ROWS, Drawn, Engine
+from ligermodels.generation.engine import DEFAULT_ROWS, Drawn, Engine, check_prompt
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.generation.sampling import Sampling, SamplingOptions
 from ligermodels.generation.stop_tokens import model_stop_tokens
@@ -47,18 +47,23 @@ def generate(
     """Generates a continuation of every prompt; returns what is new in each row.
 
     prompts: token ids, as [B, T] or a sequence of prompts of any lengths: returns lists of ids, including the stop
-    token. Or texts, with the `tokenizer` of `load_tokenizer`: returns texts, without the stop token.
+    token. Or texts, with the `tokenizer` of `load_tokenizer`: returns texts, without the stop token. With n > 1, the n
+    completions of a prompt are consecutive rows.
     stop_tokens: tokens that end a row; None for the end-of-text tokens of the checkpoint and of the tokenizer.
-    sampling: temperature, top_k, top_p, seed; see `Sampling`. Greedy decoding without them.
-    Warns when a row exceeds the length that the model was trained for. Raises ValueError for an empty prompt,
-    InputError for a token id outside the vocabulary and for texts without a tokenizer.
+    sampling: see `Sampling`; greedy decoding without it. Stop strings need the tokenizer for token ids, too.
+    Each call has a cache of its own; `Engine` keeps one, takes requests with different options, and returns
+    log-probabilities. Warns when a row exceeds the length that the model was trained for.
+    Raises InputError for an empty prompt, a token id outside the vocabulary, options out of range, texts without a
+    tokenizer, and a prompt whose cache does not fit into the GPU's free memory.
     """
     ids, decoder = encode_prompts(prompts, tokenizer)
-    if max_new_tokens == 0:
-        return ["" for _ in ids] if decoder is not None else list[list[int]]([] for _ in ids)
+    if max_new_tokens == 0 or not ids:
+        rows = len(ids) * SamplingOptions(**sampling).n
+        return [""] * rows if decoder is not None else list[list[int]]([] for _ in range(rows))
     if stop_tokens is None:
         stop_tokens = model_stop_tokens(model, tokenizer)
-    engine = engine_for(model, decoder, ids, max_new_tokens, stop_tokens, sampling)
+    reader = tokenizer if sampling.get("stop") else decoder
+    engine = engine_for(model, reader, ids, max_new_tokens, stop_tokens, sampling)
     completions = sorted(engine, key=lambda completion: (completion.request, completion.sample))
     if decoder is not None:
         return [completion.text or "" for completion in completions]
@@ -97,7 +102,7 @@ def stream(
     to each row's stop token; "" for a row that has ended, or has an incomplete character.
     """
     ids, decoder = encode_prompts(prompts, tokenizer)
-    if max_new_tokens == 0:
+    if max_new_tokens == 0 or not ids:
         return iter(())
     engine = engine_for(model, decoder, ids, max_new_tokens, () if decoder is None else None, sampling)
     if decoder is None:
@@ -116,6 +121,8 @@ def engine_for(
 ) -> Engine:
     """An engine with these requests, and a cache for all of them if the GPU has the memory; see `Engine.submit`."""
     options = SamplingOptions(**sampling)
+    for prompt in prompts:
+        check_prompt(prompt, max_new_tokens, model.config.vocab_size)
     lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
     rows = min(DEFAULT_ROWS, options.n * len(prompts))
     tokens = sum(options.n * pages_for(length) * PAGE_SIZE for length in lengths)

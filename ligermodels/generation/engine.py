@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Unpack
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import check_room, tokens_that_fit
-from ligermodels.generation.graphs import GraphedStep, rows_of_graph, uses_graphs
+from ligermodels.generation.graphs import StepGraphs, ranks_of, rows_of_graph, uses_graphs
 from ligermodels.generation.paged_cache import PagedCache
 from ligermodels.generation.prefill import PrefillStep, PromptPiece
 from ligermodels.generation.requests import GeneratedSample, Request, Sample
@@ -23,7 +24,7 @@ from ligermodels.generation.rows import NO_TOKEN, Drawing, RowStates, decode_ste
 from ligermodels.generation.sampling import Sampling, SamplingOptions
 from ligermodels.generation.stop_strings import StopStrings
 from ligermodels.generation.stop_tokens import model_stop_tokens
-from ligermodels.generation.texts import RowText, TextTokenizer
+from ligermodels.generation.texts import RowText, TextTokenizer, token_ids
 
 DEFAULT_ROWS = 256
 PREFILL_TOKENS = 8192  # of one prefill: enough for matrix products at full speed
@@ -65,11 +66,13 @@ class Engine:
 
     What a request gives depends on its prompt, its options and its random numbers: on other requests only by rounding.
 
-    model: its weights may change between steps. tokenizer: of `load_tokenizer`, for prompts and results that are texts.
+    model: its weights may change between steps. Where they are sharded over ranks (FSDP2), every rank has an engine and
+    submits the same requests, because all ranks gather weights at the same time. tokenizer: of `load_tokenizer`, for
+    prompts and results that are texts.
     max_tokens: tokens that the cache holds, of all requests together; None for what 80 % of the GPU's free memory
     holds. max_length: tokens of one request; None for max_tokens. max_rows: samples that run at a time.
 
-    Raises InputError for a model that has no weights in memory, and on the CPU without max_tokens.
+    Raises InputError for a model that has no weights in memory, for a size below 1, and on the CPU without max_tokens.
     """
 
     def __init__(
@@ -83,12 +86,16 @@ class Engine:
     ) -> None:
         if model.device.type == "meta":
             raise InputError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")
+        for name, size in (("max_tokens", max_tokens), ("max_length", max_length), ("max_rows", max_rows)):
+            if size is not None and size < 1:
+                raise InputError(f"generate: {name} is {size}; must be at least 1")
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
         self.max_rows = max_rows
         self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
         self.cache = PagedCache(model.attention_windows(), self.max_tokens, max_length or self.max_tokens, max_rows)
         self.rows = RowStates.allocate(self.cache, max_rows, model.config.vocab_size, self.device)
-        self.graphs = GraphedStep(self.decode, model.parameters) if uses_graphs(model) else None
+        self.ranks = ranks_of(model)
+        self.graphs = StepGraphs() if uses_graphs(model) else None
         self.waiting: deque[Request] = deque()
         self.prompts: deque[AdmittedRequest] = deque()
         self.samples: list[Sample] = []  # of the rows in use, in their order
@@ -100,7 +107,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: Sequence[int] | str,
+        prompt: Sequence[int] | Tensor | str,
         *,
         max_new_tokens: int,
         stop_tokens: Collection[int] | None = None,
@@ -111,19 +118,28 @@ class Engine:
         """Adds a request and returns its number. It runs while the engine is iterated over.
 
         prompt: token ids, or a text if the engine has a tokenizer. stop_tokens: what ends a sample; None for the
-        end-of-text tokens of the checkpoint and of the tokenizer. shown: tokens whose text the results continue; None
-        for those of the prompt. stream: which of the seed's sequences of random numbers; None for the request's number.
+        end-of-text tokens of the checkpoint and of the tokenizer, () for none. shown: tokens whose text the results
+        continue; None for those of the prompt. stream: which of the seed's sequences of random numbers; None for the
+        request's number.
         sampling: see `Sampling`.
 
         Raises InputError for an empty prompt, a token id outside the vocabulary, options out of range, and a request
         that the cache cannot hold.
         """
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        check_prompt(ids, max_new_tokens, self.model.config.vocab_size)
-        stops = model_stop_tokens(self.model, self.tokenizer) if stop_tokens is None else stop_tokens
+        vocab_size = self.model.config.vocab_size
+        ids = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
+        check_prompt(ids, max_new_tokens, vocab_size)
+        if stop_tokens is None:
+            stop_tokens = model_stop_tokens(self.model, self.tokenizer)
+        stops = token_ids(stop_tokens)
+        check_in_vocabulary(stops, vocab_size, "leave it out of stop_tokens")
         options = SamplingOptions(**sampling)
         if options.stop and self.tokenizer is None:
             raise InputError("generate: stop strings need a tokenizer; give that of load_tokenizer, or use stop_tokens")
+        if self.ranks > 1 and options.temperature > 0 and options.seed is None:
+            raise InputError(
+                f"generate: the weights are sharded over {self.ranks} ranks, which must draw equal tokens; give a seed"
+            )
         if options.has_penalties and not self.rows.history.shape[1]:
             self.rows = self.rows.with_history()
         number = self.submitted
@@ -153,7 +169,7 @@ class Engine:
         Requests that are left when the caller stops earlier, or when an error ends the run, are dropped.
         """
         if self.graphs is not None:
-            self.graphs.refresh()
+            self.graphs.refresh(self.model.parameters())
         try:
             while self.waiting or self.prompts or self.samples:
                 yield self.advance()
@@ -161,10 +177,9 @@ class Engine:
             self.drop_all()
 
     def drop_all(self) -> None:
-        """Forgets all requests and frees their rows and pages."""
+        """Forgets all requests and frees their rows and pages, wherever a step was interrupted."""
+        self.cache.release_all()
         self.launched.clear()
-        for sample in [*self.samples, *(sample for prompt in self.prompts for sample in prompt.samples)]:
-            self.cache.release(sample.tables)
         self.waiting.clear()
         self.prompts.clear()
         self.samples.clear()
@@ -255,9 +270,12 @@ class Engine:
         self.refill()
         position = max(sample.position for sample in self.samples)
         self.warn_beyond(position)
-        step = self.decode if self.graphs is None else self.graphs
         count = len(self.samples)
-        step(count if self.graphs is None else rows_of_graph(count, self.max_rows), drawing_of(self.samples))
+        drawing = drawing_of(self.samples)
+        if self.graphs is None:
+            self.decode(count, drawing)
+        else:
+            self.graphs.run(self.decode, rows_of_graph(count, self.max_rows), drawing)
         self.note_launched(list(self.samples), self.rows.view(0, count))
 
     def decode(self, count: int, drawing: Drawing) -> None:
@@ -292,17 +310,16 @@ class Engine:
         """Frees the rows and pages of samples; the last rows in use move to the places that they leave."""
         if not ended:
             return
-        moves: dict[int, int] = {}  # target -> source, both places before the moves
-        places = list(range(len(self.samples)))
+        places = list(range(len(self.samples)))  # before the moves
         for sample in ended:
             self.cache.release(sample.tables)
             place = self.samples.index(sample)
             last, last_place = self.samples.pop(), places.pop()
             if last is not sample:
                 self.samples[place], places[place] = last, last_place
-        moves = {target: source for target, source in enumerate(places) if target != source}
-        if moves:
-            self.rows.move(list(moves.values()), list(moves))
+        targets = [target for target, source in enumerate(places) if target != source]
+        if targets:
+            self.rows.move([places[target] for target in targets], targets)
         self.rows.running[len(self.samples) :] = False
 
     def warn_beyond(self, position: int) -> None:
@@ -321,14 +338,15 @@ def check_prompt(ids: Sequence[int], max_new_tokens: int, vocab_size: int) -> No
     """Raises InputError for an empty prompt, an id outside the vocabulary, and fewer than one new token."""
     if not ids:
         raise InputError("generate: a prompt is empty; give each at least one token")
-    if max_new_tokens < 1:
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
         raise InputError(f"generate: max_new_tokens is {max_new_tokens}; must be at least 1")
+    check_in_vocabulary(ids, vocab_size, "encode the prompt with the model's own tokenizer")
+
+
+def check_in_vocabulary(ids: Collection[int], vocab_size: int, remedy: str) -> None:
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
-        raise InputError(
-            f"generate: token id {outside} is outside the vocabulary of {vocab_size}; "
-            "encode the prompt with the model's own tokenizer"
-        )
+        raise InputError(f"generate: token id {outside} is outside the vocabulary of {vocab_size}; {remedy}")
 
 
 def drawing_of(samples: Sequence[Sample]) -> Drawing:

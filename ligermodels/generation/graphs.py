@@ -29,40 +29,48 @@ def uses_graphs(model: GenerativeModel) -> bool:
     return all(weight.is_cuda for weight in weights) and not any(isinstance(weight, DTensor) for weight in weights)
 
 
-class GraphedStep:
-    """`step(rows, drawing)`, replayed from a CUDA graph from the second call of each pair of arguments on.
+def ranks_of(model: GenerativeModel) -> int:
+    """Over how many ranks the weights are distributed, which all have to run the same steps."""
+    return max(weight.device_mesh.size() if isinstance(weight, DTensor) else 1 for weight in model.parameters())
 
-    The first call runs as it is, which compiles the kernels and does what must not be captured. A graph reads the
-    weights at their addresses: `weights` gives those in use, and graphs of others are dropped.
+
+Step = Callable[[int, Drawing], None]
+
+
+class StepGraphs:
+    """The CUDA graphs of a step, one for each number of rows and way of drawing.
+
+    The first step of a kind runs as it is, which compiles the kernels and does what must not be captured; later ones
+    are replayed. A graph reads the weights at their addresses.
     """
 
-    def __init__(self, step: Callable[[int, Drawing], None], weights: Callable[[], Iterable[Tensor]]) -> None:
-        self.step, self.weights = step, weights
+    def __init__(self) -> None:
         self.graphs: dict[tuple[int, Drawing], torch.cuda.CUDAGraph | None] = {}  # None: has run once
         self.addresses: list[int] = []
         self.pool: Any = None
 
-    def refresh(self) -> None:
+    def refresh(self, weights: Iterable[Tensor]) -> None:
         """Drops the graphs if a weight is elsewhere than at their capture."""
-        addresses = [weight.data_ptr() for weight in self.weights()]
+        addresses = [weight.data_ptr() for weight in weights]
         if addresses != self.addresses:
             self.graphs, self.addresses = {}, addresses
 
-    def __call__(self, rows: int, drawing: Drawing) -> None:
+    def run(self, step: Step, rows: int, drawing: Drawing) -> None:
+        """step(rows, drawing), or its replay. The step is not kept: it belongs to an engine, whose memory it holds."""
         key = rows, drawing
         if key not in self.graphs:
-            self.step(rows, drawing)
+            step(rows, drawing)
             self.graphs[key] = None
             return
         graph = self.graphs[key]
         if graph is None:
-            graph = self.graphs[key] = self.capture(rows, drawing)
+            graph = self.graphs[key] = self.capture(step, rows, drawing)
         graph.replay()
 
-    def capture(self, rows: int, drawing: Drawing) -> torch.cuda.CUDAGraph:
+    def capture(self, step: Step, rows: int, drawing: Drawing) -> torch.cuda.CUDAGraph:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            self.step(rows, drawing)
+            step(rows, drawing)
         return graph

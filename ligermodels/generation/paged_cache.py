@@ -46,8 +46,13 @@ class PagePool:
     """The pages of a group of layers: which are free, and how many rows hold each of the others."""
 
     def __init__(self, count: int) -> None:
-        self.free = list(range(count, 0, -1))  # page 0 is never given out
-        self.holders = [0] * (count + 1)
+        self.count = count
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Takes back the pages of all rows."""
+        self.free = list(range(self.count, 0, -1))  # page 0 is never given out
+        self.holders = [0] * (self.count + 1)
 
     def take(self, count: int) -> list[int]:
         """Pages for one row. The caller has checked that there are enough."""
@@ -141,6 +146,11 @@ class PagedCache:
         """Takes back the pages of a row."""
         for pool, pages in zip(self.pools, tables, strict=True):
             pool.release(pages)
+
+    def release_all(self) -> None:
+        """Takes back the pages of all rows."""
+        for pool in self.pools:
+            pool.release_all()
 
     def copy_prompt(self, prompt_length: int, length: int, rows: Sequence[Tables], device: torch.device) -> None:
         """Copies the keys and values of a prompt, which the first row has, to the pages that others do not share."""

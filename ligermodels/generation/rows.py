@@ -14,7 +14,13 @@ from torch import Tensor
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables
 from ligermodels.generation.sampling import SamplingRow
 from ligermodels.kernels.cache_write import CacheSlots
-from ligermodels.kernels.decode_attention import decode_attention
+from ligermodels.kernels.decode_attention import (
+    VisibleKeys,
+    attend_visible_reference,
+    decode_attention,
+    visible_keys,
+)
+from ligermodels.kernels.dispatch import runs_kernels
 from ligermodels.kernels.penalties import count_tokens, penalize, start_penalty_row
 from ligermodels.kernels.sample import sample
 
@@ -102,6 +108,8 @@ class RowStates:
 
     def view(self, start: int, stop: int) -> "RowStates":
         """Some rows, sharing memory with these."""
+        if stop - start == len(self.tokens):
+            return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tables = tuple(table[start:stop] for table in values.pop("tables"))
         return RowStates(tables=tables, **{name: value[start:stop] for name, value in values.items()})
@@ -153,16 +161,24 @@ class DecodeLayer:
     """A layer of the cache during a decode step.
 
     slots: of the tokens that are fed, int64 [B]; table: int32 [B, width]; lengths: of the rows with them, int64 [B].
+    seen: the keys that the rows see, where no kernel looks them up.
     """
 
-    def __init__(self, layer: PagedLayer, slots: Tensor, table: Tensor, lengths: Tensor) -> None:
+    def __init__(
+        self, layer: PagedLayer, slots: Tensor, table: Tensor, lengths: Tensor, seen: VisibleKeys | None
+    ) -> None:
         assert layer.keys is not None and layer.values is not None  # since the prefill
-        self.slots, self.table, self.lengths = CacheSlots(layer.keys, layer.values, slots), table, lengths
+        self.slots, self.table = CacheSlots(layer.keys, layer.values, slots), table
+        self.lengths, self.seen = lengths, seen
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
-        keys, values, _ = self.slots
-        out = decode_attention(q[:, 0], keys, values, self.table, self.lengths, page_size=PAGE_SIZE, **options)
-        return out[:, None]
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, window: int | None, **options: Any
+    ) -> Tensor:
+        query, (keys, values, _) = q[:, 0], self.slots
+        if self.seen is not None:
+            return attend_visible_reference(query, keys, values, self.seen, **options)[:, None]
+        options |= {"window": window, "page_size": PAGE_SIZE}
+        return decode_attention(query, keys, values, self.table, self.lengths, **options)[:, None]
 
 
 class DecodeCache:
@@ -177,8 +193,14 @@ class DecodeCache:
         self.positions = rows.positions[:, None]
         lengths = (rows.positions + 1).where(rows.running, 0)
         slots = [next_slots(table, rows.positions).where(rows.running, 0) for table in rows.tables]
+        seen: list[VisibleKeys | None] = [None] * len(cache.groups)
+        if not runs_kernels(lengths):
+            seen = [
+                visible_keys(table, lengths, group.window, PAGE_SIZE)
+                for table, group in zip(rows.tables, cache.groups, strict=True)
+            ]
         self.layers = [
-            DecodeLayer(layer, slots[group], rows.tables[group], lengths)
+            DecodeLayer(layer, slots[group], rows.tables[group], lengths, seen[group])
             for layer, group in zip(cache.layers, cache.group_of, strict=True)
         ]
 

@@ -34,7 +34,6 @@ RULES = {
     "presence_penalty": OptionRule(Real, between(-2, 2), "a number from -2 to 2; 0 for no penalty"),
     "frequency_penalty": OptionRule(Real, between(-2, 2), "a number from -2 to 2; 0 for no penalty"),
     "n": OptionRule(Integral, between(1, 2**31 - 1), "a whole number of at least 1"),
-    "logprobs": OptionRule(bool, lambda x: True, "True or False"),
     "seed": OptionRule(Integral, between(-(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
 }
 NONE_ALLOWED = ("top_k", "top_p", "min_p", "seed")
@@ -48,8 +47,7 @@ class Sampling(TypedDict, total=False):
     least this part of the highest probability. repetition_penalty: divides the positive logits of tokens that are in
     the prompt or were generated, and multiplies the negative ones. presence_penalty, frequency_penalty: subtracted from
     the logits of tokens that were generated, once, and for each time. stop: texts that end a completion, which is cut
-    before them. n: completions of each prompt. logprobs: whether to return the log-probability of each token, under the
-    distribution that it was drawn from. seed: makes sampling reproducible.
+    before them. n: completions of each prompt. seed: makes sampling reproducible.
     """
 
     temperature: float
@@ -61,7 +59,6 @@ class Sampling(TypedDict, total=False):
     frequency_penalty: float
     stop: str | Sequence[str] | None
     n: int
-    logprobs: bool
     seed: int | None
 
 
@@ -90,7 +87,6 @@ class SamplingOptions:
     frequency_penalty: float = 0.0
     stop: str | Sequence[str] | None = None  # a tuple of texts, once checked
     n: int = 1
-    logprobs: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -134,8 +130,7 @@ def check_option(name: str, value: Any) -> None:
     rule = RULES[name]
     if value is None and name in NONE_ALLOWED:
         return
-    is_of_kind = isinstance(value, rule.kind) and (rule.kind is bool or not isinstance(value, bool))
-    if not is_of_kind or not rule.holds(value):
+    if not isinstance(value, rule.kind) or isinstance(value, bool) or not rule.holds(value):
         raise InputError(f"{name} is {value!r}; must be {rule.words}")
 
 

@@ -8,9 +8,12 @@ from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE,
 def model_stop_tokens(model: GenerativeModel, tokenizer: TextTokenizer | None = None) -> set[int]:
     """eos_token_id of generation_config.json, which has more of them for chat models; else that of config.json.
 
-    tokenizer: its end-of-text token is one more.
+    tokenizer: its end-of-text token is one more. Without tokens beyond the vocabulary, which the model cannot draw.
     """
-    more = set() if tokenizer is None or tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     if "eos_token_id" in model.generation_config:
-        return more | set(end_of_text_ids(model.generation_config, GENERATION_CONFIG_FILE))
-    return more | set(end_of_text_ids(model.config.raw, CONFIG_FILE))
+        tokens = end_of_text_ids(model.generation_config, GENERATION_CONFIG_FILE)
+    else:
+        tokens = end_of_text_ids(model.config.raw, CONFIG_FILE)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        tokens = [*tokens, tokenizer.eos_token_id]
+    return {token for token in tokens if token < model.config.vocab_size}

@@ -1,7 +1,11 @@
-"""Prompts that are texts, and the text of generated tokens. Must not know models, nor how a tokenizer works."""
+"""Prompts as texts or token ids, and the text of generated tokens.
 
-from collections.abc import Sequence
-from typing import Protocol, cast, runtime_checkable
+Must not know models, nor how a tokenizer works.
+"""
+
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
@@ -35,16 +39,28 @@ def encode_prompts(
 ) -> tuple[list[list[int]], TextTokenizer | None]:
     """The token ids of each prompt, and what decodes the results: the tokenizer if the prompts are texts, else None.
 
-    Raises InputError for texts without a tokenizer, or with one of another library, and for a single text.
+    Raises InputError for texts without a tokenizer, or with one of another library, for a single text, and for token
+    ids that are no whole numbers.
     """
     if isinstance(prompts, str):
         raise InputError("generate: prompts is one text; pass a list of texts")
     if not any(isinstance(prompt, str) for prompt in prompts):
-        return [list(map(int, prompt)) for prompt in prompts], None
+        return [token_ids(prompt) for prompt in prompts], None
     if not isinstance(tokenizer, TextTokenizer):
         given = "missing" if tokenizer is None else f"of type {type(tokenizer).__name__}"
         raise InputError(f"generate: tokenizer is {given}; texts need that of ligermodels.load_tokenizer")
     return tokenizer.encode_batch(cast(Sequence[str], prompts)), tokenizer
+
+
+def token_ids(tokens: Iterable[Any]) -> list[int]:
+    """Token ids, of a tensor [T] too, as a list. Raises InputError for anything that is no whole number."""
+    ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+    if all(type(token) is int for token in ids):
+        return ids
+    wrong = [token for token in ids if not isinstance(token, Integral) or isinstance(token, bool)]
+    if wrong:
+        raise InputError(f"generate: {wrong[0]!r} is not a token id, which is a whole number")
+    return [int(token) for token in ids]
 
 
 class RowText:

@@ -16,6 +16,7 @@ Source: Dao et al. 2023, https://pytorch.org/blog/flash-decoding/; sinks: gpt-os
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,21 +36,49 @@ MIN_ROWS = 16  # of a tile of queries: the smallest height of tl.dot
 COMBINED_SPLITS = 64  # that the second kernel reads at a time
 
 
+class VisibleKeys(NamedTuple):
+    """The keys that each row sees, for the reference. A step needs it once for all layers of equal windows.
+
+    slots: int64 [B S]; S is what the row with most of them sees. visible: bool [B, 1, 1, S], whether a row sees them;
+    None if all do. empty: bool [B, 1, 1], the rows without keys; None if there are none.
+    """
+
+    slots: Tensor
+    visible: Tensor | None
+    empty: Tensor | None
+
+
+def visible_keys(block_table: Tensor, lengths: Tensor, window: int | None, page_size: int) -> VisibleKeys:
+    """Arguments as those of `decode_attention`. Reads the lengths on the host."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    seen = longest if window is None else min(window, longest)
+    position = lengths[:, None] - seen + torch.arange(seen, device=lengths.device)  # below 0 before a row's first
+    exists, position = position >= 0, position.clamp_min(0)
+    pages = block_table.gather(1, position // page_size % block_table.shape[1])
+    slots = pages.long() * page_size + position % page_size
+    empty = lengths[:, None, None] == 0
+    return VisibleKeys(
+        slots.flatten(), None if bool(exists.all()) else exists[:, None, None], empty if bool(empty.any()) else None
+    )
+
+
+def attend_visible_reference(
+    q: Tensor, keys: Tensor, values: Tensor, seen: VisibleKeys, *, scale: float, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`decode_attention` over these keys. All rows take as many as the longest needs; the others mask some."""
+    shape = len(q), len(seen.slots) // max(len(q), 1)
+    k, v = (x.index_select(0, seen.slots).unflatten(0, shape).transpose(1, 2) for x in (keys, values))  # [B, Hkv, S, D]
+    out = _attend(q.unflatten(1, (k.shape[1], -1)), k, v, seen.visible, scale, softcap, sinks).flatten(1, 2)
+    return out if seen.empty is None else out.masked_fill(seen.empty, 0.0)
+
+
 def decode_attention_reference(
     q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, *, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, page_size: int,
 ) -> Tensor:  # fmt: skip
-    """Reads the lengths on the host. All rows take as many keys as the longest needs; the others mask some."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    seen = longest if window is None else min(window, longest)
-    position = lengths[:, None] - seen + torch.arange(seen, device=q.device)  # [B, S], below 0 before a row's first
-    exists, position = position >= 0, position.clamp_min(0)
-    pages = block_table.gather(1, position // page_size % block_table.shape[1])
-    slots = pages.long() * page_size + position % page_size
-    k, v = (x[slots.flatten()].unflatten(0, slots.shape).transpose(1, 2) for x in (keys, values))  # [B, Hkv, S, D]
-    visible = None if bool(exists.all()) else exists[:, None, None]
-    out = _attend(q.unflatten(1, (k.shape[1], -1)), k, v, visible, scale, softcap, sinks).flatten(1, 2)
-    return out.masked_fill(lengths[:, None, None] == 0, 0.0)
+    seen = visible_keys(block_table, lengths, window, page_size)
+    return attend_visible_reference(q, keys, values, seen, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _attend(

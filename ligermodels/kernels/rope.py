@@ -40,15 +40,17 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     rotated, rest = widen(x).tensor_split((2 * cos.shape[1],), -1)
     first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
     pair = first * c - second * s, second * c + first * s
-    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat((rotated, rest), -1).to(x.dtype)
+    parts = [torch.stack(pair, -1).flatten(-2)] if interleaved else pair
+    return torch.cat((*parts, rest), -1).to(x.dtype)
 
 
 def rope_reference(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
-    return rotate_reference(q, cos, sin, interleaved), rotate_reference(k, cos, sin, interleaved), v
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    qk, v = torch.split_with_sizes(heads, (num_heads + num_kv_heads, num_kv_heads), 2)
+    q, k = torch.split_with_sizes(rotate_reference(qk, cos, sin, interleaved), (num_heads, num_kv_heads), 2)
+    return q, k, v
 
 
 @triton.jit

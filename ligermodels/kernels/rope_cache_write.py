@@ -219,13 +219,14 @@ def rope_write_cache_(
     refuse_gradients("rope_write_cache_", qkv)
     check_qkv_shapes("rope_write_cache_", qkv, cos, sin, num_heads, num_kv_heads, partial=True)
     check_row_stride("rope_write_cache_", qkv)
-    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
+    heads = num_heads, num_kv_heads
+    kernels = runs_kernels(qkv)
+    q, k, v = split_heads(qkv, *heads) if kernels else rope_reference(qkv, cos, sin, *heads, interleaved)
     check_cache("rope_write_cache_", k, cache)
-    if not runs_kernels(qkv):
-        q, k, v = rope_reference(qkv, cos, sin, num_heads, num_kv_heads, interleaved)
-        write_cache_reference(k, v, *cache)
+    if kernels:
+        _rope_write_op(qkv, cos, sin, *heads, interleaved, *cache)
     else:
-        _rope_write_op(qkv, cos, sin, num_heads, num_kv_heads, interleaved, *cache)
+        write_cache_reference(k, v, *cache)
     return q, k, v
 
 

@@ -58,12 +58,12 @@ def sample_reference(
     """Arguments and results as in `sample`; top_k, top_p and min_p are given together, or none of them."""
     logits = logits.float()
     greedy = temperature == 0
-    inverse = temperature.masked_fill(greedy, 1.0).reciprocal()[:, None]
     best, first_best = logits.max(-1, keepdim=True)
+    if bool(greedy.all()):  # a CPU knows it without waiting
+        return first_best[:, 0], logits.log_softmax(-1).amax(-1)
+    inverse = temperature.masked_fill(greedy, 1.0).reciprocal()[:, None]
     weights = ((logits - best) * inverse).exp_()
     masses = (weights * MASS_OF_ONE).long()
-    if bool(greedy.all()):  # a CPU knows it without waiting
-        return first_best[:, 0], -(masses.sum(-1).float() / MASS_OF_ONE).log()
     if top_k is not None and top_p is not None and min_p is not None:
         threshold = threshold_reference(logits, masses, top_k, top_p)
         kept = (logits >= threshold) & (weights >= min_p[:, None])
@@ -73,8 +73,8 @@ def sample_reference(
     target = multiply_high_reference(draw_bits_reference(seeds, counters), total)
     drawn = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
     token = torch.where(greedy[:, None], first_best, drawn)
-    logprob = (logits.gather(-1, token) - best) * inverse
-    return token[:, 0], logprob[:, 0] - (total.float() / MASS_OF_ONE).log()
+    logprob = ((logits.gather(-1, token) - best) * inverse)[:, 0] - (total.float() / MASS_OF_ONE).log()
+    return token[:, 0], torch.where(greedy, logits.log_softmax(-1).amax(-1), logprob)
 
 
 def threshold_reference(logits: Tensor, masses: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.cache import Cache
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.sampling import Sampling
+from ligermodels.generation.texts import TextTokenizer
 from ligermodels.kernels.attention_mask import document_ids
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.kernels.shared_keys import SharedKeys
@@ -404,22 +405,25 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         attention_mask: Tensor | None = None,
         *,
         max_new_tokens: int,
+        tokenizer: TextTokenizer | None = None,
         stop_tokens: Collection[int] | None = None,
         **sampling: Unpack[Sampling],
     ) -> Tensor:
-        """input_ids [B, T] with padding as attention_mask says -> [B, T + new tokens], padded behind a stop token.
+        """input_ids [B, T] with padding as attention_mask says -> [B n, T + new tokens], padded behind a stop token.
 
-        The convention of the Hub's `generate`; options as those of `ligermodels.generate`, which returns the new tokens
-        alone: temperature, top_k, top_p, seed.
+        The convention of the Hub's `generate`; the n samples of a prompt are consecutive rows. Options and errors are
+        those of `ligermodels.generate`, which returns the new tokens alone.
         """
         tokens = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, tokens, strict=True)]
-        rows = generate(self, prompts, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, **sampling)
+        rows = generate(
+            self, prompts, max_new_tokens=max_new_tokens, tokenizer=tokenizer, stop_tokens=stop_tokens, **sampling
+        )
         padding = self.config.pad_token_id if self.config.pad_token_id is not None else 0
         new = input_ids.new_full((len(rows), max(map(len, rows), default=0)), padding)
         for row, generated in enumerate(rows):
             new[row, : len(generated)] = input_ids.new_tensor(generated)
-        return torch.cat([input_ids, new], 1)
+        return torch.cat([input_ids.repeat_interleave(sampling.get("n", 1), 0), new], 1)
 
     def activation_checkpointing_enable(
         self,

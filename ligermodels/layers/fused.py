@@ -68,9 +68,9 @@ def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights 
 
 def has_few_rows(x: Tensor, weight: Tensor, low_rank: LowRank | None = None, few: int = FEW_ROWS) -> bool:
     """Whether a product with `weight` runs by a kernel for few rows: in a step of generation, without LoRA."""
-    if torch.is_grad_enabled() or low_rank is not None or is_traced((x, weight)):
+    if not runs_kernels(x) or torch.is_grad_enabled() or low_rank is not None or is_traced((x, weight)):
         return False
-    return runs_kernels(x) and x.shape[:-1].numel() <= few
+    return x.shape[:-1].numel() <= few
 
 
 def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:

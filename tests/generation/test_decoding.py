@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 
 import ligermodels
 from ligermodels.errors import InputError
@@ -38,8 +39,38 @@ def test_stop_tokens_come_from_generation_config_or_else_from_config():
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="empty"):
-        ligermodels.generate(model(), [[5], []], max_new_tokens=1)
+    for prompts in ([[5], []], [[]]):
+        with pytest.raises(InputError, match="a prompt is empty"):
+            ligermodels.generate(model(), prompts, max_new_tokens=1)
+
+
+def test_a_number_of_new_tokens_below_zero_is_refused_and_without_prompts_there_is_nothing():
+    with pytest.raises(InputError, match="max_new_tokens is -5; must be at least 1"):
+        ligermodels.generate(model(), [[5]], max_new_tokens=-5)
+    assert ligermodels.generate(model(), [], max_new_tokens=4) == []
+    assert list(ligermodels.stream(model(), [], 4)) == []
+
+
+def test_a_prompt_of_numbers_that_are_not_whole_is_refused():
+    with pytest.raises(InputError, match=r"5\.7 is not a token id"):
+        ligermodels.generate(model(), [[5.7]], max_new_tokens=1)
+
+
+def test_samples_of_a_prompt_are_consecutive_rows():
+    options = {"max_new_tokens": 5, "n": 2, "temperature": 1.0, "seed": 1, "stop_tokens": ()}
+    rows = ligermodels.generate(model(), [[5, 6], [9, 8]], **options)
+    assert rows[:2] == ligermodels.generate(model(), [[5, 6]], **options) and rows[0] != rows[1]
+    ids = torch.tensor([[5, 6], [9, 8]], device=DEVICE)
+    whole = model().generate(ids, **options)
+    assert whole.tolist() == [[*prompt, *row] for prompt, row in zip([[5, 6]] * 2 + [[9, 8]] * 2, rows, strict=True)]
+    assert len(ligermodels.generate(model(), [[5]], **options | {"max_new_tokens": 0})) == 2
+
+
+def test_an_end_of_text_token_beyond_the_vocabulary_is_never_drawn():
+    network = model()
+    network.generation_config = {"eos_token_id": [7, 1000]}
+    assert model_stop_tokens(network) == {7}
+    assert ligermodels.generate(network, [[5]], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("token", [-1, LLAMA["vocab_size"]])

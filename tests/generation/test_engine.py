@@ -1,5 +1,7 @@
 """The generation engine gives each request what a full forward of its tokens gives, whatever else it runs."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -8,8 +10,10 @@ from ligermodels.errors import InputError
 from ligermodels.generation import engine as engine_module
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE
+from ligermodels.generation.rows import RowStates
 from tests.cases import CASES
 from tests.conftest import DEVICE
+from tests.interop.folders import new_tokenizer, tiny_model
 from tests.reference_model import tokens
 
 FAMILIES = [name for name in CASES if "-" not in name]
@@ -154,7 +158,15 @@ def test_a_run_that_ends_early_leaves_nothing_behind():
     [
         ({"prompt": []}, "a prompt is empty; give each at least one token"),
         ({"prompt": [5, 99]}, "token id 99 is outside the vocabulary of 99"),
+        ({"prompt": [5, -1]}, "token id -1 is outside the vocabulary of 99"),
+        ({"prompt": [5, 6.0]}, "6.0 is not a token id, which is a whole number"),
+        ({"prompt": torch.tensor([[5, 6]])}, r"\[5, 6\] is not a token id"),
+        ({"stop_tokens": [2, 99]}, "token id 99 is outside the vocabulary of 99; leave it out of stop_tokens"),
+        ({"stop_tokens": [-1]}, "token id -1 is outside the vocabulary of 99; leave it out of stop_tokens"),
+        ({"stop": "."}, "stop strings need a tokenizer; give that of load_tokenizer, or use stop_tokens"),
+        ({"top_p": 2}, "top_p is 2; must be a number above 0 and at most 1"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; must be at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5; must be at least 1"),
         ({"prompt": "text"}, "a prompt is a text; give the engine a tokenizer"),
         ({"n": 5, "temperature": 1.0}, "n is 5, but the engine runs 4 samples at a time"),
         ({"max_new_tokens": 200}, "a prompt of 2 tokens and 200 new ones is longer than the 128 that the engine holds"),
@@ -171,6 +183,58 @@ def test_a_request_that_cannot_run_is_refused_when_it_is_submitted(options, mess
     assert not engine.waiting
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_length", "max_rows"])
+def test_an_engine_of_no_size_is_refused(name):
+    with pytest.raises(InputError, match=f"{name} is 0; must be at least 1"):
+        Engine(ligermodels.create(CASES["llama"]), **{"max_tokens": 64} | {name: 0})
+
+
+class Interrupted(KeyboardInterrupt):
+    pass
+
+
+@pytest.mark.parametrize("place", ["take", "copy_prompt", "forward", "append"])
+def test_an_interrupt_in_any_part_of_a_step_leaves_nothing_allocated(place, monkeypatch):
+    """Rows of three samples that share pages; the engine then runs as a new one."""
+    model = build("llama")
+    engine = Engine(model, max_tokens=1024, max_rows=4)
+    owners = {"take": engine.cache, "copy_prompt": engine.cache, "forward": model.model.layers[1], "append": RowStates}
+    function, calls = getattr(owners[place], place), []
+
+    def interrupt(*args, **options):
+        calls.append(function(*args, **options))
+        if len(calls) == 2:
+            raise Interrupted
+        return calls[-1]
+
+    for prompt in prompts("llama", [70, 3]):
+        engine.submit(prompt, max_new_tokens=5, n=2, temperature=1.0, seed=1)
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(owners[place], place, interrupt)
+        list(engine)
+    assert all_free(engine) and not engine.waiting and not engine.samples and not engine.launched
+    check_greedy(model, run(engine, prompts("llama", [5]))[0])
+
+
+def test_a_stop_string_that_never_comes_ends_at_the_limit():
+    engine = Engine(tiny_model("llama").to(DEVICE).eval(), tokenizer=new_tokenizer(), max_tokens=256)
+    for stop in (None, "never\N{SNOWMAN}", [" ", "n"]):
+        engine.submit("Once", max_new_tokens=8, stop_tokens=(), stop=stop)
+    free, never, spaces = sorted(engine, key=lambda completion: completion.request)
+    assert never.text == free.text and never.ids == free.ids and never.finish_reason == "length"
+    assert len(free.text) > 8 and spaces.text == free.text[: len(spaces.text)]
+    assert all_free(engine)
+
+
 def test_on_the_cpu_the_size_of_the_cache_must_be_given():
     with pytest.raises(InputError, match="max_tokens is missing; on the CPU"):
         Engine(ligermodels.create(CASES["llama"]))
+
+
+def test_an_engine_is_freed_with_its_last_reference():
+    """Its cache may be most of the memory: it must not wait for the garbage collector."""
+    engine = Engine(build("llama"), max_tokens=512)
+    run(engine, prompts("llama", [5]))
+    pool = weakref.ref(engine.cache)
+    del engine
+    assert pool() is None

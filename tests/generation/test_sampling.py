@@ -24,7 +24,6 @@ WRONG = [
     ("presence_penalty", 2.5, "a number from -2 to 2; 0 for no penalty"),
     ("frequency_penalty", math.inf, "a number from -2 to 2; 0 for no penalty"),
     ("n", 0, "a whole number of at least 1"),
-    ("logprobs", 1, "True or False"),
     ("seed", 2**63, "a whole number of 64 bits, or None"),
     ("stop", "", "a text or a list of texts, none of them empty"),
     ("stop", ["a", 3], "a text or a list of texts, none of them empty"),

@@ -1,6 +1,7 @@
 """Prompts that are texts: what is generated is the text of what token ids give, up to a stop token."""
 
 import pytest
+import torch
 
 import ligermodels
 from ligermodels.errors import InputError
@@ -94,3 +95,16 @@ def test_texts_without_a_tokenizer_of_ours_are_refused(model):
     ):
         with pytest.raises(InputError, match=message):
             ligermodels.generate(model, prompts, max_new_tokens=1, **options)
+
+
+def test_stop_strings_end_rows_of_token_ids_too(model):
+    tokenizer, prompts = new_tokenizer(), new_tokenizer().encode_batch(TEXTS)
+    whole = sampled(model, prompts, stop_tokens=())[0]
+    stop = text_of(prompts[0], whole[:9])[-3:]
+    row, _ = sampled(model, prompts, stop_tokens=(), stop=stop, tokenizer=tokenizer)
+    assert row == whole[: len(row)] and len(row) <= 9 and stop in text_of(prompts[0], row)
+    ids = torch.tensor(prompts[:1], device=DEVICE)
+    options = {"max_new_tokens": 24, "temperature": 1.5, "seed": 3, "stop_tokens": ()}
+    assert model.generate(ids, stop=stop, tokenizer=tokenizer, **options).tolist() == [prompts[0] + row]
+    with pytest.raises(InputError, match="stop strings need a tokenizer"):
+        model.generate(ids, stop=stop, **options)

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.training.data.progress import ReadingProgress
@@ -48,17 +48,27 @@ def read_json_lines(
 def numbered_lines(file: Path, progress: ReadingProgress) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their line numbers, which start at 1."""
     with open_stream(file, progress) as stream:
-        number = 0
-        while line := stream.readline(MAX_RECORD_BYTES + 1):
-            number += 1
-            if len(line) > MAX_RECORD_BYTES:
-                raise InputError(f"{file}:{number}: has more than {MAX_RECORD_BYTES:,} bytes; {JSON_LAYOUTS}")
-            line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
-            if line:
-                yield number, line
+        yield from stream_lines(stream, str(file))
+
+
+def stream_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """The same, of an open stream. name: of the stream, for errors."""
+    number = 0
+    while line := stream.readline(MAX_RECORD_BYTES + 1):
+        number += 1
+        if len(line) > MAX_RECORD_BYTES:
+            raise InputError(f"{name}:{number}: has more than {MAX_RECORD_BYTES:,} bytes; {JSON_LAYOUTS}")
+        line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
+        if line:
+            yield number, line
 
 
 def parse_json_line(line: bytes, place: str, fields: RecordFormats) -> Record:
+    return parse_record(decode_json_line(line, place), place, fields)
+
+
+def decode_json_line(line: bytes, place: str) -> Any:
+    """The JSON value of a line. Raises InputError naming the place."""
     refuse_many_values(line, place)
     try:
         text = line.decode()
@@ -70,7 +80,8 @@ def parse_json_line(line: bytes, place: str, fields: RecordFormats) -> Record:
         raise InputError(f"{place}:{error.colno}: not JSON: {error.msg}; {JSON_LAYOUTS}") from None
     except (ValueError, RecursionError) as error:
         raise unsupported_json(place, error) from None
-    return parse_json_record(value, text, place, fields)
+    refuse_half_characters(value, text, place)
+    return value
 
 
 def read_json_array(
@@ -167,10 +178,15 @@ def unsupported_json(place: str, error: Exception) -> InputError:
 
 def parse_json_record(value: Any, text: str, place: str, fields: RecordFormats) -> Record:
     """text: the JSON text of the value."""
+    refuse_half_characters(value, text, place)
+    return parse_record(value, place, fields)
+
+
+def refuse_half_characters(value: Any, text: str, place: str) -> None:
+    """Raises InputError for strings that are not Unicode. text: the JSON text of the value."""
     try:
         halved = SURROGATE_ESCAPE.search(text) and SURROGATE.search(json.dumps(value, ensure_ascii=False))
     except RecursionError as error:
         raise unsupported_json(place, error) from None
     if halved:
         raise InputError(f"{place}: has half of a surrogate pair, such as \\ud83d alone, which is not a character")
-    return parse_record(value, place, fields)
