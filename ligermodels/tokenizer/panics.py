@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 
 STDERR = 2
-MAX_FILE_BYTES = 2**20
+KEPT_BYTES = 2**20  # of the file; a larger one is replaced
 BEGINNING = b"thread '"
 PANIC = rb"(?m)^\n?thread '.*panicked at .*:\n%b\n(?:stack backtrace:\n(?: .*\n)*)?(?:note: .*\n)?"
 
@@ -83,7 +83,7 @@ class PanicFilter:
         os.close(self.stderr)
         self.stderr = -1
         self.panics.clear()
-        if self.position > MAX_FILE_BYTES:
+        if self.position > KEPT_BYTES:
             os.close(self.file)
             self.file = -1
 
