@@ -77,7 +77,7 @@ def test_without_a_checkpoint_nothing_is_restored(tmp_path):
 def write_event(monkeypatch):
     """An event that writing waits for."""
     event, write = threading.Event(), files.CheckpointWriter.write_data
-    monkeypatch.setattr(files.CheckpointWriter, "write_data", lambda *arguments: (event.wait(60), write(*arguments))[1])
+    monkeypatch.setattr(files.CheckpointWriter, "write_data", lambda *arguments: (event.wait(600), write(*arguments))[1])
     yield event
     event.set()
 
