@@ -83,8 +83,9 @@ def test_an_architecture_imports_layers_and_the_weight_mapping_only():
         assert 20 <= len(path.read_text().splitlines()) <= 90, path.name
 
 
-def test_the_process_that_renders_templates_has_nothing_of_the_package():
-    assert not set(imports_of(PACKAGE / "tokenizer" / "template_worker.py"))
+def test_the_limited_processes_have_nothing_of_the_package():
+    for worker in ("tokenizer/template_worker.py", "training/data/parquet_worker.py"):
+        assert not set(imports_of(PACKAGE / worker))
 
 
 def imports_an_oracle(nodes):

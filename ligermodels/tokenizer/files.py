@@ -24,6 +24,7 @@ from tokenizers.models import BPE
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
 from ligermodels.tokenizer.growth import MAX_TOKEN_CHARACTERS, refuse_growth, refuse_long_tokens
+from ligermodels.tokenizer.panics import PANICS
 from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -183,7 +184,8 @@ def checked_call(file: Path, fault: str, call: Callable[..., T], *arguments: Any
     and OverflowError are raised unchanged: the caller's arguments are wrong, not the file.
     """
     try:
-        return call(*arguments, **options)
+        with PANICS:
+            return call(*arguments, **options)
     except (TypeError, OverflowError):
         raise
     except BaseException as error:

@@ -68,10 +68,15 @@ def write_folder(
     writes = is_first()
     raise_error = raise_on_all if sharded else raise_if_any
     writers = [write] if also is None else [write, also]
-    raise_error(failure(refuse_in_use, folder, replaced) if writes else None)
+    raise_error(failure(prepare_writing, folder, replaced) if writes else None)
     error = failure(write_atomically, folder, writers, bool(replaced)) if writes else None
     deque(tensors, maxlen=0)  # takes part in the remaining gathers, and keeps nothing
     raise_error(error)
+
+
+def prepare_writing(folder: Path, replaced: Sequence[str]) -> None:
+    remove_leftovers(folder)
+    refuse_in_use(folder, replaced)
 
 
 def raise_if_any(error: Exception | None) -> None:
@@ -161,7 +166,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
     On a file system without locks neither is done. Raises CheckpointError if another process is writing the folder.
     """
-    file = folder.with_name(f".{folder.name}.lock")
+    file = writers_lock(folder)
     try:
         lock = lock_file(file)
     except BlockingIOError as error:
@@ -171,6 +176,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+        remove_path(file)
         yield
         return
     with lock:
@@ -183,10 +189,21 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what killed processes have left of a folder that they were writing."""
-    if any(unfinished_folders(folder)):
+    """Removes what killed processes have left of a folder that they were writing. Raises CheckpointError if it cannot.
+
+    One that was killed at its end has left a whole folder, and its lock.
+    """
+    if not (writers_lock(folder).exists() or any(unfinished_folders(folder))):
+        return
+    try:
         with only_writer(folder):
             pass
+    except OSError as error:
+        raise write_error(folder, error) from error
+
+
+def writers_lock(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def unfinished_folders(folder: Path) -> list[Path]:

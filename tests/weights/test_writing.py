@@ -1,14 +1,17 @@
 """Folders and files that are written atomically: what a killed writer leaves, and who removes it."""
 
 import errno
+import fcntl
 import os
 import signal
 
 import pytest
 
+import ligermodels
 from ligermodels.errors import CheckpointError
 from ligermodels.weights import writing
 from ligermodels.weights.writing import atomic_folder, exchange, remove_leftovers, replace_file
+from tests.cases.llama import LLAMA
 
 
 def write_until_killed(folder):
@@ -48,6 +51,21 @@ def test_leftovers_are_removed_without_writing_and_a_similar_name_stays(tmp_path
     assert (tmp_path / "elsewhere/file").exists()
 
 
+def test_the_lock_that_a_killed_writer_leaves_beside_a_whole_folder_goes_at_the_next_refusal(tmp_path):
+    """It was killed after the rename. Nothing is written then, so there is no unfinished folder either."""
+    model = ligermodels.create(LLAMA)
+    ligermodels.export(model, tmp_path / "out")
+    (tmp_path / ".out.lock").write_text("process 1 on another host\n")
+    with pytest.raises(CheckpointError, match="out: exists and is not an empty folder"):
+        ligermodels.export(model, tmp_path / "out")
+    assert names(tmp_path) == {"out"}
+    (tmp_path / ".out.lock").touch()
+    ligermodels.export(model, tmp_path / "out", overwrite=True)
+    (tmp_path / ".new.lock").touch()
+    ligermodels.export(model, tmp_path / "new")
+    assert names(tmp_path) == {"out", "new"}
+
+
 def test_the_folder_of_a_living_writer_stays_and_a_second_writer_is_refused(tmp_path):
     out = tmp_path / "out"
     with atomic_folder(out) as temporary:
@@ -60,11 +78,11 @@ def test_the_folder_of_a_living_writer_stays_and_a_second_writer_is_refused(tmp_
 
 
 def test_a_file_system_without_locks_keeps_leftovers_and_can_be_written(tmp_path, monkeypatch):
-    def without_locks(file):
+    def without_locks(file, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     (tmp_path / "out.tmp-ligermodels-other-1").mkdir()
-    monkeypatch.setattr(writing, "lock_file", without_locks)
+    monkeypatch.setattr(fcntl, "flock", without_locks)
     with atomic_folder(tmp_path / "out"):
         pass
     assert names(tmp_path) == {"out", "out.tmp-ligermodels-other-1"}

@@ -76,8 +76,8 @@ def test_without_a_checkpoint_nothing_is_restored(tmp_path):
 @pytest.fixture
 def write_event(monkeypatch):
     """An event that writing waits for."""
-    event, write = threading.Event(), files.CheckpointWriter.write_data
-    monkeypatch.setattr(files.CheckpointWriter, "write_data", lambda *arguments: (event.wait(60), write(*arguments))[1])
+    event, write_data = threading.Event(), files.CheckpointWriter.write_data
+    monkeypatch.setattr(files.CheckpointWriter, "write_data", lambda *given: (event.wait(600), write_data(*given))[1])
     yield event
     event.set()
 

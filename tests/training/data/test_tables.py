@@ -1,6 +1,9 @@
 """Parquet, data sets of the Hub and folders of save_to_disk: columns, rows, splits, and memory."""
 
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -13,6 +16,7 @@ from ligermodels.training.data import parquet, sources, tables
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.record_formats import KNOWN_FIELDS
 from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
+from tests.refusals import limited_memory
 from tests.training.data.source_files import (
     ANSWER,
     CALLED,
@@ -24,6 +28,8 @@ from tests.training.data.source_files import (
     read,
     write,
 )
+
+DATA = Path(__file__).parents[2] / "data"
 
 
 def test_the_rows_of_a_parquet_dictionary_are_decoded_a_few_at_a_time(tmp_path, monkeypatch):
@@ -40,6 +46,48 @@ def test_the_rows_of_a_parquet_dictionary_are_decoded_a_few_at_a_time(tmp_path, 
     monkeypatch.setattr(tables, "MAX_BATCH_BYTES", 20_000)
     with pytest.raises(InputError, match=r"a\.parquet: row 1: has more than 20,000 bytes"):
         read(tmp_path / "a.parquet")
+
+
+def test_rows_too_large_for_a_batch_together_are_decoded_one_by_one(tmp_path, monkeypatch):
+    texts = [f"{number} " * (20_000 if 70 <= number < 75 else 1) for number in range(80)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    monkeypatch.setattr(parquet, "BATCH_BYTES", 100_000)
+    assert [record.text for record in read(tmp_path / "a.parquet")] == texts
+    monkeypatch.setattr(parquet, "BATCH_BYTES", 50_000)
+    with pytest.raises(InputError, match=r"a\.parquet: row 71: needs more than 640 MiB of memory; split it, and write"):
+        read(tmp_path / "a.parquet")
+
+
+PEAK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [("list_of_100_million_nulls", "messages"), ("text_of_300_million", "text")]
+)
+def test_a_parquet_row_that_decoding_makes_huge_is_refused_within_one_gib(name, column):
+    """300 MB that a dictionary has once; 10⁸ levels, of which Arrow makes up to 2 GB."""
+    file = DATA / "hostile" / f"{name}.parquet"
+    with limited_memory(128), pytest.raises(InputError, match=rf"{name}\.parquet: row 1: needs more than 640 MiB"):
+        read(file)
+    worker = parquet.Worker(file, [column], 1, 0)
+    measured = subprocess.run([sys.executable, "-c", PEAK, *worker.command], capture_output=True, check=True)
+    assert 100 < float(measured.stdout) < 1024 - 128
+
+
+def test_a_parquet_file_that_is_not_read_to_its_end_leaves_no_process(tmp_path, monkeypatch):
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *given, **options: started.append(popen(*given, **options)) or started[0]
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 1000] * 1000}), tmp_path / "a.parquet")
+    records = sources.read_records(str(tmp_path / "a.parquet"), BadLines(0), ReadingProgress("", None))
+    assert next(records).text == "word " * 1000 and started[0].poll() is None
+    records.close()
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_strings_within_lists_count_towards_the_size_of_a_parquet_row(tmp_path, monkeypatch):

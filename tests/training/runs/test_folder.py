@@ -48,7 +48,8 @@ def test_a_run_that_was_killed_before_its_first_step_keeps_its_settings_when_it_
 
 def test_what_a_killed_export_left_is_removed_when_the_run_is_locked(tmp_path):
     (tmp_path / f"model{UNFINISHED_FOLDER}host-1").mkdir()
-    (tmp_path / "metrics.jsonl").touch()
+    for name in ("metrics.jsonl", ".adapter.lock"):  # killed after the rename
+        (tmp_path / name).touch()
     with locked(tmp_path):
         assert names(tmp_path) == {"lock", "metrics.jsonl"}
 
