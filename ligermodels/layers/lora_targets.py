@@ -5,6 +5,7 @@ Must not know any architecture, or how adapters are stored.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -195,7 +196,7 @@ def expert_projections(model: CausalLM) -> dict[str, Packed]:
     for name, module in model.get_submodule(BLOCKS).named_modules(prefix=BLOCKS):
         if isinstance(module, MoE):
             experts = module.experts.base_layer if isinstance(module.experts, LoRAExperts) else module.experts
-            hub = hub_experts_name(model, f"{name}.experts")
+            hub = hub_experts_name(model, f"{name}.experts", tuple(experts.down_proj.shape))
             for projection, below in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
                 groups, outputs, inputs = getattr(experts, projection).shape
                 columns = {hub + below: (0, outputs)}
@@ -203,11 +204,13 @@ def expert_projections(model: CausalLM) -> dict[str, Packed]:
     return found
 
 
-def hub_experts_name(model: CausalLM, experts: str) -> str:
-    """The experts' name in the checkpoint layout that stacks them; `experts` itself if no layout does."""
+def hub_experts_name(model: CausalLM, experts: str, shape: tuple[int, ...]) -> str:
+    """The experts' name in the checkpoint layout that stacks them; `experts` itself if no layout does.
+
+    shape: of their down projections.
+    """
     for rules in (model.weight_rules(), *model.other_weight_rules()):
-        parameter = f"{experts}.down_proj"
-        pieces = list(pieces_of(parameter, (2, 1, 1), rules))
+        pieces = list(islice(pieces_of(f"{experts}.down_proj", shape, rules), 2))
         if len(pieces) == 1 and pieces[0].tensor.endswith(".experts.down_proj"):
             return pieces[0].tensor.removesuffix(".down_proj")
     return experts

@@ -2,7 +2,7 @@
 in the other.
 """
 
-from tests.cases.base import FULL, SLIDING, TINY, Raw, family
+from tests.cases.base import FULL, SLIDING, TINY, YARN, Raw, family
 
 MIXTRAL = TINY | {
     "model_type": "mixtral",
@@ -63,6 +63,17 @@ GLM4_MOE = TINY | {
     "routed_scaling_factor": 1.7,
     "num_nextn_predict_layers": 1,
 }
+GPT_OSS = TINY | {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 12,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "rope_scaling": YARN | {"truncate": False},
+}
 AUX_LOSS: Raw = {"output_router_logits": True, "router_aux_loss_coef": 1.5}
 ALTERNATING = [SLIDING, FULL, SLIDING]
 
@@ -122,6 +133,17 @@ CASES = {
             "every-expert": {"num_experts_per_tok": 7},
             "attention-bias": {"attention_bias": True},
             "aux-loss": AUX_LOSS,
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        GPT_OSS,
+        {
+            "every-expert": {"num_experts_per_tok": 5},
+            "aux-loss": AUX_LOSS,
+            "attention-bias-off": {"attention_bias": False},
+            "truncate": {"rope_scaling": YARN},
+            "layer-types": {"layer_types": ALTERNATING[1:] + [FULL]},
             "tied": {"tie_word_embeddings": True},
         },
     ),
