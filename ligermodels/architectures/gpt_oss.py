@@ -115,7 +115,7 @@ class GptOss(CausalLM):
             Permute(Rename(down, down), down, ((experts,), (inner,), (hidden,)), (0, 2, 1)),
         )
 
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+    def quantised_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """The names of MXFP4 files: outputs before inputs, gate and up alternate."""
         experts, inner = self.config.num_local_experts, self.config.intermediate_size
         gate_up, down = EXPERTS + "gate_up_proj", EXPERTS + "down_proj"

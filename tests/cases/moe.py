@@ -67,7 +67,7 @@ GPT_OSS = TINY | {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
     "head_dim": 12,
-    "hidden_size": 64,
+    "hidden_size": 96,
     "intermediate_size": 32,
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
