@@ -58,7 +58,7 @@ def base(tmp_path_factory):
     return folder
 
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,8 @@ def test_peft_and_the_merged_export_give_the_logits_of_our_adapter(family, targe
     ligermodels.export(model, tmp_path / "merged")
     assert all(map(torch.equal, model.parameters(), unchanged))
     assert bits(tmp_path / "merged").keys() == bits(tmp_path / "in").keys()
-    torch.testing.assert_close(logits(reread(tmp_path / "merged"), raw), expected, rtol=1e-4, atol=1e-4)
+    # The merged weights are rounded.
+    torch.testing.assert_close(logits(reread(tmp_path / "merged"), raw), expected, rtol=1e-4, atol=2e-4)
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import MoEConfig, SlidingWindowConfig
+from ligermodels.configs.fields import check_choice
 from ligermodels.configs.rope import FULL_ATTENTION, Rope, read_rope
-from ligermodels.errors import ConfigError
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE, Router
 from ligermodels.weights.mapping import Permute, Rename, Rule, packed_qkv
 
-YARN = {
+DEFAULT_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
@@ -52,7 +52,7 @@ class GptOssConfig(MoEConfig, SlidingWindowConfig):
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
         """YaRN, unless the file has another scaling."""
-        scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or YARN
+        scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or DEFAULT_ROPE
         return {FULL_ATTENTION: read_rope({**raw, "rope_scaling": scaling}, cls.default_rope_theta)}
 
     def is_sliding(self, layer: int) -> bool:
@@ -62,14 +62,13 @@ class GptOssConfig(MoEConfig, SlidingWindowConfig):
         super().validate()
         self.reject_if_set("attention_dropout")
         for name, value in FIXED.items():
-            if getattr(self, name) != value:
-                raise ConfigError(f"config.json: {name} {getattr(self, name)!r} is not supported; must be {value!r}")
+            check_choice(name, getattr(self, name), [value])
 
 
 BASE = {"model_type": "gpt_oss", "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128}
 TINY = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32, "intermediate_size": 96}
 HUB = BASE | {
-    "vocab_size": 201088, "head_dim": 64, "max_position_embeddings": 131072, "rope_scaling": YARN,
+    "vocab_size": 201088, "head_dim": 64, "max_position_embeddings": 131072, "rope_scaling": DEFAULT_ROPE,
     "pad_token_id": 199999, "eos_token_id": 200002,
 }  # fmt: skip
 EXPERTS, MLP = "model.layers.{}.mlp.experts.", "model.layers.{}.mlp."

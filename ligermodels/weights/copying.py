@@ -20,7 +20,7 @@ from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.files import StoredTensor, open_checkpoint
 from ligermodels.weights.loading import read_scales
 from ligermodels.weights.mapping import Piece
-from ligermodels.weights.quantised import Scale, by_element, companions, is_quantised, quantised
+from ligermodels.weights.quantised import Scale, by_element, companions, needs_scale, quantised
 from ligermodels.weights.streaming import BUFFER_BYTES, Transfer, open_data_files, run_transfers
 from ligermodels.weights.writing import Blocks, Entry, failure
 
@@ -76,7 +76,7 @@ def unchanged_tensors(
     if changed and is_first():
         file = stored[changed[0]].file
         warnings.warn(printable(f"{file}: {changed[0]} has changed: no weight is written quantised"), stacklevel=3)
-    copied = [name for name in unchanged if not changed or not is_quantised(name, stored[name])]
+    copied = [name for name in unchanged if not changed or not needs_scale(name, stored[name])]
     return with_companions({name: stored[name] for name in copied}, stored)
 
 

@@ -29,7 +29,7 @@ from ligermodels.weights.quantised import (
     Scale,
     by_element,
     companions,
-    is_quantised,
+    needs_scale,
     quantised,
     scale_fault,
     scale_name,
@@ -245,7 +245,7 @@ def refuse_mismatched_tensors(
     dtypes = [
         f"{name} is {stored[name].dtype} ({stored[name].file.name})"
         for name in fitting
-        if stored[name].dtype not in FLOAT_DTYPES and not (quantisation and is_quantised(name, stored[name]))
+        if stored[name].dtype not in FLOAT_DTYPES and not (quantisation and needs_scale(name, stored[name]))
     ]
     names = quantised({name: stored[name] for name in fitting}) if quantisation else []
     scales = [scale_fault(stored, name, quantisation) for name in names if quantisation]

@@ -86,13 +86,14 @@ def is_mxfp4(name: str, stored: StoredTensor) -> bool:
     return name.endswith(BLOCKS) and stored.dtype in (torch.uint8, FP4_DTYPE)
 
 
-def is_quantised(name: str, stored: StoredTensor) -> bool:
+def needs_scale(name: str, stored: StoredTensor) -> bool:
+    """Whether a stored tensor is quantised."""
     return stored.dtype == FP8_DTYPE or is_mxfp4(name, stored)
 
 
 def quantised(tensors: Mapping[str, StoredTensor]) -> list[str]:
     """The names of those of these tensors that are quantised."""
-    return [name for name, stored in tensors.items() if is_quantised(name, stored)]
+    return [name for name, stored in tensors.items() if needs_scale(name, stored)]
 
 
 def by_element(tensors: Mapping[str, StoredTensor], scheme: Quantisation | None) -> dict[str, StoredTensor]:
