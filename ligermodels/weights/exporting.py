@@ -175,10 +175,13 @@ def parameter_tensors(
 def box_blocks(piece: Piece, parameter: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Blocks:
     """The rows of the box of a piece, block by block."""
     if parameter.ndim == 3 and updates:
-        return itertools.chain.from_iterable(
+        matrices = (
             tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype)
             for expert in range(piece.index[0].start, piece.index[0].stop)
         )
+        if len(piece.shape) == 3:  # rows of the tensor are then whole matrices
+            return (torch.cat(list(blocks))[None] for blocks in matrices)
+        return itertools.chain.from_iterable(matrices)
     return tensor_blocks(piece, parameter, updates[0] if updates else None, dtype)
 
 

@@ -143,7 +143,7 @@ CASES = {
             "aux-loss": AUX_LOSS,
             "attention-bias-off": {"attention_bias": False},
             "truncate": {"rope_scaling": YARN},
-            "layer-types": {"layer_types": ALTERNATING[1:] + [FULL]},
+            "layer-types": {"layer_types": [*ALTERNATING[1:], FULL]},
             "tied": {"tie_word_embeddings": True},
         },
     ),
