@@ -63,6 +63,7 @@ GLM4_MOE = TINY | {
     "routed_scaling_factor": 1.7,
     "num_nextn_predict_layers": 1,
 }
+YARN_32 = YARN | {"original_max_position_embeddings": 32}  # truncation changes its frequencies
 GPT_OSS = TINY | {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
@@ -72,7 +73,7 @@ GPT_OSS = TINY | {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
     "sliding_window": 6,
-    "rope_scaling": YARN | {"truncate": False},
+    "rope_scaling": YARN_32 | {"truncate": False},
 }
 AUX_LOSS: Raw = {"output_router_logits": True, "router_aux_loss_coef": 1.5}
 ALTERNATING = [SLIDING, FULL, SLIDING]
@@ -142,7 +143,8 @@ CASES = {
             "every-expert": {"num_experts_per_tok": 5},
             "aux-loss": AUX_LOSS,
             "attention-bias-off": {"attention_bias": False},
-            "truncate": {"rope_scaling": YARN},
+            "truncate": {"rope_scaling": YARN_32},
+            "rope-default": {"rope_scaling": None},
             "layer-types": {"layer_types": [*ALTERNATING[1:], FULL]},
             "tied": {"tie_word_embeddings": True},
         },
