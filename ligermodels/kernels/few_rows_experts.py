@@ -153,6 +153,7 @@ def few_rows_experts(
     check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
     if not runs_kernels(x):
-        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-        return experts_reference(x, expert_index, expert_weight, gate_up, down, activation, **biases)
+        return experts_reference(
+            x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias
+        )
     return _experts(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)

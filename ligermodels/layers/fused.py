@@ -169,5 +169,6 @@ def routed_experts(
 ) -> Tensor:  # fmt: skip
     """x [tokens, H], expert_index and expert_weight [tokens, k] -> weighted sum of the k experts [tokens, H]."""
     function = few_rows_experts if has_few_rows(x, gate_up, few=FEW_TOKENS) else experts
-    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    return function(x, expert_index, expert_weight, gate_up, down, activation, **biases)
+    return function(
+        x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )

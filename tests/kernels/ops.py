@@ -704,7 +704,7 @@ OPS = {
     ),
     "experts with biases and a clamped activation": Op(
         draw=partial(experts_case, biased=True), small=(20, 11, 5, 3), real=((2880, 2880, 32, 4),),
-        products=(2, 1, 1 / 3, 1, 1 / 3, 0, 0),
+        products=(2, 1, 1 / 3, 1, 1 / 3, 1 / 3, 0),
     ),
     "experts with low-rank updates": Op(draw=partial(experts_case, low_rank=True), small=(20, 11, 3, 1)),
     "cross_entropy": Op(
