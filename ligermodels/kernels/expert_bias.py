@@ -3,6 +3,7 @@
 Slot s = t k + j is the j-th choice of token t, with the row row[s], the routing weight w[s], the expert e = index[s].
     unpermute_with_bias   y_t = Σ_j rows[row_s] + w_s b_e       rows [T k, H], b [E, H] -> y [T, H]
     bias_dots             dw_s = dy_t · b_e                     dy [T, H] -> [T, k] fp32: the bias's share of dw
+    sort_weights          v[row[s]] = w_s                       [T, k] -> [T k], in the order of the rows
     grouped_row_sums      sum_e = Σ_r v_r x_r over e's rows     x [R, N] sorted by expert -> [E, N]: a bias's gradient
 offsets [E] int32 holds the end row of each expert, v [R] fp32 weights or None. Sums in fp32 in a fixed order, without
 atomics. They move (k + 1) T H, T H and R N elements; biases and dy are read again from the L2 cache.
@@ -16,6 +17,7 @@ from ligermodels.kernels.dispatch import register_op
 from ligermodels.kernels.gated_activation import split_row
 from ligermodels.kernels.launch import cdiv, kernel
 
+WEIGHTS_TILE = 1024  # of one program
 SUM_ROWS, SUM_COLUMNS = 32, 128  # of one step of a program
 
 
@@ -70,6 +72,14 @@ def _row_sums_kernel(
     tl.store(sums_ptr + group.to(tl.int64) * columns + column, sums.to(sums_ptr.dtype.element_ty), column < columns)
 
 
+@kernel(do_not_specialize=["slots"])
+def _sort_weights_kernel(weight_ptr, row_ptr, sorted_ptr, slots, TILE: tl.constexpr):
+    """One program moves TILE weights."""
+    slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.load(row_ptr + slot, slot < slots, other=0)
+    tl.store(sorted_ptr + row, tl.load(weight_ptr + slot, slot < slots, other=0.0), slot < slots)
+
+
 def _launch_unpermute(rows: Tensor, row: Tensor, index: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     y = _fake_unpermute(rows, row, index, weight, bias)
     tokens, columns = y.shape
@@ -99,6 +109,14 @@ def _launch_row_sums(x: Tensor, offsets: Tensor, weight: Tensor | None) -> Tenso
     return sums
 
 
+def _launch_sort_weights(weight: Tensor, row: Tensor) -> Tensor:
+    ordered = _fake_sort_weights(weight, row)
+    if slots := ordered.numel():
+        launch = _sort_weights_kernel.bind(TILE=WEIGHTS_TILE)
+        launch(cdiv(slots, WEIGHTS_TILE), weight.contiguous(), row.contiguous(), ordered, slots)
+    return ordered
+
+
 def _fake_unpermute(rows, row, index, weight, bias):
     return rows.new_empty(row.shape[0], rows.shape[1])
 
@@ -111,6 +129,13 @@ def _fake_row_sums(x, offsets, weight):
     return x.new_empty(offsets.shape[0], x.shape[1])
 
 
+def _fake_sort_weights(weight, row):
+    return weight.new_empty(row.numel())
+
+
+sort_weights = register_op(
+    "sort_weights(Tensor weight, Tensor row) -> Tensor", _launch_sort_weights, _fake_sort_weights
+)
 unpermute_with_bias = register_op(
     "unpermute_with_bias(Tensor rows, Tensor row, Tensor index, Tensor weight, Tensor bias) -> Tensor",
     _launch_unpermute,
@@ -120,8 +145,3 @@ bias_dots = register_op("bias_dots(Tensor dy, Tensor index, Tensor bias) -> Tens
 grouped_row_sums = register_op(
     "grouped_row_sums(Tensor x, Tensor offsets, Tensor? weight) -> Tensor", _launch_row_sums, _fake_row_sums
 )
-
-
-def sorted_weights(weight: Tensor, row: Tensor) -> Tensor:
-    """The routing weights [T, k] in the order of the rows, [R]."""
-    return weight.new_empty(weight.numel()).index_copy_(0, row.flatten().long(), weight.flatten())

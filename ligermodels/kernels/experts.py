@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
 from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, widen
-from ligermodels.kernels.expert_bias import bias_dots, grouped_row_sums, sorted_weights, unpermute_with_bias
+from ligermodels.kernels.expert_bias import bias_dots, grouped_row_sums, sort_weights, unpermute_with_bias
 from ligermodels.kernels.expert_product import (
     EXPERT_ACTIVATIONS,
     expert_glu_reference,
@@ -160,7 +160,7 @@ class _Experts(Node):
             if reads_dproduct:
                 dproduct = low_rank_grouped_input_gradient(drows, down_weight, offsets, ddown_low, down_a)
             ddown_b = grouped_weight_gradient(drows, down_low, offsets) if needs_down_b else None
-            ddown_bias = grouped_row_sums(drows, offsets, sorted_weights(weight, row)) if needs_down_bias else None
+            ddown_bias = grouped_row_sums(drows, offsets, sort_weights(weight, row)) if needs_down_bias else None
             del drows
         if reads_dproduct:
             dgate_up, dweight, product = product_backward_from_saved(
