@@ -388,13 +388,13 @@ GPT_OSS = {
     "bias of the router dropped": Sabotage(f"{MOE}:Router.forward", "self.weight, self.bias", "self.weight", "gpt_oss"),
     "gpt_oss: odd layers windowed": Sabotage(f"{FAMILIES}.gpt_oss:GptOssConfig.is_sliding", "== 0", "== 1", "gpt_oss"),
     "gpt_oss: no YaRN by default": Sabotage(
-        f"{FAMILIES}.gpt_oss:GptOssConfig.read_ropes", "or DEFAULT_ROPE", "or {}", "gpt_oss-rope-default"
+        f"{CONFIG}:Config.read_ropes", "cls.default_rope_scaling is not None", "False", "gpt_oss-rope-default"
     ),
     "gpt_oss: gate and up in blocks": Sabotage(
         f"{FAMILIES}.gpt_oss:GptOss.weight_rules", "(inner, 2)), (0, 3, 2, 1)", "(2, inner)), (0, 2, 3, 1)", "gpt_oss"
     ),
     "gpt_oss: biases of gate and up in blocks": Sabotage(
-        f"{FAMILIES}.gpt_oss:GptOss.shared_rules", "(inner, 2)), (0, 2, 1)", "(2, inner)), (0, 1, 2)", "gpt_oss"
+        f"{FAMILIES}.gpt_oss:GptOss.rules", 'permuted(GATE_UP + "_bias", gates, (0, 2, 1)), ', "", "gpt_oss"
     ),
     "gpt_oss: truncated YaRN": Sabotage(f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "gpt_oss"),
 }

@@ -76,6 +76,7 @@ NAMES_BY_OWNER = {
         OLMo-2-1124-13B OLMo-2-1124-13B-Instruct OLMo-2-0325-32B OLMo-2-0325-32B-Instruct
         Olmo-3-1025-7B Olmo-3-7B-Instruct Olmo-3-7B-Think Olmo-3-1125-32B Olmo-3-32B-Think
         Olmo-3.1-32B-Instruct Olmo-3.1-32B-Think""",
+    "openai": "gpt-oss-20b gpt-oss-120b",
     "baidu": "ERNIE-4.5-0.3B-PT ERNIE-4.5-0.3B-Base-PT",
     "THUDM": """
         glm-4-9b-hf glm-4-9b-chat-hf glm-4-9b-chat-1m-hf
