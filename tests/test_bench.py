@@ -42,6 +42,7 @@ SMALL = {
     "attention": (1, 8, 4, 2, 16, 0, 0, 0, 1),
     "gather_keys": (2, 5, 3, 2, 2, 16),
     "experts": (8, 16, 8, 4, 2),
+    "biased_experts": (8, 16, 8, 4, 2),
     "adamw": (8, 16),
 }
 ENVIRONMENT = {"date": "2026-01-02T03:04:05", "gpu": "a GPU", "driver": "1.2", "versions": {"torch": "2.11.0"}}

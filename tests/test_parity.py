@@ -22,7 +22,7 @@ FP32_FACTOR = 4.0
 # Cases that together reach every kernel and every option of it; the other cases only change the kernels' inputs.
 ON_KERNELS = [
     "llama", "llama-mlp-bias", "llama-gelu", "qwen2-sliding", "gemma2", "gemma3_text", "olmo2", "glm4",
-    "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers",
+    "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers", "gpt_oss",
 ]  # fmt: skip
 # Every kind of norm, QK-norm, RoPE and experts. Every token uses all experts: otherwise rounding can flip the choice
 # between two nearly equal experts, an error that cannot be bounded.
@@ -31,6 +31,7 @@ IN_HALF_PRECISION = [
     "olmo3-rope-yarn", "glm", "glm4", "granite", "phi3-longrope-long", "mistral", "smollm3", "ernie4_5", "gemma3",
     "ministral3", "seed_oss", "exaone4", "hunyuan_v1_dense", "cohere2", "olmoe-every-expert", "glm4_moe-every-expert",
     "mixtral-every-expert", "qwen2_moe-every-expert", "qwen3_moe-every-expert", "granitemoe-every-expert",
+    "gpt_oss-every-expert",
 ]  # fmt: skip
 GENERATING = [
     *(name for name in CASES if "-" not in name), "llama-rope-llama3", "llama-tied", "qwen2-sliding",

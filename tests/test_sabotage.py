@@ -17,6 +17,7 @@ RMS_NORM = "ligermodels.kernels.rms_norm"
 ROTATE = "ligermodels.kernels.rope:rotate_reference"
 ROUTE = "ligermodels.kernels.experts:route"
 SIGMOID = "ligermodels.kernels.experts:route_by_sigmoid"
+EXPERTS_REFERENCE = "ligermodels.kernels.experts:experts_reference"
 ATTENTION_LAYER = "ligermodels.layers.attention"
 BLOCK = "ligermodels.layers.block"
 CONFIG = "ligermodels.configs.base"
@@ -365,7 +366,39 @@ FAMILIES_OF_2025 = {
         f"{FAMILIES}.glm4_moe:Glm4Moe.layer", "shared_gate=False", "shared_gate=True", "glm4_moe"
     ),
 }
-BREAKS = FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
+GLU = "ligermodels.kernels.expert_product:expert_glu_reference"
+GPT_OSS = {
+    "sinks dropped": Sabotage(
+        f"{ATTENTION_LAYER}:Attention.forward", "if self.sinks is None else", "if True else", "gpt_oss"
+    ),
+    "sinks of other heads": Sabotage(f"{ATTENTION}:masked_attention", "sinks.to(", "sinks.flip(0).to(", "gpt_oss"),
+    "gate not clamped": Sabotage(GLU, "gate.clamp(max=GLU_LIMIT)", "gate", "gpt_oss"),
+    "up not clamped": Sabotage(GLU, "up.clamp(-GLU_LIMIT, GLU_LIMIT)", "up", "gpt_oss"),
+    "up clamped from one side": Sabotage(GLU, "up.clamp(-GLU_LIMIT, GLU_LIMIT)", "up.clamp(max=GLU_LIMIT)", "gpt_oss"),
+    "up without its 1": Sabotage(GLU, "(1.0 + up)", "up", "gpt_oss"),
+    "sigmoid without its factor": Sabotage(
+        GLU, "torch.sigmoid(GLU_SHARPNESS * gate)", "torch.sigmoid(gate)", "gpt_oss"
+    ),
+    "bias of gate and up dropped": Sabotage(
+        EXPERTS_REFERENCE, "gate_up_update, gate_up_bias", "gate_up_update, None", "gpt_oss"
+    ),
+    "bias of the down projection dropped": Sabotage(
+        EXPERTS_REFERENCE, "down_update, down_bias", "down_update, None", "gpt_oss"
+    ),
+    "bias of the router dropped": Sabotage(f"{MOE}:Router.forward", "self.weight, self.bias", "self.weight", "gpt_oss"),
+    "gpt_oss: odd layers windowed": Sabotage(f"{FAMILIES}.gpt_oss:GptOssConfig.is_sliding", "== 0", "== 1", "gpt_oss"),
+    "gpt_oss: no YaRN by default": Sabotage(
+        f"{CONFIG}:Config.read_ropes", "cls.default_rope_scaling is not None", "False", "gpt_oss-rope-default"
+    ),
+    "gpt_oss: gate and up in blocks": Sabotage(
+        f"{FAMILIES}.gpt_oss:GptOss.weight_rules", "(inner, 2)), (0, 3, 2, 1)", "(2, inner)), (0, 2, 3, 1)", "gpt_oss"
+    ),
+    "gpt_oss: biases of gate and up in blocks": Sabotage(
+        f"{FAMILIES}.gpt_oss:GptOss.rules", 'permuted(GATE_UP + "_bias", gates, (0, 2, 1)), ', "", "gpt_oss"
+    ),
+    "gpt_oss: truncated YaRN": Sabotage(f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "gpt_oss"),
+}
+BREAKS = GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
 
 
 @pytest.mark.parametrize("name", BREAKS)

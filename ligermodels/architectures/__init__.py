@@ -9,6 +9,7 @@ from ligermodels.architectures.gemma3 import Gemma3, Gemma3Text
 from ligermodels.architectures.glm import Glm
 from ligermodels.architectures.glm4 import Glm4
 from ligermodels.architectures.glm4_moe import Glm4Moe
+from ligermodels.architectures.gpt_oss import GptOss
 from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
 from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
@@ -40,6 +41,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "glm": Glm,
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
+    "gpt_oss": GptOss,
     "granite": Granite,
     "granitemoe": GraniteMoe,
     "hunyuan_v1_dense": HunyuanDense,

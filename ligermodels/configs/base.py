@@ -51,6 +51,7 @@ class Config:
     raw: Mapping[str, Any] = field(compare=False, repr=False)
 
     default_rope_theta: ClassVar[float] = 10_000.0
+    default_rope_scaling: ClassVar[Mapping[str, Any] | None] = None  # of files that have none, also if it is null
     default_partial_rotary_factor: ClassVar[float] = 1.0
     partial_rotary: ClassVar[bool] = False  # whether the family supports partial_rotary_factor < 1
     alternative_names: ClassVar[Mapping[str, str]] = {}  # field -> its name in the other version of transformers
@@ -124,6 +125,8 @@ class Config:
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
         """The rotary embeddings by layer type; families with several override this."""
+        if cls.default_rope_scaling is not None and not (raw.get("rope_scaling") or raw.get("rope_parameters")):
+            raw = {**raw, "rope_scaling": cls.default_rope_scaling}
         return {FULL_ATTENTION: read_rope(raw, cls.default_rope_theta, cls.default_partial_rotary_factor)}
 
     def validate(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import Config, kernel_activation
+from ligermodels.configs.fields import check_choice
 from ligermodels.configs.rope import FULL_ATTENTION, SLIDING_ATTENTION
 from ligermodels.errors import ConfigError
 
@@ -159,6 +160,26 @@ class MoEConfig(Config):
                 f"config.json: num_experts_per_tok {self.num_experts_per_tok} must be at most "
                 f"{self.experts_field}, {num_experts}"
             )
+
+
+@dataclass(kw_only=True)
+class ClampedExpertsConfig(MoEConfig):
+    """Experts with a clamped SwiGLU. Its numbers are those of all published models: the kernels have them as constants.
+
+    hidden_act is not what is computed.
+    """
+
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
+
+    @property
+    def activation(self) -> str:
+        return "clamped_silu"
+
+    def validate(self) -> None:
+        super().validate()
+        for name, value in {"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702}.items():
+            check_choice(name, getattr(self, name), [value])
 
 
 @dataclass(kw_only=True)

@@ -59,7 +59,7 @@ def read_field(name: str, value: Any, annotation: Any) -> Any:
     return value
 
 
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raises ConfigError unless the value is one of the choices."""
     choices = list(choices)
     if value not in choices:

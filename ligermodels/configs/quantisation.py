@@ -1,4 +1,4 @@
-"""The quantization_config of a config.json: FP8 weights with one scale, or with a scale for each block.
+"""The quantization_config of a config.json: FP8 weights with one scale or a scale for each block; MXFP4 weights.
 
 Must not know tensors or files.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from ligermodels.errors import ConfigError
 
 FIELD = "quantization_config"
-SUPPORTED = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("static", "dynamic", None)}
+SUPPORTED = {"quant_method": ("fp8", "mxfp4"), "fmt": ("e4m3", None), "activation_scheme": ("static", "dynamic", None)}
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,15 @@ class Fp8:
     block: tuple[int, int] | None
 
 
-def read_quantisation(raw: Mapping[str, Any]) -> Fp8 | None:
+@dataclass(frozen=True)
+class Mxfp4:
+    """4-bit weights in blocks of 32 columns with a power of two as scale (OCP microscaling)."""
+
+
+Quantisation = Fp8 | Mxfp4
+
+
+def read_quantisation(raw: Mapping[str, Any]) -> Quantisation | None:
     """How the weights of a config.json are quantised; None if they are not. Raises ConfigError."""
     fields = raw.get(FIELD)
     if not fields:
@@ -33,6 +41,8 @@ def read_quantisation(raw: Mapping[str, Any]) -> Fp8 | None:
                 f"config.json: {FIELD}: {name} {fields.get(name)!r} is not supported, only "
                 f"{' and '.join(map(repr, filter(None, values)))}; load the original"
             )
+    if fields["quant_method"] == "mxfp4":
+        return Mxfp4()
     block = fields.get("weight_block_size")
     if block is None:
         return Fp8(None)

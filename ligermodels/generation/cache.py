@@ -26,7 +26,7 @@ class LayerCache(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
         """Attention of q [B, T, Hq, D] at position_ids [B, T] over earlier tokens and their own k, v [B, T, Hkv, D].
 
-        options: scale, window, softcap, as those of `kernels.attention.attention`. Returns [B, T, Hq, D].
+        options: scale, window, softcap, sinks, as those of `kernels.attention.attention`. Returns [B, T, Hq, D].
         """
         ...
 

@@ -32,6 +32,7 @@ NAMES_BY_OWNER = {
         Mistral-Nemo-Base-2407 Mistral-Nemo-Instruct-2407 Mistral-Small-Instruct-2409
         Mistral-Small-24B-Base-2501 Mistral-Small-24B-Instruct-2501
         Mistral-Large-Instruct-2407 Mistral-Large-Instruct-2411 Devstral-Small-2507
+        Mistral-Small-3.1-24B-Instruct-2503 Devstral-Small-2-24B-Instruct-2512 Devstral-2-123B-Instruct-2512
         Mixtral-8x7B-v0.1 Mixtral-8x7B-Instruct-v0.1 Mixtral-8x22B-v0.1 Mixtral-8x22B-Instruct-v0.1""",
     "Qwen": """
         Qwen1.5-0.5B Qwen1.5-0.5B-Chat Qwen1.5-1.8B Qwen1.5-1.8B-Chat Qwen1.5-4B Qwen1.5-4B-Chat
@@ -75,7 +76,13 @@ NAMES_BY_OWNER = {
         OLMo-2-0425-1B OLMo-2-0425-1B-Instruct OLMo-2-1124-7B OLMo-2-1124-7B-Instruct
         OLMo-2-1124-13B OLMo-2-1124-13B-Instruct OLMo-2-0325-32B OLMo-2-0325-32B-Instruct
         Olmo-3-1025-7B Olmo-3-7B-Instruct Olmo-3-7B-Think Olmo-3-1125-32B Olmo-3-32B-Think
-        Olmo-3.1-32B-Instruct Olmo-3.1-32B-Think""",
+        Olmo-3.1-32B-Instruct Olmo-3.1-32B-Think OLMoE-1B-7B-0924 OLMoE-1B-7B-0924-Instruct""",
+    "ByteDance-Seed": "Seed-OSS-36B-Base Seed-OSS-36B-Instruct",
+    "CohereLabs": "c4ai-command-r7b-12-2024 c4ai-command-a-03-2025",
+    "LGAI-EXAONE": "EXAONE-4.0-1.2B EXAONE-4.0-32B",
+    "openai": "gpt-oss-20b gpt-oss-120b",
+    "tencent": "Hunyuan-1.8B-Instruct Hunyuan-7B-Instruct",
+    "zai-org": "GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7",
     "baidu": "ERNIE-4.5-0.3B-PT ERNIE-4.5-0.3B-Base-PT",
     "THUDM": """
         glm-4-9b-hf glm-4-9b-chat-hf glm-4-9b-chat-1m-hf
@@ -90,7 +97,7 @@ def nearest_model(name: str, candidates: Iterable[str]) -> str | None:
     Owner, case and separators are ignored.
     """
     spelled = {normalized_name(candidate): candidate for candidate in reversed(list(candidates))}
-    alike = difflib.get_close_matches(normalized_name(name), spelled, n=1)
+    alike = difflib.get_close_matches(normalized_name(name), spelled, n=1, cutoff=0.65)
     return spelled[alike[0]] if alike else None
 
 

@@ -1,18 +1,22 @@
 """Mixture of experts (MoE) with gated experts as one autograd node, without capacity limits or dropped tokens:
 
-    y_t = Σ_j w_tj D_e (act(G_e x_t) * U_e x_t), e = index_tj, the j-th of the k experts that the router chose for t
+    y_t = Σ_j w_tj (D_e (act(G_e x_t) * U_e x_t) + b_e), e = index_tj, the j-th of the k experts chosen for t
 
 Every (token, expert) pair is a row; rows are sorted by expert (kernels/permute.py) and multiplied by grouped GEMMs. Row
 r has a token t, an expert e and a routing weight w:
-    forward   p_r = w act(g) * u, [g, u] = GU_e x_t;   y_t = Σ over the token's rows of D_e p_r
-    backward  dp_r = D_eᵀ dy_t;  dw_r = Σ dp_r act(g) u;  d[g, u] = w dp_r * ∂(act(g) u);  dD_e = Σ dy_t p_rᵀ;
-              dGU_e = Σ d[g, u] x_tᵀ;  dx_t = Σ over the token's rows of GU_eᵀ d[g, u]
+    forward   p_r = w act(g) * u, [g, u] = GU_e x_t + c_e;   y_t = Σ over the token's rows of D_e p_r + w b_e
+    backward  dp_r = D_eᵀ dy_t;  dw_r = Σ dp_r act(g) u + dy_t · b_e;  d[g, u] = w dp_r * ∂(act(g) u);
+              dD_e = Σ dy_t p_rᵀ;  dGU_e = Σ d[g, u] x_tᵀ;  dx_t = Σ over the token's rows of GU_eᵀ d[g, u];
+              dc_e = Σ d[g, u];  db_e = Σ w dy_t
+The biases b and c are optional. They cost no pass forward: c is added where [g, u] is read, b where rows are summed
+(expert_bias.py). expert_product.py computes p and its gradients, and lists the activations, gpt-oss's clamped one too.
 The routing weight multiplies the inner activation, which is I wide, instead of the output, which is H wide. Saved for
 backward: x, [g, u] and the routing. Not saved: the permuted copy of x, p (recomputed by the activation's backward) and
 the experts' outputs per row. Unpermuting gathers and sums rows in fp32 without atomics: bit-identical from run to run.
 
-x [T, H], GU [E, 2 I, H] (gate rows first) and D [E, H, I] in one float dtype; index [T, k] int64 or int32; w [T, k]
-fp32. 6 T k H I FLOP forward, twice that backward. No host synchronisation: no size depends on the routing.
+x [T, H], GU [E, 2 I, H] (gate rows first), D [E, H, I], c [E, 2 I] and b [E, H] in one float dtype; index [T, k]
+int64 or int32; w [T, k] fp32. 6 T k H I FLOP forward, twice that backward. No host synchronisation: no size depends on
+the routing.
 
 Backward needs R (3 I + H) elements beside its inputs and outputs, R = T k: [g, u], overwritten by its gradient; dp,
 overwritten by p; the permuted copy of dy, later of x. [g, u] is freed before dD is computed. dD is computed last
@@ -21,12 +25,17 @@ for another backward, [g, u] is not overwritten; the peak is then 6 R I elements
 """
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
-from ligermodels.kernels.dispatch import Node, autocast, is_last_use, register_op, runs_kernels, widen
-from ligermodels.kernels.gated_activation import activate, check_gate_up, gated_activation_reference
+from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, widen
+from ligermodels.kernels.expert_bias import bias_dots, grouped_row_sums, sort_weights, unpermute_with_bias
+from ligermodels.kernels.expert_product import (
+    EXPERT_ACTIVATIONS,
+    expert_glu_reference,
+    experts_product,
+    product_backward_from_saved,
+)
 from ligermodels.kernels.grouped_gemm import grouped_weight_gradient
 from ligermodels.kernels.grouped_low_rank import (
     NO_GROUPED_LOW_RANK,
@@ -36,7 +45,6 @@ from ligermodels.kernels.grouped_low_rank import (
     low_rank_grouped_gemm,
     low_rank_grouped_input_gradient,
 )
-from ligermodels.kernels.launch import kernel
 from ligermodels.kernels.permute import permute, sort_by_expert, unpermute
 
 
@@ -84,10 +92,13 @@ def experts_reference(
     activation: str = "silu",
     gate_up_update: GroupedLowRank | None = None,
     down_update: GroupedLowRank | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     def expert_output(rows: Tensor, expert: int) -> Tensor:
-        gates = group_linear_reference(rows, gate_up, expert, gate_up_update)
-        return group_linear_reference(gated_activation_reference(gates, activation), down, expert, down_update)
+        gates = group_linear_reference(rows, gate_up, expert, gate_up_update, gate_up_bias)
+        product = expert_glu_reference(gates, activation)
+        return group_linear_reference(product, down, expert, down_update, down_bias)
 
     y = torch.zeros_like(widen(x))
     for expert in range(gate_up.shape[0]):
@@ -102,187 +113,68 @@ def experts_reference(
     return y.to(out.dtype)
 
 
-@kernel()
-def _product_kernel(
-    gate_up_ptr, weight_ptr, row_ptr, product_ptr, columns, ACTIVATION: tl.constexpr, TILE: tl.constexpr
-):
-    """One program computes the weighted product p of one slot."""
-    slot = tl.program_id(0)
-    row = tl.load(row_ptr + slot).to(tl.int64)
-    weight = tl.load(weight_ptr + slot)
-    for step in range(tl.cdiv(columns, TILE)):
-        column = tl.arange(0, TILE) + step * TILE
-        mask = column < columns
-        gate_ptr = gate_up_ptr + row * (2 * columns) + column
-        gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
-        activated, _ = activate(gate, ACTIVATION)
-        product = weight * activated * up
-        tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
-
-
-@kernel()
-def _product_backward_kernel(
-    dproduct_ptr, gate_up_ptr, weight_ptr, row_ptr, dgate_up_ptr, dweight_ptr, product_ptr, columns,
-    ACTIVATION: tl.constexpr, INPUT_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, EMIT: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """One program handles one slot: INPUT_GRAD: dgate and dup; WEIGHT_GRAD: dweight; EMIT: the weighted product p."""
-    slot = tl.program_id(0)
-    row = tl.load(row_ptr + slot).to(tl.int64)
-    weight = tl.load(weight_ptr + slot)
-    dweight = tl.zeros([TILE], tl.float32)
-    for step in range(tl.cdiv(columns, TILE)):
-        column = tl.arange(0, TILE) + step * TILE
-        mask = column < columns
-        gate_ptr = gate_up_ptr + row * (2 * columns) + column
-        dgate_ptr = dgate_up_ptr + row * (2 * columns) + column
-        gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptr + columns, mask, other=0.0).to(tl.float32)
-        dproduct = tl.load(dproduct_ptr + row * columns + column, mask, other=0.0).to(tl.float32)
-        activated, slope = activate(gate, ACTIVATION)
-        dweight += dproduct * activated * up
-        if INPUT_GRAD:
-            tl.store(dgate_ptr, (weight * dproduct * up * slope).to(dgate_up_ptr.dtype.element_ty), mask)
-            tl.store(dgate_ptr + columns, (weight * dproduct * activated).to(dgate_up_ptr.dtype.element_ty), mask)
-        if EMIT:
-            product = weight * activated * up
-            tl.store(product_ptr + row * columns + column, product.to(product_ptr.dtype.element_ty), mask)
-    if WEIGHT_GRAD:
-        tl.store(dweight_ptr + slot, tl.sum(dweight, 0))
-
-
-def _product_tile(columns: int) -> tuple[int, int]:
-    """(columns, warps) of one step: the widest power of two without idle lanes, at 16 bytes per lane."""
-    tile = max(256, min(1024, columns & -columns))
-    return tile, tile // 256
-
-
-def _launch_product(gate_up: Tensor, weight: Tensor, row: Tensor, activation: str) -> Tensor:
-    product = _fake_product(gate_up, weight, row, activation)
-    rows, columns = product.shape
-    tile, warps = _product_tile(columns)
-    if rows:
-        gate_up, weight = gate_up.contiguous(), weight.contiguous()
-        launch = _product_kernel.bind(ACTIVATION=activation, TILE=tile, num_warps=warps)
-        launch(rows, gate_up, weight, row, product, columns)
-    return product
-
-
-def _launch_product_backward(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str,
-    input_grad: bool, weight_grad: bool, emit: bool, inplace: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """inplace: dgate_up overwrites gate_up and product overwrites dproduct. This is safe because each program reads its
-    tile before it writes it."""
-    dproduct, gate_up, weight = dproduct.contiguous(), gate_up.contiguous(), weight.contiguous()
-    if inplace:
-        dgate_up, product = gate_up.detach() if input_grad else None, dproduct if emit else None
-        dweight = torch.empty_like(weight) if weight_grad else None
-    else:
-        dgate_up, dweight, product = _fake_product_backward(
-            dproduct, gate_up, weight, row, activation, input_grad, weight_grad, emit
-        )
-    rows, columns = dproduct.shape
-    tile, warps = _product_tile(columns)
-    if rows:
-        launch = _product_backward_kernel.bind(
-            ACTIVATION=activation, INPUT_GRAD=input_grad, WEIGHT_GRAD=weight_grad, EMIT=emit, TILE=tile, num_warps=warps
-        )
-        launch(
-            rows, dproduct, gate_up, weight, row, gate_up if dgate_up is None else dgate_up,
-            weight if dweight is None else dweight, gate_up if product is None else product, columns,
-        )  # fmt: skip
-    return dgate_up, dweight, product
-
-
-def _fake_product(gate_up, weight, row, activation):
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
-def _fake_product_backward(dproduct, gate_up, weight, row, activation, input_grad, weight_grad, emit):
-    dgate_up = gate_up.new_empty(*gate_up.shape) if input_grad else None
-    dweight = weight.new_empty(*weight.shape) if weight_grad else None
-    return dgate_up, dweight, dproduct.new_empty(*dproduct.shape) if emit else None
-
-
-experts_product = register_op(
-    "experts_product(Tensor gate_up, Tensor weight, Tensor row, str activation) -> Tensor",
-    _launch_product,
-    _fake_product,
-)
-experts_product_backward = register_op(
-    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, Tensor row, str activation,"
-    " bool input_grad, bool weight_grad, bool emit) -> (Tensor dgate_up, Tensor dweight, Tensor product)",
-    _launch_product_backward,
-    _fake_product_backward,
-)
-
-
-def product_backward_from_saved(
-    dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, activation: str,
-    input_grad: bool, weight_grad: bool, emit: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """experts_product_backward for a node that owns gate_up and dproduct: in place if this is their last use."""
-    inputs = dproduct, gate_up, weight, row, activation, input_grad, weight_grad, emit
-    if not is_last_use(gate_up, dproduct):
-        return experts_product_backward(*inputs)
-    return _launch_product_backward(*inputs, inplace=True)
-
-
 class _Experts(Node):
     @staticmethod
     def forward(
         ctx, x, expert_index, weight, gate_up_weight, gate_up_a, gate_up_b, gate_up_scale, down_weight, down_a, down_b,
-        down_scale, activation,
+        down_scale, gate_up_bias, down_bias, activation,
     ):  # fmt: skip
         row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
         gate_up, gate_up_low = low_rank_grouped_gemm(
             permute(x, row), gate_up_weight, offsets, gate_up_a, gate_up_b, gate_up_scale
         )
-        product = experts_product(gate_up, weight, row, activation)
+        has_bias = gate_up_bias is not None or down_bias is not None
+        index = expert_index if has_bias else None
+        product = experts_product(gate_up, weight, row, gate_up_bias, index, activation)
         rows, down_low = low_rank_grouped_gemm(product, down_weight, offsets, down_a, down_b, down_scale)
         ctx.save_for_backward(
             x, gate_up, weight, row, offsets, gate_up_weight, gate_up_a, gate_up_b, gate_up_low, down_weight, down_a,
-            down_b, down_low,
+            down_b, down_low, gate_up_bias, down_bias, index,
         )  # fmt: skip
         ctx.scales = gate_up_scale, down_scale
         ctx.activation = activation
-        return unpermute(rows, row)
+        if down_bias is None:
+            return unpermute(rows, row)
+        return unpermute_with_bias(rows, row, expert_index, weight, down_bias)
 
     @staticmethod
     def backward(ctx, dy):
         (
             x, gate_up, weight, row, offsets, gate_up_weight, gate_up_a, gate_up_b, gate_up_low, down_weight, down_a,
-            down_b, down_low,
+            down_b, down_low, gate_up_bias, down_bias, index,
         ) = ctx.saved_tensors  # fmt: skip
         gate_up_scale, down_scale = ctx.scales
         (
             needs_x, _, needs_weight, needs_gate_up, needs_gate_up_a, needs_gate_up_b, _, needs_down, needs_down_a,
-            needs_down_b, *_,
+            needs_down_b, _, needs_gate_up_bias, needs_down_bias, _,
         ) = ctx.needs_input_grad  # fmt: skip
         reads_product, reads_x = needs_down or needs_down_a, needs_gate_up or needs_gate_up_a
-        reads_dgate_up = needs_x or reads_x or needs_gate_up_b
+        reads_dgate_up = needs_x or reads_x or needs_gate_up_b or needs_gate_up_bias
         reads_dproduct = reads_dgate_up or needs_weight
         dx = dweight = dgate_up_weight = dgate_up_a = dgate_up_b = ddown_weight = ddown_a = ddown_b = None
-        dgate_up = dproduct = product = ddown_low = dgate_up_low = None
-        if reads_dproduct or needs_down_a or needs_down_b:
+        dgate_up = dproduct = product = ddown_low = dgate_up_low = dgate_up_bias = ddown_bias = None
+        if reads_dproduct or needs_down_a or needs_down_b or needs_down_bias:
             drows = permute(dy, row)
             if reads_dproduct or needs_down_a:
                 ddown_low = grouped_low_gradient(drows, offsets, down_b, down_scale)
             if reads_dproduct:
                 dproduct = low_rank_grouped_input_gradient(drows, down_weight, offsets, ddown_low, down_a)
             ddown_b = grouped_weight_gradient(drows, down_low, offsets) if needs_down_b else None
+            ddown_bias = grouped_row_sums(drows, offsets, sort_weights(weight, row)) if needs_down_bias else None
             del drows
         if reads_dproduct:
             dgate_up, dweight, product = product_backward_from_saved(
-                dproduct, gate_up, weight, row, ctx.activation, reads_dgate_up, needs_weight, reads_product
-            )
+                dproduct, gate_up, weight, row, gate_up_bias, index, ctx.activation, reads_dgate_up, needs_weight,
+                reads_product,
+            )  # fmt: skip
         elif reads_product:
-            product = experts_product(gate_up, weight, row, ctx.activation)
+            product = experts_product(gate_up, weight, row, gate_up_bias, index, ctx.activation)
+        if needs_weight and down_bias is not None:
+            dweight += bias_dots(dy, index, down_bias)
         del gate_up, dproduct
         free_saved_tensors(ctx)
         if reads_dgate_up:
+            dgate_up_bias = grouped_row_sums(dgate_up, offsets, None) if needs_gate_up_bias else None
             if needs_x or needs_gate_up_a:
                 dgate_up_low = grouped_low_gradient(dgate_up, offsets, gate_up_b, gate_up_scale)
             if needs_x:
@@ -300,7 +192,7 @@ class _Experts(Node):
             ddown_weight = grouped_weight_gradient(permute(dy, row), product, offsets)
         return (
             dx, None, dweight if needs_weight else None, dgate_up_weight, dgate_up_a, dgate_up_b, None, ddown_weight,
-            ddown_a, ddown_b, None, None,
+            ddown_a, ddown_b, None, dgate_up_bias, ddown_bias, None,
         )  # fmt: skip
 
 
@@ -311,8 +203,16 @@ def free_saved_tensors(ctx) -> None:
         ctx.maybe_clear_saved_tensors()
 
 
-def check_expert_inputs(x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor) -> None:
+def check_expert_inputs(
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+) -> None:  # fmt: skip
     num_experts, width, hidden = gate_up.shape
+    if activation not in EXPERT_ACTIVATIONS:
+        supported = ", ".join(EXPERT_ACTIVATIONS)
+        raise ValueError(f"experts: unknown activation {activation!r}; supported: {supported}")
+    if width % 2:
+        raise ValueError(f"experts: gate_up has {width} rows per expert; an even number is required")
     routed = expert_index.shape[0] == x.shape[0] and expert_weight.shape == expert_index.shape
     if not routed or x.shape[1] != hidden or down.shape != (num_experts, hidden, width // 2):
         found = ", ".join(str(list(y.shape)) for y in (x, expert_index, expert_weight, gate_up, down))
@@ -320,6 +220,9 @@ def check_expert_inputs(x: Tensor, expert_index: Tensor, expert_weight: Tensor, 
             f"experts: x, expert_index, expert_weight, gate_up and down have shapes {found};"
             " expected [T, H], [T, k], [T, k], [E, 2 I, H], [E, H, I]"
         )
+    for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden)):
+        if bias is not None and bias.shape != (num_experts, size):
+            raise ValueError(f"experts: {name} has shape {list(bias.shape)}; expected {[num_experts, size]}")
     if expert_index.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"experts: expert_index is {expert_index.dtype}; it must be torch.int64 or torch.int32")
 
@@ -333,22 +236,29 @@ def experts(
     activation: str = "silu",
     gate_up_update: GroupedLowRank | None = None,
     down_update: GroupedLowRank | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Sum over each token's k experts e of expert_weight * down_e (activation(gate_e x) * up_e x).
+    """Sum over each token's k experts e of expert_weight * (down_e (activation(gate_e x) * up_e x) + bias_e).
 
     x [T, H] float, expert_index [T, k] int64 or int32 in [0, E), expert_weight [T, k] fp32, gate_up [E, 2 I, H] with
-    the gate rows first, down [E, H, I], activation "silu", "gelu_tanh" or "gelu", gate_up_update and down_update:
-    low-rank updates of the two projections -> [T, H] in x's dtype.
+    the gate rows first, down [E, H, I], activation "silu", "gelu_tanh", "gelu" or "clamped_silu" (gpt-oss's, see
+    expert_product.py), gate_up_update and down_update: low-rank updates of the two projections, gate_up_bias [E, 2 I]
+    and down_bias [E, H] -> [T, H] in x's dtype.
     An expert without tokens gets a zero gradient. Frozen arguments cost no gradient.
     Raises ValueError for any other activation, an odd width of gate_up, shapes that disagree, and an expert_index of
     another dtype.
     """
-    check_gate_up(gate_up.mT, activation)
-    check_expert_inputs(x, expert_index, expert_weight, gate_up, down)
-    x, gate_up, down, gate_up_update, down_update = autocast(x, gate_up, down, gate_up_update, down_update)
+    check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
+    x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias = autocast(
+        x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias
+    )
     if not runs_kernels(x):
-        return experts_reference(x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update)
+        return experts_reference(
+            x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update, gate_up_bias,
+            down_bias,
+        )  # fmt: skip
     return _Experts.apply(
         x, expert_index, expert_weight, gate_up, *(gate_up_update or NO_GROUPED_LOW_RANK),
-        down, *(down_update or NO_GROUPED_LOW_RANK), activation,
+        down, *(down_update or NO_GROUPED_LOW_RANK), gate_up_bias, down_bias, activation,
     )  # fmt: skip

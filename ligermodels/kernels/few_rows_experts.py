@@ -1,10 +1,11 @@
 """Mixture of experts for few tokens, in two launches: a step of generation.
 
-    p_tj = w_tj act(G_e x_t) * (U_e x_t), e = index_tj;   y_t = Σ_j D_e p_tj
-x [T, H], GU [E, 2 I, H] (gate rows first) and D [E, H, I] in one float dtype; index [T, k] int64 or int32; w [T, k]
-fp32. Forward only. The host never reads the index. Every (token, expert) pair reads the weights of its expert for
-itself: no sort and no permutation, as in experts.py, but an expert that two tokens share is read twice, from the L2
-cache at best. Sums in fp32 in a fixed order; p is rounded to x's dtype.
+    p_tj = w_tj act(G_e x_t + c_e) * (U_e x_t + c'_e), e = index_tj;   y_t = Σ_j D_e p_tj + w_tj b_e
+x [T, H], GU [E, 2 I, H] (gate rows first), D [E, H, I], their biases [c, c'] [E, 2 I] and b [E, H], both optional, in
+one float dtype; index [T, k] int64 or int32; w [T, k] fp32. Forward only. The host never reads the index. Every (token,
+expert) pair reads the weights of its expert for itself: no sort and no permutation, as in experts.py, but an expert
+that two tokens share is read twice, from the L2 cache at best. Sums in fp32 in a fixed order; p is rounded to x's
+dtype.
 Moves 3 T k H I elements: bound by memory bandwidth.
 """
 
@@ -15,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import autocast, refuse_gradients, register_op, runs_kernels
+from ligermodels.kernels.expert_product import expert_glu
 from ligermodels.kernels.experts import check_expert_inputs, experts_reference
-from ligermodels.kernels.gated_activation import activate, check_gate_up
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.norm_tiles import to_fp32
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
@@ -29,9 +30,9 @@ WARPS, STAGES = 4, 3
 
 @kernel()
 def _product_kernel(
-    x_ptr, index_ptr, routing_ptr, weight_ptr, product_ptr, INNER: tl.constexpr, HIDDEN: tl.constexpr,
-    SLOTS: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, index_ptr, routing_ptr, weight_ptr, bias_ptr, product_ptr, INNER: tl.constexpr, HIDDEN: tl.constexpr,
+    SLOTS: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program computes COLUMNS columns of p of one slot: a token and one of its SLOTS experts."""
     wait_for_previous_kernel(PDL)
@@ -50,15 +51,21 @@ def _product_kernel(
         x = tl.load(x_ptr + k, k < HIDDEN, other=0.0).to(tl.float32)[None, :]
         gate += to_fp32(tl.load(gate_ptr + k[None, :], mask, other=0.0)) * x
         up += to_fp32(tl.load(gate_ptr + INNER * HIDDEN + k[None, :], mask, other=0.0)) * x
-    activated, _ = activate(tl.sum(gate, 1), ACTIVATION)
-    product = tl.load(routing_ptr + slot) * activated * tl.sum(up, 1)
+    gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+    if BIAS:
+        bias_ptr += expert * (2 * INNER) + column
+        gate += tl.load(bias_ptr, column < INNER, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + INNER, column < INNER, other=0.0).to(tl.float32)
+    activated, linear, _, _ = expert_glu(gate, up, ACTIVATION)
+    product = tl.load(routing_ptr + slot) * activated * linear
     tl.store(product_ptr + slot * INNER + column, product.to(product_ptr.dtype.element_ty), column < INNER)
 
 
 @kernel()
 def _down_kernel(
-    product_ptr, index_ptr, weight_ptr, y_ptr, INNER: tl.constexpr, HIDDEN: tl.constexpr, SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    product_ptr, index_ptr, routing_ptr, weight_ptr, bias_ptr, y_ptr, INNER: tl.constexpr, HIDDEN: tl.constexpr,
+    SLOTS: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program computes COLUMNS columns of one token's y, a sum over its SLOTS experts."""
     wait_for_previous_kernel(PDL)
@@ -82,59 +89,71 @@ def _down_kernel(
         weight = to_fp32(tl.load(weight_ptr + row[:, None] * INNER + k[None, :], mask, other=0.0))
         total += weight * product[None, :]
     y = tl.sum(total, 1)
+    if BIAS:
+        for slot in tl.static_range(SLOTS):
+            row = tl.load(index_ptr + slot).to(tl.int64) * HIDDEN + column
+            bias = tl.load(bias_ptr + row, column < HIDDEN, other=0.0).to(tl.float32)
+            y += tl.load(routing_ptr + token * SLOTS + slot) * bias
     tl.store(y_ptr + token * HIDDEN + column, y.to(y_ptr.dtype.element_ty), column < HIDDEN)
 
 
 @functools.cache
 def _launchers(
-    inner: int, hidden: int, slots: int, itemsize: int, activation: str, device: torch.device
-) -> tuple[Launcher, Launcher]:
+    inner: int, hidden: int, slots: int, itemsize: int, activation: str, gate_up_bias: bool, down_bias: bool,
+    device: torch.device,
+) -> tuple[Launcher, Launcher]:  # fmt: skip
     sizes = {"INNER": inner, "HIDDEN": hidden, "SLOTS": slots, "STEP": EXPERT_STEP_BYTES // itemsize, "STAGES": STAGES}
     constants = sizes | {"num_warps": WARPS} | pdl_constants(device)
-    product = _product_kernel.bind(ACTIVATION=activation, COLUMNS=PRODUCT_COLUMNS, **constants)
-    return product, _down_kernel.bind(COLUMNS=DOWN_COLUMNS, **constants)
+    product = _product_kernel.bind(ACTIVATION=activation, BIAS=gate_up_bias, COLUMNS=PRODUCT_COLUMNS, **constants)
+    return product, _down_kernel.bind(BIAS=down_bias, COLUMNS=DOWN_COLUMNS, **constants)
 
 
 def _launch(
-    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str
-) -> Tensor:
-    y = _fake(x, expert_index, expert_weight, gate_up, down, activation)
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    y = _fake(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
     (tokens, hidden), slots, inner = x.shape, expert_index.shape[1], down.shape[2]
     if not tokens:
         return y
     product = x.new_empty(tokens * slots, inner)
     x, expert_index, expert_weight = x.contiguous(), expert_index.contiguous(), expert_weight.contiguous()
     gate_up, down = gate_up.contiguous(), down.contiguous()
-    launch_product, launch_down = _launchers(inner, hidden, slots, x.itemsize, activation, x.device)
+    launch_product, launch_down = _launchers(
+        inner, hidden, slots, x.itemsize, activation, gate_up_bias is not None, down_bias is not None, x.device
+    )
+    gate_up_bias, down_bias = (x if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias))
     programs = tokens * slots * cdiv(inner, PRODUCT_COLUMNS)
-    launch_product(programs, x, expert_index, expert_weight, gate_up, product)
-    launch_down(tokens * cdiv(hidden, DOWN_COLUMNS), product, expert_index, down, y)
+    launch_product(programs, x, expert_index, expert_weight, gate_up, gate_up_bias, product)
+    launch_down(tokens * cdiv(hidden, DOWN_COLUMNS), product, expert_index, expert_weight, down, down_bias, y)
     return y
 
 
-def _fake(x, expert_index, expert_weight, gate_up, down, activation):
+def _fake(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias):
     return x.new_empty(x.shape)
 
 
 _experts = register_op(
     "few_rows_experts(Tensor x, Tensor expert_index, Tensor expert_weight, Tensor gate_up, Tensor down,"
-    " str activation) -> Tensor",
+    " str activation, Tensor? gate_up_bias, Tensor? down_bias) -> Tensor",
     _launch,
     _fake,
 )
 
 
 def few_rows_experts(
-    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
-) -> Tensor:
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`experts` of few tokens, without low-rank updates: arguments, result and errors as there.
 
     Right for any number of tokens, fast for few. Raises RuntimeError if a gradient is needed.
     """
-    refuse_gradients("few_rows_experts", x, expert_weight, gate_up, down)
-    check_gate_up(gate_up.mT, activation)
-    check_expert_inputs(x, expert_index, expert_weight, gate_up, down)
-    x, gate_up, down = autocast(x, gate_up, down)
+    refuse_gradients("few_rows_experts", x, expert_weight, gate_up, down, gate_up_bias, down_bias)
+    check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
+    x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
     if not runs_kernels(x):
-        return experts_reference(x, expert_index, expert_weight, gate_up, down, activation)
-    return _experts(x, expert_index, expert_weight, gate_up, down, activation)
+        return experts_reference(
+            x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias
+        )
+    return _experts(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)

@@ -25,9 +25,11 @@ class GroupedLowRank(NamedTuple):
 NO_GROUPED_LOW_RANK = None, None, 1.0  # passed to a node in place of GroupedLowRank's fields
 
 
-def group_linear_reference(x: Tensor, weight: Tensor, group: int, low_rank: GroupedLowRank | None) -> Tensor:
-    """The linear of one group with its update: x [R_g, K] -> [R_g, N]."""
-    y = F.linear(x, weight[group])
+def group_linear_reference(
+    x: Tensor, weight: Tensor, group: int, low_rank: GroupedLowRank | None, bias: Tensor | None = None
+) -> Tensor:
+    """The linear of one group with its update: x [R_g, K] -> [R_g, N]. bias: [E, N]."""
+    y = F.linear(x, weight[group], None if bias is None else bias[group])
     if low_rank is None:
         return y
     a, b, scale = low_rank

@@ -55,7 +55,10 @@ class Attention(PackingModule):
     softcap: scores = softcap * tanh(scores / softcap); None for no softcap.
     rope: key of `config.ropes`, the rotary embedding of queries and keys; None for no positional embedding (NoPE).
     interleaved: RoPE rotates neighbouring pairs instead of pairs half a head apart.
+    sinks: whether each query head has a learnable score `sinks` [Hq] that joins its softmax without a value.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Attention(PackingModule):
         softcap: float | None = None,
         rope: str | None = FULL_ATTENTION,
         interleaved: bool = False,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
@@ -83,6 +87,9 @@ class Attention(PackingModule):
         packed = config.query_size + 2 * config.key_value_size
         self.qkv_proj = nn.Linear(config.hidden_size, packed, bias=qkv_bias)
         self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias=o_bias)
+        self.sinks = None
+        if sinks:
+            self.sinks = nn.Parameter(nn.init.normal_(torch.empty(self.num_heads), 0.0, config.initializer_range))
 
     def forward(
         self, norm: PreNorm | None, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
@@ -96,6 +103,7 @@ class Attention(PackingModule):
         if positions.query_scale is not None:
             q = q * positions.query_scale
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        options |= {} if self.sinks is None else {"sinks": self.sinks}
         if cache is not None:
             out = cache.attend(q, k, v, positions.position_ids, **options)
         else:

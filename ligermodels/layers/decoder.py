@@ -480,7 +480,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             if name.endswith("bias"):
                 value.zero_()
-            elif parameter.ndim == 1:
+            elif parameter.ndim == 1 and name.endswith("weight"):
                 value.fill_(1.0 - getattr(self.get_submodule(name.rpartition(".")[0]), "offset", 0.0))
             else:
                 value.normal_(0.0, self.config.initializer_range, generator=generator)

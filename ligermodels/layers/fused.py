@@ -164,8 +164,11 @@ def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: n
 
 
 def routed_experts(
-    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str
-) -> Tensor:
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """x [tokens, H], expert_index and expert_weight [tokens, k] -> weighted sum of the k experts [tokens, H]."""
     function = few_rows_experts if has_few_rows(x, gate_up, few=FEW_TOKENS) else experts
-    return function(x, expert_index, expert_weight, gate_up, down, activation)
+    return function(
+        x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )

@@ -5,6 +5,7 @@ Must not know any architecture, or how adapters are stored.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,8 @@ from ligermodels.weights.adapter_config import (
     rank_and_alpha,
 )
 from ligermodels.weights.adapters import Layout, LoRASettings, Packed
-from ligermodels.weights.mapping import Rule, pieces_of, plan_pieces
+from ligermodels.weights.boxes import Shape, split_dimensions
+from ligermodels.weights.mapping import Piece, Rule, full_box, pieces_of, plan_pieces
 
 BLOCKS = "model.layers"
 EXPERTS = "experts"
@@ -195,22 +197,34 @@ def expert_projections(model: CausalLM) -> dict[str, Packed]:
     for name, module in model.get_submodule(BLOCKS).named_modules(prefix=BLOCKS):
         if isinstance(module, MoE):
             experts = module.experts.base_layer if isinstance(module.experts, LoRAExperts) else module.experts
-            hub = hub_experts_name(model, f"{name}.experts")
             for projection, below in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
-                groups, outputs, inputs = getattr(experts, projection).shape
+                parameter = f"{name}.experts.{projection}"
+                groups, outputs, inputs = shape = tuple(getattr(experts, projection).shape)
+                piece = stacked_piece(model, parameter, shape)
+                hub = piece.tensor.removesuffix(f".{projection}")
                 columns = {hub + below: (0, outputs)}
-                found[f"{name}.experts.{projection}"] = Packed(inputs, columns, groups, f"{hub}.{projection}")
+                found[parameter] = Packed(inputs, columns, groups, piece.tensor, *output_order(piece))
     return found
 
 
-def hub_experts_name(model: CausalLM, experts: str) -> str:
-    """The experts' name in the checkpoint layout that stacks them; `experts` itself if no layout does."""
+def stacked_piece(model: CausalLM, parameter: str, shape: Shape) -> Piece:
+    """A projection of the experts in the checkpoint layout that stacks them; as it is here if no layout does."""
     for rules in (model.weight_rules(), *model.other_weight_rules()):
-        parameter = f"{experts}.down_proj"
-        pieces = list(pieces_of(parameter, (2, 1, 1), rules))
-        if len(pieces) == 1 and pieces[0].tensor.endswith(".experts.down_proj"):
-            return pieces[0].tensor.removesuffix(".down_proj")
-    return experts
+        pieces = list(islice(pieces_of(parameter, shape, rules), 2))
+        if len(pieces) == 1 and pieces[0].tensor.endswith(f".experts.{parameter.rpartition('.')[2]}"):
+            return pieces[0]
+    return Piece(parameter, parameter, full_box(shape), shape)
+
+
+def output_order(piece: Piece) -> tuple[Shape, tuple[int, ...]]:
+    """How the Hub orders the outputs of stacked experts: the sizes into which they are split there, and the order of
+    these here. Both are empty if the order is the same."""
+    if not piece.view:
+        return (), ()
+    experts, outputs, _ = split_dimensions(piece.box_shape, piece.box_view)
+    dims = piece.order[len(experts) : len(experts) + len(outputs)]
+    stored = sorted(dims)
+    return tuple(piece.view[dim] for dim in stored), tuple(stored.index(dim) for dim in dims)
 
 
 def select_columns(model: CausalLM, targets: str | Sequence[str]) -> dict[str, Columns]:

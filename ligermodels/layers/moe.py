@@ -18,19 +18,30 @@ from ligermodels.layers.packed import is_intercepted
 
 
 class Experts(nn.Module):
-    """E stacked gated feed-forward layers: gate_up_proj [E, 2 I, H], each gate's rows first; down_proj [E, H, I]."""
+    """E stacked gated feed-forward layers: gate_up_proj [E, 2 I, H], each gate's rows first; down_proj [E, H, I].
 
-    def __init__(self, config: Config, *, intermediate_size: int, num_experts: int) -> None:
+    bias: whether they have gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H].
+    """
+
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
+
+    def __init__(self, config: Config, *, intermediate_size: int, num_experts: int, bias: bool = False) -> None:
         super().__init__()
         self.activation = config.activation
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, config.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, config.hidden_size, intermediate_size))
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.normal_(weight, 0.0, config.initializer_range)
+        for name, weight in (("gate_up_proj_bias", self.gate_up_proj), ("down_proj_bias", self.down_proj)):
+            self.register_parameter(name, nn.Parameter(torch.zeros(weight.shape[:2])) if bias else None)
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
         """x [tokens, H], expert_index and expert_weight [tokens, k] -> weighted sum of the k experts [tokens, H]."""
-        return routed_experts(x, expert_index, expert_weight, self.gate_up_proj, self.down_proj, self.activation)
+        return routed_experts(
+            x, expert_index, expert_weight, self.gate_up_proj, self.down_proj, self.activation, self.gate_up_proj_bias,
+            self.down_proj_bias,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, intermediate_size = self.down_proj.shape
@@ -62,22 +73,29 @@ class LoRAExperts(nn.Module):
             raise RuntimeError("LoRA of experts: hooks on its parts are not supported; hook the LoRAExperts module")
         return experts(
             x, expert_index, expert_weight, base.gate_up_proj, base.down_proj, base.activation,
-            self.gate_up_proj.low_rank(x.dtype), self.down_proj.low_rank(x.dtype),
+            self.gate_up_proj.low_rank(x.dtype), self.down_proj.low_rank(x.dtype), base.gate_up_proj_bias,
+            base.down_proj_bias,
         )  # fmt: skip
 
 
 class Router(nn.Module):
-    """Scores of E experts, weight [E, H]. It is no `nn.Linear`, which tools would adapt or quantise with all others."""
+    """Scores of E experts, weight [E, H] and, with `bias`, bias [E]. It is no `nn.Linear`, which tools would adapt or
+    quantise with all others."""
 
-    def __init__(self, config: Config, num_experts: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, config: Config, num_experts: int, *, bias: bool = False) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
         nn.init.normal_(self.weight, 0.0, config.initializer_range)
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, H] -> logits [tokens, E]."""
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
     def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
         """Logits [tokens, E] -> routing weights [tokens, k] fp32 and expert indices [tokens, k]."""
@@ -128,7 +146,7 @@ class MoE(nn.Module):
 
     normalize: whether the routing weights of a token's k experts are rescaled to sum to 1.
     shared_gate: whether a sigmoid gate multiplies the shared expert's output.
-    router: None for softmax scores.
+    router: None for softmax scores. bias: whether the routed experts have biases.
     """
 
     def __init__(
@@ -142,12 +160,13 @@ class MoE(nn.Module):
         shared_intermediate_size: int | None = None,
         shared_gate: bool = True,
         router: Router | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.experts_per_token = experts_per_token
         self.normalize = normalize
         self.gate = router or Router(config, num_experts)
-        self.experts = Experts(config, intermediate_size=intermediate_size, num_experts=num_experts)
+        self.experts = Experts(config, intermediate_size=intermediate_size, num_experts=num_experts, bias=bias)
         self.shared_expert = self.shared_expert_gate = None
         if shared_intermediate_size is not None:
             self.shared_expert = GatedMLP(config, intermediate_size=shared_intermediate_size)

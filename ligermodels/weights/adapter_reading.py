@@ -222,5 +222,5 @@ def fill_updates(model: HubModule, adapter: Adapter, layout: Layout, settings: A
     with safe_open(adapter.folder / ADAPTER_FILE, framework="pt") as stored:
         for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
             parameter = model.get_parameter(name)
-            value = torch.cat([stored.get_tensor(piece.tensor) for piece in group])
+            value = torch.cat([piece.to_box(stored.get_tensor(piece.tensor)) for piece in group])
             copy_local_shard(parameter, value.to(parameter.device, parameter.dtype))

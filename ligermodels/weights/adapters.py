@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import InputError
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, compose_adapter_config
+from ligermodels.weights.boxes import Shape
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE
 from ligermodels.weights.exporting import TOKENIZER_FILES, copy_files, hub_tensors
 from ligermodels.weights.files import shortened
@@ -40,12 +41,16 @@ class Packed:
     groups: the number of experts that are stacked; 1 for a linear.
     parameter: for stacked experts, their name in an adapter's configuration. `columns` then has one entry: the name of
     the module to which PEFT attaches the update.
+    view, order: if the Hub has the experts' outputs in another order, the sizes into which they are split there, and
+    the order of these here.
     """
 
     in_features: int
     columns: Mapping[str, ColumnSpan]
     groups: int = 1
     parameter: str | None = None
+    view: Shape = ()
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,11 @@ def module_pieces(linear: str, module: LowRankModule, packed: Packed) -> Iterato
         rows = slice(number * rank, (number + 1) * rank)
         yield Piece(tensor_name(names[span], "A"), f"{linear}.lora_A", (rows, every), (rank, packed.in_features))
     row = 0
+    view, order = ((*packed.view, rank), (*packed.order, len(packed.order))) if packed.view else ((), ())
     for start, stop in module.columns:
-        rows = slice(row, row := row + stop - start)
-        yield Piece(
-            tensor_name(names[start, stop], "B"), f"{linear}.lora_B", (rows, slice(0, rank)), (stop - start, rank)
-        )
+        box = slice(row, row := row + stop - start), slice(0, rank)
+        tensor = tensor_name(names[start, stop], "B")
+        yield Piece(tensor, f"{linear}.lora_B", box, (stop - start, rank), view, order)
 
 
 def tensor_name(projection: str, factor: str) -> str:

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ligermodels.configs.quantisation import Fp8
+from ligermodels.configs.quantisation import Quantisation
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.files import StoredTensor, open_checkpoint
 from ligermodels.weights.loading import read_scales
 from ligermodels.weights.mapping import Piece
-from ligermodels.weights.quantised import Scale, companions, is_fp8, quantised
+from ligermodels.weights.quantised import Scale, by_element, companions, needs_scale, quantised
 from ligermodels.weights.streaming import BUFFER_BYTES, Transfer, open_data_files, run_transfers
 from ligermodels.weights.writing import Blocks, Entry, failure
 
@@ -49,7 +49,7 @@ def with_companions(chosen: Mapping[str, StoredTensor], tensors: Mapping[str, St
 
 
 def unchanged_tensors(
-    pieces: Sequence[Piece], blocks: Iterator[Blocks], stored: Mapping[str, StoredTensor], scheme: Fp8 | None,
+    pieces: Sequence[Piece], blocks: Iterator[Blocks], stored: Mapping[str, StoredTensor], scheme: Quantisation | None,
     sharded: bool,
 ) -> dict[str, StoredTensor]:  # fmt: skip
     """Those of the stored tensors whose values the model still has; quantised ones only if all of them are unchanged.
@@ -60,9 +60,9 @@ def unchanged_tensors(
     unchanged: list[str] = []
 
     def compare() -> None:
-        scales = read_scales(stored, scheme)
+        scales, elements = read_scales(stored, scheme), by_element(stored, scheme)
         for piece, value in zip(pieces, blocks, strict=False):
-            if is_unchanged(piece.tensor, stored[piece.tensor], scales.get(piece.tensor), value):
+            if is_unchanged(piece.tensor, elements[piece.tensor], scales.get(piece.tensor), value):
                 unchanged.append(piece.tensor)
 
     error = failure(compare) if is_first() or not sharded else None
@@ -76,7 +76,7 @@ def unchanged_tensors(
     if changed and is_first():
         file = stored[changed[0]].file
         warnings.warn(printable(f"{file}: {changed[0]} has changed: no weight is written quantised"), stacklevel=3)
-    copied = [name for name in unchanged if not changed or not is_fp8(stored[name])]
+    copied = [name for name in unchanged if not changed or not needs_scale(name, stored[name])]
     return with_companions({name: stored[name] for name in copied}, stored)
 
 

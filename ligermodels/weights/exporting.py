@@ -110,13 +110,17 @@ def export_weights(
     dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
     dtypes |= {f"{name}.weight": dtype or model.dtype for name in model.modules_to_save}
     parameters = {name: values[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
-    pieces = plan_pieces({name: parameter.shape for name, parameter in parameters.items()}, model.export_rules())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    rules = model.export_rules()
+    pieces = plan_pieces(shapes, rules)
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
     stored = source_tensors(source, model.stored_otherwise if dtype is None else ())
     compared = [piece for piece in pieces if piece.tensor in stored]
     own = {name: parameter.dtype for name, parameter in parameters.items()}
     scheme = read_quantisation(model.config.raw)
     unchanged = unchanged_tensors(compared, hub_tensors(model, parameters, compared, own), stored, scheme, sharded)
+    if rules in model.quantised_weight_rules() and not quantised(unchanged):
+        pieces = plan_pieces(shapes, model.weight_rules())
     copies = unchanged | source_tensors(source, model.kept)
     pieces = [piece for piece in pieces if piece.tensor not in copies]
     planned: list[tuple[Entry, StoredTensor | None]] = [
@@ -171,10 +175,13 @@ def parameter_tensors(
 def box_blocks(piece: Piece, parameter: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Blocks:
     """The rows of the box of a piece, block by block."""
     if parameter.ndim == 3 and updates:
-        return itertools.chain.from_iterable(
+        matrices = (
             tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype)
             for expert in range(piece.index[0].start, piece.index[0].stop)
         )
+        if len(piece.shape) == 3:  # rows of the tensor are then whole matrices
+            return (torch.cat(list(blocks))[None] for blocks in matrices)
+        return itertools.chain.from_iterable(matrices)
     return tensor_blocks(piece, parameter, updates[0] if updates else None, dtype)
 
 
@@ -224,7 +231,7 @@ def cast_block(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
 def low_rank_updates(model: HubModule, values: Mapping[str, Tensor], parameter: str) -> list[Update]:
     """The gathered update of a parameter: one of a matrix, one per expert of a stacked parameter, none without LoRA."""
     owner, found, name = parameter.partition(BASE_LAYER)
-    if not found or name == "bias":
+    if not found or name.endswith("bias"):
         return []
     if name == "weight":
         module = cast(LowRankModule, model.get_submodule(owner))

@@ -30,6 +30,7 @@ from ligermodels.weights.reading import (
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FP4_DTYPE = torch.float4_e2m1fn_x2  # of tensors with two elements a byte, whose shape counts elements
 HASH_BLOCK_BYTES = 4 * 2**20
 MAX_FILE_NAME_BYTES = 255  # the limit of file systems; pathlib raises an error for a longer name
 MAX_DIMENSIONS = 64  # torch's limit
@@ -62,7 +63,11 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.bytes_of(math.prod(self.shape))
+
+    def bytes_of(self, elements: int) -> int:
+        """The size of so many elements."""
+        return elements // 2 if self.dtype == FP4_DTYPE else elements * self.dtype.itemsize
 
     @property
     def end(self) -> int:

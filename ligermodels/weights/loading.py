@@ -18,14 +18,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ligermodels.configs.quantisation import Fp8, read_quantisation
+from ligermodels.configs.quantisation import Quantisation, read_quantisation
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule
-from ligermodels.weights.quantised import Scale, companions, is_fp8, quantised, scale_fault, scale_name
+from ligermodels.weights.quantised import (
+    Scale,
+    by_element,
+    companions,
+    needs_scale,
+    quantised,
+    scale_fault,
+    scale_name,
+    scale_of,
+)
 from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, run_transfers
 
 # Buffers that old checkpoints contain. Every reader recomputes them from the configuration.
@@ -42,7 +51,7 @@ class LoadPlan:
     rules: of the layout that the checkpoint has.
     copies: tied tensors that the checkpoint stores a second time -> the tensor that each must equal.
     kept: tensors that the model does not compute; nothing reads them before an export.
-    quantisation: how tensors in FP8 are scaled; None if the checkpoint has none.
+    quantisation: how tensors in FP8 or MXFP4 are scaled; None if the checkpoint has none.
     unexpected: tensors that the model has no place for.
     """
 
@@ -51,7 +60,7 @@ class LoadPlan:
     pieces: list[Piece]
     copies: Mapping[str, str]
     kept: tuple[str, ...]
-    quantisation: Fp8 | None
+    quantisation: Quantisation | None
     unexpected: list[str]
 
 
@@ -107,12 +116,13 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
 
 def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> LoadPlan:
     """The first half of load_weights: checks names, shapes and dtypes. The model may be on the meta device."""
+    quantisation = read_quantisation(model.config.raw)
+    checkpoint = replace(checkpoint, tensors=by_element(checkpoint.tensors, quantisation))
     rules, planned = select_layout(checkpoint, model)
     pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     known = pieces.keys() | copies.keys()
     kept = tuple(name for name in checkpoint.tensors if name not in known and model.keeps(name))
-    quantisation = read_quantisation(model.config.raw)
     known |= {*kept, *(name for tensor in quantised(checkpoint.tensors) for name in companions(tensor))}
     unexpected = [name for name in checkpoint.tensors if name not in known and not STALE_BUFFERS.fullmatch(name)]
     refuse_mismatched_tensors(checkpoint, pieces, quantisation, [] if allow_unexpected else unexpected)
@@ -127,7 +137,7 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
     shapes = {name: tensor.shape for name, tensor in model.stored_tensors().items()}
     limit = len(checkpoint.tensors) + EXTRA_PIECES  # a plan of this length is incomplete anyway
     tried: list[tuple[tuple[Rule, ...], list[Piece]]] = []
-    for rules in (model.weight_rules(), *model.other_weight_rules()):
+    for rules in (model.weight_rules(), *model.other_weight_rules(), *model.quantised_weight_rules()):
         pieces = plan_pieces(shapes, rules, at_most=limit)
         if all(piece.tensor in checkpoint.tensors for piece in pieces):
             return rules, pieces
@@ -158,13 +168,12 @@ def local_transfers(
         target = target.view([side.stop - side.start for side in source])
         yield Transfer(piece.tensor, stored, tuple(source), target, scale)
         return
-    if scale is not None:
-        raise ValueError(f"{piece.tensor} is quantised and permuted, which is not supported")
     stored = replace(stored, shape=piece.view)
+    scale = None if scale is None else scale.viewed(piece.view)
     for within, sides in boxes_of(source, split_dimensions(piece.box_shape, piece.box_view)):
         part = target[within].view([side.stop - side.start for side in sides])  # never needs a copy
         box = tuple(sides[dim] for dim in piece.inverse_order)
-        yield Transfer(piece.tensor, stored, box, part.permute(piece.inverse_order))
+        yield Transfer(piece.tensor, stored, box, part.permute(piece.inverse_order), scale)
 
 
 def shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -175,13 +184,13 @@ def shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local().detach(), compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
 
 
-def read_scales(tensors: Mapping[str, StoredTensor], quantisation: Fp8 | None) -> dict[str, Scale]:
+def read_scales(tensors: Mapping[str, StoredTensor], quantisation: Quantisation | None) -> dict[str, Scale]:
     """The scales of those of these tensors that are quantised, by their names. The scales are among the tensors."""
     if quantisation is None:
         return {}
     names = {name: scale_name(name) for name in quantised(tensors)}
     values = read_tensors({scale: tensors[scale] for scale in names.values()})
-    return {name: Scale(values[scale].float(), quantisation.block) for name, scale in names.items()}
+    return {name: scale_of(values[scale], quantisation) for name, scale in names.items()}
 
 
 def most_common_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype:
@@ -221,7 +230,7 @@ def refuse_unready(model: HubModule) -> None:
 
 
 def refuse_mismatched_tensors(
-    checkpoint: Checkpoint, pieces: Mapping[str, Piece], quantisation: Fp8 | None, unexpected: list[str]
+    checkpoint: Checkpoint, pieces: Mapping[str, Piece], quantisation: Quantisation | None, unexpected: list[str]
 ) -> None:
     """Raises one CheckpointError that lists the tensors that are missing, unexpected, or of a wrong shape or dtype."""
     stored = checkpoint.tensors
@@ -236,10 +245,10 @@ def refuse_mismatched_tensors(
     dtypes = [
         f"{name} is {stored[name].dtype} ({stored[name].file.name})"
         for name in fitting
-        if stored[name].dtype not in FLOAT_DTYPES and not (quantisation and is_fp8(stored[name]))
+        if stored[name].dtype not in FLOAT_DTYPES and not (quantisation and needs_scale(name, stored[name]))
     ]
     names = quantised({name: stored[name] for name in fitting}) if quantisation else []
-    scales = [scale_fault(checkpoint, name, quantisation) for name in names if quantisation]
+    scales = [scale_fault(stored, name, quantisation) for name in names if quantisation]
     faults = {
         "missing": missing,
         "unexpected": others,

@@ -189,6 +189,12 @@ class Permute:
         return replace(piece, shape=stored, view=view, order=(*self.order, *range(len(self.order), len(view))))
 
 
+def permuted(ours: str, view: tuple[Shape, ...], order: tuple[int, ...], hub: str | None = None) -> Permute:
+    """A tensor whose elements have another order on the Hub. hub: its name there; None for the same as `ours`."""
+    hub = ours if hub is None else hub
+    return Permute(Rename(hub, ours), hub, view, order)
+
+
 def plan_pieces(
     parameters: Mapping[str, Sequence[int]], rules: Iterable[Rule], *, at_most: int | None = None
 ) -> list[Piece]:

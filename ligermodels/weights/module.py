@@ -79,6 +79,11 @@ class HubModule(nn.Module):
         """Further checkpoint layouts that loading accepts, such as the in-memory layout of transformers 5."""
         return ()
 
+    def quantised_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """Further layouts that loading accepts, whose quantised tensors have names of their own. An export has such a
+        layout only where it copies these tensors; otherwise that of `weight_rules`."""
+        return ()
+
     def stored_buffers(self) -> dict[str, Tensor]:
         """The buffers that a checkpoint stores, by name: those that a module lists as `stored_buffers`."""
         owners = ((prefix, module, getattr(module, "stored_buffers", ())) for prefix, module in self.named_modules())

@@ -1,33 +1,53 @@
-"""FP8 checkpoint tensors: value = fp32(w) * scale, rounded once to the dtype of the parameter.
+"""Quantised checkpoint tensors, FP8 and MXFP4: value = w * scale, rounded once to the dtype of the parameter.
 
-    by tensor  X.weight float8_e4m3fn, X.weight_scale_inv one number
-    by block   X.weight float8_e4m3fn [R, C], X.weight_scale_inv [⌈R / r⌉, ⌈C / c⌉] for blocks of r × c elements; the
-               last blocks may be smaller
-An X.activation_scale belongs to the tensor too; it has no effect on the weights. Must not know rules or models.
+    FP8 by tensor  X.weight float8_e4m3fn, X.weight_scale_inv one number
+    FP8 by block   X.weight float8_e4m3fn [R, C], X.weight_scale_inv [⌈R / r⌉, ⌈C / c⌉] for blocks of r × c elements;
+                   the last blocks may be smaller
+    MXFP4          X_blocks uint8 [..., C / 32, 16], X_scales uint8 [..., C / 32]: byte j of a block holds element 2 j
+                   in its low and 2 j + 1 in its high four bits, in e2m1; a block's scale is 2^(X_scales - 127)
+An X.activation_scale belongs to an FP8 tensor too; it has no effect on the weights. MXFP4 values are exact in bf16.
+Must not know rules or models. Source of MXFP4: Open Compute Project 2023, OCP Microscaling Formats (MX) v1.0.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from ligermodels.configs.quantisation import Fp8
-from ligermodels.weights.files import Checkpoint, StoredTensor
+from ligermodels.configs.quantisation import Mxfp4, Quantisation
+from ligermodels.weights.files import FP4_DTYPE, StoredTensor
 
 FP8_DTYPE = torch.float8_e4m3fn
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
+BLOCKS, SCALES = "_blocks", "_scales"
+MX_BLOCK = 32  # elements that share a scale
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+EXPONENT_BIAS = 127
+
+
+class Scale(Protocol):
+    """The scale of a stored tensor."""
+
+    def decode(self, stored: Tensor, box: tuple[slice, ...]) -> Tensor:
+        """The stored elements of a box -> their values, on the same device."""
+        ...
+
+    def viewed(self, shape: tuple[int, ...]) -> Self:
+        """The scale of the same tensor in another shape. Raises ValueError if it cannot be permuted."""
+        ...
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The scale of a stored tensor: values, fp32, and the rows and columns that share one, None for all."""
+class Fp8Scale:
+    """Of an FP8 tensor: values, fp32, and the rows and columns that share one, None for all."""
 
     values: Tensor
     block: tuple[int, int] | None
 
     def decode(self, stored: Tensor, box: tuple[slice, ...]) -> Tensor:
-        """The stored elements of a box -> their values in fp32, on the same device."""
+        """The values are in fp32."""
         scale = self.values.to(stored.device)
         if self.block is not None:
             for dim, (side, size) in enumerate(zip(box, self.block, strict=True)):
@@ -35,18 +55,71 @@ class Scale:
                 scale = scale.index_select(dim, numbers // size)
         return stored.float() * scale
 
+    def viewed(self, shape: tuple[int, ...]) -> "Fp8Scale":
+        raise ValueError("a tensor in FP8 is permuted, which is not supported")
 
-def is_fp8(stored: StoredTensor) -> bool:
-    return stored.dtype == FP8_DTYPE
+
+@dataclass(frozen=True)
+class Mxfp4Scale:
+    """Of an MXFP4 tensor: exponents uint8, one for each block of the last dimension."""
+
+    exponents: Tensor
+
+    def decode(self, stored: Tensor, box: tuple[slice, ...]) -> Tensor:
+        """stored: bytes, half as many as elements in the last dimension. The values are in bf16, and exact."""
+        *rows, columns = box
+        if columns.start % MX_BLOCK or columns.stop % MX_BLOCK:
+            raise ValueError(f"columns {columns.start} to {columns.stop} of an MXFP4 tensor are not whole blocks")
+        blocks = slice(columns.start // MX_BLOCK, columns.stop // MX_BLOCK)
+        exponents = self.exponents[(*rows, blocks)].to(stored.device).int() - EXPONENT_BIAS
+        scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).bfloat16()
+        values = torch.tensor(E2M1, dtype=torch.bfloat16, device=stored.device)
+        pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # of each byte
+        decoded = pairs.index_select(0, stored.flatten().int()).view(*exponents.shape, MX_BLOCK)
+        return decoded.mul_(scale[..., None]).flatten(-2)
+
+    def viewed(self, shape: tuple[int, ...]) -> "Mxfp4Scale":
+        return Mxfp4Scale(self.exponents.view(*shape[:-1], shape[-1] // MX_BLOCK))
+
+
+def is_mxfp4(name: str, stored: StoredTensor) -> bool:
+    return name.endswith(BLOCKS) and stored.dtype in (torch.uint8, FP4_DTYPE)
+
+
+def needs_scale(name: str, stored: StoredTensor) -> bool:
+    """Whether a stored tensor is quantised."""
+    return stored.dtype == FP8_DTYPE or is_mxfp4(name, stored)
 
 
 def quantised(tensors: Mapping[str, StoredTensor]) -> list[str]:
     """The names of those of these tensors that are quantised."""
-    return [name for name, stored in tensors.items() if is_fp8(stored)]
+    return [name for name, stored in tensors.items() if needs_scale(name, stored)]
+
+
+def by_element(tensors: Mapping[str, StoredTensor], scheme: Quantisation | None) -> dict[str, StoredTensor]:
+    """The same tensors, those in MXFP4 with the shape of their elements."""
+    if not isinstance(scheme, Mxfp4):
+        return dict(tensors)
+    return {name: elements_of(stored) if is_mxfp4(name, stored) else stored for name, stored in tensors.items()}
+
+
+def elements_of(stored: StoredTensor) -> StoredTensor:
+    """An MXFP4 tensor with the shape of its elements; one that has not the shape of blocks as it is."""
+    if len(stored.shape) < 2 or stored.shape[-1] != MX_BLOCK // 2:
+        return stored
+    *rows, blocks, _ = stored.shape
+    return replace(stored, dtype=FP4_DTYPE, shape=(*rows, blocks * MX_BLOCK))
 
 
 def scale_name(tensor: str) -> str:
+    if tensor.endswith(BLOCKS):
+        return tensor.removesuffix(BLOCKS) + SCALES
     return f"{tensor}_scale_inv"
+
+
+def scale_of(values: Tensor, scheme: Quantisation) -> Scale:
+    """The scale with these stored values."""
+    return Mxfp4Scale(values) if isinstance(scheme, Mxfp4) else Fp8Scale(values.float(), scheme.block)
 
 
 def companions(tensor: str) -> tuple[str, str]:
@@ -54,11 +127,16 @@ def companions(tensor: str) -> tuple[str, str]:
     return scale_name(tensor), f"{tensor.removesuffix('weight')}activation_scale"
 
 
-def scale_fault(checkpoint: Checkpoint, tensor: str, scheme: Fp8) -> str | None:
+def scale_fault(tensors: Mapping[str, StoredTensor], tensor: str, scheme: Quantisation) -> str | None:
     """What is wrong with the scale of a quantised tensor, as words behind its name; None if nothing is."""
-    shape, scale = checkpoint.tensors[tensor].shape, checkpoint.tensors.get(scale_name(tensor))
+    shape, scale = tensors[tensor].shape, tensors.get(scale_name(tensor))
     if scale is None:
         return f"{tensor} lacks {scale_name(tensor)}"
+    if isinstance(scheme, Mxfp4):
+        wanted = (*shape[:-1], shape[-1] // MX_BLOCK)
+        fits = scale.dtype == torch.uint8 and scale.shape == wanted
+        found = f"{scale.dtype} {list(scale.shape)}"
+        return None if fits else f"{scale_name(tensor)} is {found} instead of torch.uint8 {list(wanted)}"
     if scale.dtype not in SCALE_DTYPES:
         return f"{scale_name(tensor)} is {scale.dtype}"
     if scheme.block is None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import Checkpoint, StoredTensor
+from ligermodels.weights.files import FP4_DTYPE, Checkpoint, StoredTensor
 from ligermodels.weights.quantised import Scale
 from ligermodels.weights.reading import DOWNLOAD_AGAIN
 
@@ -50,7 +50,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return self.target.numel() * self.stored.dtype.itemsize
+        return self.stored.bytes_of(self.target.numel())
 
     @property
     def aligned_nbytes(self) -> int:
@@ -176,7 +176,10 @@ def read_transfer(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
         file.read(transfer.name, runs, target.as_strided((target.numel(),), (1,)).view(torch.uint8))
         return
     file.read(transfer.name, runs, buffer)
-    staged = buffer.view(dtype).view(target.shape)
+    if dtype == FP4_DTYPE:
+        staged = buffer.view(*target.shape[:-1], target.shape[-1] // 2)
+    else:
+        staged = buffer.view(dtype).view(target.shape)
     if target.dtype != dtype:
         staged = staged.to(target.device, non_blocking=True)  # convert on the target's device
     if transfer.scale is not None:
@@ -187,12 +190,13 @@ def read_transfer(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
 def contiguous_runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
     """(offset, length) in bytes, within the file's data, of each contiguous run of a box, in the box's order."""
     shape, box = (1, *stored.shape), (slice(0, 1), *box)
-    strides = [math.prod(shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(shape))]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # in elements
     # The box covers all dimensions after this one completely.
     last = max((dim for dim, side in enumerate(box) if (side.start, side.stop) != (0, shape[dim])), default=0)
-    begin, length = stored.begin + box[last].start * strides[last], (box[last].stop - box[last].start) * strides[last]
+    begin, length = box[last].start * strides[last], (box[last].stop - box[last].start) * strides[last]
     for index in itertools.product(*(range(side.start, side.stop) for side in box[:last])):
-        yield begin + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
+        first = begin + sum(i * stride for i, stride in zip(index, strides, strict=False))
+        yield stored.begin + stored.bytes_of(first), stored.bytes_of(length)
 
 
 class DataFile:

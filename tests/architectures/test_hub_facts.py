@@ -75,6 +75,16 @@ def test_tensor_names_and_total_bytes_are_those_of_the_index(name, index):
     assert stored_bytes == index.get("total_size", stored_bytes)
 
 
+def test_mxfp4_tensors_have_the_number_and_total_bytes_of_the_index():
+    """Of gpt-oss-20b: its model.safetensors.index.json lists 459 tensors and a total_size of 13761264768."""
+    model = build("openai--gpt-oss-20b")
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    pieces = plan_pieces(shapes, *model.quantised_weight_rules())
+    elements = [(torch.Size(piece.shape).numel(), piece.tensor.endswith("_blocks")) for piece in pieces]
+    assert len(pieces) + sum(quantised for _, quantised in elements) == 459
+    assert sum(n // 2 + n // 32 if quantised else 2 * n for n, quantised in elements) == 13761264768
+
+
 @pytest.mark.parametrize(("name", "shapes"), facts("tensor_shapes"))
 def test_tensor_names_and_shapes_are_exact(name, shapes):
     assert hub_tensors(name) == {tensor: shape for t, shape in shapes.items() for tensor in expanded(t)}

@@ -2,7 +2,7 @@
 in the other.
 """
 
-from tests.cases.base import FULL, SLIDING, TINY, Raw, family
+from tests.cases.base import FULL, SLIDING, TINY, YARN, Raw, family
 
 MIXTRAL = TINY | {
     "model_type": "mixtral",
@@ -63,6 +63,18 @@ GLM4_MOE = TINY | {
     "routed_scaling_factor": 1.7,
     "num_nextn_predict_layers": 1,
 }
+YARN_32 = YARN | {"original_max_position_embeddings": 32}  # truncation changes its frequencies
+GPT_OSS = TINY | {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 12,
+    "hidden_size": 96,
+    "intermediate_size": 32,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "rope_scaling": YARN_32 | {"truncate": False},
+}
 AUX_LOSS: Raw = {"output_router_logits": True, "router_aux_loss_coef": 1.5}
 ALTERNATING = [SLIDING, FULL, SLIDING]
 
@@ -122,6 +134,18 @@ CASES = {
             "every-expert": {"num_experts_per_tok": 7},
             "attention-bias": {"attention_bias": True},
             "aux-loss": AUX_LOSS,
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        GPT_OSS,
+        {
+            "every-expert": {"num_experts_per_tok": 5},
+            "aux-loss": AUX_LOSS,
+            "attention-bias-off": {"attention_bias": False},
+            "truncate": {"rope_scaling": YARN_32},
+            "rope-default": {"rope_scaling": None},
+            "layer-types": {"layer_types": [*ALTERNATING[1:], FULL]},
             "tied": {"tie_word_embeddings": True},
         },
     ),

@@ -63,6 +63,9 @@ def refusals():
             ["layer_types", "'chunked'", repr(SLIDING_ATTENTION)],
         )
     yield "olmoe", {"clip_qkv": 8.0}, ["clip_qkv", "8.0", "remove it"]
+    for field, value in {"swiglu_limit": 6.0, "swiglu_alpha": 1.0, "hidden_act": "gelu"}.items():
+        yield "gpt_oss", {field: value}, [field, repr(value), "must be one of"]
+    yield "gpt_oss", {"attention_dropout": 0.1}, ["attention_dropout", "0.1", "remove it"]
     yield "glm4_moe", {"n_routed_experts": 6, "n_group": 4}, ["n_group", "4", "n_routed_experts", "6"]
     yield "glm4_moe", {"n_group": 64, "topk_group": 3}, ["topk_group", "3", "num_experts_per_tok", "8"]
     for name in MOE:

@@ -3,6 +3,7 @@ import weakref
 import pytest
 import torch
 
+import ligermodels.kernels.expert_product as products
 import ligermodels.kernels.experts as module
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference, route
@@ -48,6 +49,67 @@ def test_experts_and_their_gradients_are_within_the_error_budget(shape, dtype):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_gelu_activations_are_within_the_error_budget(activation):
     check(in_budget(experts, activation), in_budget(experts_reference, activation), draw(*SHAPES[0]), torch.float32)
+
+
+def with_biases(function, activation):
+    """Takes the biases of gate_up and down behind the other inputs; the routing weights in fp32."""
+
+    def call(x, index, weight, gate_up, down, gate_up_bias, down_bias):
+        options = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return function(x, index, widen(weight), gate_up, down, activation, **options)
+
+    return call
+
+
+def draw_biases(hidden, inner, num_experts):
+    """Of gate_up so large that many gates and ups are beyond the limits of "clamped_silu"."""
+    sizes = (5.0, 2 * inner), (1.0, hidden)
+    return [scale * torch.randn(num_experts, n, dtype=torch.float64, device=DEVICE) for scale, n in sizes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], (TOKENS, 1030, 8, 3, 2)])
+def test_biases_and_the_clamped_activation_are_within_the_error_budget(shape, dtype):
+    functions = [with_biases(function, "clamped_silu") for function in (experts, experts_reference)]
+    check(*functions, [*draw(*shape), *draw_biases(*shape[1:4])], dtype, 2 * FACTOR)
+
+
+def test_the_clamped_activation_and_its_gradients_are_those_of_the_formula():
+    """In float64, by hand: at the limits, beyond them and far beyond, with and without a bias."""
+    values = torch.tensor([-900.0, -7.1, -7.0, -6.9, -0.3, 0.0, 0.5, 6.9, 7.0, 7.1, 900.0], dtype=torch.float64)
+    gate, up = (x.flatten().requires_grad_() for x in torch.meshgrid(values, values, indexing="ij"))
+    clamped = gate.clamp(max=7.0)
+    expected = clamped * torch.sigmoid(1.702 * clamped) * (up.clamp(-7.0, 7.0) + 1.0)
+    gradients = torch.autograd.grad(expected.sum(), (gate, up))
+    size = len(gate)
+    eye = torch.eye(2 * size, device=DEVICE)
+    x, down = torch.cat([gate, up]).detach().float().to(DEVICE)[None].requires_grad_(), eye[None, :, :size]
+    for rows, bias in ((eye, None), (torch.zeros_like(eye), x.detach()[0])):
+        inputs = x if bias is None else torch.zeros_like(x).requires_grad_()
+        bias = None if bias is None else bias[None].clone().requires_grad_()
+        index, weight = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), torch.ones(1, 1, device=DEVICE)
+        y = experts(inputs, index, weight, rows[None], down, "clamped_silu", gate_up_bias=bias)
+        torch.testing.assert_close(y[0, :size].double().cpu(), expected.detach(), rtol=2e-6, atol=1e-6)
+        (gradient,) = torch.autograd.grad(y.sum(), inputs if bias is None else bias)
+        torch.testing.assert_close(gradient[0].double().cpu(), torch.cat(gradients), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("trained", [("weight",), ("gate_up_bias",), ("down_bias",), ("x", "down_bias")])
+def test_gradients_of_some_inputs_are_those_of_all(trained):
+    names = "x", "weight", "gate_up", "down", "gate_up_bias", "down_bias"
+    x, index, *rest = [t.float() if t.is_floating_point() else t for t in draw(*SHAPES[0])]
+    tensors = dict(zip(names, [x, *rest, *(b.float() for b in draw_biases(*SHAPES[0][1:4]))], strict=True))
+
+    def gradients(leaves):
+        inputs = {name: t.detach().requires_grad_(name in leaves) for name, t in tensors.items()}
+        y = experts(
+            inputs["x"], index, inputs["weight"], inputs["gate_up"], inputs["down"], "clamped_silu",
+            gate_up_bias=inputs["gate_up_bias"], down_bias=inputs["down_bias"],
+        )  # fmt: skip
+        return dict(zip(leaves, torch.autograd.grad(y.sin().sum(), [inputs[name] for name in leaves]), strict=True))
+
+    every = gradients(names)
+    assert all(torch.equal(gradient, every[name]) for name, gradient in gradients(trained).items())
 
 
 @pytest.mark.parametrize("shape", [(TOKENS, 1030, 8, 3, 2), (TOKENS, 8, 1030, 3, 2)])
@@ -97,9 +159,9 @@ def test_in_place_gradient_and_product_overwrite_gate_up_and_the_gradient_of_the
     rows = 37
     gate_up, dproduct = (torch.randn(rows, columns, device=DEVICE).to(dtype) for columns in (2 * inner, inner))
     routing = torch.rand(rows, device=DEVICE), torch.randperm(rows, device=DEVICE).int()
-    arguments = dproduct, gate_up, *routing, "silu", True, True, True
-    expected = module._launch_product_backward(*arguments)
-    dgate_up, dweight, product = module._launch_product_backward(*arguments, inplace=True)
+    arguments = dproduct, gate_up, *routing, None, None, "silu", True, True, True
+    expected = products._launch_product_backward(*arguments)
+    dgate_up, dweight, product = products._launch_product_backward(*arguments, inplace=True)
     assert dgate_up.data_ptr() == gate_up.data_ptr() and product.data_ptr() == dproduct.data_ptr()
     for a, b in zip((dgate_up, dweight, product), expected, strict=True):
         assert torch.equal(a, b)
@@ -140,8 +202,10 @@ def test_unknown_activations_and_odd_widths_raise():
     x, index, weight, gate_up, down = draw(*SHAPES[0], torch.float32)
     with pytest.raises(ValueError, match="unknown activation 'relu'"):
         experts(x, index, weight, gate_up, down, "relu")
-    with pytest.raises(ValueError, match="even width"):
+    with pytest.raises(ValueError, match="even number"):
         experts(x, index, weight, gate_up[:, 1:], down, "silu")
+    with pytest.raises(ValueError, match=r"down_bias has shape \[6, 21\]; expected \[6, 20\]"):
+        experts(x, index, weight, gate_up, down, down_bias=x.new_zeros(6, 21))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,21 @@ def test_experts_of_few_tokens_are_within_the_error_budget(tokens, hidden, inner
     check(call(few_rows_experts), call(experts_reference), [draw(tokens, hidden), gate_up, down], dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_and_the_clamped_activation_are_within_the_error_budget(dtype):
+    index, weight = torch.tensor([[2, 0], [1, 2]], device=DEVICE), torch.rand(2, 2, device=DEVICE)
+
+    def call(function):
+        def with_routing(x, gate_up, down, *biases):
+            options = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
+            return function(x, index, weight, gate_up, down, "clamped_silu", **options)
+
+        return torch.no_grad()(with_routing)
+
+    inputs = [draw(2, 600), draw(3, 22, 600, scale=0.2), draw(3, 600, 11, scale=0.2), draw(3, 22), draw(3, 600)]
+    check(call(few_rows_experts), call(experts_reference), inputs, dtype)
+
+
 def test_gradients_and_shapes_that_do_not_fit_are_refused():
     x, index, weight = draw(2, 8).float(), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE), draw(2, 1).float()
     gate_up, down = draw(3, 4, 8).float(), draw(3, 8, 2).float()

@@ -55,6 +55,8 @@ def test_only_the_experts_that_a_token_is_routed_to_count():
     one = 3 * HIDDEN * INNER
     expected = attention + 6 * HIDDEN + 2 * one + VOCAB * HIDDEN
     assert matrix_flops(model(**experts)) == 6 * expected
+    biased = {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    assert matrix_flops(model(**biased, head_dim=8)) == 6 * expected  # biases are no matrices
     adapted = model(**experts)
     ligermodels.add_lora(adapted, rank=5, targets=["experts"])
     narrow = 5 * (HIDDEN + 2 * INNER) + 5 * (INNER + HIDDEN)
