@@ -10,7 +10,7 @@ less than T // SPAN + documents: a size that the host knows, so that nothing wai
     inverse [T, Hv, SPAN]       M = (1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of M at token i
 and `_pairs_kernel`, for the forward pass and again for the backward pass,
     pairs [T, Hv, SPAN]         P = (Q Kᵀ)∘exp(G_i - G_j), i >= j
-Diagonal blocks of INVERSE_BLOCK rows are inverted by substitution. With D these inverses and E = D (A without the blocks),
+Diagonal blocks of INVERSE_BLOCK rows are inverted by substitution. With D these inverses and E = D (A without blocks),
 whose power SPAN / INVERSE_BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
 Must not know states or outputs.
 """
