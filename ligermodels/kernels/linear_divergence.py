@@ -145,8 +145,9 @@ class _SummedLoss(Node):
 def linear_divergence(
     hidden: Tensor, weight: Tensor, teacher: TeacherInputs, *,
     kind: str = "forward_kl", b: float = 0.5, tail: bool = True, temperature: float = 1.0,
-    softcap: float | None = None, logit_scale: float = 1.0, teacher_softcap: float | None = None, teacher_logit_scale: float = 1.0, vocab: int | None = None,
-    row_weight: Tensor | None = None, targets: Tensor | None = None, ignore_index: int = -100, ce_weight: float = 0.0,
+    softcap: float | None = None, logit_scale: float = 1.0, teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0, vocab: int | None = None, row_weight: Tensor | None = None,
+    targets: Tensor | None = None, ignore_index: int = -100, ce_weight: float = 0.0,
 ) -> DivergenceOutput:  # fmt: skip
     """Sum over rows of w (divergence of the student from the teacher + ce_weight * cross-entropy).
 
