@@ -17,7 +17,7 @@ from ligermodels.training.objectives.options import given
 from ligermodels.training.objectives.referenced import Referenced
 from ligermodels.training.objectives.references import default_reference, row_logprobs
 
-LOSSES = ("kto", "apo_zero_unpaired")
+KTO_LOSSES = ("kto", "apo_zero_unpaired")
 BALANCED = 1.0, 4 / 3  # of the weights of good over bad examples: KTO's paper, eq. 8
 NO_EXAMPLE = torch.zeros(1), torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1), torch.tensor([True]), 0.0
 
@@ -34,8 +34,8 @@ class KTO(Referenced):
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.name = "kto" if config.loss is None else " ".join(config.loss)
-        if self.name not in LOSSES:
-            raise InputError(f"--loss {self.name}: of --objective kto must be one of {', '.join(LOSSES)}")
+        if self.name not in KTO_LOSSES:
+            raise InputError(f"--loss {self.name}: of --objective kto must be one of {', '.join(KTO_LOSSES)}")
         super().__init__(config, world)
         if self.spec.kind == "precomputed" and self.name == "kto":
             raise InputError(

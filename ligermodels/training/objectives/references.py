@@ -27,12 +27,12 @@ from ligermodels.losses.pairs import pair_sums
 from ligermodels.memory import shard_bytes, trained_parameters
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch
+from ligermodels.training.runs.defaults import TORCH_DTYPES
 from ligermodels.training.scaling import fsdp
 from ligermodels.weights.loading import load_weights, shard_and_offset
 from ligermodels.weights.mapping import is_lora_parameter
 from ligermodels.weights.sharding import reshard
 
-DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 EMA_ALPHA, EMA_STEPS = 0.6, 512  # TRL's defaults
 
 
@@ -191,7 +191,7 @@ class ModelReference(Reference):
         source = self.folder or (str(config.model) if config.has_new_weights else resolve(str(config.model),
             revision=config.revision))  # fmt: skip
         size = config.size if self.folder is None and config.has_new_weights else None
-        model = create(source, size=size, dtype=DTYPES[str(config.dtype)], device="meta").requires_grad_(False)
+        model = create(source, size=size, dtype=TORCH_DTYPES[str(config.dtype)], device="meta").requires_grad_(False)
         if model.config.vocab_size != policy.config.vocab_size:
             raise InputError(
                 f"--reference model:{self.folder}: has a vocabulary of {model.config.vocab_size:,} tokens, the policy "
@@ -201,7 +201,7 @@ class ModelReference(Reference):
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
         self.model = reference = self.build(model)
-        dtype, replicas = DTYPES[str(self.config.dtype)], self.config.dp_replicate
+        dtype, replicas = TORCH_DTYPES[str(self.config.dtype)], self.config.dp_replicate
         fsdp.shard(reference, self.world, dtype, dp_replicate=replicas)
         reference.to_empty(device=self.world.device)
         if self.folder is not None or model.source is not None:

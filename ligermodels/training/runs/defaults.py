@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from ligermodels.aliases import flag_of
 from ligermodels.distributed import World
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data
 from ligermodels.training.optimizers.schedules import default_learning_rate
 
+TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {
     "dtype": "float32", "sequence_length": 256, "batch_size": 4, "warmup": 30, "eval_every": 550,
     "activation_checkpointing": "none",

@@ -28,7 +28,7 @@ from ligermodels.memory import (
     training_memory,
 )
 from ligermodels.training.checkpoints.files import committed_steps
-from ligermodels.training.config import UNITS, RunConfig
+from ligermodels.training.config import UNIT_SETTINGS, RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.optimizers.adamw import AdamW
@@ -107,7 +107,7 @@ class Plan:
     @property
     def unit(self) -> str:
         """What the data are counted in."""
-        return "row" if self.config.objective == "sft" else UNITS[self.config.objective].removesuffix("s")
+        return "row" if self.config.objective == "sft" else UNIT_SETTINGS[self.config.objective].removesuffix("s")
 
     @property
     def steps(self) -> str:

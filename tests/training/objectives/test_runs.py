@@ -114,8 +114,8 @@ def test_a_continued_adapter_is_its_own_reference(tmp_path):
 
 
 def test_embedded_preferences_are_learned_from_new_weights_on_unseen_pairs():
-    result = train(TrainConfig(model="qwen2", objective="dpo", data=("preferences",), pairs=16, steps=6, no_export=True,
-                               reference="model"))  # fmt: skip
+    settings = {"objective": "dpo", "data": ("preferences",), "pairs": 16, "steps": 6, "eval_every": 6}
+    result = train(TrainConfig(model="qwen2", **settings, reference="model", no_export=True))
     (validation,) = [record for record in result.metrics if record["step"] == 6 and "validation_loss" in record]
     assert validation["validation_rewards/accuracies"] >= 0.9 and validation["validation_loss"] < math.log(2)
 
