@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ligermodels import distributed
 from ligermodels.aliases import flag_of
-from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
@@ -125,9 +124,9 @@ class GroupObjective(Objective):
         options = {"entropy": True, "extras": (*MEASURED, *extras)}
         output = model(**batch.model_inputs, logprobs=options)
         found = output.logprobs.map(lambda x: x[: batch.supervised])
-        if output.aux_loss is None or not isinstance(model.config, MoEConfig):
+        if output.aux_loss is None:
             return found, None
-        return found, model.config.router_aux_loss_coef * output.aux_loss
+        return found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss
 
     @torch.no_grad()
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:

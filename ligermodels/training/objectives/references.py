@@ -151,15 +151,15 @@ class SnapshotReference(Reference):
 @contextmanager
 def exchanged(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Within it the trained parameters have the values of `weights`, and those have the parameters'."""
-    exchange(model, weights)
+    exchange_weights(model, weights)
     try:
         yield
     finally:
-        exchange(model, weights)
+        exchange_weights(model, weights)
 
 
 @torch.no_grad()
-def exchange(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def exchange_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     reshard(model)
     for name, parameter in model.named_parameters():
         if name in weights:
