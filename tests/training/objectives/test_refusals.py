@@ -29,7 +29,8 @@ def refusal(objective, **settings):
         (
             "sft",
             {"max_length": 64},
-            "--max-length has no effect under --objective sft, only under dpo, orpo, cpo, simpo, kto: give --sequence-length",
+            "--max-length has no effect under --objective sft, only under dpo, orpo, cpo, simpo, kto: give "
+            "--sequence-length",
         ),
         (
             "dpo",
