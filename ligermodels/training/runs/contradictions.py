@@ -1,8 +1,8 @@
 """Settings that contradict each other, refused before any file is read and any memory is allocated."""
 
-from ligermodels.aliases import flag_of
+from ligermodels.aliases import TRAIN_ALIASES, flag_of
 from ligermodels.errors import InputError
-from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TrainConfig
+from ligermodels.training.config import DEFAULT_SIZE, FIELDS, UNIT_SETTINGS, TrainConfig
 from ligermodels.training.data.embedded import RANDOM
 from ligermodels.training.data.opening import missing_data
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
@@ -17,6 +17,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError("--allow-changes goes with --resume, which is missing")
     if config.model is None:
         raise InputError("--model is missing: a family, a Hub id or a folder; --model list shows the families")
+    refuse_settings_of_other_objectives(config)
     is_family = config.has_new_weights
     if config.size != DEFAULT_SIZE and not is_family:
         raise InputError(
@@ -51,8 +52,25 @@ def refuse_contradictions(config: TrainConfig) -> None:
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if unused and not config.with_lora:
         raise InputError(f"{flag_of(unused[0])} goes with --lora-rank, which is missing")
-    if not config.data and not is_family:
+    if not config.data and not is_family and config.objective == "sft":
         raise missing_data(config)
+
+
+def refuse_settings_of_other_objectives(config: TrainConfig) -> None:
+    """Raises InputError for a setting that has no effect under the objective."""
+    objective = config.objective
+    instead = dict.fromkeys(UNIT_SETTINGS.values(), flag_of(UNIT_SETTINGS[objective]))
+    if objective == "sft":
+        instead["max_length"] = "--sequence-length"
+    for name, field in FIELDS.items():
+        if objective not in field.metadata["objectives"] and getattr(config, name) != field.default:
+            elsewhere = next((alias.names.split()[0] for alias in TRAIN_ALIASES if alias.flag == name), None)
+            known = f" (elsewhere {elsewhere})" if elsewhere and field.metadata["group"] == "preferences" else ""
+            raise InputError(
+                f"{flag_of(name)}{known} has no effect under --objective {objective}, only under "
+                f"{', '.join(field.metadata['objectives'])}: "
+                + (f"give {instead[name]}" if name in instead else "leave it out")
+            )
 
 
 def refuse_unused_profile(config: TrainConfig) -> None:

@@ -1,0 +1,180 @@
+"""Objective: the interface between the training loop and what a run minimises. The package's docstring has its order.
+
+Must not know any one objective.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.distributed import World, largest, total
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory import TrainingMemory
+from ligermodels.training.checkpoints import Progress
+from ligermodels.training.config import RunConfig, TrainConfig
+from ligermodels.training.data import Data
+from ligermodels.training.data.preferences import PreferenceData
+from ligermodels.training.reporting.metrics import Validation
+from ligermodels.training.runs.defaults import Choice
+from ligermodels.training.runs.stopping import Stop
+
+
+class Work(NamedTuple):
+    """A step, before its first backward pass.
+
+    batches: this rank's micro-batches, on its device; every rank has as many, some of them perhaps of padding alone.
+    counts: what `loss` divides by, over all ranks, on the device; its meaning is the objective's. units: how far the
+    step moves the data cursor (`Progress.rows`). tokens: positions computed, over all ranks, for the throughput.
+    metrics: of the whole step, as far as the host knows them by now.
+    """
+
+    batches: Sequence[Any]
+    counts: Tensor
+    units: int
+    tokens: int
+    metrics: Mapping[str, float] = {}
+
+
+class Share(NamedTuple):
+    """What one micro-batch adds to its step.
+
+    loss: its share of the step's loss, a scalar with a graph. sums: detached scalars by name, which are added over the
+    micro-batches and ranks of the step. maxima: likewise, of which the largest is kept. The names are the same in every
+    micro-batch, also in one of padding alone.
+    """
+
+    loss: Tensor
+    sums: Mapping[str, Tensor] = {}
+    maxima: Mapping[str, Tensor] = {}
+
+
+class StepTotals:
+    """The shares of a step, added up over micro-batches, and then over ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), device=device)
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+
+    def add(self, share: Share) -> None:
+        self.loss = self.loss + share.loss.detach()
+        for name, value in share.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in share.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def over_ranks(self, signs: Sequence[float]) -> Tensor:
+        """A device vector, fp32: the loss, the sum of each of `signs`, the sums, the maxima."""
+        notes = [torch.full_like(self.loss, float(sign)) for sign in signs]
+        sums = total(torch.stack([self.loss, *notes, *(value.float() for value in self.sums.values())]))
+        if not self.maxima:
+            return sums
+        return torch.cat([sums, largest(torch.stack([value.float() for value in self.maxima.values()]))])
+
+    def named(self, values: Sequence[float], signs: int) -> tuple[Sequence[float], dict[str, float], dict[str, float]]:
+        """What the host read of that vector: (the loss and the signs, sums by name, maxima by name)."""
+        first, last = 1 + signs, 1 + signs + len(self.sums)
+        sums, maxima = zip(self.sums, values[first:last], strict=True), zip(self.maxima, values[last:], strict=True)
+        return values[:first], dict(sums), dict(maxima)
+
+
+class Objective(ABC):
+    """What a run minimises. Every rank has one, and calls the same methods.
+
+    data: what `open` opened. micro_batch_size: rows of a micro-batch, where rows are all of one length.
+    """
+
+    data: Data | PreferenceData
+    micro_batch_size = 1
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        """Raises InputError for options that contradict each other. Reads no file."""
+        self.config, self.world = config, world
+
+    # Before any memory is allocated.
+
+    @abstractmethod
+    def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
+        """Sets `data`. folder, adapter: as for `open_data`. model: on the meta device. Raises InputError for data that
+        cannot be used."""
+
+    @abstractmethod
+    def choices(self, hidden_size: int) -> dict[str, Choice]:
+        """Values for settings that were not given, such as the units of a step and the learning rate."""
+
+    def complete(self, config: RunConfig) -> None:
+        """Takes the settings with all choices made. Raises InputError where the data are too few for a step."""
+        self.config = config
+
+    @property
+    @abstractmethod
+    def tokens_per_step(self) -> int:
+        """Positions that a step computes over all ranks, about, for the plan."""
+
+    @property
+    def trains_chats(self) -> bool:
+        """Whether the data have prompts and answers, so that an export should stop where an answer ends."""
+        return True
+
+    def bytes_beside(self, model: CausalLM) -> int:
+        """Bytes of a rank's weights beside the model's, of a reference or a teacher. model: on the meta device."""
+        return 0
+
+    def phases(self, train: TrainingMemory) -> Mapping[str, int]:
+        """Peak bytes of a rank by phase: "train" is there always; others, such as "precompute", where there are any.
+
+        train: the memory of a training step, with what is beside.
+        """
+        return {"train": train.peak}
+
+    def advice(self) -> list[str]:
+        """Warnings that the plan of a run shows, about its settings and data."""
+        return []
+
+    # During the run.
+
+    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
+        """Makes the references. model: sharded, with the weights that the run begins with; a resumed run restores its
+        checkpoint afterwards. The random state must be as it was. say: prints a line, on the first rank alone."""
+
+    @abstractmethod
+    def work(self, model: CausalLM, progress: Progress) -> Work:
+        """The step behind `progress`. It depends on the weights and on `progress`, not on the number of ranks."""
+
+    @abstractmethod
+    def loss(self, model: CausalLM, batch: Any, work: Work) -> Share:
+        """Of one of `work.batches`. The shares of all micro-batches and ranks add up to the loss of the step."""
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
+        """The metrics of a step, on the host. sums, maxima: those of its shares, over all micro-batches and ranks."""
+        return {}
+
+    def warnings(self, values: Mapping[str, float]) -> list[str]:
+        """Lines that a user should see, each once. values: the metrics of the next step of training."""
+        return []
+
+    def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
+        """Called after the update of step number `step`, from 1."""
+
+    @abstractmethod
+    def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
+        """The model after `step` on the validation data, the same on every rank; None where a signal requests a stop.
+
+        --best-checkpoint and --early-stopping compare its loss."""
+
+    # In a checkpoint.
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of fixed shapes, perhaps sharded like the model's, which a checkpoint saves and fills in place."""
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's own tensors, of any shape, such as rollouts. They are saved beside its random state."""
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Takes back what `state` returned; {} on another number of ranks, where a resume is not bit-exact."""
