@@ -190,6 +190,11 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         self.model.embed_tokens = embeddings
         self.tie_weights()
 
+    @property
+    def head(self) -> nn.Linear:
+        """What reads the decoder's output: the language-model head, of a reward model its score head."""
+        return self.lm_head
+
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 

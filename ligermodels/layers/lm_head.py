@@ -1,4 +1,5 @@
-"""The language-model head: logits, the loss of targets or their log-probabilities, of all tokens or of some.
+"""Heads: of language models, for logits or the loss of targets or their log-probabilities, of all tokens or of some;
+and of reward models.
 
 Must not know the decoder.
 """
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 from ligermodels.kernels.logprobs_of_logits import LogProbs, logprobs_of_logits
@@ -36,6 +38,13 @@ class LMHead(nn.Linear):
         if targets is None:
             return F.linear(input, weight)
         return (linear_logprobs if logprobs else linear_cross_entropy)(input, weight, targets, **options)
+
+
+class ScoreHead(nn.Linear):
+    """Hidden states [..., H] -> scores [..., 1] of a reward model, in fp32."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(widen(input), widen(self.weight))
 
 
 def loss_of(head: nn.Module, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:

@@ -82,7 +82,7 @@ def matrix_flops(model: CausalLM) -> int:
         for weight in moe.experts.parameters()
     }
     flops = 0
-    for weight in (*model.model.layers.parameters(), model.lm_head.weight):
+    for weight in (*model.model.layers.parameters(), model.head.weight):
         if weight.ndim >= 2:
             active, experts = routed.get(id(weight), (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts

@@ -47,7 +47,7 @@ def shard(
     for block in others:
         unit(block, reshard_after_forward=reshard_after_forward)
     unit(last, reshard_after_forward=False)  # backward needs it first
-    embedding, head = model.model.embed_tokens, model.lm_head
+    embedding, head = model.model.embed_tokens, model.head
     if embedding.weight is not head.weight:
         unit(embedding).set_unshard_in_backward(False)
         unit(head, reshard_after_forward=False)
