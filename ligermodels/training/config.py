@@ -20,13 +20,15 @@ from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.units import is_whole_number
 
 DEFAULT_SIZE = "tiny"
-SFT = ("sft",)
-PAIRS = ("dpo", "orpo", "cpo", "simpo")  # what is trained on pairs
+SFT, DISTILL, REWARD = ("sft",), ("distill",), ("reward",)
+TEXTS = (*SFT, *DISTILL)  # what is trained on rows of text
+POLICY_PAIRS = ("dpo", "orpo", "cpo", "simpo")
+PAIRS = (*POLICY_PAIRS, *REWARD)  # on pairs
 JUDGED = ("kto",)  # on judged completions
-OBJECTIVES = (*SFT, *PAIRS, *JUDGED)
+OBJECTIVES = (*TEXTS, *PAIRS, *JUDGED)
 GROUPS = (*PAIRS, *JUDGED)  # on groups: a prompt with its completions
 DPO, SIMPO, REFERENCED = ("dpo",), ("simpo",), ("dpo", "kto")
-UNITS = dict.fromkeys(SFT, "batch_size") | dict.fromkeys(PAIRS, "pairs") | dict.fromkeys(JUDGED, "examples")
+UNITS = dict.fromkeys(TEXTS, "batch_size") | dict.fromkeys(PAIRS, "pairs") | dict.fromkeys(JUDGED, "examples")
 
 
 class Constraint(NamedTuple):
@@ -85,24 +87,25 @@ class TrainConfig:
     size: str = setting("model", DEFAULT_SIZE, "preset of the family")
     revision: str | None = setting("model", None, "branch, tag or commit of a Hub id")
 
-    objective: Literal["sft", "dpo", "orpo", "cpo", "simpo", "kto"] = setting("model", "sft", "what is minimised: sft, "
-        "the cross-entropy of the next token; or a loss of preferences")
+    objective: Literal["sft", "distill", "dpo", "orpo", "cpo", "simpo", "reward", "kto"] = setting("model", "sft",
+        "what is minimised: sft, the cross-entropy of the next token; distill, the divergence from a teacher; reward, "
+        "the loss of a reward model; or a loss of preferences")
 
     data: tuple[str, ...] | None = setting("data", None, "training data", metavar="SPEC",
         shown="the embedded stories for a new tiny model")
     validation_data: tuple[str, ...] | None = setting("data", None, "validation data", metavar="SPEC",
         shown="a part of --data")
     text_field: str | None = setting("data", None, "field or column that has the text, or the messages", metavar="NAME",
-        shown="the fields of a known format", objectives=SFT)
+        shown="the fields of a known format", objectives=TEXTS)
     prompt_field: str | None = setting("data", None, "field or column that has the prompt; goes with "
-        "--completion-field", metavar="NAME", objectives=SFT)
+        "--completion-field", metavar="NAME", objectives=TEXTS)
     completion_field: str | None = setting("data", None, "field or column that has the completion; only this "
-        "is trained on", metavar="NAME", objectives=SFT)
+        "is trained on", metavar="NAME", objectives=TEXTS)
     validation_fraction: float | None = setting("data", None, "fraction of --data that is held out for validation",
         FRACTION, shown="0.01; of small data up to 0.05, of large data at most about 131,000 tokens")
     sequence_length: int | None = setting("data", None, "tokens per sequence; of preferences, of a packed row", LENGTH,
         shown="2048, or the longest document's if shorter; of preferences twice --max-length; tiny: 256")
-    packing: bool = setting("data", True, "sequence packing with document masking", objectives=SFT)
+    packing: bool = setting("data", True, "sequence packing with document masking", objectives=TEXTS)
     chat_template: str | None = setting("data", None, "the chat template that renders chats and is exported: a Jinja "
         f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own")
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
@@ -113,10 +116,10 @@ class TrainConfig:
         shown="by the epochs; tiny: 2200")
     batch_size: int | None = setting("training", None, "global batch: sequences per step, over all ranks and "
         "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/20 of the data; tiny: 4",
-        objectives=SFT)
+        objectives=TEXTS)
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
-        objectives=SFT)
+        objectives=TEXTS)
     optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit needs torchao")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
@@ -152,7 +155,7 @@ class TrainConfig:
     loss: tuple[str, ...] | None = setting("preferences", None, "the loss of a pair, or several that are added, such "
         "as sigmoid sft=0.2", metavar="NAME", shown="sigmoid; kto: kto", objectives=("dpo", "cpo", "kto"))
     beta: float | None = setting("preferences", None, "how closely the policy keeps to the reference; of losses "
-        "without one, their scale", ABOVE_ZERO, shown="0.1; simpo: 2", objectives=GROUPS)
+        "without one, their scale", ABOVE_ZERO, shown="0.1; simpo: 2", objectives=(*POLICY_PAIRS, *JUDGED))
     label_smoothing: float | None = setting("preferences", None, "fraction of pairs whose label is wrong", BELOW_HALF,
         shown="0", objectives=("dpo", "cpo", "simpo"))
     f_divergence: str | None = setting("preferences", None, "divergence from the reference: reverse_kl, forward_kl, "
@@ -176,6 +179,20 @@ class TrainConfig:
     reference: str | None = setting("preferences", None, "the model that the policy is compared with: base, adapter, "
         "precomputed, model, model:FOLDER, or ema:ALPHA/STEPS", metavar="KIND",
         shown="base with LoRA, the adapter with --adapter, else precomputed", objectives=REFERENCED)
+
+    center_rewards: float | None = setting("preferences", None, "weight of the squared sum of a pair's rewards, which "
+        "keeps them around 0", NOT_NEGATIVE, shown="0", objectives=REWARD)
+
+    teacher: str | None = setting("distillation", None, "the model to learn from: a Hub id or a folder; or top-k: "
+        "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL)
+    store_teacher: bool = setting("distillation", False, "write the teacher's hidden states of all data into the cache "
+        "first; training then keeps only its head", objectives=DISTILL)
+    divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
+        "cosine", metavar="KIND", objectives=DISTILL)
+    temperature: float | None = setting("distillation", None, "divides the logits of both models", ABOVE_ZERO,
+        shown="1", objectives=DISTILL)
+    ce_weight: float = setting("distillation", 0.0, "weight of the cross-entropy of the data beside the divergence",
+        NOT_NEGATIVE, objectives=DISTILL)
 
     lora_rank: int | None = setting("LoRA", None, "rank of the LoRA updates", POSITIVE, shown="train all weights")
     lora_alpha: float | None = setting("LoRA", None, "the updates are scaled by alpha / rank", ABOVE_ZERO,

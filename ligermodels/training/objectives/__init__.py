@@ -24,6 +24,7 @@ refused under the others. Must not know optimizers, checkpoints' files, or the l
 
 from ligermodels.distributed import World
 from ligermodels.training.config import TrainConfig
+from ligermodels.training.objectives.distill import Distill
 from ligermodels.training.objectives.objective import Objective, Share, Validation, Work
 from ligermodels.training.objectives.sft import SFT
 
@@ -31,6 +32,7 @@ __all__ = ["OBJECTIVES", "Objective", "Share", "Validation", "Work", "make_objec
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "sft": SFT,
+    "distill": Distill,
 }  # fmt: skip
 
 
