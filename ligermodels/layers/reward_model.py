@@ -83,7 +83,10 @@ class RewardModel(CausalLM):
         masked nor `pad_token_id`, as the Hub's classifiers do: where that is the end token too, the token before it.
         rows: int64 [S], the places in the flattened batch that it reads instead -> [S, 1].
         Raises ValueError for several rows of which the ends are not known: without a mask and without `pad_token_id`.
+        Raises InputError for a cache, as to generate.
         """
+        if options.get("cache") is not None:
+            raise InputError(f"{self.hub_class} is a reward model, without a language-model head: it cannot generate")
         refuse_options(options)
         cu_seqlens = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, None)
         max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
@@ -112,10 +115,6 @@ class RewardModel(CausalLM):
             return places.amax(1) + length * torch.arange(rows, device=like.device)
         latest = places.flatten().cummax(0).values  # the last kept place up to each
         return torch.maximum(latest[cu_seqlens[1:].long() - 1], cu_seqlens[:-1].long())
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Raises InputError: there are no logits of tokens."""
-        raise InputError(f"{self.hub_class} is a reward model, which has no language-model head: it cannot generate")
 
     def with_new_head(self) -> None:
         """Makes loading take the checkpoint of a language model, whose head is left out.

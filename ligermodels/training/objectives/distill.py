@@ -125,7 +125,7 @@ def parse_divergence(text: str) -> tuple[str, float]:
     """ "jsd:0.5" -> ("jsd", 0.5): a kind of `losses.divergence`, and the b of jsd. Raises InputError."""
     kind, colon, given = text.partition(":")
     if kind not in KINDS:
-        raise InputError(f"--divergence {text}: must be one of {', '.join(KINDS)}{suggest(kind, KINDS)}")
+        raise InputError(f"--divergence {text}: is not a divergence{suggest(kind, KINDS)}")
     if colon and kind != "jsd":
         raise InputError(f"--divergence {text}: only jsd has a number behind a colon; write {kind}")
     try:

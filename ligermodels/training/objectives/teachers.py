@@ -102,6 +102,6 @@ def refuse_other_tokens(own: Tokenizer, other: Tokenizer, names: tuple[str, str]
     token = min(number for _, number in mine.items() ^ theirs.items())
     here, there = (next((text for text, number in v.items() if number == token), None) for v in (mine, theirs))
     raise InputError(
-        f"--teacher {names[1]}: token {token} is {here!r} in the tokenizer of {names[0]} and {there!r} in the teacher's; "
+        f"--teacher {names[1]}: token {token} is {here!r} in the tokenizer of {names[0]}, {there!r} in the teacher's; "
         "take a teacher with the same vocabulary"
     )
