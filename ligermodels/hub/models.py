@@ -17,7 +17,7 @@ from ligermodels.errors import CheckpointError, HubError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.reward_model import RewardModel, is_classifier, reward_model_class
+from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
@@ -83,8 +83,8 @@ def load_folder(
     model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
     plan = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
     fill_weights(model.to_empty(device=device), plan)
-    if isinstance(model, RewardModel) and model.new_parameters:
-        model.initialize_score(seed=0)
+    if model.new_parameters:
+        initialize_new_parameters(model, seed=0)
         warnings.warn(f"{folder}: has no score head; the reward model gets a new one, to be trained", stacklevel=3)
     model.source, model.generation_config = folder, generation_config
     return model.eval()

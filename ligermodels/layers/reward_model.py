@@ -119,18 +119,11 @@ class RewardModel(CausalLM):
     def with_new_head(self) -> None:
         """Makes loading take the checkpoint of a language model, whose head is left out.
 
-        The score head then keeps its values: call `initialize_score`.
+        The score head then keeps its values: `initialize_new_parameters` gives it some.
         """
         layouts = self.weight_rules(), *self.other_weight_rules()
         heads = (piece.tensor for rules in layouts for piece in pieces_of("lm_head.weight", (1, 1), rules))
         self.new_parameters, self.left_out = (SCORE,), tuple(dict.fromkeys(heads))
-
-    @torch.no_grad()
-    def initialize_score(self, seed: int) -> None:
-        """Random weights of the head, normal with the config's initializer_range, whatever the sharding."""
-        generator = torch.Generator(self.score.weight.device).manual_seed(seed)
-        value = torch.empty(self.score.weight.shape, dtype=self.score.weight.dtype, device=self.score.weight.device)
-        copy_local_shard(self.score.weight, value.normal_(0.0, self.config.initializer_range, generator=generator))
 
 
 @functools.cache
@@ -141,6 +134,17 @@ def reward_model_class(family: type[CausalLM], model_type: str) -> type[RewardMo
         stem = f"{stem}Text"
     name = stem + CLASS_SUFFIX
     return cast(type[RewardModel], type(name, (RewardModel, family), {"hub_class": name, "__module__": __name__}))
+
+
+@torch.no_grad()
+def initialize_new_parameters(model: CausalLM, seed: int) -> None:
+    """Gives what no checkpoint fills, the head of a new reward model, random values that do not depend on the sharding:
+    normal, with the config's initializer_range."""
+    for name in model.new_parameters:
+        parameter = model.get_parameter(name)
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        generator = torch.Generator(parameter.device).manual_seed(seed)
+        copy_local_shard(parameter, value.normal_(0.0, model.config.initializer_range, generator=generator))
 
 
 def is_classifier(raw: Any) -> bool:

@@ -12,13 +12,13 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError, suggest
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.divergences import KINDS
-from ligermodels.memory import TrainingMemory
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data.batches import Batch, count_supervised
-from ligermodels.training.objectives.objective import Share, Validation, Work
+from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.objectives.teachers import TeacherModel, common_vocabulary
 from ligermodels.training.reporting.evaluation import correct_answers, greedy_sample, start_stop_check
+from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.stopping import Stop
 from ligermodels.training.scaling.fsdp import dp_shard_size
 
@@ -52,9 +52,8 @@ class Distill(SFT):
         super().complete(config)
         self.teacher.model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
 
-    def phases(self, model: CausalLM, train: TrainingMemory, dtype: torch.dtype) -> Mapping[str, int]:
-        tokens = (self.config.micro_batch_size or 1) * self.config.sequence_length
-        return {"train": train.peak + self.teacher.memory(tokens, dp_shard_size(self.world, self.config.dp_replicate))}
+    def bytes_beside(self, model: CausalLM) -> int:
+        return self.teacher.memory(self.config.sequence_length, dp_shard_size(self.world, self.config.dp_replicate))
 
     def notes(self) -> list[str]:
         if self.vocab is None:
@@ -80,7 +79,7 @@ class Distill(SFT):
         return per_token(sums)
 
     @torch.no_grad()
-    def validate(self, model: CausalLM, stop: Stop) -> Validation | None:
+    def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
         """The loss, the divergence and the cross-entropy (`nll`) per token, answers and a sample."""
         model.eval()
         sums = self.validation_sums(model, stop)
@@ -90,7 +89,7 @@ class Distill(SFT):
                 answers, sample = correct_answers(model, self.data), greedy_sample(model, self.data)
             values = per_token(sums)
             loss = values["divergence"] + self.config.ce_weight * values["nll"]
-            found = Validation(loss, values, answers=answers, sample=sample)
+            found = Validation(loss, values, per_token=False, answers=answers, sample=sample)
         model.train()
         return found
 
@@ -98,7 +97,7 @@ class Distill(SFT):
         """`token_sums` of the validation rows over all ranks, with the cross-entropy; None if a stop is requested."""
         totals: dict[str, Tensor] = {}
         stop_requested = start_stop_check(stop, self.world)
-        for batch in self.data.validation.batches(self.config.micro_batch_size or 1, self.world):
+        for batch in self.data.validation.batches(self.micro_batch_size, self.world):
             if stop_requested():
                 return None
             stop_requested = start_stop_check(stop, self.world)
