@@ -26,6 +26,7 @@ refused under the others. Must not know optimizers, checkpoints' files, or the l
 from ligermodels.distributed import World
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.objectives.distill import Distill
+from ligermodels.training.objectives.distill_top_k import TopKDistill
 from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
 from ligermodels.training.objectives.pairs import CPO, DPO, ORPO, SimPO
 from ligermodels.training.objectives.reward import Reward
@@ -46,4 +47,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 def make_objective(config: TrainConfig, world: World) -> Objective:
     """The objective that `config.objective` names. Raises InputError for options that it cannot have."""
+    if config.objective == "distill" and config.teacher == "top-k":
+        return TopKDistill(config, world)
     return OBJECTIVES[config.objective](config, world)

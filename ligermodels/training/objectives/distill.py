@@ -10,6 +10,7 @@ from torch import Tensor
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError, suggest
+from ligermodels.kernels.linear_divergence import DivergenceOutput
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.divergences import KINDS
 from ligermodels.training.config import RunConfig, TrainConfig
@@ -73,7 +74,7 @@ class Distill(SFT):
         with self.teacher.read(batch) as teacher:
             options = {"teacher": teacher} | self.options(self.config.ce_weight)
             found = model(**batch._asdict(), num_items_in_batch=work.counts.clamp_min(1), divergence=options)
-        return Share(found.loss, token_sums(found.divergence, batch))
+        return Share(found.loss, token_sums(found.divergence, count_supervised(batch)))
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         return per_token(sums)
@@ -104,15 +105,15 @@ class Distill(SFT):
             with self.teacher.read(batch) as teacher:
                 options = {"teacher": teacher} | self.options(ce_weight=1.0)
                 found = model(**batch._asdict(), num_items_in_batch=1, divergence=options, skip_logits=True)
-            sums = token_sums(found.divergence, batch)
+            sums = token_sums(found.divergence, count_supervised(batch))
             totals = {name: totals.get(name, 0) + value.double() for name, value in sums.items()}
         values = distributed.total(torch.stack(list(totals.values()))).tolist()
         return dict(zip(totals, values, strict=True))
 
 
-def token_sums(found: Any, batch: Batch) -> dict[str, Tensor]:
-    """Sums over the supervised tokens of a `DivergenceOutput`, and their number."""
-    sums = {"tokens": count_supervised(batch), "divergence": found.divergence.sum(), "entropy": found.entropy.sum()}
+def token_sums(found: DivergenceOutput, tokens: Tensor) -> dict[str, Tensor]:
+    """Sums over the supervised tokens, and their number."""
+    sums = {"tokens": tokens, "divergence": found.divergence.sum(), "entropy": found.entropy.sum()}
     return sums if found.cross_entropy is None else sums | {"nll": found.cross_entropy.sum()}
 
 
