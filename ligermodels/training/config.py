@@ -20,15 +20,18 @@ from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.units import is_whole_number
 
 DEFAULT_SIZE = "tiny"
-SFT, DISTILL, REWARD = ("sft",), ("distill",), ("reward",)
-TEXTS = (*SFT, *DISTILL)  # what is trained on rows of text
-POLICY_PAIRS = ("dpo", "orpo", "cpo", "simpo")
-PAIRS = (*POLICY_PAIRS, *REWARD)  # on pairs
-JUDGED = ("kto",)  # on judged completions
-OBJECTIVES = (*TEXTS, *PAIRS, *JUDGED)
-GROUPS = (*PAIRS, *JUDGED)  # on groups: a prompt with its completions
-DPO, SIMPO, REFERENCED = ("dpo",), ("simpo",), ("dpo", "kto")
-UNITS = dict.fromkeys(TEXTS, "batch_size") | dict.fromkeys(PAIRS, "pairs") | dict.fromkeys(JUDGED, "examples")
+SUPERVISED = ("sft", "distill")  # what is trained on rows of text
+DISTILL_ALONE, REWARD_ALONE = ("distill",), ("reward",)
+PAIR_POLICIES = ("dpo", "orpo", "cpo", "simpo")
+ON_PAIRS = (*PAIR_POLICIES, *REWARD_ALONE)
+ON_EXAMPLES = ("kto",)  # on judged completions
+OBJECTIVE_NAMES = (*SUPERVISED, *ON_PAIRS, *ON_EXAMPLES)
+ON_GROUPS = (*ON_PAIRS, *ON_EXAMPLES)  # on groups: a prompt with its completions
+DPO_ALONE, SIMPO_ALONE, WITH_REFERENCE = ("dpo",), ("simpo",), ("dpo", "kto")
+UNIT_SETTINGS = {  # the setting that says how many units a step takes
+    **dict.fromkeys(SUPERVISED, "batch_size"), **dict.fromkeys(ON_PAIRS, "pairs"),
+    **dict.fromkeys(ON_EXAMPLES, "examples"),
+}  # fmt: skip
 
 
 class Constraint(NamedTuple):
@@ -60,7 +63,7 @@ def setting(
     *,
     metavar: str | None = None,
     shown: str | None = None,
-    objectives: Sequence[str] = OBJECTIVES,
+    objectives: Sequence[str] = OBJECTIVE_NAMES,
 ) -> Any:
     """A field of TrainConfig.
 
@@ -96,16 +99,16 @@ class TrainConfig:
     validation_data: tuple[str, ...] | None = setting("data", None, "validation data", metavar="SPEC",
         shown="a part of --data")
     text_field: str | None = setting("data", None, "field or column that has the text, or the messages", metavar="NAME",
-        shown="the fields of a known format", objectives=TEXTS)
+        shown="the fields of a known format", objectives=SUPERVISED)
     prompt_field: str | None = setting("data", None, "field or column that has the prompt; goes with "
-        "--completion-field", metavar="NAME", objectives=TEXTS)
+        "--completion-field", metavar="NAME", objectives=SUPERVISED)
     completion_field: str | None = setting("data", None, "field or column that has the completion; only this "
-        "is trained on", metavar="NAME", objectives=TEXTS)
+        "is trained on", metavar="NAME", objectives=SUPERVISED)
     validation_fraction: float | None = setting("data", None, "fraction of --data that is held out for validation",
         FRACTION, shown="0.01; of small data up to 0.05, of large data at most about 131,000 tokens")
     sequence_length: int | None = setting("data", None, "tokens per sequence; of preferences, of a packed row", LENGTH,
         shown="2048, or the longest document's if shorter; of preferences twice --max-length; tiny: 256")
-    packing: bool = setting("data", True, "sequence packing with document masking", objectives=TEXTS)
+    packing: bool = setting("data", True, "sequence packing with document masking", objectives=SUPERVISED)
     chat_template: str | None = setting("data", None, "the chat template that renders chats and is exported: a Jinja "
         f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own")
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
@@ -116,10 +119,10 @@ class TrainConfig:
         shown="by the epochs; tiny: 2200")
     batch_size: int | None = setting("training", None, "global batch: sequences per step, over all ranks and "
         "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/20 of the data; tiny: 4",
-        objectives=TEXTS)
+        objectives=SUPERVISED)
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
-        objectives=TEXTS)
+        objectives=SUPERVISED)
     optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit needs torchao")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
@@ -141,58 +144,58 @@ class TrainConfig:
     deterministic: bool = setting("training", False, "the same bits in every run on the same devices; slower attention")
 
     pairs: int | None = setting("preferences", None, "pairs of a step, over all ranks", POSITIVE,
-        shown="64, at most 1/20 of the data", objectives=PAIRS)
+        shown="64, at most 1/20 of the data", objectives=ON_PAIRS)
     examples: int | None = setting("preferences", None, "judged completions of a step, over all ranks", LENGTH,
-        shown="64, at most 1/20 of the data", objectives=JUDGED)
+        shown="64, at most 1/20 of the data", objectives=ON_EXAMPLES)
     max_length: int = setting("preferences", 1024, "most tokens of a prompt with one completion", LENGTH,
-        objectives=GROUPS)
+        objectives=ON_GROUPS)
     max_prompt_length: int | None = setting("preferences", None, "a longer prompt loses its beginning", LENGTH,
-        shown="no limit", objectives=GROUPS)
+        shown="no limit", objectives=ON_GROUPS)
     too_long: Literal["drop", "cut"] = setting("preferences", "drop", "what becomes of a prompt with a completion "
-        "longer than --max-length", objectives=GROUPS)
+        "longer than --max-length", objectives=ON_GROUPS)
     share_prompts: bool = setting("preferences", True, "the completions of a prompt share one copy of it",
-        objectives=PAIRS)
+        objectives=ON_PAIRS)
     loss: tuple[str, ...] | None = setting("preferences", None, "the loss of a pair, or several that are added, such "
         "as sigmoid sft=0.2", metavar="NAME", shown="sigmoid; kto: kto", objectives=("dpo", "cpo", "kto"))
     beta: float | None = setting("preferences", None, "how closely the policy keeps to the reference; of losses "
-        "without one, their scale", ABOVE_ZERO, shown="0.1; simpo: 2", objectives=(*POLICY_PAIRS, *JUDGED))
+        "without one, their scale", ABOVE_ZERO, shown="0.1; simpo: 2", objectives=(*PAIR_POLICIES, *ON_EXAMPLES))
     label_smoothing: float | None = setting("preferences", None, "fraction of pairs whose label is wrong", BELOW_HALF,
         shown="0", objectives=("dpo", "cpo", "simpo"))
     f_divergence: str | None = setting("preferences", None, "divergence from the reference: reverse_kl, forward_kl, "
-        "js_divergence or alpha_divergence:ALPHA", metavar="NAME", shown="reverse_kl", objectives=DPO)
+        "js_divergence or alpha_divergence:ALPHA", metavar="NAME", shown="reverse_kl", objectives=DPO_ALONE)
     ld_alpha: float | None = setting("preferences", None, "weight of the tokens beyond the length of the shorter side "
-        "(LD-DPO)", FROM_0_TO_1, shown="1", objectives=DPO)
+        "(LD-DPO)", FROM_0_TO_1, shown="1", objectives=DPO_ALONE)
     wpo: bool = setting("preferences", False, "weight pairs by how probable they are under the policy (WPO)",
-        objectives=DPO)
+        objectives=DPO_ALONE)
     discopop_tau: float | None = setting("preferences", None, "temperature of --loss discopop", ABOVE_ZERO,
-        shown="0.05", objectives=DPO)
+        shown="0.05", objectives=DPO_ALONE)
     gamma: float | None = setting("preferences", None, "margin between the rewards of the sides", NOT_NEGATIVE,
-        shown="0.5", objectives=SIMPO)
+        shown="0.5", objectives=SIMPO_ALONE)
     alpha: float | None = setting("preferences", None, "exponent of AlphaPO's rewards", FINITE, shown="0: SimPO",
-        objectives=SIMPO)
+        objectives=SIMPO_ALONE)
     nll_weight: float | None = setting("preferences", None, "weight of the chosen side's negative log-likelihood",
         NOT_NEGATIVE, shown="cpo: 1; simpo: 0", objectives=("cpo", "simpo"))
     desirable_weight: float | None = setting("preferences", None, "weight of good completions", NOT_NEGATIVE,
-        shown="1", objectives=JUDGED)
+        shown="1", objectives=ON_EXAMPLES)
     undesirable_weight: float | None = setting("preferences", None, "weight of bad completions", NOT_NEGATIVE,
-        shown="1", objectives=JUDGED)
+        shown="1", objectives=ON_EXAMPLES)
     reference: str | None = setting("preferences", None, "the model that the policy is compared with: base, adapter, "
         "precomputed, model, model:FOLDER, or ema:ALPHA/STEPS", metavar="KIND",
-        shown="base with LoRA, the adapter with --adapter, else precomputed", objectives=REFERENCED)
+        shown="base with LoRA, the adapter with --adapter, else precomputed", objectives=WITH_REFERENCE)
 
     center_rewards: float | None = setting("preferences", None, "weight of the squared sum of a pair's rewards, which "
-        "keeps them around 0", NOT_NEGATIVE, shown="0", objectives=REWARD)
+        "keeps them around 0", NOT_NEGATIVE, shown="0", objectives=REWARD_ALONE)
 
     teacher: str | None = setting("distillation", None, "the model to learn from: a Hub id or a folder; or top-k: "
-        "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL)
+        "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE)
     store_teacher: bool = setting("distillation", False, "write the teacher's hidden states of all data into the cache "
-        "first; training then keeps only its head", objectives=DISTILL)
+        "first; training then keeps only its head", objectives=DISTILL_ALONE)
     divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
-        "cosine", metavar="KIND", objectives=DISTILL)
+        "cosine", metavar="KIND", objectives=DISTILL_ALONE)
     temperature: float | None = setting("distillation", None, "divides the logits of both models", ABOVE_ZERO,
-        shown="1", objectives=DISTILL)
+        shown="1", objectives=DISTILL_ALONE)
     ce_weight: float = setting("distillation", 0.0, "weight of the cross-entropy of the data beside the divergence",
-        NOT_NEGATIVE, objectives=DISTILL)
+        NOT_NEGATIVE, objectives=DISTILL_ALONE)
 
     lora_rank: int | None = setting("LoRA", None, "rank of the LoRA updates", POSITIVE, shown="train all weights")
     lora_alpha: float | None = setting("LoRA", None, "the updates are scaled by alpha / rank", ABOVE_ZERO,
@@ -294,7 +297,7 @@ class RunConfig(TrainConfig):
     @property
     def units(self) -> int:
         """What a step takes, over all ranks: sequences, pairs, examples or prompts."""
-        return getattr(self, UNITS[self.objective])
+        return getattr(self, UNIT_SETTINGS[self.objective])
 
 
 @functools.cache

@@ -3,7 +3,7 @@
     from ligermodels.training import TrainConfig, train
     result = train(TrainConfig(model="qwen2", steps=200))
 
-A step takes as many units (sequences, pairs, examples, prompts) however many ranks and micro-batches share them: neither
+A step takes the same units (sequences, pairs, examples), however many ranks and micro-batches share them: neither
 changes what is learned, nor in which order. What is minimised, and on which data, is the objective's (objectives/).
 """
 
@@ -37,10 +37,11 @@ from ligermodels.training.reporting.loggers import open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
+from ligermodels.training.runs.defaults import TORCH_DTYPES
 from ligermodels.training.runs.determinism import deterministic_algorithms
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
 from ligermodels.training.runs.intervals import checkpoint_due, validation_due
-from ligermodels.training.runs.preparing import TORCH_DTYPES, prepare
+from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.publishing import publish
 from ligermodels.training.runs.rescue import rescued
 from ligermodels.training.runs.resuming import refuse_other_data

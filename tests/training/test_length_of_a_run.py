@@ -10,6 +10,8 @@ from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.checkpoints import files
 from ligermodels.training.data.embedded_stories import stories
+from ligermodels.training.objectives.sft import SFT
+from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.settings import config_of_run
 from tests.hub.test_upload import replace_client
 from tests.training.launching import loop, losses, records, weights
@@ -32,14 +34,13 @@ def scripted(monkeypatch):
     """Sets the losses of the validations after steps 1, 2, …; at None the run dies. Before the first step it is 0.5."""
 
     def script(*losses):
-        def evaluate(model, data, micro_batch_size, world, metrics, stop, step):
+        def validate(objective, model, step, stop):
             loss = losses[step - 1] if step else 0.5
             if loss is None:
                 raise Died
-            metrics.validation(step, loss)
-            return loss
+            return Validation(loss)
 
-        monkeypatch.setattr(loop, "evaluate", evaluate)
+        monkeypatch.setattr(SFT, "validate", validate)
 
     return script
 

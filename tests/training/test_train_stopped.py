@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 import ligermodels
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.data.embedded_stories import stories
+from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.runs.settings import config_of_run
-from tests.training.launching import ROOT, TRAIN, loop, losses, records, weights
+from tests.training.launching import ROOT, TRAIN, losses, records, weights
 
 RUN = ["--data", "own.txt", "--steps", "16", "--batch-size", "2", "--sequence-length", "64", "--warmup", "2"]
 LLAMA = ["--model", "llama", *RUN]
@@ -215,23 +216,23 @@ def test_a_signal_during_a_validation_stops_the_run_there_and_the_validation_is_
 ):
     """Of the first and of the last one: a run that would go on could never make up for it."""
     monkeypatch.chdir(launcher.folder)
-    evaluate, folder = loop.evaluate, tmp_path / "signalled"
+    validate, folder = SFT.validate, tmp_path / "signalled"
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(*arguments)
+        return validate(*arguments)
 
     flags = dict(zip(SEPARATED[::2], SEPARATED[1::2], strict=True))
     given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
     config = TrainConfig(**{name: int(value) if value.isdecimal() else value for name, value in given.items()})
     config = dataclasses.replace(config, output=folder)
-    for step, calls in ((2, [interrupted]), (4, [evaluate, interrupted]), (6, [evaluate, interrupted])):
+    for step, calls in ((2, [interrupted]), (4, [validate, interrupted]), (6, [validate, interrupted])):
         queue = iter(calls)  # a resumed run begins with the validation that was interrupted
-        monkeypatch.setattr(loop, "evaluate", lambda *arguments, queue=queue: next(queue)(*arguments))
+        monkeypatch.setattr(SFT, "validate", lambda *arguments, queue=queue: next(queue)(*arguments))
         result = train(config)
         assert result.exported is None and [r["step"] for r in result.metrics if "loss" in r] == [*range(1, step + 1)]
         config = config_of_run(folder)
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(SFT, "validate", validate)
     train(config)
     assert validations(folder) == validations(separated) and losses(folder) == losses(separated)
 

@@ -15,25 +15,23 @@ from torch import Tensor
 
 from ligermodels import distributed
 from ligermodels.aliases import flag_of
-from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.config import UNITS, RunConfig
+from ligermodels.training.config import UNIT_SETTINGS, RunConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, PreferenceData, Step, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.objectives.objective import Objective, StepTotals, Work
 from ligermodels.training.reporting.evaluation import start_stop_check
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.runs.defaults import MIN_STEPS_PER_EPOCH, Choice
+from ligermodels.training.runs.defaults import MIN_STEPS_PER_EPOCH, VALIDATIONS, Choice
 from ligermodels.training.runs.stopping import Stop
 from ligermodels.units import counted
 
 MOST_UNITS = 64
 NEW_WEIGHTS_RATE = 0.128  # divided by the hidden size: 1e-3 at width 128
-WARMUP_FRACTION = 0.1
-VALIDATIONS = 10
+LONGER_WARMUP = 0.1
 MEASURED = ("greedy",)  # beside log-probabilities and entropy: whether the label is the likeliest token
 
 
@@ -50,7 +48,7 @@ class GroupObjective(Objective):
 
     @property
     def unit(self) -> str:
-        return UNITS[self.config.objective].removesuffix("s")
+        return UNIT_SETTINGS[self.config.objective].removesuffix("s")
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         config = self.config
@@ -70,10 +68,11 @@ class GroupObjective(Objective):
         few = max(2, groups // MIN_STEPS_PER_EPOCH)
         units = MOST_UNITS if few >= MOST_UNITS else 2 ** (few.bit_length() - 1)
         reason = f"at least {MIN_STEPS_PER_EPOCH} steps an epoch" if units < MOST_UNITS else ""
-        taken = getattr(config, UNITS[config.objective]) or units
+        taken = getattr(config, UNIT_SETTINGS[config.objective]) or units
         epochs = config.epochs or 1.0
         steps = math.ceil(epochs * groups / taken)
         length = config.steps or steps
+        warmup = min(math.ceil(LONGER_WARMUP * length), length - 1)
         rate, trained = self.learning_rate, "full fine-tuning"
         if config.has_new_weights:
             rate, trained = NEW_WEIGHTS_RATE / hidden_size, "new weights"
@@ -81,12 +80,10 @@ class GroupObjective(Objective):
             rate, trained = 10 * rate, "LoRA"
         return {
             "sequence_length": Choice(2 * config.max_length),
-            UNITS[config.objective]: Choice(units, reason),
+            UNIT_SETTINGS[config.objective]: Choice(units, reason),
             "steps": Choice(steps, f"{epochs:g} epoch{'' if epochs == 1 else 's'}"),
             "learning_rate": Choice(rate, f"{config.objective}, {trained}"),
-            "warmup": Choice(
-                min(math.ceil(WARMUP_FRACTION * length), length - 1), f"{WARMUP_FRACTION:.0%} of the steps"
-            ),
+            "warmup": Choice(warmup, f"{LONGER_WARMUP:.0%} of the steps"),
             "eval_every": Choice(math.ceil(length / VALIDATIONS), f"{VALIDATIONS} validations"),
             "activation_checkpointing": Choice("auto", "as much as memory demands"),
         }
@@ -96,7 +93,7 @@ class GroupObjective(Objective):
         if len(self.data.training) < config.units:
             raise InputError(
                 f"--data {self.data.names}: has {counted(len(self.data.training), self.unit)} for training, but a step "
-                f"takes {config.units}; lower {flag_of(UNITS[config.objective])}, or give more data"
+                f"takes {config.units}; lower {flag_of(UNIT_SETTINGS[config.objective])}, or give more data"
             )
 
     @property
@@ -127,9 +124,9 @@ class GroupObjective(Objective):
         options = {"entropy": True, "extras": (*MEASURED, *extras)}
         output = model(**batch.model_inputs, logprobs=options)
         found = output.logprobs.map(lambda x: x[: batch.supervised])
-        if output.aux_loss is None or not isinstance(model.config, MoEConfig):
+        if output.aux_loss is None:
             return found, None
-        return found, model.config.router_aux_loss_coef * output.aux_loss
+        return found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss
 
     @torch.no_grad()
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:

@@ -19,7 +19,7 @@ def parse_losses(words: Sequence[str]) -> tuple[list[str], list[float]]:
         if name in names:
             raise InputError(f"--loss {' '.join(words)}: names {name} twice; leave one out")
         names.append(name)
-        weights.append(number(f"--loss {word}", weight, f"a weight, as {name}=0.2") if equals else 1.0)
+        weights.append(number_in(f"--loss {word}", weight, f"a weight, as {name}=0.2") if equals else 1.0)
     return names, weights
 
 
@@ -28,10 +28,10 @@ def parse_divergence(text: str | None) -> tuple[str | None, float | None]:
     name, colon, alpha = (text or "").partition(":")
     if colon and name != "alpha_divergence":
         raise InputError(f"--f-divergence {text}: only alpha_divergence has a number")
-    return name or None, number(f"--f-divergence {text}", alpha, "a number, as :0.5") if colon else None
+    return name or None, number_in(f"--f-divergence {text}", alpha, "a number, as :0.5") if colon else None
 
 
-def number(flag: str, text: str, rule: str) -> float:
+def number_in(flag: str, text: str, rule: str) -> float:
     try:
         return float(text)
     except ValueError:

@@ -83,11 +83,11 @@ class PrecomputedReference(Reference):
         self.needed = np.zeros(len(missing), bool)
         cursors = range(0, self.config.steps * units, units)
         for cursor in cursors:
-            numbers = completion_numbers(training.groups, training.numbers(cursor, units))
+            numbers = numbers_of(training.groups, training.numbers(cursor, units))
             if (missing[numbers] & ~self.needed[numbers]).any():
                 yield training.collated(cursor, units, self.world)
             self.needed[numbers] = True
-        numbers = completion_numbers(validation.groups, range(len(validation)))
+        numbers = numbers_of(validation.groups, range(len(validation)))
         self.needed[numbers] = True
         if missing[numbers].any():
             yield from validation.steps(units, self.world)
@@ -118,7 +118,7 @@ class PrecomputedReference(Reference):
         replace_file(file, self.found.tobytes())
 
 
-def completion_numbers(groups: Groups, numbers: Any) -> np.ndarray:
+def numbers_of(groups: Groups, numbers: Any) -> np.ndarray:
     """The numbers that the completions of these groups have in the data, as in `PreferenceBatch.numbers`."""
     return np.concatenate([groups.completion_numbers(number) for number in numbers])
 

@@ -27,12 +27,12 @@ from ligermodels.losses.pairs import pair_sums
 from ligermodels.memory import shard_bytes, trained_parameters
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch
+from ligermodels.training.runs.defaults import TORCH_DTYPES
 from ligermodels.training.scaling import fsdp
 from ligermodels.weights.loading import load_weights, shard_and_offset
 from ligermodels.weights.mapping import is_lora_parameter
 from ligermodels.weights.sharding import reshard
 
-DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 EMA_ALPHA, EMA_STEPS = 0.6, 512  # TRL's defaults
 
 
@@ -73,7 +73,7 @@ def parse_ema(text: str, rest: str) -> ReferenceSpec:
 class Reference(ABC):
     """A model whose log-probabilities a loss reads beside the policy's. Every rank calls the same methods."""
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
         """model: the policy, sharded, with the weights that the run begins with."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Reference(ABC):
         """Of the completions of a row, float64 [S]: `losses.pair_sums`."""
         return pair_sums(self.logprobs(model, batch), batch.completions, ld_alpha)
 
-    def finish_step(self, model: CausalLM, step: int) -> None:
+    def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
         """Called after the update of step number `step`, from 1."""
 
     def tensors(self) -> dict[str, Tensor]:
@@ -151,15 +151,15 @@ class SnapshotReference(Reference):
 @contextmanager
 def exchanged(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Within it the trained parameters have the values of `weights`, and those have the parameters'."""
-    exchange(model, weights)
+    exchange_weights(model, weights)
     try:
         yield
     finally:
-        exchange(model, weights)
+        exchange_weights(model, weights)
 
 
 @torch.no_grad()
-def exchange(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def exchange_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     reshard(model)
     for name, parameter in model.named_parameters():
         if name in weights:
@@ -191,7 +191,7 @@ class ModelReference(Reference):
         source = self.folder or (str(config.model) if config.has_new_weights else resolve(str(config.model),
             revision=config.revision))  # fmt: skip
         size = config.size if self.folder is None and config.has_new_weights else None
-        model = create(source, size=size, dtype=DTYPES[str(config.dtype)], device="meta").requires_grad_(False)
+        model = create(source, size=size, dtype=TORCH_DTYPES[str(config.dtype)], device="meta").requires_grad_(False)
         if model.config.vocab_size != policy.config.vocab_size:
             raise InputError(
                 f"--reference model:{self.folder}: has a vocabulary of {model.config.vocab_size:,} tokens, the policy "
@@ -201,7 +201,7 @@ class ModelReference(Reference):
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
         self.model = reference = self.build(model)
-        dtype, replicas = DTYPES[str(self.config.dtype)], self.config.dp_replicate
+        dtype, replicas = TORCH_DTYPES[str(self.config.dtype)], self.config.dp_replicate
         fsdp.shard(reference, self.world, dtype, dp_replicate=replicas)
         reference.to_empty(device=self.world.device)
         if self.folder is not None or model.source is not None:
@@ -227,8 +227,8 @@ def make_live_reference(spec: ReferenceSpec, config: TrainConfig, world: World) 
         raise InputError("--reference base goes with --lora-rank, which is missing; take precomputed or model")
     if spec.kind == "base" and config.modules_to_save:
         raise InputError(
-            f"--reference base: --modules-to-save {' '.join(config.modules_to_save)} trains weights of the base itself; "
-            "take --reference precomputed or model"
+            f"--reference base: --modules-to-save {' '.join(config.modules_to_save)} trains weights of the base "
+            "itself; take --reference precomputed or model"
         )
     if spec.kind == "adapter" and not config.adapter:
         raise InputError("--reference adapter goes with --adapter, which is missing; take base, precomputed or model")

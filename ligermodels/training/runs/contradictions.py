@@ -2,7 +2,7 @@
 
 from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
-from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TEXTS, UNITS, TrainConfig
+from ligermodels.training.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, TrainConfig
 from ligermodels.training.data.embedded import RANDOM
 from ligermodels.training.data.opening import missing_data
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
@@ -52,7 +52,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if unused and not config.with_lora:
         raise InputError(f"{flag_of(unused[0])} goes with --lora-rank, which is missing")
-    if not config.data and not is_family and config.objective in TEXTS:
+    if not config.data and not is_family and config.objective in SUPERVISED:
         raise missing_data(config)
 
 
@@ -61,7 +61,7 @@ def refuse_settings_of_other_objectives(config: TrainConfig) -> None:
     objective = config.objective
     for name, field in FIELDS.items():
         if objective not in field.metadata["objectives"] and getattr(config, name) != field.default:
-            instead = f"give {flag_of(UNITS[objective])}" if name in UNITS.values() else "leave it out"
+            instead = f"give {flag_of(UNIT_SETTINGS[objective])}" if name in UNIT_SETTINGS.values() else "leave it out"
             raise InputError(
                 f"{flag_of(name)} has no effect under --objective {objective}, only under "
                 f"{', '.join(field.metadata['objectives'])}: {instead}"

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from ligermodels.aliases import flag_of
 from ligermodels.distributed import World
-from ligermodels.training.config import TEXTS, RunConfig, TrainConfig
+from ligermodels.training.config import SUPERVISED, RunConfig, TrainConfig
 from ligermodels.training.data import Data
 from ligermodels.training.optimizers.schedules import default_learning_rate
 
+TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {
     "dtype": "float32", "sequence_length": 256, "batch_size": 4, "warmup": 30, "eval_every": 550,
     "activation_checkpointing": "none",
@@ -55,7 +58,7 @@ def precision(config: TrainConfig, world: World) -> dict[str, Choice]:
 
     The parameter dtype is a setting of the run from here on: it resumes with the same on any number of ranks.
     """
-    values = (TINY if config.objective in TEXTS else TINY_GROUPS) if config.is_tiny else {}
+    values = (TINY if config.objective in SUPERVISED else TINY_GROUPS) if config.is_tiny else {}
     tiny = {name: Choice(value) for name, value in values.items()}
     on_gpu = world.device.type == "cuda"
     dtype = Choice("bfloat16", "the model is on a GPU") if on_gpu else Choice("float32", "the model is on a CPU")

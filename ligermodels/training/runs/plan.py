@@ -28,7 +28,7 @@ from ligermodels.memory import (
     training_memory,
 )
 from ligermodels.training.checkpoints.files import committed_steps
-from ligermodels.training.config import TEXTS, UNITS, RunConfig
+from ligermodels.training.config import SUPERVISED, UNIT_SETTINGS, RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.optimizers.adamw import AdamW
@@ -47,9 +47,10 @@ class Plan:
 
     rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
     once. lengths: of the training documents; None for groups. micro_batch_size: sequences per forward pass of a rank.
-    tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of computation. attention: what computes it. checkpointed_blocks: blocks
-    with activation checkpointing, of `blocks`. memory: of one rank. phases: peak bytes of a rank in each phase of the run. flops: per token. positions: the model's
-    max_position_embeddings. checkpoint: bytes of one checkpoint, about.
+    tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of
+    computation. attention: what computes it. checkpointed_blocks: blocks with activation checkpointing, of `blocks`.
+    memory: of one rank. phases: peak bytes of a rank in each phase of the run. advice: warnings of the objective.
+    flops: per token. positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
     config: RunConfig
@@ -69,6 +70,7 @@ class Plan:
     flops: int
     memory: TrainingMemory
     phases: Mapping[str, int]
+    advice: Sequence[str]
     checkpointed_blocks: int
     blocks: int
     positions: int
@@ -105,7 +107,7 @@ class Plan:
     @property
     def unit(self) -> str:
         """What the data are counted in."""
-        return "row" if self.config.objective in TEXTS else UNITS[self.config.objective].removesuffix("s")
+        return "row" if self.config.objective in SUPERVISED else UNIT_SETTINGS[self.config.objective].removesuffix("s")
 
     @property
     def steps(self) -> str:
@@ -114,7 +116,7 @@ class Plan:
     @property
     def step(self) -> str:
         devices = f"{self.world.size} x {self.world.device.type}"
-        if self.config.objective not in TEXTS:
+        if self.config.objective not in SUPERVISED:
             rows = f"in rows of {self.config.sequence_length:,} tokens on {devices}"
             return f"{counted(self.config.units, self.unit)} a step, about {self.tokens_per_step:,} tokens, {rows}"
         batches = "1 batch" if self.accumulated == 1 else f"{self.accumulated} batches"
@@ -210,7 +212,7 @@ class Plan:
             yield f"{as_text(most)} epochs: {rows} repeated as often; watch the validation loss"
         if config.warmup >= config.steps:
             yield f"--warmup {config.warmup} is all of --steps {config.steps}"
-        flag = "sequence_length" if config.objective in TEXTS else "max_length"
+        flag = "sequence_length" if config.objective in SUPERVISED else "max_length"
         if getattr(config, flag) > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"{flag_of(flag)} {getattr(config, flag)} is more than {made_for}"
@@ -225,6 +227,7 @@ class Plan:
                     f"{where}{memory_size(size)} is more than the GPU has; lower {smaller}, or use "
                     "--activation-checkpointing auto, --lora-rank or more ranks"
                 )
+        yield from self.advice
         yield from self.host_memory_warnings()
         yield from self.disk_warnings()
 
@@ -271,6 +274,7 @@ def make_plan(
     checkpointed_blocks: int,
     memory: TrainingMemory,
     phases: Mapping[str, int],
+    advice: Sequence[str] = (),
 ) -> Plan:
     """The plan of a run.
 
@@ -283,7 +287,8 @@ def make_plan(
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
-        flops_per_token(model, config.sequence_length), memory, phases, checkpointed_blocks, len(model.model.layers),
+        flops_per_token(model, config.sequence_length), memory, phases, advice, checkpointed_blocks,
+        len(model.model.layers),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 

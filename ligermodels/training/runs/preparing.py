@@ -26,7 +26,7 @@ from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.loggers import check_logger_packages
 from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import refuse_contradictions, refuse_unused_profile
-from ligermodels.training.runs.defaults import completed, precision, with_choices
+from ligermodels.training.runs.defaults import TORCH_DTYPES, completed, precision, with_choices
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
 from ligermodels.training.runs.publishing import check_hub_access
 from ligermodels.training.runs.resuming import refuse_finished, refuse_other_settings
@@ -36,8 +36,6 @@ from ligermodels.training.scaling.activation_checkpointing import (
     must_reshard_after_forward,
 )
 from ligermodels.training.scaling.micro_batches import micro_batch_size_of
-
-TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Run(NamedTuple):
@@ -119,9 +117,9 @@ def prepare(config: TrainConfig, world: World) -> Run:
         model, config, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
-        tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more, *objective.notes()],
+        tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
         dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, memory=memory,
-        phases=objective.phases(memory),
+        phases=objective.phases(memory), advice=objective.advice(),
     )  # fmt: skip
     return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 

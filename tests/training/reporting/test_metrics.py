@@ -11,7 +11,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.training.reporting import metrics as module
-from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, read_metrics
+from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, Validation, read_metrics
 
 CPU = torch.device("cpu")
 
@@ -32,14 +32,16 @@ def records(folder):
 
 
 def run(folder, steps, **options):
-    return Metrics(folder, steps=steps, tokens_per_step=100, device=CPU, **options)
+    return Metrics(folder, steps=steps, device=CPU, **options)
 
 
 def test_a_step_is_one_json_object_and_so_is_a_validation_with_its_sample_and_accuracy(tmp_path, capsys):
     with run(tmp_path / "run", 2) as metrics:
-        metrics.step(1, loss=2.5, grad_norm=1.5, learning_rate=0.1)
-        metrics.step(2, loss=2.25, grad_norm=1.25, learning_rate=0.2)
-        metrics.validation(2, loss=0.71, floor=0.56, answers=(58, 60), sample="Once upon a time | there was ü")
+        metrics.step(1, loss=2.5, grad_norm=1.5, learning_rate=0.1, tokens=100)
+        metrics.step(2, loss=2.25, grad_norm=1.25, learning_rate=0.2, tokens=100)
+        metrics.validation(
+            2, Validation(loss=0.71, floor=0.56, answers=(58, 60), sample="Once upon a time | there was ü")
+        )
     first, second, *others = records(tmp_path / "run")
     assert first == {"step": 1, "loss": 2.5, "grad_norm": 1.5, "learning_rate": 0.1}
     assert second == {"step": 2, "loss": 2.25, "grad_norm": 1.25, "learning_rate": 0.2}
@@ -56,8 +58,8 @@ def test_a_step_is_one_json_object_and_so_is_a_validation_with_its_sample_and_ac
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     with run(tmp_path, 1, enabled=False) as metrics:
-        metrics.step(1, loss=1.0, grad_norm=1.0, learning_rate=0.1)
-        metrics.validation(1, loss=1.0)
+        metrics.step(1, loss=1.0, grad_norm=1.0, learning_rate=0.1, tokens=100)
+        metrics.validation(1, Validation(loss=1.0))
         metrics.say("something")
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr() == ("", "")
@@ -65,9 +67,9 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
 
 def test_non_finite_numbers_are_null_and_skipped_steps_are_marked(tmp_path, capsys):
     with run(tmp_path, 1) as metrics:
-        metrics.step(1, loss=math.nan, grad_norm=math.inf, learning_rate=0.1, skipped=True)
-        metrics.validation(1, loss=1000.0)
-        metrics.validation(1, loss=math.nan)
+        metrics.step(1, loss=math.nan, grad_norm=math.inf, learning_rate=0.1, tokens=100, skipped=True)
+        metrics.validation(1, Validation(loss=1000.0))
+        metrics.validation(1, Validation(loss=math.nan))
         assert metrics.summary().endswith("1 update skipped")
     assert "perplexity nan" in capsys.readouterr().out
     step, validation, _ = records(tmp_path)
@@ -79,10 +81,10 @@ def test_throughput_mfu_and_eta_leave_out_the_steps_that_compile(tmp_path, clock
     with run(tmp_path, 100, flops_per_token=7, peak=1000.0) as metrics:
         for step, seconds in enumerate([60.0, 30.0, 2.0, 2.0, 4.0], 1):
             clock.now += seconds
-            metrics.step(step, 1.0, 1.0, 0.1)
+            metrics.step(step, 1.0, 1.0, 0.1, tokens=100)
             if step == 3:
                 clock.now += 6.0
-                metrics.validation(step, 1.0)  # counts for the ETA, but for no step
+                metrics.validation(step, Validation(1.0))  # counts for the ETA, but for no step
                 clock.now += 5.0
                 metrics.say("a trace was written")
         assert metrics.tokens_per_second == 50.0
@@ -99,8 +101,8 @@ def test_throughput_mfu_and_eta_leave_out_the_steps_that_compile(tmp_path, clock
 
 def test_on_a_gpu_the_peak_memory_is_shown(tmp_path, clock, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 13 * 2**28)
-    with Metrics(tmp_path, steps=1, tokens_per_step=1, device=torch.device("cuda")) as metrics:
-        metrics.step(1, 1.0, 1.0, 0.1)
+    with Metrics(tmp_path, steps=1, device=torch.device("cuda")) as metrics:
+        metrics.step(1, 1.0, 1.0, 0.1, tokens=100)
         assert metrics.summary() == "too few steps to measure tokens/s, 3.2 GiB"
     assert records(tmp_path)[0]["peak_memory_gib"] == 3.25
     assert capsys.readouterr().out == "step 1/1, loss 1.000, grad norm 1.00, lr 1.0e-01, 3.2 GiB\n"
@@ -110,7 +112,7 @@ def test_a_low_throughput_is_not_rounded_to_zero(tmp_path, clock):
     with run(tmp_path, 3) as metrics:
         for step in (1, 2, 3):
             clock.now += 250
-            metrics.step(step, 1.0, 1.0, 0.1)
+            metrics.step(step, 1.0, 1.0, 0.1, tokens=100)
         assert metrics.summary() == "0.40 tokens/s"
     assert records(tmp_path)[-1]["tokens_per_second"] == 0.4
 
@@ -118,7 +120,7 @@ def test_a_low_throughput_is_not_rounded_to_zero(tmp_path, clock):
 def test_without_a_terminal_every_step_prints_a_line(tmp_path, capsys):
     with run(tmp_path, 250) as metrics:
         for step in range(1, 251):
-            metrics.step(step, 1.0, 1.0, 0.1)
+            metrics.step(step, 1.0, 1.0, 0.1, tokens=100)
     out, err = capsys.readouterr()
     assert [int(number) for number in re.findall(r"step (\d+)/250", out)] == [*range(1, 251)]
     assert not err
@@ -148,7 +150,7 @@ def test_a_narrow_terminal_shows_fewer_numbers_and_cuts_none(columns, shown, tmp
     with run(tmp_path, 3, flops_per_token=7, peak=1000.0) as metrics:
         for step in (1, 2, 3):
             clock.now += 2
-            metrics.step(step, 0.5, 1.0, 0.1)
+            metrics.step(step, 0.5, 1.0, 0.1, tokens=100)
         metrics.bar.refresh()
     line = capsys.readouterr().err.splitlines()[-1].split("\r")[-1].rstrip()
     assert line.endswith("| 3/3" + shown) and len(line) < columns
@@ -157,7 +159,7 @@ def test_a_narrow_terminal_shows_fewer_numbers_and_cuts_none(columns, shown, tmp
 def test_on_a_terminal_without_a_width_every_step_prints_a_line(tmp_path, capsys, terminal):
     terminal(1)  # tqdm leaves one column free
     with run(tmp_path, 2) as metrics:
-        metrics.step(1, 0.5, 1.0, 0.1)
+        metrics.step(1, 0.5, 1.0, 0.1, tokens=100)
     out, err = capsys.readouterr()
     assert out == "step 1/2, loss 0.500, grad norm 1.00, lr 1.0e-01\n" and "|" not in err
 
@@ -168,7 +170,7 @@ def test_a_run_continues_when_the_reader_of_its_pipe_has_left(tmp_path, monkeypa
     with os.fdopen(writing, "w") as pipe, run(tmp_path, 2) as metrics:
         monkeypatch.setattr("sys.stdout", pipe)
         for step in (1, 2):
-            metrics.step(step, 1.0, 1.0, 0.1)
+            metrics.step(step, 1.0, 1.0, 0.1, tokens=100)
     assert [record["step"] for record in records(tmp_path)] == [1, 2]
 
 
@@ -176,17 +178,17 @@ def test_a_run_continues_while_its_disk_is_full_and_warns_once(tmp_path, capsys,
     """Also if its log file is on the full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with run(tmp_path, 6) as metrics, open(tmp_path / "log", "w") as log:
-        metrics.step(1, 1.0, 1.0, 0.1)
+        metrics.step(1, 1.0, 1.0, 0.1, tokens=100)
         resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.file.tell() + 30, limits[1]))  # a third of a line
         try:
-            metrics.step(2, 1.0, 1.0, 0.1)
-            metrics.step(3, 1.0, 1.0, 0.1)
+            metrics.step(2, 1.0, 1.0, 0.1, tokens=100)
+            metrics.step(3, 1.0, 1.0, 0.1, tokens=100)
             monkeypatch.setattr("sys.stdout", log)
             metrics.say("x" * 1000)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         monkeypatch.undo()
-        metrics.step(4, 1.0, 1.0, 0.1)
+        metrics.step(4, 1.0, 1.0, 0.1, tokens=100)
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     warning = "not written: File too large; make room there, the run continues"
     assert warned == [f"warning: {tmp_path / METRICS_FILE}: {warning}"]
@@ -198,7 +200,7 @@ def test_on_a_terminal_a_progress_bar_replaces_the_lines(tmp_path, capsys, termi
     terminal(120)
     with run(tmp_path, 4, done=1) as metrics:
         for step in (2, 3, 4):
-            metrics.step(step, 0.5, 1.0, 0.1)
+            metrics.step(step, 0.5, 1.0, 0.1, tokens=100)
         metrics.bar.refresh()
     out, err = capsys.readouterr()
     assert not out
@@ -208,12 +210,12 @@ def test_on_a_terminal_a_progress_bar_replaces_the_lines(tmp_path, capsys, termi
 def test_a_resumed_run_has_every_step_exactly_once(tmp_path):
     with run(tmp_path, 9) as metrics:
         for step in (1, 2, 3, 4):
-            metrics.step(step, loss=float(step), grad_norm=1.0, learning_rate=0.1)
-            metrics.validation(step, 0.1)
+            metrics.step(step, loss=float(step), grad_norm=1.0, learning_rate=0.1, tokens=100)
+            metrics.validation(step, Validation(0.1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # where the process was killed
     with run(tmp_path, 9, done=3) as metrics:
-        metrics.step(4, loss=40.0, grad_norm=1.0, learning_rate=0.1)
+        metrics.step(4, loss=40.0, grad_norm=1.0, learning_rate=0.1, tokens=100)
     losses = [(r["step"], r["loss"]) for r in records(tmp_path) if "loss" in r]
     assert losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
     assert [r["step"] for r in records(tmp_path) if "validation_loss" in r] == [1, 2, 3]
@@ -229,9 +231,9 @@ def test_the_error_names_a_damaged_line_of_a_resumed_run(tmp_path):
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\r", "\x0b", "\x0c", "\x1c"], ids=ascii)
 def test_a_sample_may_contain_every_line_end_of_unicode(end, tmp_path):
     with run(tmp_path, 2) as metrics:
-        metrics.validation(1, 0.5, sample=f"one{end}two")
+        metrics.validation(1, Validation(0.5, sample=f"one{end}two"))
     with run(tmp_path, 2, done=1) as metrics:
-        metrics.step(2, 1.0, 1.0, 0.1)
+        metrics.step(2, 1.0, 1.0, 0.1, tokens=100)
         assert metrics.records() == read_metrics(tmp_path / METRICS_FILE) == records(tmp_path)
     assert [r.get("sample") for r in records(tmp_path)] == [f"one{end}two", None]
 
@@ -266,11 +268,11 @@ def test_a_metrics_file_that_is_no_file_is_refused(make, tmp_path):
 
 def test_the_records_stay_when_their_file_is_removed_during_the_run(tmp_path):
     with run(tmp_path, 2) as metrics:
-        metrics.step(1, 1.0, 1.0, 0.1)
+        metrics.step(1, 1.0, 1.0, 0.1, tokens=100)
         (tmp_path / METRICS_FILE).unlink()
-        metrics.step(2, 0.5, 1.0, 0.1)
+        metrics.step(2, 0.5, 1.0, 0.1, tokens=100)
         assert [record["loss"] for record in metrics.records()] == [1.0, 0.5]
-        metrics.step(3, 0.25, 1.0, 0.1)
+        metrics.step(3, 0.25, 1.0, 0.1, tokens=100)
         assert [record["loss"] for record in metrics.records()] == [1.0, 0.5, 0.25]
 
 
@@ -278,7 +280,7 @@ def test_a_metrics_file_is_not_written_through_a_link_of_its_temporary_name(tmp_
     (tmp_path / "elsewhere").write_text("mine")
     (tmp_path / f".{METRICS_FILE}").symlink_to("elsewhere")
     with run(tmp_path, 1) as metrics:
-        metrics.step(1, 1.0, 1.0, 0.1)
+        metrics.step(1, 1.0, 1.0, 0.1, tokens=100)
     assert (tmp_path / "elsewhere").read_text() == "mine" and len(records(tmp_path)) == 1
 
 
@@ -297,8 +299,8 @@ def test_loggers_get_every_record_and_are_closed_when_the_run_fails(tmp_path):
 
     recorder = Recorder()
     with pytest.raises(KeyboardInterrupt), run(tmp_path, 2, loggers=[recorder]) as metrics:
-        metrics.step(1, 1.0, 1.0, 0.1)
-        metrics.validation(1, 2.0)
+        metrics.step(1, 1.0, 1.0, 0.1, tokens=100)
+        metrics.validation(1, Validation(2.0))
         raise KeyboardInterrupt
     assert recorder.seen == [*records(tmp_path), "closed"]
 
@@ -308,7 +310,7 @@ def test_finish_prints_a_summary_if_there_were_steps(steps, printed, tmp_path, c
     with run(tmp_path, 3 + steps, done=3) as metrics:
         for step in range(4, 4 + steps):
             clock.now += 1
-            metrics.step(step, 1.0, 1.0, 0.1)
+            metrics.step(step, 1.0, 1.0, 0.1, tokens=100)
         capsys.readouterr()
         metrics.finish()
     assert capsys.readouterr().out == printed

@@ -35,7 +35,8 @@ def planned(
     return model, make_plan(
         model, args, world or World(CPU), description="my.jsonl", rows=rows, passes=passes or [rows],
         validation_rows=validation_rows, lengths=lengths, micro_batch_size=args.micro_batch_size or args.batch_size,
-        chosen=chosen, dtype=getattr(torch, args.dtype), checkpointed_blocks=checkpointed_blocks, memory=memory,
+        tokens_per_step=args.units * args.sequence_length, chosen=chosen, dtype=getattr(torch, args.dtype),
+        checkpointed_blocks=checkpointed_blocks, memory=memory, phases={"train": memory.peak},
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ligermodels.training import TrainConfig
-from ligermodels.training.reporting.metrics import METRICS_FILE, read_metrics
+from ligermodels.training.reporting.metrics import METRICS_FILE, Validation, read_metrics
 from ligermodels.training.runs.intervals import checkpoint_due
 from ligermodels.training.runs.validations import Validations, validation_losses
 from tests.training.reporting.test_metrics import run
@@ -44,9 +44,9 @@ def test_the_best_of_the_steps_that_have_a_checkpoint_is_taken():
 
 def test_the_losses_are_those_of_whole_records(tmp_path):
     with run(tmp_path, 9) as metrics:
-        metrics.step(3, 1.0, 1.0, 0.1)
-        metrics.validation(2, 0.1)
-        metrics.validation(4, nan)
+        metrics.step(3, 1.0, 1.0, 0.1, tokens=1)
+        metrics.validation(2, Validation(0.1))
+        metrics.validation(4, Validation(nan))
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 3, "validation_loss": 0.1')  # where the process was killed
     assert validation_losses(read_metrics(tmp_path / METRICS_FILE)) == {2: 0.1, 4: inf}

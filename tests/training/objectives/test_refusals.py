@@ -1,0 +1,80 @@
+"""Settings that have no effect or contradict an objective, and what a run says about its data."""
+
+import pytest
+import torch
+
+from ligermodels.distributed import World
+from ligermodels.errors import InputError
+from ligermodels.training import TrainConfig
+from ligermodels.training.objectives import OBJECTIVES, make_objective
+from ligermodels.training.objectives.references import ReferenceSpec, parse_reference
+from ligermodels.training.objectives.watching import PairWatch
+from ligermodels.training.runs.contradictions import refuse_contradictions
+
+ALONE = World(torch.device("cpu"))
+
+
+def refusal(objective, **settings):
+    config = TrainConfig(model="qwen2", data=("preferences",), objective=objective, **settings)
+    with pytest.raises(InputError) as error:
+        refuse_contradictions(config)
+        make_objective(config, ALONE)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings", "words"),
+    [
+        ("sft", {"beta": 0.1}, "--beta has no effect under --objective sft, only under dpo, orpo"),
+        ("dpo", {"gamma": 0.5}, "--gamma has no effect under --objective dpo, only under simpo: leave it out"),
+        ("dpo", {"batch_size": 8}, "--batch-size has no effect under --objective dpo, only under sft: give --pairs"),
+        ("kto", {"pairs": 8}, "--pairs has no effect under --objective kto"),
+        ("orpo", {"reference": "model"}, "--reference has no effect under --objective orpo, only under dpo, kto"),
+        ("simpo", {"loss": ("hinge",)}, "--loss has no effect under --objective simpo"),
+        ("dpo", {"loss": ("sigmoyd",)}, "loss_type 'sigmoyd' is unknown; did you mean 'sigmoid'?"),
+        ("dpo", {"loss": ("sigmoid", "sft=x")}, "--loss sft=x: must have a weight, as sft=0.2"),
+        ("dpo", {"loss": ("hinge",), "label_smoothing": 0.1}, "label_smoothing has no effect on loss_type hinge"),
+        ("dpo", {"discopop_tau": 0.1}, "--discopop-tau goes with --loss discopop"),
+        ("dpo", {"f_divergence": "forward_kl:1"}, "only alpha_divergence has a number"),
+        ("dpo", {"reference": "base"}, "--reference base goes with --lora-rank, which is missing"),
+        ("dpo", {"reference": "adapter"}, "--reference adapter goes with --adapter, which is missing"),
+        ("dpo", {"reference": "ema:2/5"}, "--reference ema:2/5: must be like ema:0.6/512"),
+        ("dpo", {"reference": "base", "lora_rank": 4, "modules_to_save": ("norm",)}, "trains weights of the base"),
+        ("cpo", {"loss": ("sigmoid", "hinge")}, "--objective cpo has one loss without a weight"),
+        ("kto", {"reference": "precomputed"}, "--reference precomputed: KTO compares prompts with other examples'"),
+        ("kto", {"loss": ("sigmoid",)}, "--loss sigmoid: of --objective kto must be one of kto, apo_zero_unpaired"),
+    ],
+)
+def test_a_setting_without_effect_and_a_contradiction_are_refused_by_name(objective, settings, words):
+    assert words in refusal(objective, **settings)
+
+
+def test_every_objective_can_be_made():
+    for name, kind in OBJECTIVES.items():
+        assert type(make_objective(TrainConfig(model="qwen2", objective=name), ALONE)) is kind
+
+
+def test_references_are_named_by_kind_with_their_numbers():
+    assert parse_reference("ema") == ReferenceSpec("ema", None, 0.6, 512)
+    assert parse_reference("ema:0.25/8") == ReferenceSpec("ema", None, 0.25, 8)
+    assert parse_reference("model:my/model") == ReferenceSpec("model", "my/model")
+
+
+def values(accuracy, chosen, rejected):
+    return {"rewards/accuracies": accuracy, "logps/chosen": chosen, "logps/rejected": rejected}
+
+
+def test_labels_that_leak_are_told_once():
+    watch = PairWatch()
+    lines = [line for _ in range(8) for line in watch.warnings(values(1.0, -50.0, -60.0))]
+    assert len(lines) == 1 and lines[0].startswith("accuracy 1.0 in each of the first 5 steps")
+    watch = PairWatch()
+    assert not [line for step in range(8) for line in watch.warnings(values(0.9 if step == 2 else 1.0, -50.0, -60.0))]
+
+
+def test_chosen_answers_that_fall_by_more_than_the_rejected_are_told():
+    watch = PairWatch()
+    assert watch.warnings(values(0.5, -50.0, -60.0)) == []
+    assert watch.warnings(values(0.7, -65.0, -90.0)) == []
+    (line,) = watch.warnings(values(0.7, -65.0, -70.0))
+    assert line.startswith("the chosen answers have lost 15 nats, more than the rejected: raise --beta")

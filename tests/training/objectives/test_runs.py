@@ -1,0 +1,130 @@
+"""Whole runs of the objectives on preferences: references, resume, the division of a step, and that they learn."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.training import TrainConfig, plan, train
+from ligermodels.training.runs.settings import config_of_run
+from tests.training.launching import loop
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+COMMON = {"model": "qwen2", "data": ("pairs.jsonl",), "pairs": 8, "steps": 2, "eval_every": 9, "max_length": 64,
+          "learning_rate": 1e-3, "warmup": 0, "no_export": True}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def pairs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
+    records = [
+        {"prompt": f"{n} plus {n} is", "chosen": f" {2 * n}." + " Good." * (n % 3), "rejected": f" {2 * n}? No."}
+        for n in range(60)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+def run(objective="dpo", **settings):
+    given = COMMON | {"objective": objective} | settings
+    if objective == "kto":
+        given["examples"] = given.pop("pairs")
+    return train(TrainConfig(**given))
+
+
+def steps(result):
+    return [record for record in result.metrics if "loss" in record]
+
+
+REFERENCES = {
+    "precomputed": {},
+    "model": {"reference": "model"},
+    "ema": {"reference": "ema:0.5/1"},
+    "base": {"lora_rank": 4},
+    "base, in blocks that are checkpointed": {"lora_rank": 4, "activation_checkpointing": "full"},
+}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_a_policy_that_equals_its_reference_has_a_loss_of_ln_2_to_the_bit(kind):
+    first, second = steps(run(**REFERENCES[kind]))
+    assert first["loss"] == torch.tensor(math.log(2)).item() and first["rewards/margins"] == 0.0
+    assert second["loss"] < first["loss"] and second["rewards/margins"] > 0
+
+
+def test_a_mixture_of_experts_with_lora_of_the_experts_starts_at_its_base():
+    first, second = steps(run(model="qwen3_moe", lora_rank=4, lora_targets=("all-linear", "experts")))
+    assert first["loss"] == torch.tensor(math.log(2)).item() and second["loss"] < first["loss"]
+
+
+def test_all_references_that_stay_as_they_are_lead_to_the_same_losses():
+    precomputed, model = run(reference="precomputed", steps=3), run(reference="model", steps=3)
+    assert [record["loss"] for record in steps(precomputed)] == pytest.approx(
+        [record["loss"] for record in steps(model)], abs=1e-6
+    )
+
+
+def test_a_precomputed_reference_is_read_from_the_cache_by_the_next_run(capsys, monkeypatch):
+    def printed():
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("reference: "))
+
+    before = steps(run())[1]["loss"]
+    assert "precomputed in" in printed()
+    computed = []
+    monkeypatch.setattr(CausalLM, "eval", lambda model: computed.append(1) or model.train(False))
+    assert steps(run(eval_every=9))[1]["loss"] == before
+    assert ", from " in printed() and len(computed) == 1  # the validation at the end
+    run(seed=1)
+    assert "precomputed in" in printed()
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "simpo", "kto"])
+def test_the_rows_that_a_step_is_divided_into_change_nothing_but_rounding(objective):
+    reference = {"reference": "model"} if objective in ("dpo", "kto") else {}
+    whole, divided = (steps(run(objective, sequence_length=length, **reference)) for length in (1024, 32))
+    for one, other in zip(whole, divided, strict=True):
+        names = one.keys() - {"tokens_per_second"}
+        assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, abs=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["ema:0.5/2", "precomputed"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(kind, tmp_path):
+    whole = run(reference=kind, steps=4, checkpoint_every=3, output=tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed/checkpoints/step-000004")
+    resumed = train(config_of_run(tmp_path / "killed"))
+    assert [r["loss"] for r in steps(resumed)] == [r["loss"] for r in steps(whole)]
+    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_continued_adapter_is_its_own_reference(tmp_path):
+    (tmp_path / "base").mkdir()
+    base = run(no_export=False, steps=2, output=tmp_path / "first").exported
+    lora = {"model": str(base), "lora_rank": 4, "lora_export": "adapter", "no_export": False}
+    adapter = run(**lora, output=tmp_path / "lora").exported
+    continued = {"model": str(base), "adapter": str(adapter)}
+    first, second = steps(run(**continued))
+    assert first["loss"] == torch.tensor(math.log(2)).item() and second["loss"] < first["loss"]
+    assert steps(run(**continued, reference="base"))[0]["rewards/margins"] > 0
+
+
+def test_embedded_preferences_are_learned_from_new_weights_on_unseen_pairs():
+    settings = {"objective": "dpo", "data": ("preferences",), "pairs": 16, "steps": 6, "eval_every": 6}
+    result = train(TrainConfig(model="qwen2", **settings, reference="model", no_export=True))
+    (validation,) = [record for record in result.metrics if record["step"] == 6 and "validation_loss" in record]
+    assert validation["validation_rewards/accuracies"] >= 0.9 and validation["validation_loss"] < math.log(2)
+
+
+def test_the_plan_has_the_peak_of_each_phase_and_the_reference_beside_the_model():
+    precomputed = plan(TrainConfig(**COMMON, objective="dpo"))
+    assert [*precomputed.phases] == ["precompute", "train"]
+    assert precomputed.phases["precompute"] < precomputed.phases["train"] and "peak, precompute" in precomputed.text()
+    beside = plan(TrainConfig(**COMMON, objective="dpo", reference="model"))
+    assert beside.memory.reference == 4 * beside.parameters.total
+    assert beside.phases == {"train": precomputed.phases["train"] + beside.memory.reference}
+    assert "8 pairs a step" in beside.step
