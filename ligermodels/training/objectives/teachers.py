@@ -32,7 +32,7 @@ class TeacherModel:
         self.model = create(self.folder, device="meta").requires_grad_(False)
         if isinstance(self.model, RewardModel):
             raise InputError(
-                f"--teacher {name}: is a reward model, which has no logits of tokens; name a language model"
+                f"--teacher {name}: is a reward model, without logits of tokens; name a language model"
             )
 
     @property
