@@ -65,7 +65,10 @@ def test_a_run_is_resumed_to_the_bit_and_micro_batches_change_nothing(folder):
     train(distillation(folder, **recipe, output=folder / "whole"))
     part = distillation(folder, **recipe | {"checkpoint_every": 2, "keep_checkpoints": 9}, output=folder / "part")
     train(part)
-    shutil.rmtree(folder / "part/checkpoints/step-000004")
+    for newer in ("checkpoints/step-000004", "model"):  # as if it had been killed after step 2
+        shutil.rmtree(folder / "part" / newer)
+    metrics = folder / "part/metrics.jsonl"
+    metrics.write_text("".join(line for line in metrics.open() if "exported" not in line))
     assert main(["train", "--resume", str(folder / "part")]) == 0
     train(distillation(folder, **recipe, micro_batch_size=4, output=folder / "split"))
     weights = [load_file(folder / run / "model/model.safetensors") for run in ("whole", "part", "split")]
@@ -89,8 +92,6 @@ def test_stored_log_probabilities_of_the_teacher_itself_have_no_divergence(folde
         own = {"teacher": "top-k", "data": (str(file),), "steps": 1, "batch_size": 8}
         run = train(distillation(folder, model="taught/model", **own, output=folder / "itself"))
     assert abs(validations(run)[0]["validation_divergence"]) < 1e-5
-    with pytest.raises(InputError, match=r"texts\.jsonl, line 1: has no teacher_ids and teacher_logprobs, which --tea"):
-        plan(distillation(folder, teacher="top-k"))
     with pytest.raises(
         InputError, match="--divergence tvd needs a whole distribution, and --teacher top-k has k tokens"
     ):
