@@ -53,6 +53,7 @@ from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.host_reads import read_async
 from ligermodels.training.scaling.out_of_memory import out_of_memory_advice
 from ligermodels.weights.loading import load_weights
+from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import failure
 
 
@@ -125,6 +126,7 @@ def train(config: TrainConfig) -> TrainResult:
         )
         say = print if world.is_first else lambda line: None
         objective.prepare(model, say)
+        reshard(model)  # a pass without gradients leaves weights gathered, which the optimizer must not see
         torch.manual_seed(config.seed + world.rank)  # dropout
         model.train()
 

@@ -216,7 +216,7 @@ def refuse_preference(value: RecordFields, place: str) -> Record:
     prompt = next((name for name in LIKE_PROMPTS if isinstance(value.get(name), type(value["chosen"]))), None)
     flags = f"--prompt-field {prompt} --completion-field chosen" if prompt else "--text-field chosen"
     raise InputError(
-        "is preference data (chosen, rejected), which training does not support; to train on the chosen answers alone, "
+        "is preference data (chosen, rejected): --objective dpo trains on pairs; to train on the chosen answers alone, "
         f"use {flags}"
     )
 

@@ -1,6 +1,6 @@
 """Settings that contradict each other, refused before any file is read and any memory is allocated."""
 
-from ligermodels.aliases import flag_of
+from ligermodels.aliases import TRAIN_ALIASES, flag_of
 from ligermodels.errors import InputError
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, TrainConfig
 from ligermodels.training.data.embedded import RANDOM
@@ -59,12 +59,17 @@ def refuse_contradictions(config: TrainConfig) -> None:
 def refuse_settings_of_other_objectives(config: TrainConfig) -> None:
     """Raises InputError for a setting that has no effect under the objective."""
     objective = config.objective
+    instead = dict.fromkeys(UNIT_SETTINGS.values(), flag_of(UNIT_SETTINGS[objective]))
+    if objective == "sft":
+        instead["max_length"] = "--sequence-length"
     for name, field in FIELDS.items():
         if objective not in field.metadata["objectives"] and getattr(config, name) != field.default:
-            instead = f"give {flag_of(UNIT_SETTINGS[objective])}" if name in UNIT_SETTINGS.values() else "leave it out"
+            elsewhere = next((alias.names.split()[0] for alias in TRAIN_ALIASES if alias.flag == name), None)
+            known = f" (elsewhere {elsewhere})" if elsewhere and field.metadata["group"] == "preferences" else ""
             raise InputError(
-                f"{flag_of(name)} has no effect under --objective {objective}, only under "
-                f"{', '.join(field.metadata['objectives'])}: {instead}"
+                f"{flag_of(name)}{known} has no effect under --objective {objective}, only under "
+                f"{', '.join(field.metadata['objectives'])}: "
+                + (f"give {instead[name]}" if name in instead else "leave it out")
             )
 
 

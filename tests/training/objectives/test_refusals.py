@@ -25,12 +25,21 @@ def refusal(objective, **settings):
 @pytest.mark.parametrize(
     ("objective", "settings", "words"),
     [
-        ("sft", {"beta": 0.1}, "--beta has no effect under --objective sft, only under dpo, orpo"),
-        ("dpo", {"gamma": 0.5}, "--gamma has no effect under --objective dpo, only under simpo: leave it out"),
+        ("sft", {"beta": 0.1}, "--beta (elsewhere rl_beta) has no effect under --objective sft, only under dpo"),
+        (
+            "sft",
+            {"max_length": 64},
+            "--max-length has no effect under --objective sft, only under dpo, orpo, cpo, simpo, kto: give --sequence-length",
+        ),
+        (
+            "dpo",
+            {"gamma": 0.5},
+            "--gamma (elsewhere simpo_gamma) has no effect under --objective dpo, only under simpo: leave",
+        ),
         ("dpo", {"batch_size": 8}, "--batch-size has no effect under --objective dpo, only under sft: give --pairs"),
         ("kto", {"pairs": 8}, "--pairs has no effect under --objective kto"),
-        ("orpo", {"reference": "model"}, "--reference has no effect under --objective orpo, only under dpo, kto"),
-        ("simpo", {"loss": ("hinge",)}, "--loss has no effect under --objective simpo"),
+        ("orpo", {"reference": "model"}, "has no effect under --objective orpo, only under dpo, kto"),
+        ("simpo", {"loss": ("hinge",)}, "--loss (elsewhere loss_type) has no effect under --objective simpo"),
         ("dpo", {"loss": ("sigmoyd",)}, "loss_type 'sigmoyd' is unknown; did you mean 'sigmoid'?"),
         ("dpo", {"loss": ("sigmoid", "sft=x")}, "--loss sft=x: must have a weight, as sft=0.2"),
         ("dpo", {"loss": ("hinge",), "label_smoothing": 0.1}, "label_smoothing has no effect on loss_type hinge"),

@@ -1,0 +1,37 @@
+"""Two ranks, with FSDP2 over gloo, have the losses and metrics of one."""
+
+import json
+
+import pytest
+
+from tests.training.launching import Launcher, records
+
+RUN = ("--model", "qwen2", "--data", "pairs.jsonl", "--steps", "3", "--eval-every", "9", "--max-length", "64",
+       "--learning-rate", "1e-3", "--warmup", "0", "--no-export", "--checkpoint-every", "2")  # fmt: skip
+KINDS = {
+    "precomputed": ("--objective", "dpo", "--pairs", "5", "--sequence-length", "32"),
+    "ema": ("--objective", "dpo", "--pairs", "5", "--reference", "ema:0.5/1"),
+    "kto": ("--objective", "kto", "--examples", "7", "--sequence-length", "32", "--lora-rank", "4"),
+    "model": ("--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
+}
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    pairs = [{"prompt": f"{n} plus {n} is", "chosen": f" {2 * n}." + " Good." * (n % 3), "rejected": f" {2 * n}? No."}
+             for n in range(60)]  # fmt: skip
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    with Launcher(folder) as started:
+        yield started
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_have_the_losses_and_metrics_of_one(launcher, kind):
+    for ranks in (1, 2):
+        launcher.succeed(*RUN, *KINDS[kind], "--output", f"{kind}-{ranks}", ranks=ranks)
+    alone, shared = (records(launcher.folder / f"{kind}-{ranks}") for ranks in (1, 2))
+    assert len(alone) == len(shared) == 4
+    for one, other in zip(alone, shared, strict=True):
+        names = one.keys() - {"tokens_per_second"}
+        assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=5e-4)
