@@ -188,8 +188,6 @@ class TrainConfig:
 
     teacher: str | None = setting("distillation", None, "the model to learn from: a Hub id or a folder; or top-k: "
         "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE)
-    store_teacher: bool = setting("distillation", False, "write the teacher's hidden states of all data into the cache "
-        "first; training then keeps only its head", objectives=DISTILL_ALONE)
     divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
         "cosine", metavar="KIND", objectives=DISTILL_ALONE)
     temperature: float | None = setting("distillation", None, "divides the logits of both models", ABOVE_ZERO,

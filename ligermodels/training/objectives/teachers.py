@@ -31,9 +31,7 @@ class TeacherModel:
         self.folder = resolve(name)
         self.model = create(self.folder, device="meta").requires_grad_(False)
         if isinstance(self.model, RewardModel):
-            raise InputError(
-                f"--teacher {name}: is a reward model, without logits of tokens; name a language model"
-            )
+            raise InputError(f"--teacher {name}: is a reward model, without logits of tokens; name a language model")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
