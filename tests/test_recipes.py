@@ -27,6 +27,7 @@ from tests.training.launching import Launcher
 
 SECTIONS = sections(ROOT / "docs/recipes.md")
 FOUR_COMMANDS, ON_A_CPU = "Your own chats, in four commands", "The same on a CPU"
+DPO = "Preferences with DPO"
 RESUME, LONGER, MEASURE = "Resume on another machine", "Train a finished run longer", "Measure speed and memory"
 MAX_FLAGS = 4
 MODELS = {
@@ -34,7 +35,9 @@ MODELS = {
     "meta-llama/Meta-Llama-3-8B": "llama", "Qwen/Qwen3-30B-A3B": "qwen3_moe",
 }  # fmt: skip
 SMALL = {"--steps": "2", "--batch-size": "4", "--sequence-length": "64"}
-VALUES = {LONGER: {"--batch-size": "4", "--sequence-length": "64"}}  # by section; SMALL elsewhere
+VALUES = {  # by section; SMALL elsewhere
+    LONGER: {"--batch-size": "4", "--sequence-length": "64"}, DPO: {"--steps": "2", "--pairs": "4"},
+}  # fmt: skip
 TEXTS = [f"The {n}th story is about a lighthouse with {n} steps, and nobody counts them twice." for n in range(60)]
 # What llama.cpp's script reads from config.json for every family. It takes the rest from transformers' configuration.
 READ_BY_LLAMA_CPP = {
@@ -187,6 +190,16 @@ def lora_adapter(reader):
     ligermodels.export_adapter(model, reader.folder / "runs/Qwen3-8B/adapter")
 
 
+def write_pairs(reader):
+    pairs = [{"prompt": f"{n} + {n} =", "chosen": f" {2 * n}.", "rejected": f" {2 * n + 1}?"} for n in range(40)]
+    (reader.folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+
+
+def check_preferences(folder):
+    first, *_ = [record for record in read_metrics(folder / "runs/Qwen3-8B/metrics.jsonl") if "loss" in record]
+    assert first["rewards/margins"] == 0
+
+
 def check_lora(folder):
     settings = json.loads((folder / "runs/Qwen3-8B/adapter/adapter_config.json").read_text())
     assert settings["peft_type"] == "LORA" and settings["r"] == 16
@@ -238,10 +251,11 @@ def check_vllm(folder):
 
 # What makes what a section says one has, beside models, texts and chats.
 WITH_ADAPTER = ("Continue an adapter", "Export to Hugging Face", "Export to GGUF", "Serve with vLLM")
-BEFORE = dict.fromkeys(WITH_ADAPTER, lora_adapter)
+BEFORE = dict.fromkeys(WITH_ADAPTER, lora_adapter) | {DPO: write_pairs}
 MERGED = ("Export to GGUF", "Serve with vLLM")  # begin with what "Export to Hugging Face" leaves
 CHECKS = {
-    "LoRA on one GPU": check_lora, LONGER: check_longer, "Full fine-tuning on eight GPUs": check_all_weights,
+    "LoRA on one GPU": check_lora, DPO: check_preferences, LONGER: check_longer,
+    "Full fine-tuning on eight GPUs": check_all_weights,
     "Mixture of experts: LoRA on the experts": check_experts, "Export to Hugging Face": check_llama_cpp,
     "Export to GGUF": check_llama_cpp, "Serve with vLLM": check_vllm,
 }  # fmt: skip

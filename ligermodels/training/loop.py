@@ -194,9 +194,9 @@ def train(config: TrainConfig) -> TrainResult:
             optimizer.zero_grad()
             objective.finish_step(model, progress.step + 1)
             norm_value, *values = read()
-            (loss_value, told_to_stop, failed, overdue), *found = step.named(values, len(signs))
+            (loss_value, told_to_stop, failed, overdue), sums, maxima = step.named(values, len(signs))
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-            measured = {**work.metrics, **objective.metrics(*found, progress.step + 1)}
+            measured = {**work.metrics, **objective.metrics(sums, maxima, progress.step + 1)}
             metrics.step(
                 progress.step + 1, loss_value, norm_value, rate, tokens=work.tokens, values=measured,
                 skipped=not finite,

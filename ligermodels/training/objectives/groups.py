@@ -6,6 +6,7 @@ A group is a prompt with its completions: a pair, or a judged completion. Must n
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -142,7 +143,7 @@ class GroupObjective(Objective):
                 return None
             stop_requested = start_stop_check(stop, self.world)
             numbers, random = range(first, first + part.units), np.random.default_rng(first)
-            work = self.assemble(model, part, lambda n=numbers, r=random: groups.mismatched(n, self.world, r))
+            work = self.assemble(model, part, partial(groups.mismatched, numbers, self.world, random))
             first += part.units
             for batch in work.batches:
                 share = self.loss(model, batch, work)
@@ -150,6 +151,16 @@ class GroupObjective(Objective):
         model.train()
         (loss,), sums, maxima = found.named(found.over_ranks(()).tolist(), 0)
         return Validation(loss, self.metrics(sums, maxima, step), per_token=False)
+
+
+def token_sums(found: LogProbs) -> dict[str, Tensor]:
+    """What is measured of the supervised tokens of a row, summed, and their number as "supervised"."""
+    assert found.entropy is not None and found.greedy is not None  # `policy` asked for them
+    return {
+        "supervised": found.entropy.new_full((), found.logprobs.numel()),
+        "entropy": found.entropy.detach().sum(),
+        "mean_token_accuracy": found.greedy.sum(),
+    }
 
 
 def balance_share(balance: Tensor | None, batch: PreferenceBatch, supervised: Tensor) -> Tensor | float:

@@ -11,7 +11,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch, Step
-from ligermodels.training.objectives.groups import balance_share
+from ligermodels.training.objectives.groups import balance_share, token_sums
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.options import given
 from ligermodels.training.objectives.referenced import Referenced
@@ -87,13 +87,10 @@ class KTO(Referenced):
         examples, supervised, z = work.counts.unbind()
         reference = self.reference.sums(model, batch, None)  # before the policy's pass: it may exchange weights
         found, balance = self.policy(model, batch)
+        assert batch.desirable is not None  # of judged completions
         result = losses.kto(found.logprobs, batch.completions, reference, batch.desirable, z, **self.options)
         loss = result.loss / examples + balance_share(balance, batch, supervised) + 0.0 * found.logprobs.sum()
-        sums = {
-            "examples": result.examples, "supervised": torch.full_like(z, found.logprobs.numel()), **result.metrics,
-            "kl": z * result.examples, "entropy": found.entropy.detach().sum(),
-            "mean_token_accuracy": found.greedy.sum(),
-        }  # fmt: skip
+        sums = {"examples": result.examples, "kl": z * result.examples, **result.metrics, **token_sums(found)}
         return Share(loss, sums)
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.preference import SORTED
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch, Step
-from ligermodels.training.objectives.groups import GroupObjective, balance_share
+from ligermodels.training.objectives.groups import GroupObjective, balance_share, token_sums
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.options import given, parse_divergence, parse_losses
 from ligermodels.training.objectives.referenced import Referenced
@@ -56,7 +56,8 @@ class PairObjective(GroupObjective):
         found, balance = self.policy(model, batch)
         result = self.pair_loss(found.logprobs, batch.completions, **reference, **self.options_with(found))
         loss = result.loss / pairs + result.nll / chosen + balance_share(balance, batch, supervised)
-        return Share(loss + 0.0 * found.logprobs.sum(), pair_sums_of(result, found))
+        sums = {"pairs": result.pairs, "tokens": result.tokens, **result.metrics, **token_sums(found)}
+        return Share(loss + 0.0 * found.logprobs.sum(), sums)
 
     def reference_sums(self, model: CausalLM, batch: PreferenceBatch) -> dict[str, Tensor]:
         """What the loss reads of a reference; empty where it has none."""
@@ -75,15 +76,6 @@ class PairObjective(GroupObjective):
         return self.watch.warnings(values)
 
 
-def pair_sums_of(result: losses.PairLoss, found: LogProbs) -> dict[str, Tensor]:
-    """TRL's metrics of a row, as sums, with the counts that they are divided by."""
-    supervised = torch.full_like(result.pairs, found.logprobs.numel())
-    return {
-        "pairs": result.pairs, "tokens": result.tokens, "supervised": supervised, **result.metrics,
-        "entropy": found.entropy.detach().sum(), "mean_token_accuracy": found.greedy.sum(),
-    }  # fmt: skip
-
-
 class DPO(Referenced, PairObjective):
     """Direct preference optimisation and its relatives: losses of the log-ratios with a reference."""
 
@@ -94,6 +86,7 @@ class DPO(Referenced, PairObjective):
         config = self.config
         names, weights = parse_losses(config.loss or ("sigmoid",))
         divergence, alpha = parse_divergence(config.f_divergence)
+        self.ld_alpha = config.ld_alpha
         return {"loss_type": names, "loss_weights": weights} | given(
             beta=config.beta, label_smoothing=config.label_smoothing, f_divergence_type=divergence,
             f_alpha_divergence_coef=alpha, discopop_tau=config.discopop_tau, ld_alpha=config.ld_alpha,
@@ -103,11 +96,7 @@ class DPO(Referenced, PairObjective):
         trust = {"log_sum_squares": torch.zeros(2)} if self.config.wpo else {}
         if self.config.discopop_tau is not None and "discopop" not in self.options["loss_type"]:
             raise InputError("--discopop-tau goes with --loss discopop, which is missing")
-        self.pair_loss(*NO_PAIR, torch.zeros(2), **self.options, **trust)
-
-    @property
-    def ld_alpha(self) -> float | None:
-        return self.config.ld_alpha
+        self.pair_loss(*NO_PAIR, torch.zeros(2), **{**self.options, **trust})
 
     def assemble(self, model: CausalLM, step: Step, mismatched: Callable[[], Step]) -> Work:
         sorts = SORTED & set(self.options["loss_type"])

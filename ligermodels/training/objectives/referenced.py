@@ -57,7 +57,7 @@ class Referenced(GroupObjective):
 
     def phases(self, train: TrainingMemory) -> Mapping[str, int]:
         first = {"precompute": train.forward_peak} if self.spec.kind == "precomputed" else {}
-        return first | super().phases(train)
+        return {**first, **super().phases(train)}
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
         self.reference.prepare(model, say)

@@ -204,13 +204,15 @@ class ModelReference(Reference):
         dtype, replicas = TORCH_DTYPES[str(self.config.dtype)], self.config.dp_replicate
         fsdp.shard(reference, self.world, dtype, dp_replicate=replicas)
         reference.to_empty(device=self.world.device)
-        if self.folder is not None or model.source is not None:
-            load_weights(reference, self.folder or model.source)
+        source = self.folder or model.source
+        if source is not None:
+            load_weights(reference, source)
         else:
             reference.initialize(self.config.seed)
         reference.eval()
 
     def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
+        assert self.model is not None  # `prepare` came first
         return row_logprobs(self.model, batch)
 
     def bytes_beside(self, model: CausalLM, shards: int) -> int:

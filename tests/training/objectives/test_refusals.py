@@ -29,14 +29,15 @@ def refusal(objective, **settings):
         (
             "sft",
             {"max_length": 64},
-            "--max-length has no effect under --objective sft, only under dpo, orpo, cpo, simpo, reward, kto: give --sequence-length",
+            "--max-length has no effect under --objective sft, only under dpo, orpo, cpo, simpo, reward, kto: give "
+            "--sequence-length",
         ),
         (
             "dpo",
             {"gamma": 0.5},
             "--gamma (elsewhere simpo_gamma) has no effect under --objective dpo, only under simpo: leave",
         ),
-        ("dpo", {"batch_size": 8}, "--batch-size has no effect under --objective dpo, only under sft, distill: give --pairs"),
+        ("dpo", {"batch_size": 8}, "--batch-size has no effect under --objective dpo, only under sft, distill: give"),
         ("kto", {"pairs": 8}, "--pairs has no effect under --objective kto"),
         ("orpo", {"reference": "model"}, "has no effect under --objective orpo, only under dpo, kto"),
         ("simpo", {"loss": ("hinge",)}, "--loss (elsewhere loss_type) has no effect under --objective simpo"),
