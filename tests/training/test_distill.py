@@ -116,8 +116,8 @@ def test_bad_teachers_and_settings_without_effect_are_refused(folder):
     for fields, words in (
         ({"teacher": None}, "--teacher is missing: a Hub id or a folder of the model to learn from"),
         ({"divergence": "cosine", "temperature": 2.0}, "--temperature has no effect on --divergence cosine"),
-        ({"max_length": 64}, "--max-length has no effect under --objective distill"),
-        ({"objective": "sft"}, "--teacher has no effect under --objective sft"),
+        ({"max_length": 64}, "--max-length .*has no effect under --objective distill"),
+        ({"objective": "sft"}, "--teacher .*has no effect under --objective sft"),
     ):
         with pytest.raises(InputError, match=words):
             plan(distillation(folder, **fields))
