@@ -172,7 +172,8 @@ TRAIN_ALIASES = (
     Alias("data_parallel_replicate_degree hsdp dp_replicate_size", "dp_replicate"),
     Alias("do_train do_eval", note="a run trains and validates; leave it out"),
     Alias("rl stage trainer", "objective",
-        one_of(sft="sft", dpo="dpo", ipo="dpo", orpo="orpo", cpo="cpo", simpo="simpo", kto="kto")),
+        one_of(sft="sft", dpo="dpo", ipo="dpo", orpo="orpo", cpo="cpo", simpo="simpo", kto="kto", gkd="distill",
+            kd="distill", distill="distill", reward="reward", rm="reward")),
     # Preferences
     Alias("loss_type dpo_loss_type pref_loss", "loss", " ".join, "weights go with the names, as sigmoid sft=0.2"),
     Alias("loss_weights", "loss", no_value, "weights go with the names, as sigmoid sft=0.2"),
@@ -196,6 +197,15 @@ TRAIN_ALIASES = (
     Alias("truncation_mode", "too_long", no_value, "drop or cut"),
     Alias("reference_free", note="--objective simpo, cpo and orpo have no reference; leave it out"),
     Alias("disable_dropout", note="there is no dropout but --lora-dropout; leave it out"),
+    # Reward models and distillation
+    Alias("reward_model", "objective", constant("reward")),
+    Alias("center_rewards_coefficient", "center_rewards"),
+    Alias("num_labels", note="a reward model has one label; leave it out"),
+    Alias("kd_trainer", "objective", constant("distill")),
+    Alias("teacher_model_name_or_path teacher_model teacher_name_or_path", "teacher"),
+    Alias("kd_temperature", "temperature"),
+    Alias("kd_ce_alpha hard_loss_weight", "ce_weight"),
+    Alias("gkd_beta kd_beta", "divergence", no_value, "beta 0 is forward_kl, 1 is reverse_kl, b between is jsd:b"),
     Alias("config_file config_path", "config"),
     # Monitoring
     Alias("eval_steps eval_interval evaluation_steps val_check_interval run_val_every_n_steps", "eval_every"),

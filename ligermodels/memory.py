@@ -153,7 +153,7 @@ def training_memory(
     reference: bytes of a rank's weights of a reference model.
     """
     tokens, size = batch_size * sequence_length, dtype.itemsize
-    blocks, trained, head = decoder_blocks(model), trained_parameters(model), model.lm_head.weight
+    blocks, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
     hidden = tokens * model.config.hidden_size * size
     saved = [tokens * saved_by_block(block, size) for block in blocks]
     largest, last = max(saved), saved[-1]
@@ -207,7 +207,7 @@ def unsharded_bytes(
     layers = decoder_blocks(model)
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
     kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case
-    start = copies * model.lm_head.weight.numel() + sum(elements(block.parameters()) for block in kept)
+    start = copies * model.head.weight.numel() + sum(elements(block.parameters()) for block in kept)
     ids = {id(parameter) for parameter in trained}
     end = 0
     for block in layers:
@@ -239,7 +239,7 @@ def decoder_blocks(model: CausalLM) -> list[Block]:
 
 def trained_parameters(model: CausalLM) -> list[Tensor]:
     """The parameters that get a gradient; the vision tower of a multimodal model is not computed."""
-    text = {id(parameter) for part in (model.model, model.lm_head) for parameter in part.parameters()}
+    text = {id(parameter) for part in (model.model, model.head) for parameter in part.parameters()}
     return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) in text]
 
 
@@ -295,7 +295,7 @@ def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
     Both gradients in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`. For few tokens: all logits
     and, later, that gradient.
     """
-    (vocab, hidden), trained = model.lm_head.weight.shape, model.lm_head.weight.requires_grad
+    (vocab, hidden), trained = model.head.weight.shape, model.head.weight.requires_grad
     gradient = vocab * hidden * dtype.itemsize if trained else 0
     if keeps_logits(tokens, hidden, vocab, dtype, True, trained):
         return tokens * vocab * dtype.itemsize + gradient

@@ -4,6 +4,7 @@ This is the only module that knows both the list of architectures and `download`
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ligermodels.errors import CheckpointError, HubError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
@@ -46,18 +48,23 @@ def load(
     revision: str | None = None,
     token: str | None = None,
     allow_unexpected: bool = False,
+    reward_model: bool = False,
 ) -> CausalLM:
     """Loads a model with the weights of a Hub repository or a folder, in evaluation mode.
+
+    A checkpoint of a sequence classification with one label becomes a `RewardModel`.
 
     dtype: of all parameters, as torch.bfloat16 or "bfloat16"; None for the dtype in config.json, or else that of the
     stored weights.
     device: an int means a GPU. The weights are streamed there; the host holds buffers of 192 MiB, never the model.
     allow_unexpected: ignore tensors that the model has no place for, with a warning, instead of raising an error.
+    reward_model: the checkpoint of a language model becomes a `RewardModel` too, with a new score head: a warning says
+    so. Its head is left out, its values are those of seed 0.
     Raises HubError, ConfigError or CheckpointError (all are InputError) before memory for the weights is allocated.
     """
     wanted = None if dtype is None else float_dtype(dtype)
     folder = resolve(name_or_folder, revision=revision, token=token)
-    return load_folder(folder, read_config(folder), wanted, device, allow_unexpected)
+    return load_folder(folder, read_config(folder), wanted, device, allow_unexpected, reward_model)
 
 
 def load_folder(
@@ -66,15 +73,19 @@ def load_folder(
     dtype: torch.dtype | None = None,
     device: int | str | torch.device = "cpu",
     allow_unexpected: bool = False,
+    reward_model: bool = False,
 ) -> CausalLM:
     """`load` of a folder, with `raw` in place of the content of its config.json."""
     generation_config = read_generation_config(folder)
-    architecture, config = select_architecture(raw, folder / CONFIG_FILE)
+    architecture, config = select_architecture(raw, folder / CONFIG_FILE, reward_model=reward_model)
     checkpoint = open_checkpoint(folder)
     refuse_layers_without_tensors(config, checkpoint)
     model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
     plan = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
     fill_weights(model.to_empty(device=device), plan)
+    if model.new_parameters:
+        initialize_new_parameters(model, seed=0)
+        warnings.warn(f"{folder}: has no score head; the reward model gets a new one, to be trained", stacklevel=3)
     model.source, model.generation_config = folder, generation_config
     return model.eval()
 
@@ -113,14 +124,17 @@ def create(
     dtype: torch.dtype | str = torch.float32,
     device: str | torch.device = "cpu",
     seed: int = 0,
+    reward_model: bool = False,
 ) -> CausalLM:
     """Creates a model with random weights, in training mode. On the meta device it has no weights.
 
     architecture_or_config: a name from `list_architectures()`, together with a preset `size`; or a config.json as a
     dict, its path, or the path of its folder.
+    reward_model: a score head instead of the language-model head, also for the configuration of a language model.
     """
     raw, origin = read_preset_or_config(architecture_or_config, size)
-    model = build_on_meta(*select_architecture(raw, origin)).to(float_dtype(dtype))
+    selected = select_architecture(raw, origin, reward_model=reward_model)
+    model = build_on_meta(*selected).to(float_dtype(dtype))
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)
@@ -157,18 +171,25 @@ def export(
 def build_on_meta(architecture: type[CausalLM], config: Config) -> CausalLM:
     """Builds the model on the meta device, in fp32."""
     with torch.device("meta"):
-        return architecture(config)
+        model = architecture(config)
+    if isinstance(model, RewardModel) and not is_classifier(config.raw):
+        model.with_new_head()
+    return model
 
 
-def select_architecture(raw: dict[str, Any], origin: str | Path) -> tuple[type[CausalLM], Config]:
+def select_architecture(
+    raw: dict[str, Any], origin: str | Path, *, reward_model: bool = False
+) -> tuple[type[CausalLM], Config]:
     """The architecture of a raw configuration and its parsed Config. Raises HubError or ConfigError.
 
-    origin: names the configuration in errors.
+    origin: names the configuration in errors. reward_model: as for `create`.
     """
     model_type = raw.get("model_type")
     if model_type not in list_architectures():
         raise HubError(f"{origin}: model_type {model_type!r} is not supported{suggest(str(model_type), ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
+    if reward_model or is_classifier(raw):
+        return reward_model_class(architecture, model_type), architecture.Config.from_dict(raw)
     return architecture, architecture.Config.from_dict(raw)
 
 

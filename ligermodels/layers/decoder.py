@@ -20,12 +20,13 @@ from ligermodels.generation.decoding import generate
 from ligermodels.generation.sampling import Sampling
 from ligermodels.generation.texts import TextTokenizer
 from ligermodels.kernels.attention_mask import document_ids
+from ligermodels.kernels.linear_divergence import DivergenceOutput
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.kernels.shared_keys import SharedKeys
 from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
 from ligermodels.layers.fused import add_then_norm
-from ligermodels.layers.lm_head import LMHead, logprobs_from, loss_of, select_rows
+from ligermodels.layers.lm_head import LMHead, divergence_from, logprobs_from, loss_of, select_rows
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
@@ -51,6 +52,7 @@ class CausalLMOutput(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None = None  # num_hidden_layers + 1 of [B, T, H]
     aux_loss: Tensor | None = None  # scalar, fp32: the routers' load-balancing loss, before its coefficient
     logprobs: LogProbs | None = None  # each field [B, T], or [N] of N rows
+    divergence: DivergenceOutput | None = None  # from a teacher; its fields but the loss [B, T], or [N] of N rows
 
     def __getitem__(self, key):
         if isinstance(key, str):
@@ -191,6 +193,11 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         self.model.embed_tokens = embeddings
         self.tie_weights()
 
+    @property
+    def head(self) -> nn.Linear:
+        """What reads the decoder's output: the language-model head, of a reward model its score head."""
+        return self.lm_head
+
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
@@ -237,6 +244,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         seq_idx: Tensor | None = None,
         rows: Tensor | None = None,
         logprobs: Mapping[str, Any] | None = None,
+        divergence: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
@@ -269,14 +277,16 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         log-probabilities. All places whose next token is supervised, each once; others add nothing.
         logprobs: options of `ops.linear_logprobs`. The log-probabilities of the labels are then computed in place of
         the loss and the logits: see `CausalLM.logprobs`.
+        divergence: options of `ops.linear_divergence`, with `teacher`. The loss is then the divergence from the teacher
+        over the tokens whose labels are supervised, divided as the loss without it.
         options: return_dict, output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
         An attention mask, or position_ids without cu_seqlens, is read on the host.
         Raises ValueError for arguments that contradict each other; TypeError for options that have no effect here.
         """
         refuse_options(options)
-        if labels is None and (rows is not None or logprobs is not None):
-            raise ValueError("forward: rows and logprobs need labels")
+        if labels is None and not (rows is logprobs is divergence is None):
+            raise ValueError("forward: rows, logprobs and divergence need labels")
         cu_seqlens = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
         max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
         decoded = self.decode(
@@ -284,29 +294,33 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             bool(output_hidden_states), shared_keys,
         )  # fmt: skip
         output, labels = decoded.output, decoded.labels
-        if rows is not None and decoded.layout is not None:
+        if decoded.layout is not None and not (rows is divergence is None):
             raise ValueError(
-                "forward: rows are places in the batch as it is given, but its padding or position_ids rearrange it: "
-                "leave out rows, or pass cu_seqlens"
+                "forward: rows and a teacher's states are places in the batch as it is given, but its padding or "
+                "position_ids rearrange it: leave them out, or pass cu_seqlens"
             )
         balance = self.balance(output.router_logits, output_router_logits)
-        loss, token_logprobs = None, None
+        loss, token_logprobs, from_teacher = None, None, None
         if labels is not None:
             hidden, targets = output.hidden, next_tokens(labels, decoded.cu_seqlens)
             if rows is not None:
                 hidden, targets = select_rows(hidden, targets, rows)
-            if logprobs is None:
+            if divergence is not None:
+                from_teacher = divergence_from(self.lm_head, hidden, targets, **self.logit_options, **divergence)
+                items = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
+                loss = self.with_balance(from_teacher.loss / items, targets, num_items_in_batch, balance)
+            elif logprobs is None:
                 loss = self.loss(hidden, targets, num_items_in_batch, balance)
             else:
                 token_logprobs = self.target_logprobs(hidden, targets, logprobs)
                 if rows is None:  # copied, because FSDP2 warns of outputs that are views
                     token_logprobs = token_logprobs.map(lambda x: decoded.unpack(x).clone())
         if skip_logits is None:
-            skip_logits = labels is not None and (self.training or logprobs is not None)
+            skip_logits = labels is not None and (self.training or not (logprobs is divergence is None))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = None if skip_logits else self.logits(decoded.unpack(output.hidden)[:, kept])
         states = tuple(decoded.unpack(state) for state in output.hidden_states)
-        return CausalLMOutput(loss, logits, states or None, balance, token_logprobs)
+        return CausalLMOutput(loss, logits, states or None, balance, token_logprobs, from_teacher)
 
     def logprobs(
         self,
@@ -329,6 +343,14 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         """
         options = {"temperature": temperature, "entropy": entropy, "extras": extras, "low_memory": low_memory}
         return self(input_ids, labels, logprobs=options, **inputs).logprobs
+
+    def final_hidden(self, input_ids: Tensor, *, rows: Tensor | None = None, **inputs: Any) -> Tensor:
+        """What the head reads, as a teacher's states: [B, T, H], or [N, H] of the places `rows` [N].
+
+        inputs: cu_seqlens, max_seqlen, position_ids and shared_keys, as those of `forward`.
+        """
+        hidden = self.decode(input_ids, **inputs).output.hidden
+        return hidden if rows is None else hidden.flatten(0, 1).index_select(0, rows)
 
     def decode(
         self,
@@ -379,11 +401,17 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, balance: Tensor | None
     ) -> Tensor:
         """The loss of hidden [..., H] against shifted targets [...], with that of the routers if it counts."""
-        config = self.config
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = loss_of(self.lm_head, hidden, targets, reduction=reduction, **self.logit_options)
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch
+        return self.with_balance(loss, targets, num_items_in_batch, balance)
+
+    def with_balance(
+        self, loss: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, balance: Tensor | None
+    ) -> Tensor:
+        """A loss of targets [...] plus that of the routers, if it counts."""
+        config = self.config
         if balance is not None and isinstance(config, MoEConfig):
             # Weighted by the micro-batch's share of supervised tokens, so that all micro-batches together count once.
             share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch

@@ -1,4 +1,5 @@
-"""The language-model head: logits, the loss of targets or their log-probabilities, of all tokens or of some.
+"""Heads: of language models, for logits, the loss of targets, their log-probabilities or the divergence from a teacher,
+of all tokens or of some; and of reward models.
 
 Must not know the decoder.
 """
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.linear_divergence import DivergenceOutput, Teacher, linear_divergence
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 from ligermodels.kernels.logprobs_of_logits import LogProbs, logprobs_of_logits
 from ligermodels.layers.fused import is_quantised
@@ -18,15 +21,27 @@ from ligermodels.layers.packed import is_intercepted
 
 
 class LMHead(nn.Linear):
-    """Hidden states [..., H] -> logits [..., V], or the loss or the log-probabilities of targets.
+    """Hidden states [..., H] -> logits [..., V], or the loss or log-probabilities of targets, or a divergence.
 
     All are computed by the head's own forward, because FSDP gathers a weight only when the module that owns it is
     called.
     """
 
-    def forward(self, input: Tensor, targets: Tensor | None = None, *, logprobs: bool = False, **options: Any) -> Any:
-        """With targets [...]: the cross-entropy of the logits, or `LogProbs`. options: as those of
-        `linear_cross_entropy` or `linear_logprobs`."""
+    def forward(
+        self,
+        input: Tensor,
+        targets: Tensor | None = None,
+        *,
+        logprobs: bool = False,
+        teacher: Teacher | None = None,
+        **options: Any,
+    ) -> Any:
+        """With targets [...]: the cross-entropy of the logits, or `LogProbs`, or the `DivergenceOutput` of a teacher.
+
+        options: as those of `linear_cross_entropy`, `linear_logprobs` or `linear_divergence`.
+        """
+        if teacher is not None:
+            return linear_divergence(input, self.weight.to(input.dtype), teacher, targets=targets, **options)
         if is_quantised(self.weight):
             logits = super().forward(input)
             if targets is None:
@@ -36,6 +51,13 @@ class LMHead(nn.Linear):
         if targets is None:
             return F.linear(input, weight)
         return (linear_logprobs if logprobs else linear_cross_entropy)(input, weight, targets, **options)
+
+
+class ScoreHead(nn.Linear):
+    """Hidden states [..., H] -> scores [..., 1] of a reward model, in fp32."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(widen(input), widen(self.weight))
 
 
 def loss_of(head: nn.Module, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -53,6 +75,18 @@ def logprobs_from(head: nn.Module, hidden: Tensor, targets: Tensor, **options: A
     if computes_results(head):
         return head(hidden, targets, logprobs=True, **options)
     return logprobs_of(head(hidden), targets, **options)
+
+
+def divergence_from(
+    head: nn.Module, hidden: Tensor, targets: Tensor, teacher: Teacher, **options: Any
+) -> DivergenceOutput:
+    """The divergence from a teacher; options as those of `linear_divergence`.
+
+    Raises ValueError for a head that was replaced, or has hooks: it has no weight to multiply with.
+    """
+    if not computes_results(head):
+        raise ValueError("divergence: the language-model head was replaced, or has hooks; remove them")
+    return head(hidden, targets, teacher=teacher, **options)
 
 
 def computes_results(head: nn.Module) -> bool:

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.lm_head import LMHead
+from ligermodels.layers.lm_head import LMHead, ScoreHead
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.weights.adapter_config import is_saved
 from ligermodels.weights.adapters import hub_module_names, tied_modules
 from ligermodels.weights.mapping import Rule, pieces_of
-
-TEXT_MODEL = ("model", "lm_head")  # a multimodal model's vision tower is not computed
 
 
 class WideEmbedding(nn.Embedding):
@@ -38,8 +36,12 @@ class WideEmbedding(nn.Embedding):
 def modules_trained_whole(model: CausalLM, rules: Iterable[Rule]) -> dict[str, str]:
     """The modules that can be trained as a whole, each with its name in the layout that has these rules."""
     rules = tuple(rules)
-    named = (found for part in TEXT_MODEL for found in model.get_submodule(part).named_modules(prefix=part))
-    names = [name for name, module in named if isinstance(module, nn.Embedding | LMHead | RMSNorm | LayerNorm)]
+    computed = set(model.model.modules()) | {model.head}  # not a multimodal model's vision tower
+    names = [
+        name
+        for name, module in model.named_modules()
+        if module in computed and isinstance(module, nn.Embedding | LMHead | ScoreHead | RMSNorm | LayerNorm)
+    ]
     return {name: hub_name(name, model.get_parameter(f"{name}.weight"), rules) for name in names}
 
 

@@ -71,10 +71,11 @@ class LoRAExperts(nn.Module):
         base = self.base_layer
         if any(map(is_intercepted, (base, self.gate_up_proj, self.down_proj))):
             raise RuntimeError("LoRA of experts: hooks on its parts are not supported; hook the LoRAExperts module")
-        parts = self.gate_up_proj, self.down_proj
-        updates = [part.low_rank(x.dtype) if part.enabled else None for part in parts]
+        gate_up, down = (
+            part.low_rank(x.dtype) if part.enabled else None for part in (self.gate_up_proj, self.down_proj)
+        )
         return experts(
-            x, expert_index, expert_weight, base.gate_up_proj, base.down_proj, base.activation, *updates,
+            x, expert_index, expert_weight, base.gate_up_proj, base.down_proj, base.activation, gate_up, down,
             base.gate_up_proj_bias, base.down_proj_bias,
         )  # fmt: skip
 

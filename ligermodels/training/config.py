@@ -20,8 +20,10 @@ from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.units import is_whole_number
 
 DEFAULT_SIZE = "tiny"
-SUPERVISED = ("sft",)
-ON_PAIRS = ("dpo", "orpo", "cpo", "simpo")  # what is trained on pairs
+SUPERVISED = ("sft", "distill")  # what is trained on rows of text
+DISTILL_ALONE, REWARD_ALONE = ("distill",), ("reward",)
+PAIR_POLICIES = ("dpo", "orpo", "cpo", "simpo")
+ON_PAIRS = (*PAIR_POLICIES, *REWARD_ALONE)
 ON_EXAMPLES = ("kto",)  # on judged completions
 OBJECTIVE_NAMES = (*SUPERVISED, *ON_PAIRS, *ON_EXAMPLES)
 ON_GROUPS = (*ON_PAIRS, *ON_EXAMPLES)  # on groups: a prompt with its completions
@@ -88,8 +90,9 @@ class TrainConfig:
     size: str = setting("model", DEFAULT_SIZE, "preset of the family")
     revision: str | None = setting("model", None, "branch, tag or commit of a Hub id")
 
-    objective: Literal["sft", "dpo", "orpo", "cpo", "simpo", "kto"] = setting("model", "sft", "what is minimised: sft, "
-        "the cross-entropy of the next token; or a loss of preferences")
+    objective: Literal["sft", "distill", "dpo", "orpo", "cpo", "simpo", "reward", "kto"] = setting("model", "sft",
+        "what is minimised: sft, the cross-entropy of the next token; distill, the divergence from a teacher; reward, "
+        "the loss of a reward model; or a loss of preferences")
 
     data: tuple[str, ...] | None = setting("data", None, "training data", metavar="SPEC",
         shown="the embedded stories for a new tiny model")
@@ -155,7 +158,7 @@ class TrainConfig:
     loss: tuple[str, ...] | None = setting("preferences", None, "the loss of a pair, or several that are added, such "
         "as sigmoid sft=0.2", metavar="NAME", shown="sigmoid; kto: kto", objectives=("dpo", "cpo", "kto"))
     beta: float | None = setting("preferences", None, "how closely the policy keeps to the reference; of losses "
-        "without one, their scale", ABOVE_ZERO, shown="0.1; simpo: 2", objectives=ON_GROUPS)
+        "without one, their scale", ABOVE_ZERO, shown="0.1; simpo: 2", objectives=(*PAIR_POLICIES, *ON_EXAMPLES))
     label_smoothing: float | None = setting("preferences", None, "fraction of pairs whose label is wrong", BELOW_HALF,
         shown="0", objectives=("dpo", "cpo", "simpo"))
     f_divergence: str | None = setting("preferences", None, "divergence from the reference: reverse_kl, forward_kl, "
@@ -179,6 +182,18 @@ class TrainConfig:
     reference: str | None = setting("preferences", None, "the model that the policy is compared with: base, adapter, "
         "precomputed, model, model:FOLDER, or ema:ALPHA/STEPS", metavar="KIND",
         shown="base with LoRA, the adapter with --adapter, else precomputed", objectives=WITH_REFERENCE)
+
+    center_rewards: float | None = setting("preferences", None, "weight of the squared sum of a pair's rewards, which "
+        "keeps them around 0", NOT_NEGATIVE, shown="0", objectives=REWARD_ALONE)
+
+    teacher: str | None = setting("distillation", None, "the model to learn from: a Hub id or a folder; or top-k: "
+        "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE)
+    divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
+        "cosine", metavar="KIND", objectives=DISTILL_ALONE)
+    temperature: float | None = setting("distillation", None, "divides the logits of both models", ABOVE_ZERO,
+        shown="1", objectives=DISTILL_ALONE)
+    ce_weight: float = setting("distillation", 0.0, "weight of the cross-entropy of the data beside the divergence",
+        NOT_NEGATIVE, objectives=DISTILL_ALONE)
 
     lora_rank: int | None = setting("LoRA", None, "rank of the LoRA updates", POSITIVE, shown="train all weights")
     lora_alpha: float | None = setting("LoRA", None, "the updates are scaled by alpha / rank", ABOVE_ZERO,

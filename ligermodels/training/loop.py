@@ -21,6 +21,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub import export, export_adapter, load_adapter
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import initialize_lora
+from ligermodels.layers.reward_model import initialize_new_parameters
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import TrainConfig
@@ -115,6 +116,7 @@ def train(config: TrainConfig) -> TrainResult:
             model.initialize(config.seed)
         else:
             load_weights(model, pretrained)
+            initialize_new_parameters(model, config.seed)
             initialize_lora(model, torch.Generator(world.device).manual_seed(config.seed))
             model.source = pretrained
             if adapter:

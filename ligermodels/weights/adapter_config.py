@@ -214,13 +214,14 @@ def compose_adapter_config(
     saved: Collection[str],
     tied: bool,
     base: BaseModel,
+    task: str,
 ) -> dict[str, Any]:
     """adapter_config.json for projections with the given ranks and alphas.
 
     The most common rank and alpha are written once; deviating ones are written by name.
     modules: the Hub names of all modules of the model. parameters: the names of the projections that are not modules
     but stacked expert weights. saved: the names of the modules that are trained as a whole; tied: whether embedding and
-    head are among them as one parameter.
+    head are among them as one parameter. task: PEFT's name of what the model is for.
     """
     rank, ranks_by_name = most_common_value(ranks, modules)
     alpha, alphas_by_name = most_common_value({name: as_int_if_whole(alpha) for name, alpha in alphas.items()}, modules)
@@ -243,7 +244,7 @@ def compose_adapter_config(
         "revision": base.revision,
         "target_modules": targets,
         "target_parameters": sorted({suffixes(name)[2] for name in parameters}) or None,
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
         "use_dora": False,
         "use_rslora": False,
     } | ({"ensure_weight_tying": True} if tied else {})

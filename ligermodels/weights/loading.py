@@ -123,7 +123,8 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     known = pieces.keys() | copies.keys()
     kept = tuple(name for name in checkpoint.tensors if name not in known and model.keeps(name))
-    known |= {*kept, *(name for tensor in quantised(checkpoint.tensors) for name in companions(tensor))}
+    companions_of_quantised = (name for tensor in quantised(checkpoint.tensors) for name in companions(tensor))
+    known |= {*kept, *model.left_out, *companions_of_quantised}
     unexpected = [name for name in checkpoint.tensors if name not in known and not STALE_BUFFERS.fullmatch(name)]
     refuse_mismatched_tensors(checkpoint, pieces, quantisation, [] if allow_unexpected else unexpected)
     return LoadPlan(checkpoint, rules, planned, copies, kept, quantisation, unexpected)
@@ -134,7 +135,8 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
 
     If no layout is complete, those of the Hub's own layout.
     """
-    shapes = {name: tensor.shape for name, tensor in model.stored_tensors().items()}
+    loaded = model.stored_tensors().items()
+    shapes = {name: tensor.shape for name, tensor in loaded if name not in model.new_parameters}
     limit = len(checkpoint.tensors) + EXTRA_PIECES  # a plan of this length is incomplete anyway
     tried: list[tuple[tuple[Rule, ...], list[Piece]]] = []
     for rules in (model.weight_rules(), *model.other_weight_rules(), *model.quantised_weight_rules()):

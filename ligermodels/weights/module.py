@@ -21,6 +21,7 @@ class HubModule(nn.Module):
     names and shapes. Tied parameters stay tied under both, with `assign` too, and under `to_empty`.
 
     hub_class: written as config.json's `architectures` if the raw configuration has none; the model's name in its repr.
+    peft_task: what PEFT calls the model's use, in an adapter's configuration.
     source: the folder that the model was loaded from, None for a new model.
     generation_config: the content of its generation_config.json.
     loaded_rules: of the layout that the weights were loaded from, None for a new model.
@@ -28,9 +29,12 @@ class HubModule(nn.Module):
     stored_otherwise: the names of tensors that `source` stores in another dtype than most, such as quantised ones. An
     export copies those that are unchanged.
     modules_to_save: the modules that are trained as a whole beside LoRA, with a weight each; an adapter stores them.
+    new_parameters: those that loading leaves alone, because the checkpoint is that of a model with another head.
+    left_out: the names of tensors of such a checkpoint that have no place in the model and in its exports.
     """
 
     hub_class: ClassVar[str]
+    peft_task: ClassVar[str] = "CAUSAL_LM"
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -41,6 +45,8 @@ class HubModule(nn.Module):
         self.kept: tuple[str, ...] = ()
         self.stored_otherwise: tuple[str, ...] = ()
         self.modules_to_save: tuple[str, ...] = ()
+        self.new_parameters: tuple[str, ...] = ()
+        self.left_out: tuple[str, ...] = ()
         self.register_state_dict_post_hook(remove_tied_copies)
         self.register_load_state_dict_pre_hook(accept_hub_names)
 

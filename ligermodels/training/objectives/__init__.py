@@ -25,23 +25,30 @@ refused under the others. Must not know optimizers, checkpoints' files, or the l
 
 from ligermodels.distributed import World
 from ligermodels.training.config import TrainConfig
+from ligermodels.training.objectives.distill import Distill
+from ligermodels.training.objectives.distill_top_k import TopKDistill
 from ligermodels.training.objectives.kto import KTO
 from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
 from ligermodels.training.objectives.pairs import CPO, DPO, ORPO, SimPO
+from ligermodels.training.objectives.reward import Reward
 from ligermodels.training.objectives.sft import SFT
 
 __all__ = ["OBJECTIVES", "Objective", "Share", "StepTotals", "Work", "make_objective"]
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "sft": SFT,
+    "distill": Distill,
     "dpo": DPO,
     "orpo": ORPO,
     "cpo": CPO,
     "simpo": SimPO,
+    "reward": Reward,
     "kto": KTO,
 }  # fmt: skip
 
 
 def make_objective(config: TrainConfig, world: World) -> Objective:
     """The objective that `config.objective` names. Raises InputError for options that it cannot have."""
+    if config.objective == "distill" and config.teacher == "top-k":
+        return TopKDistill(config, world)
     return OBJECTIVES[config.objective](config, world)

@@ -83,7 +83,7 @@ def matrix_flops(model: CausalLM) -> int:
     }
     flops = 0
     blocks = (weight for name, weight in model.model.layers.named_parameters() if not name.endswith("bias"))
-    for weight in (*blocks, model.lm_head.weight):
+    for weight in (*blocks, model.head.weight):
         if weight.ndim >= 2:
             active, experts = routed.get(id(weight), (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts

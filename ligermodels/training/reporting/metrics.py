@@ -30,7 +30,14 @@ METRICS_FILE = "metrics.jsonl"
 UNTIMED_STEPS = 2  # the first steps of a process compile and allocate
 RECENT_STEPS = 50  # the throughput is their median
 SLOW = 10  # tokens per second; below it decimals are shown
-SHOWN = {"rewards/accuracies": "accuracy", "rewards/margins": "margin", "reward": "reward"}  # beside the loss
+SHOWN = {
+    "rewards/accuracies": "accuracy",
+    "rewards/margins": "margin",
+    "reward": "reward",
+    "accuracy": "accuracy",
+    "margin": "margin",
+    "divergence": "divergence",
+}  # beside the loss
 MAX_EXPONENT = 700  # exp() of more than 709 overflows
 
 

@@ -28,7 +28,7 @@ def advice(config: RunConfig, world: World, exported: Path, *, chats: bool) -> l
     whether the model was trained on conversations.
     """
     commands = {}
-    if has_tokenizer(exported):
+    if has_tokenizer(exported) and config.objective != "reward":
         prompt = "--chat" if chats else '--prompt "Once upon a time"'
         commands["generate with it"] = f"ligermodels generate {shlex.quote(str(exported))} {prompt}"
     if runs_on_two(config, world):

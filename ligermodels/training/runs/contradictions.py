@@ -2,7 +2,7 @@
 
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
 from ligermodels.errors import InputError
-from ligermodels.training.config import DEFAULT_SIZE, FIELDS, UNIT_SETTINGS, TrainConfig
+from ligermodels.training.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, TrainConfig
 from ligermodels.training.data.embedded import RANDOM
 from ligermodels.training.data.opening import missing_data
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
@@ -52,7 +52,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if unused and not config.with_lora:
         raise InputError(f"{flag_of(unused[0])} goes with --lora-rank, which is missing")
-    if not config.data and not is_family and config.objective == "sft":
+    if not config.data and not is_family and config.objective in SUPERVISED:
         raise missing_data(config)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ligermodels.aliases import flag_of
 from ligermodels.distributed import World
-from ligermodels.training.config import RunConfig, TrainConfig
+from ligermodels.training.config import SUPERVISED, RunConfig, TrainConfig
 from ligermodels.training.data import Data
 from ligermodels.training.optimizers.schedules import default_learning_rate
 
@@ -58,7 +58,7 @@ def precision(config: TrainConfig, world: World) -> dict[str, Choice]:
 
     The parameter dtype is a setting of the run from here on: it resumes with the same on any number of ranks.
     """
-    values = (TINY if config.objective == "sft" else TINY_GROUPS) if config.is_tiny else {}
+    values = (TINY if config.objective in SUPERVISED else TINY_GROUPS) if config.is_tiny else {}
     tiny = {name: Choice(value) for name, value in values.items()}
     on_gpu = world.device.type == "cuda"
     dtype = Choice("bfloat16", "the model is on a GPU") if on_gpu else Choice("float32", "the model is on a CPU")

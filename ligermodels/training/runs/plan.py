@@ -28,7 +28,7 @@ from ligermodels.memory import (
     training_memory,
 )
 from ligermodels.training.checkpoints.files import committed_steps
-from ligermodels.training.config import UNIT_SETTINGS, RunConfig
+from ligermodels.training.config import SUPERVISED, UNIT_SETTINGS, RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.optimizers.adamw import AdamW
@@ -107,7 +107,7 @@ class Plan:
     @property
     def unit(self) -> str:
         """What the data are counted in."""
-        return "row" if self.config.objective == "sft" else UNIT_SETTINGS[self.config.objective].removesuffix("s")
+        return "row" if self.config.objective in SUPERVISED else UNIT_SETTINGS[self.config.objective].removesuffix("s")
 
     @property
     def steps(self) -> str:
@@ -116,7 +116,7 @@ class Plan:
     @property
     def step(self) -> str:
         devices = f"{self.world.size} x {self.world.device.type}"
-        if self.config.objective != "sft":
+        if self.config.objective not in SUPERVISED:
             rows = f"in rows of {self.config.sequence_length:,} tokens on {devices}"
             return f"{counted(self.config.units, self.unit)} a step, about {self.tokens_per_step:,} tokens, {rows}"
         batches = "1 batch" if self.accumulated == 1 else f"{self.accumulated} batches"
@@ -212,7 +212,7 @@ class Plan:
             yield f"{as_text(most)} epochs: {rows} repeated as often; watch the validation loss"
         if config.warmup >= config.steps:
             yield f"--warmup {config.warmup} is all of --steps {config.steps}"
-        flag = "sequence_length" if config.objective == "sft" else "max_length"
+        flag = "sequence_length" if config.objective in SUPERVISED else "max_length"
         if getattr(config, flag) > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"{flag_of(flag)} {getattr(config, flag)} is more than {made_for}"

@@ -12,9 +12,11 @@ import torch
 
 from ligermodels import distributed
 from ligermodels.distributed import World
+from ligermodels.errors import InputError
 from ligermodels.hub import adapter_folder, add_lora_of_adapter, create, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora_targets import add_lora
+from ligermodels.layers.reward_model import RewardModel
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data
 from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, SPECIAL_IDS
@@ -75,14 +77,17 @@ def prepare(config: TrainConfig, world: World) -> Run:
     compute_dtype, param_dtype = TORCH_DTYPES[str(config.dtype)], TORCH_DTYPES[str(config.param_dtype)]
     size = config.size if config.has_new_weights else None
     dtype = compute_dtype if config.with_lora else param_dtype
-    model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta")
+    scores = config.objective == "reward"
+    model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta", reward_model=scores)
+    if isinstance(model, RewardModel) and not scores:
+        raise InputError(f"--model {config.model}: is a reward model, which --objective reward trains")
     adapter = adapter_folder(config.adapter) if config.adapter else None
     if adapter:
         add_lora_of_adapter(model, adapter, param_dtype)
     elif config.lora_rank:
         add_lora(
             model, rank=config.lora_rank, alpha=config.lora_alpha, dropout=config.lora_dropout,
-            targets=config.lora_targets, modules_to_save=config.modules_to_save, dtype=param_dtype,
+            targets=config.lora_targets, modules_to_save=modules_to_save(config), dtype=param_dtype,
         )  # fmt: skip
 
     # The data, and the settings that depend on it.
@@ -117,6 +122,11 @@ def prepare(config: TrainConfig, world: World) -> Run:
         phases=objective.phases(memory), advice=objective.advice(),
     )  # fmt: skip
     return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
+
+
+def modules_to_save(config: TrainConfig) -> tuple[str, ...]:
+    """Those given; of a reward model its head too, which is new, or would not follow the rest."""
+    return config.modules_to_save if config.objective != "reward" else tuple({*config.modules_to_save, "score"})
 
 
 def take_special_ids(model: CausalLM) -> None:

@@ -9,7 +9,7 @@ from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import HubError
 from ligermodels.hub.upload import upload_folder, writable_repository
-from ligermodels.training.config import UNIT_SETTINGS, RunConfig, TrainConfig
+from ligermodels.training.config import SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
 from ligermodels.training.runs.folder import ADAPTER
 from ligermodels.units import counted
 from ligermodels.weights.writing import failure
@@ -73,6 +73,6 @@ def model_card(config: RunConfig, exported: Path, step: int, loss: float | None)
 
 def trained_units(config: RunConfig) -> str:
     """What a step of the run takes."""
-    if config.objective == "sft":
+    if config.objective in SUPERVISED:
         return f"{counted(config.units, 'sequence')} of {config.sequence_length:,} tokens"
     return f"{counted(config.units, UNIT_SETTINGS[config.objective].removesuffix('s'))} ({config.objective.upper()})"

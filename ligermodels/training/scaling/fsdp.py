@@ -7,13 +7,15 @@ summed over ranks, not averaged. Knows the blocks, the embedding and the head of
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from ligermodels.distributed import World, backend_of
@@ -47,7 +49,7 @@ def shard(
     for block in others:
         unit(block, reshard_after_forward=reshard_after_forward)
     unit(last, reshard_after_forward=False)  # backward needs it first
-    embedding, head = model.model.embed_tokens, model.lm_head
+    embedding, head = model.model.embed_tokens, model.head
     if embedding.weight is not head.weight:
         unit(embedding).set_unshard_in_backward(False)
         unit(head, reshard_after_forward=False)
@@ -57,6 +59,37 @@ def shard(
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # gloo does not support a premultiplied sum
         each.set_allocate_memory_from_process_group_for_comm(use_nccl_memory)
+
+
+def shard_frozen(model: CausalLM, world: World, dtype: torch.dtype, *, dp_replicate: int = 1) -> None:
+    """`shard` for a model beside the trained one that gets no gradient, such as a teacher, in place.
+
+    Every unit frees its unsharded weights after its forward. `final_hidden` and `gathered_head` read the model.
+    """
+    if world.size == 1:
+        return
+    policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
+    unit = functools.partial(fully_shard, mesh=make_mesh(world, dp_replicate), mp_policy=policy)
+    for block in decoder_blocks(model):
+        unit(block)
+    if model.model.embed_tokens.weight is not model.head.weight:
+        unit(model.head)
+    unit(model)
+    register_fsdp_forward_method(model, "final_hidden")
+
+
+@contextmanager
+def gathered_head(model: CausalLM) -> Iterator[Tensor]:
+    """The whole weight of a frozen model's head, as long as the context lasts."""
+    unit = model.head if isinstance(model.head, FSDPModule) else model
+    if not isinstance(unit, FSDPModule):
+        yield model.head.weight
+        return
+    unit.unshard()
+    try:
+        yield model.head.weight
+    finally:
+        unit.reshard()
 
 
 def mixed_precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:

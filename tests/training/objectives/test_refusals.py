@@ -29,7 +29,7 @@ def refusal(objective, **settings):
         (
             "sft",
             {"max_length": 64},
-            "--max-length has no effect under --objective sft, only under dpo, orpo, cpo, simpo, kto: give "
+            "--max-length has no effect under --objective sft, only under dpo, orpo, cpo, simpo, reward, kto: give "
             "--sequence-length",
         ),
         (
@@ -37,7 +37,7 @@ def refusal(objective, **settings):
             {"gamma": 0.5},
             "--gamma (elsewhere simpo_gamma) has no effect under --objective dpo, only under simpo: leave",
         ),
-        ("dpo", {"batch_size": 8}, "--batch-size has no effect under --objective dpo, only under sft: give --pairs"),
+        ("dpo", {"batch_size": 8}, "--batch-size has no effect under --objective dpo, only under sft, distill: give"),
         ("kto", {"pairs": 8}, "--pairs has no effect under --objective kto"),
         ("orpo", {"reference": "model"}, "has no effect under --objective orpo, only under dpo, kto"),
         ("simpo", {"loss": ("hinge",)}, "--loss (elsewhere loss_type) has no effect under --objective simpo"),
@@ -61,7 +61,8 @@ def test_a_setting_without_effect_and_a_contradiction_are_refused_by_name(object
 
 def test_every_objective_can_be_made():
     for name, kind in OBJECTIVES.items():
-        assert type(make_objective(TrainConfig(model="qwen2", objective=name), ALONE)) is kind
+        teacher = "folder" if name == "distill" else None
+        assert type(make_objective(TrainConfig(model="qwen2", objective=name, teacher=teacher), ALONE)) is kind
 
 
 def test_references_are_named_by_kind_with_their_numbers():

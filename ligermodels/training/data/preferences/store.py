@@ -46,8 +46,10 @@ class GroupStore:
 
     @property
     def prompt_hashes(self) -> np.ndarray:
-        """uint64 [U], of the tokens of each prompt."""
-        return self.tokens.hashes[self.firsts[:-1]]
+        """uint64 [U], of the tokens of each prompt; with a teacher, of prompt and completion: the prompt of a text is
+        the token that begins it."""
+        prompts = self.tokens.hashes[self.firsts[:-1]]
+        return prompts if self.teacher_ids is None else prompts ^ self.tokens.hashes[self.firsts[1:] - 1]
 
     def group(self, number: int) -> Group:
         documents = range(self.firsts[number], self.firsts[number + 1])

@@ -1,0 +1,82 @@
+"""Distillation from a teacher that is not there: the log-probabilities of its k likeliest tokens, in the data."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.distributed import World
+from ligermodels.errors import InputError
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.losses.divergences import TOP_K_KINDS
+from ligermodels.training.config import TrainConfig
+from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, open_preferences
+from ligermodels.training.objectives.distill import parse_divergence, per_token, token_sums
+from ligermodels.training.objectives.groups import GroupObjective
+from ligermodels.training.objectives.objective import Share, Work
+
+DEFAULT_LENGTH = 2048
+
+
+class TopKDistill(GroupObjective):
+    """As `Distill`, from `teacher_ids` and `teacher_logprobs` of the records. All other tokens count as one class.
+
+    A step takes `batch_size` documents, packed into rows. A temperature must be the one at which the teacher's
+    log-probabilities were computed.
+    """
+
+    kind = "distillation"
+    learning_rate = 1e-5
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        super().__init__(config, world)
+        self.divergence, _ = parse_divergence(config.divergence)
+        if self.divergence not in TOP_K_KINDS:
+            raise InputError(
+                f"--divergence {config.divergence} needs a whole distribution, and --teacher top-k has k tokens of it: "
+                f"take {' or '.join(TOP_K_KINDS)}"
+            )
+        if config.micro_batch_size is not None:
+            raise InputError("--micro-batch-size has no effect on --teacher top-k, whose micro-batch is one packed row")
+
+    def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
+        length = self.config.sequence_length or min(DEFAULT_LENGTH, model.config.max_position_embeddings)
+        options = GroupOptions(kind=self.kind, max_length=length, row_length=length)
+        self.data = open_preferences(self.config, options, folder, model.config.vocab_size, adapter)
+        groups = self.data.training.groups
+        absent = next((part for part in groups.parts if part.store.teacher_ids is None), None)
+        if absent is not None:
+            raise InputError(
+                f"{absent.store.place(0)}: has no teacher_ids and teacher_logprobs, which --teacher top-k reads; add "
+                "them, or name a model to learn from"
+            )
+
+    def choices(self, hidden_size: int) -> dict[str, Any]:
+        longest = self.data.training.groups.options.max_length
+        made = super().choices(hidden_size)
+        return made | {"sequence_length": made["sequence_length"]._replace(value=longest)}
+
+    def count(self, batch: PreferenceBatch) -> Tensor:
+        return batch.rows.new_full((1,), batch.supervised)
+
+    def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
+        options = {
+            "teacher": teacher_of(batch), "kind": self.divergence, "temperature": self.config.temperature or 1.0,
+            "ce_weight": self.config.ce_weight,
+        }  # fmt: skip
+        found = model(**batch.model_inputs, num_items_in_batch=work.counts[0], divergence=options, skip_logits=True)
+        tokens = work.counts.new_full((), batch.supervised)
+        return Share(found.loss, token_sums(found.divergence, tokens))
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
+        return per_token(sums)
+
+
+def teacher_of(batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+    """(ids, logprobs), [N, k]; of a row of padding, whose places are not supervised, one class."""
+    if batch.teacher_ids is None or batch.teacher_logprobs is None:
+        ids = torch.zeros_like(batch.rows)[:, None]
+        return ids, torch.zeros_like(ids, dtype=torch.float32)
+    return batch.teacher_ids, batch.teacher_logprobs

@@ -1,0 +1,83 @@
+"""RewardFunction: a reward model as a function of prompts and completions, with the signature of TRL's."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.hub import load, resolve
+from ligermodels.layers.reward_model import RewardModel
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.training.data.preferences.groups import GroupOptions
+from ligermodels.training.data.preferences.tokenization import GroupTokenizer
+from ligermodels.training.data.reader import read_tokenizer_and_end
+from ligermodels.training.data.records import BadLines, GroupRecord
+
+TOKENS_PER_PASS = 2**14
+
+
+class RewardFunction:
+    """`reward(prompts, completions)` -> one number for each completion, of the tokens that training would make of them.
+
+        reward = RewardFunction.load("runs/reward/model", device="cuda", dtype="bfloat16")
+        reward(["1 + 1 ="], [" 2."])
+
+    end: the token that ends a text. max_length: of a prompt with its completion.
+    """
+
+    def __init__(self, model: RewardModel, tokenizer: Tokenizer, end: int, max_length: int | None = None) -> None:
+        self.model = model
+        length = max_length or model.config.max_position_embeddings
+        self.tokenizer = GroupTokenizer(tokenizer, end, GroupOptions(kind="judged", max_length=length), BadLines(0))
+        self.__name__ = type(model).__name__ if model.source is None else model.source.name  # of metrics
+
+    @classmethod
+    def load(cls, name_or_folder: str | Path, **options: Any) -> "RewardFunction":
+        """options: as those of `ligermodels.load`. Raises InputError for a language model, and as `load` does."""
+        folder = resolve(name_or_folder)
+        model = load(folder, **options)
+        if not isinstance(model, RewardModel):
+            raise InputError(f"{name_or_folder}: is a language model; train a reward model with --objective reward")
+        return cls(model, *read_tokenizer_and_end(folder))
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """prompts, completions: strings, or lists of messages. columns: those of the data, without effect.
+
+        Raises InputError, which names the completion, for one that is too long or cannot be rendered.
+        """
+        documents = [self.tokens(*pair, number) for number, pair in enumerate(zip(prompts, completions, strict=True))]
+        scores: list[float] = []
+        for part in split_by_tokens(documents):
+            scores += self.scores(part).tolist()
+        return scores
+
+    def tokens(self, prompt: Any, completion: Any, number: int) -> list[int]:
+        record = GroupRecord(prompt, (completion,), f"completion {number}")
+        group = next(self.tokenizer.groups([record]), None)
+        if group is None:
+            raise InputError(f"completion {number}: is longer than {self.tokenizer.options.max_length} tokens")
+        return [*group.prompt, *group.completions[0]]
+
+    def scores(self, documents: Sequence[Sequence[int]]) -> Tensor:
+        device = self.model.device
+        lengths = torch.tensor([0, *map(len, documents)])
+        ids = torch.tensor([token for document in documents for token in document])[None]
+        offsets = lengths.cumsum(0).to(device, torch.int32)
+        return self.model(ids.to(device), cu_seqlens=offsets, max_seqlen=int(lengths.max())).logits[:, 0]
+
+
+def split_by_tokens(documents: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """Parts of at most TOKENS_PER_PASS tokens, in order; a longer document is a part of its own."""
+    parts: list[list[Sequence[int]]] = []
+    size = 0
+    for document in documents:
+        if not parts or size + len(document) > TOKENS_PER_PASS:
+            parts.append([])
+            size = 0
+        parts[-1].append(document)
+        size += len(document)
+    return parts

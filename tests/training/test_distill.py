@@ -1,0 +1,143 @@
+"""Distillation: a student learns from a teacher beside it, or from what a teacher has left in the data."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ligermodels
+from ligermodels.cli import main
+from ligermodels.errors import InputError
+from ligermodels.kernels import launch
+from ligermodels.training import TrainConfig, plan, train
+from ligermodels.training.objectives.distill import parse_divergence
+from tests.training.small_models import RAW, save_model, validations
+
+NAMES, PLACES, THINGS = (
+    ("Ann", "Bob", "Cat", "Dan"),
+    ("barn", "lake", "shop"),
+    ("a hat", "a cup", "two eggs", "nothing"),
+)
+TEXTS = [f"{who} went to the {where} and bought {what}. Then {who} left the {where} with {what}."
+         for who in NAMES for where in PLACES for what in THINGS] * 4  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Texts, a teacher that was trained on them, and a narrower student with new weights."""
+    folder = tmp_path_factory.mktemp("distill")
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    save_model(folder / "untrained", TEXTS)
+    save_model(folder / "student", TEXTS, seed=1, hidden_size=16, vocab_size=333)  # padded further
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(launch, "interpreting", False)  # the teacher trains before the fixtures of a test
+        run = train(settings(folder, "untrained", steps=120, eval_every=120, output=folder / "taught"))
+    return folder, validations(run)[120]["validation_loss"]
+
+
+def settings(folder, model, **fields):
+    usual = {"sequence_length": 32, "batch_size": 16, "learning_rate": 1e-2, "warmup": 5, "checkpoint_every": 0}
+    return TrainConfig(**(usual | {"model": str(folder / model), "data": (str(folder / "texts.jsonl"),)} | fields))
+
+
+def distillation(folder, **fields):
+    teacher = {"objective": "distill", "teacher": str(folder / "taught" / "model")}
+    return settings(folder, **({"model": "student"} | teacher | fields))
+
+
+def test_a_student_closes_half_of_the_gap_to_its_teacher(folder):
+    folder, teacher = folder
+    run = train(distillation(folder, steps=60, eval_every=60, output=folder / "distilled"))
+    before, after = (validations(run)[step] for step in (0, 60))
+    assert after["validation_nll"] - teacher < 0.5 * (before["validation_nll"] - teacher)
+    assert after["validation_loss"] == after["validation_divergence"] < 0.5 * before["validation_divergence"]
+    steps = [record for record in run.metrics if "loss" in record]
+    assert all(record["divergence"] == pytest.approx(record["loss"], rel=1e-4) for record in steps)
+    assert 0 < steps[-1]["entropy"] < steps[0]["entropy"]
+
+
+def test_a_run_is_resumed_to_the_bit_and_micro_batches_change_nothing(folder):
+    folder, _ = folder
+    recipe = {"steps": 4, "eval_every": 4, "divergence": "jsd:0.3", "temperature": 2.0, "ce_weight": 0.5}
+    train(distillation(folder, **recipe, output=folder / "whole"))
+    part = distillation(folder, **recipe | {"checkpoint_every": 2, "keep_checkpoints": 9}, output=folder / "part")
+    train(part)
+    for newer in ("checkpoints/step-000004", "model"):  # as if it had been killed after step 2
+        shutil.rmtree(folder / "part" / newer)
+    metrics = folder / "part/metrics.jsonl"
+    metrics.write_text("".join(line for line in metrics.open() if "exported" not in line))
+    assert main(["train", "--resume", str(folder / "part")]) == 0
+    train(distillation(folder, **recipe, micro_batch_size=4, output=folder / "split"))
+    weights = [load_file(folder / run / "model/model.safetensors") for run in ("whole", "part", "split")]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name])
+        torch.testing.assert_close(value, weights[2][name], rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
+def test_stored_log_probabilities_of_the_teacher_itself_have_no_divergence(folder):
+    folder, _ = folder
+    model = ligermodels.load(folder / "taught" / "model")
+    tokenizer = ligermodels.load_tokenizer(folder / "taught" / "model")
+    records = []
+    for text in TEXTS[:48]:
+        best = model(torch.tensor([tokenizer.encode(text)])).logits[0].log_softmax(-1).topk(4)
+        records.append({"text": text, "teacher_ids": best.indices.tolist(), "teacher_logprobs": best.values.tolist()})
+    file = folder / "top.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    with torch.enable_grad():
+        own = {"teacher": "top-k", "data": (str(file),), "steps": 1, "batch_size": 8}
+        run = train(distillation(folder, model="taught/model", **own, output=folder / "itself"))
+    assert abs(validations(run)[0]["validation_divergence"]) < 1e-5
+    with pytest.raises(
+        InputError, match="--divergence tvd needs a whole distribution, and --teacher top-k has k tokens"
+    ):
+        plan(distillation(folder, teacher="top-k", divergence="tvd"))
+
+
+def test_bad_teachers_and_settings_without_effect_are_refused(folder):
+    folder, _ = folder
+    save_model(folder / "foreign", ["completely", "different", "letters"])
+    with pytest.raises(
+        InputError, match=r"--teacher .*foreign: token \d+ is '.+' in the tokenizer of .*; take a teacher"
+    ):
+        plan(distillation(folder, teacher=str(folder / "foreign")))
+    ligermodels.export(ligermodels.create(RAW | {"vocab_size": 400}), folder / "bare")
+    with pytest.raises(
+        InputError, match=r"--teacher .*bare: has 400 classes, .*student has 333, and no tokenizer of both"
+    ):
+        plan(distillation(folder, teacher=str(folder / "bare")))
+    ligermodels.export(ligermodels.create(RAW, reward_model=True), folder / "scores")
+    with pytest.raises(InputError, match=r"--teacher .*: is a reward model, without logits of tokens"):
+        plan(distillation(folder, teacher=str(folder / "scores")))
+    for fields, words in (
+        ({"teacher": None}, "--teacher is missing: a Hub id or a folder of the model to learn from"),
+        ({"divergence": "cosine", "temperature": 2.0}, "--temperature has no effect on --divergence cosine"),
+        ({"max_length": 64}, "--max-length .*has no effect under --objective distill"),
+        ({"objective": "sft"}, "--teacher .*has no effect under --objective sft"),
+    ):
+        with pytest.raises(InputError, match=words):
+            plan(distillation(folder, **fields))
+
+
+def test_divergences_are_named_with_the_share_of_the_teacher_in_jsd():
+    assert parse_divergence("jsd:0.3") == ("jsd", 0.3) and parse_divergence("jsd") == ("jsd", 0.5)
+    assert parse_divergence("cosine")[0] == "cosine"
+    for text, words in {
+        "jsd:0": "did you mean forward_kl", "jsd:1": "did you mean reverse_kl", "jsd:x": "did you mean jsd:0.5",
+        "tvd:1": "write tvd", "reverse-kl": "did you mean 'reverse_kl'",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            parse_divergence(text)
+
+
+def test_the_plan_counts_the_teacher(folder):
+    folder, _ = folder
+    beside = (
+        plan(distillation(folder, steps=1)).phases["train"] - plan(settings(folder, "student", steps=1)).phases["train"]
+    )
+    weights = sum(x.nbytes for x in load_file(folder / "taught/model/model.safetensors").values())
+    assert weights <= beside < 2 * weights
