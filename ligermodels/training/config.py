@@ -20,6 +20,13 @@ from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.units import is_whole_number
 
 DEFAULT_SIZE = "tiny"
+SFT = ("sft",)
+PAIRS = ("dpo", "orpo", "cpo", "simpo")  # what is trained on pairs
+JUDGED = ("kto",)  # on judged completions
+OBJECTIVES = (*SFT, *PAIRS, *JUDGED)
+GROUPS = (*PAIRS, *JUDGED)  # on groups: a prompt with its completions
+DPO, SIMPO, REFERENCED = ("dpo",), ("simpo",), ("dpo", "kto")
+UNITS = dict.fromkeys(SFT, "batch_size") | dict.fromkeys(PAIRS, "pairs") | dict.fromkeys(JUDGED, "examples")
 
 
 class Constraint(NamedTuple):
@@ -37,6 +44,9 @@ ABOVE_ZERO = Constraint(lambda x: 0 < x < math.inf, "a number above 0")
 NOT_NEGATIVE = Constraint(lambda x: 0 <= x < math.inf, "a number, 0 or more")
 NORM = Constraint(lambda x: x > 0, "a number above 0, or inf for none")
 FRACTION = Constraint(lambda x: 0 < x < 1, "a number between 0 and 1")
+BELOW_HALF = Constraint(lambda x: 0 <= x < 0.5, "a number from 0 to below 0.5")
+FROM_0_TO_1 = Constraint(lambda x: 0 <= x <= 1, "a number from 0 to 1")
+FINITE = Constraint(math.isfinite, "a finite number")
 BELOW_ONE = Constraint(lambda x: 0 <= x < 1, "a number from 0 to below 1")
 
 
@@ -48,15 +58,18 @@ def setting(
     *,
     metavar: str | None = None,
     shown: str | None = None,
+    objectives: Sequence[str] = OBJECTIVES,
 ) -> Any:
     """A field of TrainConfig.
 
     group: the heading of its flag in `--help`. help: one phrase. metavar: the flag's value in the usage. shown: the
-    default as help states it, where the field's own is None or depends on other settings.
+    default as help states it, where the field's own is None or depends on other settings. objectives: those under which
+    the field has an effect; under others it is refused.
     """
-    return dataclasses.field(
-        default=default, metadata={"group": group, "help": help, "rule": rule, "metavar": metavar, "shown": shown}
-    )
+    metadata = {
+        "group": group, "help": help, "rule": rule, "metavar": metavar, "shown": shown, "objectives": tuple(objectives)
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,38 +85,43 @@ class TrainConfig:
     size: str = setting("model", DEFAULT_SIZE, "preset of the family")
     revision: str | None = setting("model", None, "branch, tag or commit of a Hub id")
 
+    objective: Literal["sft", "dpo", "orpo", "cpo", "simpo", "kto"] = setting("model", "sft", "what is minimised: sft, "
+        "the cross-entropy of the next token; or a loss of preferences")
+
     data: tuple[str, ...] | None = setting("data", None, "training data", metavar="SPEC",
         shown="the embedded stories for a new tiny model")
     validation_data: tuple[str, ...] | None = setting("data", None, "validation data", metavar="SPEC",
         shown="a part of --data")
     text_field: str | None = setting("data", None, "field or column that has the text, or the messages", metavar="NAME",
-        shown="the fields of a known format")
+        shown="the fields of a known format", objectives=SFT)
     prompt_field: str | None = setting("data", None, "field or column that has the prompt; goes with "
-        "--completion-field", metavar="NAME")
+        "--completion-field", metavar="NAME", objectives=SFT)
     completion_field: str | None = setting("data", None, "field or column that has the completion; only this "
-        "is trained on", metavar="NAME")
+        "is trained on", metavar="NAME", objectives=SFT)
     validation_fraction: float | None = setting("data", None, "fraction of --data that is held out for validation",
         FRACTION, shown="0.01; of small data up to 0.05, of large data at most about 131,000 tokens")
-    sequence_length: int | None = setting("data", None, "tokens per sequence", LENGTH,
-        shown="2048, or the longest document's if shorter; tiny: 256")
-    packing: bool = setting("data", True, "sequence packing with document masking")
+    sequence_length: int | None = setting("data", None, "tokens per sequence; of preferences, of a packed row", LENGTH,
+        shown="2048, or the longest document's if shorter; of preferences twice --max-length; tiny: 256")
+    packing: bool = setting("data", True, "sequence packing with document masking", objectives=SFT)
     chat_template: str | None = setting("data", None, "the chat template that renders chats and is exported: a Jinja "
         f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own")
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
 
     epochs: float | None = setting("training", None, "passes over the data", ABOVE_ZERO,
-        shown="3 for chats and completions, 1 for text; tiny: by its steps")
+        shown="3 for chats and completions, 1 for text and preferences; tiny: by its steps")
     steps: int | None = setting("training", None, "optimizer steps, in place of --epochs", POSITIVE,
         shown="by the epochs; tiny: 2200")
     batch_size: int | None = setting("training", None, "global batch: sequences per step, over all ranks and "
-        "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/20 of the data; tiny: 4")
+        "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/20 of the data; tiny: 4",
+        objectives=SFT)
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
-        "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation")
+        "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
+        objectives=SFT)
     optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit needs torchao")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
-        shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, 1/width")
+        shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, 1/width; of preferences below a tenth of these")
     schedule: Literal["cosine", "linear", "wsd"] = setting("training", "cosine", "wsd: warmup, stable, decay")
     warmup: int | None = setting("training", None, "steps of linear warmup", COUNT, shown="3 % of the steps; tiny: 30")
     weight_decay: float = setting("training", 0.1, "not applied to norms, biases and embeddings", NOT_NEGATIVE)
@@ -118,6 +136,46 @@ class TrainConfig:
     compile: bool = setting("training", False, "torch.compile each block")
     seed: int = setting("training", 0, "seed of new weights, data order and dropout", SEED)
     deterministic: bool = setting("training", False, "the same bits in every run on the same devices; slower attention")
+
+    pairs: int | None = setting("preferences", None, "pairs of a step, over all ranks", POSITIVE,
+        shown="64, at most 1/20 of the data", objectives=PAIRS)
+    examples: int | None = setting("preferences", None, "judged completions of a step, over all ranks", LENGTH,
+        shown="64, at most 1/20 of the data", objectives=JUDGED)
+    max_length: int = setting("preferences", 1024, "most tokens of a prompt with one completion", LENGTH,
+        objectives=GROUPS)
+    max_prompt_length: int | None = setting("preferences", None, "a longer prompt loses its beginning", LENGTH,
+        shown="no limit", objectives=GROUPS)
+    too_long: Literal["drop", "cut"] = setting("preferences", "drop", "what becomes of a prompt with a completion "
+        "longer than --max-length", objectives=GROUPS)
+    share_prompts: bool = setting("preferences", True, "the completions of a prompt share one copy of it",
+        objectives=PAIRS)
+    loss: tuple[str, ...] | None = setting("preferences", None, "the loss of a pair, or several that are added, such "
+        "as sigmoid sft=0.2", metavar="NAME", shown="sigmoid; kto: kto", objectives=("dpo", "cpo", "kto"))
+    beta: float | None = setting("preferences", None, "how closely the policy keeps to the reference; of losses "
+        "without one, their scale", ABOVE_ZERO, shown="0.1; simpo: 2", objectives=GROUPS)
+    label_smoothing: float | None = setting("preferences", None, "fraction of pairs whose label is wrong", BELOW_HALF,
+        shown="0", objectives=("dpo", "cpo", "simpo"))
+    f_divergence: str | None = setting("preferences", None, "divergence from the reference: reverse_kl, forward_kl, "
+        "js_divergence or alpha_divergence:ALPHA", metavar="NAME", shown="reverse_kl", objectives=DPO)
+    ld_alpha: float | None = setting("preferences", None, "weight of the tokens beyond the length of the shorter side "
+        "(LD-DPO)", FROM_0_TO_1, shown="1", objectives=DPO)
+    wpo: bool = setting("preferences", False, "weight pairs by how probable they are under the policy (WPO)",
+        objectives=DPO)
+    discopop_tau: float | None = setting("preferences", None, "temperature of --loss discopop", ABOVE_ZERO,
+        shown="0.05", objectives=DPO)
+    gamma: float | None = setting("preferences", None, "margin between the rewards of the sides", NOT_NEGATIVE,
+        shown="0.5", objectives=SIMPO)
+    alpha: float | None = setting("preferences", None, "exponent of AlphaPO's rewards", FINITE, shown="0: SimPO",
+        objectives=SIMPO)
+    nll_weight: float | None = setting("preferences", None, "weight of the chosen side's negative log-likelihood",
+        NOT_NEGATIVE, shown="cpo: 1; simpo: 0", objectives=("cpo", "simpo"))
+    desirable_weight: float | None = setting("preferences", None, "weight of good completions", NOT_NEGATIVE,
+        shown="1", objectives=JUDGED)
+    undesirable_weight: float | None = setting("preferences", None, "weight of bad completions", NOT_NEGATIVE,
+        shown="1", objectives=JUDGED)
+    reference: str | None = setting("preferences", None, "the model that the policy is compared with: base, adapter, "
+        "precomputed, model, model:FOLDER, or ema:ALPHA/STEPS", metavar="KIND",
+        shown="base with LoRA, the adapter with --adapter, else precomputed", objectives=REFERENCED)
 
     lora_rank: int | None = setting("LoRA", None, "rank of the LoRA updates", POSITIVE, shown="train all weights")
     lora_alpha: float | None = setting("LoRA", None, "the updates are scaled by alpha / rank", ABOVE_ZERO,
@@ -209,13 +267,17 @@ class RunConfig(TrainConfig):
 
     sequence_length: int
     steps: int
-    batch_size: int
     learning_rate: float
     warmup: int
     dtype: Literal["float32", "tf32", "bfloat16"]
     param_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: Literal["none", "auto", "full"]
     eval_every: int
+
+    @property
+    def units(self) -> int:
+        """What a step takes, over all ranks: sequences, pairs, examples or prompts."""
+        return getattr(self, UNITS[self.objective])
 
 
 @functools.cache

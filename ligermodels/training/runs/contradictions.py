@@ -2,7 +2,7 @@
 
 from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
-from ligermodels.training.config import DEFAULT_SIZE, FIELDS, TrainConfig
+from ligermodels.training.config import DEFAULT_SIZE, FIELDS, UNITS, TrainConfig
 from ligermodels.training.data.embedded import RANDOM
 from ligermodels.training.data.opening import missing_data
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
@@ -17,6 +17,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError("--allow-changes goes with --resume, which is missing")
     if config.model is None:
         raise InputError("--model is missing: a family, a Hub id or a folder; --model list shows the families")
+    refuse_settings_of_other_objectives(config)
     is_family = config.has_new_weights
     if config.size != DEFAULT_SIZE and not is_family:
         raise InputError(
@@ -53,6 +54,18 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError(f"{flag_of(unused[0])} goes with --lora-rank, which is missing")
     if not config.data and not is_family:
         raise missing_data(config)
+
+
+def refuse_settings_of_other_objectives(config: TrainConfig) -> None:
+    """Raises InputError for a setting that has no effect under the objective."""
+    objective = config.objective
+    for name, field in FIELDS.items():
+        if objective not in field.metadata["objectives"] and getattr(config, name) != field.default:
+            instead = f"give {flag_of(UNITS[objective])}" if name in UNITS.values() else "leave it out"
+            raise InputError(
+                f"{flag_of(name)} has no effect under --objective {objective}, only under "
+                f"{', '.join(field.metadata['objectives'])}: {instead}"
+            )
 
 
 def refuse_unused_profile(config: TrainConfig) -> None:

@@ -1,0 +1,39 @@
+"""Objectives: what a run minimises, from its data to its metrics. `--objective` names one.
+
+The loop (training/loop.py) knows an objective only by the interface of `Objective` (objective.py), in this order:
+
+    objective = make_objective(config, world)
+    objective.open(…)              its data door: records, refused or tokenised and packed; `objective.data`
+    objective.choices(…)           settings that it chooses: units a step, learning rate, warmup
+    objective.phases(…)            the memory of what it does beside training: precomputing, sampling, a reference
+    objective.prepare(model, …)    references, from the weights the run begins with; before a checkpoint is restored
+    every step:
+      objective.work(…)            this rank's micro-batches, the counts that the loss is divided by; sampling, rewards
+      objective.loss(…)            of one micro-batch: its share of the step's loss, and sums for metrics
+      objective.metrics(…)         on the host, from the sums over all micro-batches and ranks
+      objective.finish_step(…)     after the update, such as a moving average of the weights
+    objective.validate(…)          on held-out data
+    objective.tensors, state, restore      what a checkpoint holds of it, so that a resume is bit-exact
+
+A loss is a sum over units (tokens, pairs, examples, completions) divided by their number in the step, over all ranks
+and micro-batches: how a step is divided changes nothing but rounding. `loss` returns shares that are already divided.
+
+A flag that belongs to some objectives names them where it is declared (`setting(…, objectives=…)` in config.py), and is
+refused under the others. Must not know optimizers, checkpoints' files, or the loop.
+"""
+
+from ligermodels.distributed import World
+from ligermodels.training.config import TrainConfig
+from ligermodels.training.objectives.objective import Objective, Share, Validation, Work
+from ligermodels.training.objectives.sft import SFT
+
+__all__ = ["OBJECTIVES", "Objective", "Share", "Validation", "Work", "make_objective"]
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "sft": SFT,
+}  # fmt: skip
+
+
+def make_objective(config: TrainConfig, world: World) -> Objective:
+    """The objective that `config.objective` names. Raises InputError for options that it cannot have."""
+    return OBJECTIVES[config.objective](config, world)
