@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer"},
     "training": {
         *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
-        *("tokenizer", "memory", "aliases"),
+        *("tokenizer", "memory", "aliases", "losses"),
     },
     "verify": {"errors", "layers", "weights", "hub", "generation", "tokenizer"},
     "cli": {
