@@ -22,7 +22,7 @@ from ligermodels.generation.capacity import cache_bytes
 from ligermodels.generation.engine import DEFAULT_ROWS
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.losses import entropy_sum, group_advantages, rloo_advantages, segment_sums, top_entropy_mask
+from ligermodels.losses import entropy_sum, group_advantages, rloo_advantages, top_entropy_mask
 from ligermodels.memory import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig, TrainConfig
@@ -184,7 +184,7 @@ class GRPO(Objective):
     @property
     def scores(self) -> bool:
         """Whether log-probabilities are computed before the first update: with one update they are the update's own."""
-        return self.updates > 1 or self.config.top_entropy < 1 or self.config.beta_of_policy > 0
+        return self.updates > 1 or self.config.top_entropy < 1 or self.policy.beta > 0
 
     def generate(self, model: CausalLM, progress: Progress) -> tuple[Rollouts, dict[str, float]]:
         """Samples and judges completions of the next prompts; the rollouts are those of all ranks."""
@@ -271,8 +271,8 @@ class GRPO(Objective):
         if self.useless == USELESS_GENERATIONS and not self.config.keep_zero_spread:
             raise InputError(
                 f"{USELESS_GENERATIONS} generations in a row had no prompt whose completions got different rewards "
-                f"(mean reward {metrics['reward']:.3g}), so that nothing can be learned: begin with a model that solves "
-                "some of the prompts, raise --temperature or --generations, or use a reward with partial credit"
+                f"(mean reward {metrics['reward']:.3g}): nothing can be learned. Begin with a model that solves some "
+                "of the prompts, raise --temperature or --generations, or use a reward with partial credit"
             )
 
     # -- a step
@@ -313,8 +313,8 @@ class GRPO(Objective):
         found = []
         if self.last.get("frac_reward_zero_std", 0) > MUCH_ZERO_SPREAD:
             found.append(
-                f"{self.last['frac_reward_zero_std']:.0%} of the prompts got equal rewards for all completions: little is "
-                "learned; see frac_reward_zero_std"
+                f"{self.last['frac_reward_zero_std']:.0%} of the prompts got equal rewards for all completions: little "
+                "is learned; see frac_reward_zero_std"
             )
         if self.last.get("completions/clipped_ratio", 0) == 1:
             found.append(

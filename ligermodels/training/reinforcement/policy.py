@@ -160,7 +160,10 @@ def metric_sums(
     if "epsilon" in options.loss.options:
         bounds = {name: value for name, value in options.arguments.items() if name in (*CLIP, *RATIO)}
         low, high = losses.clipped_tokens(logprobs, old, row.advantages, cu_seqlens, **bounds)
-        sums |= {"clipped_low": segment_sums(low, cu_seqlens).sum(), "clipped_high": segment_sums(high, cu_seqlens).sum()}
+        sums |= {
+            "clipped_low": segment_sums(low, cu_seqlens).sum(),
+            "clipped_high": segment_sums(high, cu_seqlens).sum(),
+        }
         # Of a row of padding alone, what changes neither extreme.
         maxima["clipped_high"] = torch.cat([segment_means(high, cu_seqlens), high.new_zeros(1)]).max()
         maxima["not_clipped_low"] = 1 - torch.cat([segment_means(low, cu_seqlens), low.new_ones(1)]).min()

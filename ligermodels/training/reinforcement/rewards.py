@@ -12,11 +12,13 @@ import asyncio
 import importlib.util
 import inspect
 import math
+import sys
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
@@ -76,14 +78,15 @@ def open_rewards(specs: Sequence[str], max_completion_length: int) -> list[Rewar
     """
     if not specs:
         raise InputError(f"--reward is missing: FILE.py:FUNCTION, or one of {', '.join(BUILT_IN_REWARDS)}")
-    functions = [open_reward(spec, max_completion_length) for spec in specs]
+    modules: dict[Path, ModuleType] = {}  # a file runs once, however many functions it has
+    functions = [open_reward(spec, max_completion_length, modules) for spec in specs]
     name, count = Counter(function.name for function in functions).most_common(1)[0]
     if count > 1:
         raise InputError(f"--reward has {count} functions with the name {name}: metrics need one name each; rename one")
     return functions
 
 
-def open_reward(text: str, max_completion_length: int) -> RewardFunction:
+def open_reward(text: str, max_completion_length: int, modules: dict[Path, ModuleType]) -> RewardFunction:
     spec, weight = split_weight(text)
     function = built_in_reward(spec, max_completion_length)
     if function is not None:
@@ -91,8 +94,13 @@ def open_reward(text: str, max_completion_length: int) -> RewardFunction:
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise InputError(f"--reward {spec}: must be FILE.py:FUNCTION, or one of {', '.join(BUILT_IN_REWARDS)}")
-    function = load_function(Path(path), name)
-    return RewardFunction(spec, name, function, weight, Path(path))
+    file = Path(path)
+    if file not in modules:
+        modules[file] = run_file(file, spec)
+    found = getattr(modules[file], name, None)
+    if not callable(found):
+        raise InputError(f"--reward {spec}: the file has no function of this name")
+    return RewardFunction(spec, name, found, weight, file)
 
 
 def split_weight(text: str) -> tuple[str, float]:
@@ -109,20 +117,18 @@ def split_weight(text: str) -> tuple[str, float]:
     return spec, value
 
 
-def load_function(file: Path, name: str) -> RewardCallable:
+def run_file(file: Path, spec: str) -> ModuleType:
     if not file.is_file():
-        raise InputError(f"--reward {file}:{name}: the file does not exist")
-    module_spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
+        raise InputError(f"--reward {spec}: the file does not exist")
+    module_spec = importlib.util.spec_from_file_location(f"reward_file_{file.resolve()}", file)
     assert module_spec is not None and module_spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # where dataclasses and pickle look for it
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"--reward {file}:{name}: the file does not run: {described(error, file)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"--reward {file}:{name}: the file has no function of this name")
-    return function
+        raise InputError(f"--reward {spec}: the file does not run: {described(error, file)}") from error
+    return module
 
 
 def described(error: BaseException, file: Path | None) -> str:
@@ -159,9 +165,7 @@ def check_columns(functions: Sequence[RewardFunction], columns: Mapping[str, Any
         arguments_of(function, dict.fromkeys([*RESERVED, *columns]))
 
 
-def call_rewards(
-    functions: Sequence[RewardFunction], judged: Judged, state: TrainerState, seconds: float
-) -> Rewards:
+def call_rewards(functions: Sequence[RewardFunction], judged: Judged, state: TrainerState, seconds: float) -> Rewards:
     """The rewards of all completions. seconds: that the functions have.
 
     Raises InputError, which names the function and the prompts, where a function raises, does not return in time, or

@@ -133,7 +133,9 @@ def mini_batch(rollouts: Rollouts, prompts: Sequence[int], length: int, *, share
     most = max(count_rows([groups[unit] for unit in units], length, share) for units in dealt)
     mine = dealt[world.rank]
     pinned = world.device.type == "cuda"
-    batches = collate_groups([groups[u] for u in mine], [read[u] for u in mine], length, share_prompts=share, pinned=pinned)
+    batches = collate_groups(
+        [groups[u] for u in mine], [read[u] for u in mine], length, share_prompts=share, pinned=pinned
+    )
     batches += [empty_batch() for _ in range(max(1, most) - len(batches))]
     supervised = sum(sum(group.lengths) for group in groups)
     unshared = sum(len(group.prompt) * len(group.completions) for group in groups) + supervised
