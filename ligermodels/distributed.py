@@ -118,6 +118,14 @@ def smallest(x: Tensor) -> Tensor:
     return x
 
 
+def largest(x: Tensor) -> Tensor:
+    """The maximum of `x` over all ranks, as a new tensor on every rank."""
+    x = x.clone()
+    if dist.is_initialized():
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    return x
+
+
 def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """The values of all ranks, in rank order, on every rank. Values are pickled."""
     if not dist.is_initialized():

@@ -62,7 +62,8 @@ def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights 
     if is_plain(projection):
         return LinearWeights(projection.weight, projection.bias, None)
     if is_unmodified(projection, LoRALinear) and is_plain(projection.base_layer) and not projection.dropout_active:
-        return LinearWeights(projection.base_layer.weight, projection.base_layer.bias, projection.low_rank(dtype))
+        base = projection.base_layer
+        return LinearWeights(base.weight, base.bias, projection.low_rank(dtype) if projection.enabled else None)
     return None
 
 

@@ -6,6 +6,7 @@ any architecture, or how adapters are stored; `lora_targets` inserts these modul
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -58,11 +59,13 @@ class LoRALinear(LowRankModule):
 
     @property
     def dropout_active(self) -> bool:
-        """Whether dropout is applied: in training mode, with a probability above 0."""
-        return self.training and self.dropout > 0.0
+        """Whether dropout is applied: in training mode, with a probability above 0, to an update that is added."""
+        return self.enabled and self.training and self.dropout > 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
+        if not self.enabled:
+            return self.base_layer(x)
         dropped = F.dropout(x, self.dropout, self.training)
         # The update comes first: under activation checkpointing, recomputation stops at the last saved tensor. The base
         # saves that tensor before its matrix product, so that this product is not recomputed.
@@ -100,6 +103,19 @@ class GroupedUpdate(LowRankModule):
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale}, groups={self.groups}"
+
+
+@contextmanager
+def lora_disabled(model: nn.Module) -> Iterator[None]:
+    """Within it the model computes without its updates, and without their dropout: as its base does."""
+    modules = list(lora_modules(model))
+    for module in modules:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.enabled = True
 
 
 @torch.no_grad()

@@ -60,9 +60,9 @@ class LoRAExperts(nn.Module):
         base = self.base_layer
         if any(map(is_intercepted, (base, self.gate_up_proj, self.down_proj))):
             raise RuntimeError("LoRA of experts: hooks on its parts are not supported; hook the LoRAExperts module")
+        updates = [update.low_rank(x.dtype) for update in (self.gate_up_proj, self.down_proj) if update.enabled]
         return experts(
-            x, expert_index, expert_weight, base.gate_up_proj, base.down_proj, base.activation,
-            self.gate_up_proj.low_rank(x.dtype), self.down_proj.low_rank(x.dtype),
+            x, expert_index, expert_weight, base.gate_up_proj, base.down_proj, base.activation, *updates
         )  # fmt: skip
 
 

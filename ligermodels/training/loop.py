@@ -3,8 +3,8 @@
     from ligermodels.training import TrainConfig, train
     result = train(TrainConfig(model="qwen2", steps=200))
 
-A step takes `batch_size` sequences, however many ranks and micro-batches share them: neither changes what is learned,
-nor in which order.
+A step takes as many units (sequences, pairs, examples, prompts) however many ranks and micro-batches share them: neither
+changes what is learned, nor in which order. What is minimised, and on which data, is the objective's (objectives/).
 """
 
 import math
@@ -24,12 +24,13 @@ from ligermodels.layers.lora import initialize_lora
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data import Data, count_supervised
+from ligermodels.training.data import Data
+from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.data.run_tokenizer import generation_config, write_tokenizer
+from ligermodels.training.objectives import StepTotals
 from ligermodels.training.optimizers import clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.schedules import learning_rate
 from ligermodels.training.reporting.curves import draw_curves
-from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
@@ -76,10 +77,11 @@ def train(config: TrainConfig) -> TrainResult:
     Raises InputError for what cannot be run, before memory is allocated where that is known by then.
     """
     world = distributed.start()
-    config, pretrained, adapter, model, data, build, estimate, reshard_after_forward, run = prepare(config, world)
+    config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, run = prepare(config, world)
+    data = objective.data
     compute_dtype = TORCH_DTYPES[config.dtype]
     has_template = data.tokenizer is not None and bool(data.tokenizer.templates)
-    chats = config.chat_template is not None or (has_template and data.validation.completion_only)
+    chats = config.chat_template is not None or (has_template and objective.trains_chats)
 
     with ExitStack() as held:
         held.enter_context(deterministic_algorithms(config.deterministic, compiled=config.compile))
@@ -93,7 +95,9 @@ def train(config: TrainConfig) -> TrainResult:
         )
         stop = held.enter_context(signals())
         described = settings(config) | {"data_fingerprint": data.training.fingerprint}
-        checkpoints = held.enter_context(Checkpoints(output / CHECKPOINTS, config.keep_checkpoints, described))
+        checkpoints = held.enter_context(
+            Checkpoints(output / CHECKPOINTS, config.keep_checkpoints, described, objective)
+        )
         refuse_other_data(config, checkpoints.saved_settings(), data.training.fingerprint)
 
         # Shard, then give each rank's share of the weights its memory and its values.
@@ -116,11 +120,12 @@ def train(config: TrainConfig) -> TrainResult:
         model.generation_config = generation_config(
             data.tokenizer, model.generation_config, model.config.raw, chats=chats
         )
+        say = print if world.is_first else lambda line: None
+        objective.prepare(model, say)
         torch.manual_seed(config.seed + world.rank)  # dropout
         model.train()
 
         optimizer = build(model)
-        say = print if world.is_first else lambda line: None
         progress = (checkpoints.restore(model, optimizer, say) if config.resume else None) or Progress()
         before = progress.seconds
 
@@ -130,9 +135,8 @@ def train(config: TrainConfig) -> TrainResult:
             write_settings(config, output / SETTINGS_FILE)
         metrics = held.enter_context(
             Metrics(
-                output, steps=config.steps, done=progress.step, tokens_per_step=run.tokens_per_step,
-                device=world.device, flops_per_token=run.flops, peak=peak_of_one and peak_of_one * world.size,
-                loggers=loggers, enabled=world.is_first,
+                output, steps=config.steps, done=progress.step, device=world.device, flops_per_token=run.flops,
+                peak=peak_of_one and peak_of_one * world.size, loggers=loggers, enabled=world.is_first,
             )
         )  # fmt: skip
         traced = config.profile if world.is_first else None
@@ -151,10 +155,11 @@ def train(config: TrainConfig) -> TrainResult:
 
         def validate(progress: Progress) -> bool:
             """Returns False where a signal interrupts it: the run stops, and a resume makes up for the validation."""
-            loss = evaluate(model, data, run.micro_batch_size, world, metrics, stop, progress.step)
-            if loss is None:
+            found = objective.validate(model, progress.step, stop)
+            if found is None:
                 return False
-            validations.add(progress.step, loss)
+            metrics.validation(progress.step, found)
+            validations.add(progress.step, found.loss)
             checkpoints.protected = validations.best
             ends = validations.end_run and config.checkpoint_every != 0
             if ends or validations.best == progress.step:
@@ -165,32 +170,37 @@ def train(config: TrainConfig) -> TrainResult:
         expected = validation_due(config, progress.step) if progress.step else pretrained is not None
         stopped = expected and progress.step not in validations.losses and not validate(progress)
         while progress.step < config.steps and not stopped and not validations.end_run:
-            # The loss is the sum over all supervised tokens of the step, on all ranks, divided by their number.
+            # The loss is a sum over the units of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
-            batches = data.training.micro_batches(progress.rows, config.batch_size, run.micro_batch_size, world)
-            count = distributed.total(torch.stack([count_supervised(batch) for batch in batches]).sum())
-            loss = torch.zeros((), device=world.device)
-            for number, batch in enumerate(batches, 1):
-                fsdp.set_gradient_all_reduce(model, enabled=number == len(batches))
-                share = model(**batch._asdict(), num_items_in_batch=count.clamp_min(1)).loss
-                share.backward()
-                loss += share.detach()
+            work, step = objective.work(model, progress), StepTotals(world.device)
+            for number, batch in enumerate(work.batches, 1):
+                fsdp.set_gradient_all_reduce(model, enabled=number == len(work.batches))
+                share = objective.loss(model, batch, work)
+                share.loss.backward()
+                step.add(share)
 
             # A step that is not finite updates nothing. The host reads the numbers while the update runs.
             signs = stop.requested, checkpoints.failed, checkpoints.minutes_since_save >= config.checkpoint_minutes
-            notes = [torch.full_like(loss, float(sign)) for sign in signs]
-            totals, norm = distributed.total(torch.stack([loss, *notes])), fsdp.gradient_norm(model)
-            read = read_async(torch.cat([totals, norm[None]]))
+            totals, norm = step.over_ranks(signs), fsdp.gradient_norm(model)
+            read = read_async(torch.cat([norm[None], totals]))
             rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, config.learning_rate)
             set_learning_rate(optimizer, rate)
             clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
             optimizer.zero_grad()
-            loss_value, told_to_stop, failed, overdue, norm_value = read()
+            objective.finish_step(model, progress.step + 1)
+            norm_value, *values = read()
+            (loss_value, told_to_stop, failed, overdue), *found = step.named(values, len(signs))
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-            metrics.step(progress.step + 1, loss_value, norm_value, rate, skipped=not finite)
+            measured = {**work.metrics, **objective.metrics(*found, progress.step + 1)}
+            metrics.step(
+                progress.step + 1, loss_value, norm_value, rate, tokens=work.tokens, values=measured,
+                skipped=not finite,
+            )  # fmt: skip
+            for warning in objective.warnings(measured):
+                metrics.say(f"warning: {warning}")
             profiler.end(last=progress.step + 1 == config.steps)
             if not finite:
-                places = data.training.places(progress.rows, config.batch_size)
+                places = data.training.places(progress.rows, work.units)
                 metrics.write({"step": progress.step + 1, "not_finite": places})
                 if config.on_nan == "stop":
                     if progress.step:
@@ -203,8 +213,8 @@ def train(config: TrainConfig) -> TrainResult:
                     )
 
             progress = replace(
-                progress, step=progress.step + 1, rows=progress.rows + config.batch_size,
-                tokens=progress.tokens + run.tokens_per_step, seconds=before + metrics.seconds,
+                progress, step=progress.step + 1, rows=progress.rows + work.units,
+                tokens=progress.tokens + work.tokens, seconds=before + metrics.seconds,
             )  # fmt: skip
             stopped = told_to_stop > 0 and progress.step < config.steps
             if failed:
@@ -246,7 +256,12 @@ def train(config: TrainConfig) -> TrainResult:
 
 
 def export_run(
-    model: CausalLM, data: Data, config: TrainConfig, adapter: Path | None, output: Path, dtype: torch.dtype
+    model: CausalLM,
+    data: Data | PreferenceData,
+    config: TrainConfig,
+    adapter: Path | None,
+    output: Path,
+    dtype: torch.dtype,
 ) -> Path:
     """Writes the model, or the LoRA adapter alone, into the run's folder; returns where.
 

@@ -195,7 +195,8 @@ class LowRankModule(nn.Module):
     """A module with a low-rank update: scale * B_i A_i is added to the i-th of `columns` of the base's output.
 
     columns: (start, stop) in the output of each of the P projections that have an update.
-    scale: alpha / rank. dropout: probability of dropping an element of the update's input.
+    scale: alpha / rank. dropout: probability of dropping an element of the update's input. enabled: whether the
+    update is added.
     lora_A: [P rank, in], one A_i after another. lora_B: [Σ (stop - start), rank], one B_i after another. For E stacked
     experts: lora_A [E rank, in] and lora_B [out, rank E], where column j E + e is column j of B_e.
     """
@@ -205,5 +206,6 @@ class LowRankModule(nn.Module):
     alpha: float
     scale: float
     dropout: float
+    enabled: bool = True
     lora_A: nn.Parameter
     lora_B: nn.Parameter

@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ligermodels.distributed import is_first, rank, same_on_all, world_size
 from ligermodels.errors import CheckpointError
@@ -60,13 +61,16 @@ class Checkpoints:
 
     keep: how many of the newest checkpoints stay, at least 1. settings: the run's settings as JSON values; each
     checkpoint stores them. protected: the step of a checkpoint that stays although it is older; set by the caller, to
-    the same on all ranks.
+    the same on all ranks. objective: what it keeps is saved and restored too; None where nothing is.
     The first save allocates host memory for this rank's weights and optimizer state (pinned if they are on a GPU).
     Later saves reuse this memory and are faster.
     """
 
-    def __init__(self, folder: Path, keep: int, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, keep: int, settings: Mapping[str, Any], objective: state.Keeper | None = None
+    ) -> None:
         self.folder, self.keep, self.settings = folder, keep, settings
+        self.objective = objective or state.NothingKept()
         self.group = distributed.new_group(backend="gloo") if distributed.is_initialized() else None
         self.ranks: dict[str, Any] = {"process_group": self.group, "no_dist": self.group is None}
         cuda = torch.cuda.is_available()
@@ -125,7 +129,9 @@ class Checkpoints:
         if self.frozen is None:
             self.frozen = state.frozen_weights(model)
         weights, optimizer_state = state.trained_weights(model), state.optimizer_state(model, optimizer)
-        tensors = weights | optimizer_state | state.random_states(self.device)
+        kept = {state.own_prefix() + name: tensor for name, tensor in self.objective.state().items()}
+        tensors = weights | optimizer_state | state.objective_tensors(self.objective) | kept
+        tensors |= state.random_states(self.device)
         record = {
             "format": files.FORMAT,
             "progress": dataclasses.asdict(progress),
@@ -220,7 +226,10 @@ class Checkpoints:
         progress = read_progress(checkpoint, record["progress"])
         exact = record["ranks"] == world_size() and record["device"] == self.device.type
         random = state.random_states(self.device) if exact else {}
-        self.load(checkpoint, state.trained_weights(model) | state.optimizer_state(model, optimizer), random)
+        kept = self.kept_of_objective(checkpoint) if exact else {}
+        shared = state.trained_weights(model) | state.optimizer_state(model, optimizer)
+        self.load(checkpoint, shared | state.objective_tensors(self.objective), random | kept)
+        self.objective.restore({name.removeprefix(state.own_prefix()): tensor for name, tensor in kept.items()})
         if exact:
             state.set_random_states(random, self.device)
         else:
@@ -241,6 +250,15 @@ class Checkpoints:
         self.verified_record(checkpoint)
         reshard(model)
         self.load(checkpoint, state.trained_weights(model), part="weights.")
+
+    def kept_of_objective(self, checkpoint: Path) -> dict[str, Tensor]:
+        """Tensors in host memory for what the objective of this rank had saved."""
+        stored = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+        return {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in stored.items()
+            if name.startswith(state.own_prefix()) and isinstance(entry, TensorStorageMetadata)
+        }
 
     def verified_record(self, checkpoint: Path) -> dict[str, Any]:
         """Returns training.json of a checkpoint, after all ranks together have checked the hashes of its files."""

@@ -2,13 +2,15 @@
 
 weights.<parameter>               a trained parameter; tied parameters once, under their first name
 optimizer.<parameter>.<state>     a tensor of the optimizer state
+objective.<name>                  a tensor of the objective, such as of a moving average of the weights
 rank-<n>.random.<device>          the state of the random number generator of rank n
+rank-<n>.objective.<name>         what the objective keeps on rank n, of any shape
 
 Knows models, optimizers and ranks. Must not know files.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,35 @@ from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.weights.loading import shard_and_offset
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by their size in bytes
+
+
+class Keeper(Protocol):
+    """What a checkpoint knows of an objective: see `training.objectives.Objective`."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
+    def state(self) -> dict[str, Tensor]: ...
+    def restore(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class NothingKept:
+    """A `Keeper` without state."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    state = tensors
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+
+def objective_tensors(objective: Keeper) -> dict[str, Tensor]:
+    return {f"objective.{name}": tensor for name, tensor in objective.tensors().items()}
+
+
+def own_prefix() -> str:
+    """What the names of this rank's tensors of the objective begin with."""
+    return f"rank-{rank()}.objective."
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -37,17 +68,17 @@ class HostCopies:
     """Copies of tensors in host memory, pinned for tensors on a GPU. The memory is allocated once and reused."""
 
     def __init__(self) -> None:
-        self.memory: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+        self.memory: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns copies of this rank's shards, after the copies are complete. Overwrites the previous copies."""
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             local, _ = shard_and_offset(tensor)
-            key = name, local.shape, local.dtype
-            if key not in self.memory:
-                self.memory[key] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            copies[name] = self.memory[key].copy_(local, non_blocking=True)
+            known = self.memory.get(name)
+            if known is None or (known.shape, known.dtype) != (local.shape, local.dtype):
+                self.memory[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            copies[name] = self.memory[name].copy_(local, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies

@@ -5,7 +5,8 @@ The loop (training/loop.py) knows an objective only by the interface of `Objecti
     objective = make_objective(config, world)
     objective.open(…)              its data door: records, refused or tokenised and packed; `objective.data`
     objective.choices(…)           settings that it chooses: units a step, learning rate, warmup
-    objective.phases(…)            the memory of what it does beside training: precomputing, sampling, a reference
+    objective.bytes_beside(…)      the memory of a reference or a teacher
+    objective.phases(…)            the peak of each phase: precomputing, sampling, training
     objective.prepare(model, …)    references, from the weights the run begins with; before a checkpoint is restored
     every step:
       objective.work(…)            this rank's micro-batches, the counts that the loss is divided by; sampling, rewards
@@ -24,13 +25,18 @@ refused under the others. Must not know optimizers, checkpoints' files, or the l
 
 from ligermodels.distributed import World
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.objectives.objective import Objective, Share, Validation, Work
+from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
+from ligermodels.training.objectives.pairs import CPO, DPO, ORPO, SimPO
 from ligermodels.training.objectives.sft import SFT
 
-__all__ = ["OBJECTIVES", "Objective", "Share", "Validation", "Work", "make_objective"]
+__all__ = ["OBJECTIVES", "Objective", "Share", "StepTotals", "Work", "make_objective"]
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "sft": SFT,
+    "dpo": DPO,
+    "orpo": ORPO,
+    "cpo": CPO,
+    "simpo": SimPO,
 }  # fmt: skip
 
 

@@ -6,18 +6,19 @@ Must not know any one objective.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligermodels.distributed import World
+from ligermodels.distributed import World, largest, total
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data
 from ligermodels.training.data.preferences import PreferenceData
+from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import Choice
 from ligermodels.training.runs.stopping import Stop
 
@@ -51,30 +52,44 @@ class Share(NamedTuple):
     maxima: Mapping[str, Tensor] = {}
 
 
-class Validation(NamedTuple):
-    """A validation of the model.
+class StepTotals:
+    """The shares of a step, added up over micro-batches, and then over ranks."""
 
-    loss: the objective's own, which --best-checkpoint and --early-stopping compare. metrics: of the record, by name.
-    perplexity: whether the loss is in nats per token, so that it has one. floor: the lowest loss that any model can
-    reach, if known. answers: questions answered correctly, and their number. sample: a prompt and its continuation.
-    """
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), device=device)
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
 
-    loss: float
-    metrics: Mapping[str, float] = {}
-    perplexity: bool = False
-    floor: float | None = None
-    answers: tuple[int, int] | None = None
-    sample: str | None = None
+    def add(self, share: Share) -> None:
+        self.loss = self.loss + share.loss.detach()
+        for name, value in share.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in share.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def over_ranks(self, signs: Sequence[float]) -> Tensor:
+        """A device vector, fp32: the loss, the sum of each of `signs`, the sums, the maxima."""
+        notes = [torch.full_like(self.loss, float(sign)) for sign in signs]
+        sums = total(torch.stack([self.loss, *notes, *(value.float() for value in self.sums.values())]))
+        if not self.maxima:
+            return sums
+        return torch.cat([sums, largest(torch.stack([value.float() for value in self.maxima.values()]))])
+
+    def named(self, values: Sequence[float], signs: int) -> tuple[Sequence[float], dict[str, float], dict[str, float]]:
+        """What the host read of that vector: (the loss and the signs, sums by name, maxima by name)."""
+        first, last = 1 + signs, 1 + signs + len(self.sums)
+        sums, maxima = zip(self.sums, values[first:last], strict=True), zip(self.maxima, values[last:], strict=True)
+        return values[:first], dict(sums), dict(maxima)
 
 
 class Objective(ABC):
     """What a run minimises. Every rank has one, and calls the same methods.
 
-    units: the field of TrainConfig that says how many units a step takes, such as "pairs". data: what `open` opened.
+    data: what `open` opened. micro_batch_size: rows of a micro-batch, where rows are all of one length.
     """
 
-    units: ClassVar[str]
     data: Data | PreferenceData
+    micro_batch_size = 1
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         """Raises InputError for options that contradict each other. Reads no file."""
@@ -96,19 +111,23 @@ class Objective(ABC):
         self.config = config
 
     @property
-    def rows_are_given(self) -> bool:
-        """Whether --micro-batch-size says how many rows a micro-batch has; otherwise it is one packed row."""
-        return False
+    @abstractmethod
+    def tokens_per_step(self) -> int:
+        """Positions that a step computes over all ranks, about, for the plan."""
 
     @property
     def trains_chats(self) -> bool:
         """Whether the data have prompts and answers, so that an export should stop where an answer ends."""
         return True
 
-    def phases(self, model: CausalLM, train: TrainingMemory, dtype: torch.dtype) -> Mapping[str, int]:
+    def bytes_beside(self, model: CausalLM) -> int:
+        """Bytes of a rank's weights beside the model's, of a reference or a teacher. model: on the meta device."""
+        return 0
+
+    def phases(self, train: TrainingMemory) -> Mapping[str, int]:
         """Peak bytes of a rank by phase: "train" is there always; others, such as "precompute", where there are any.
 
-        model: on the meta device. train: the memory of a training step without the objective's references.
+        train: the memory of a training step, with what is beside.
         """
         return {"train": train.peak}
 
@@ -134,16 +153,18 @@ class Objective(ABC):
         """The metrics of a step, on the host. sums, maxima: those of its shares, over all micro-batches and ranks."""
         return {}
 
-    def warnings(self) -> list[str]:
-        """Lines about the steps so far that a user should see, each once. Called after `metrics`."""
+    def warnings(self, values: Mapping[str, float]) -> list[str]:
+        """Lines that a user should see, each once. values: the metrics of the next step of training."""
         return []
 
     def finish_step(self, model: CausalLM, step: int) -> None:
         """Called after the update of step number `step`, from 1."""
 
     @abstractmethod
-    def validate(self, model: CausalLM, stop: Stop) -> Validation | None:
-        """The model on the validation data, the same numbers on every rank; None where a signal requests a stop."""
+    def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
+        """The model after `step` on the validation data, the same on every rank; None where a signal requests a stop.
+
+        --best-checkpoint and --early-stopping compare its loss."""
 
     # In a checkpoint.
 

@@ -10,8 +10,9 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
-from ligermodels.training.objectives.objective import Objective, Share, Validation, Work
+from ligermodels.training.objectives.objective import Objective, Share, Work
 from ligermodels.training.reporting.evaluation import evaluate
+from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import Choice, schedule
 from ligermodels.training.runs.stopping import Stop
 
@@ -19,7 +20,6 @@ from ligermodels.training.runs.stopping import Stop
 class SFT(Objective):
     """The loss is the sum over all supervised tokens of the step, divided by their number, in nats."""
 
-    units = "batch_size"
     data: Data
     config: RunConfig
 
@@ -32,25 +32,24 @@ class SFT(Objective):
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
-        refuse_short_epoch(self.data, config.batch_size)
+        refuse_short_epoch(self.data, config.units)
 
     @property
-    def rows_are_given(self) -> bool:
-        return True
+    def tokens_per_step(self) -> int:
+        return self.config.units * self.config.sequence_length
 
     @property
     def trains_chats(self) -> bool:
         return self.data.validation.completion_only
 
     def work(self, model: CausalLM, progress: Progress) -> Work:
-        rows, length = self.config.batch_size, self.config.sequence_length
-        batches = self.data.training.micro_batches(progress.rows, rows, self.config.micro_batch_size, self.world)
+        rows = self.config.units
+        batches = self.data.training.micro_batches(progress.rows, rows, self.micro_batch_size, self.world)
         count = distributed.total(torch.stack([count_supervised(batch) for batch in batches]).sum())
-        return Work(batches, count, units=rows, tokens=rows * length)
+        return Work(batches, count, units=rows, tokens=self.tokens_per_step)
 
     def loss(self, model: CausalLM, batch: Any, work: Work) -> Share:
         return Share(model(**batch._asdict(), num_items_in_batch=work.counts.clamp_min(1)).loss)
 
-    def validate(self, model: CausalLM, stop: Stop) -> Validation | None:
-        found = evaluate(model, self.data, self.config.micro_batch_size or 1, self.world, stop)
-        return None if found is None else Validation(found.loss, {}, True, *found[1:])
+    def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
+        return evaluate(model, self.data, self.micro_batch_size, self.world, stop)

@@ -8,7 +8,7 @@ from ligermodels.distributed import World, total
 from ligermodels.generation.decoding import generate
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data import Data, ValidationRows, count_supervised
-from ligermodels.training.reporting.metrics import Metrics
+from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.reporting.questions import count_correct_answers, prompt_ids
 from ligermodels.training.runs.stopping import Stop
 from ligermodels.training.scaling.host_reads import read_async
@@ -17,23 +17,21 @@ SAMPLE_TOKENS = 40
 
 
 @torch.no_grad()
-def evaluate(
-    model: CausalLM, data: Data, micro_batch_size: int, world: World, metrics: Metrics, stop: Stop, step: int
-) -> float | None:
-    """Computes and reports the validation loss, the accuracy on questions and a sample. Every rank calls it.
+def evaluate(model: CausalLM, data: Data, micro_batch_size: int, world: World, stop: Stop) -> Validation | None:
+    """Computes the validation loss, the accuracy on questions and a sample. Every rank calls it.
 
     data: its validation rows, tokenizer and questions. micro_batch_size: rows per forward pass of a rank. stop: if a
-    signal requests a stop, validation ends early and reports nothing. step: the step to report. Returns the loss in
-    nats per supervised token, the same bits on all ranks; None if validation ended early.
+    signal requests a stop, validation ends early. The loss is in nats per supervised token, the same bits on all ranks;
+    None if validation ended early.
     """
     model.eval()
-    loss = validation_loss(model, data.validation, micro_batch_size, world, stop)
+    loss, found = validation_loss(model, data.validation, micro_batch_size, world, stop), None
     if loss is not None:
         with torch.compiler.set_stance("force_eager"):  # otherwise every prompt length would be compiled
             answers, sample = correct_answers(model, data), greedy_sample(model, data)
-        metrics.validation(step, loss, data.floor, answers=answers, sample=sample)
+        found = Validation(loss, floor=data.floor, answers=answers, sample=sample)
     model.train()
-    return loss
+    return found
 
 
 def validation_loss(

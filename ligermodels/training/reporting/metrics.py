@@ -10,12 +10,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 import torch
 from tqdm import tqdm
@@ -30,14 +30,31 @@ METRICS_FILE = "metrics.jsonl"
 UNTIMED_STEPS = 2  # the first steps of a process compile and allocate
 RECENT_STEPS = 50  # the throughput is their median
 SLOW = 10  # tokens per second; below it decimals are shown
+SHOWN = {"rewards/accuracies": "accuracy", "rewards/margins": "margin", "reward": "reward"}  # beside the loss
 MAX_EXPONENT = 700  # exp() of more than 709 overflows
+
+
+class Validation(NamedTuple):
+    """A validation of a model.
+
+    loss: of the objective. values: other numbers, by name. per_token: whether the loss is in nats per token, so that it
+    has a perplexity. floor: the lowest loss that any model can reach, if known. answers: how many questions the model
+    answered correctly, and how many there are. sample: a prompt and its continuation.
+    """
+
+    loss: float
+    values: Mapping[str, float] = {}
+    per_token: bool = True
+    floor: float | None = None
+    answers: tuple[int, int] | None = None
+    sample: str | None = None
 
 
 class Metrics:
     """The progress bar, the printed lines and the metrics file of one run. A context manager.
 
-    folder: the folder of the run. steps: steps of the whole run. tokens_per_step: positions over all ranks and
-    micro-batches, padding included. device: of this rank; on a GPU its peak memory is shown.
+    folder: the folder of the run. steps: steps of the whole run. device: of this rank; on a GPU its peak memory is
+    shown.
     done: steps already completed when a run is resumed; later records in the metrics file are removed.
     flops_per_token, peak: model FLOPs per token, and peak FLOP/s of all devices together, as in `flops`; MFU is shown
     if both are known.
@@ -50,7 +67,6 @@ class Metrics:
         folder: Path,
         *,
         steps: int,
-        tokens_per_step: int,
         device: torch.device,
         done: int = 0,
         flops_per_token: int | None = None,
@@ -59,7 +75,6 @@ class Metrics:
         enabled: bool = True,
     ) -> None:
         self.steps = steps
-        self.tokens_per_step = tokens_per_step
         self.device = device
         self.mfu_at_one_token_per_second = flops_per_token / peak if flops_per_token and peak else None
         self.loggers = loggers
@@ -97,20 +112,24 @@ class Metrics:
         """Restarts the timer of the step. Call after work that is not training and prints nothing."""
         self.clock = time.perf_counter()
 
-    def step(self, step: int, loss: float, grad_norm: float, learning_rate: float, *, skipped: bool = False) -> None:
+    def step(
+        self, step: int, loss: float, grad_norm: float, learning_rate: float, *, tokens: int,
+        values: Mapping[str, float] = {}, skipped: bool = False,
+    ) -> None:  # fmt: skip
         """Records a step. Call it after the loss was read, which waits for the device.
 
-        The step's time is the time since the last call. step: counts from 1. skipped: whether the update was skipped.
+        The step's time is the time since the last call. step: counts from 1. tokens: positions over all ranks and
+        micro-batches. values: the objective's metrics, by name. skipped: whether the update was skipped.
         """
         now = time.perf_counter()
         self.completed += 1
         self.skipped += skipped
         self.seconds += now - self.clock
-        record = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        record = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, **values}
         if skipped:
             record["skipped"] = True
         if self.completed > UNTIMED_STEPS:
-            self.speeds.append(self.tokens_per_step / (now - self.clock))
+            self.speeds.append(tokens / (now - self.clock))
             record["tokens_per_second"] = round(self.speeds[-1], None if self.speeds[-1] >= SLOW else 2)
             if self.mfu_at_one_token_per_second:
                 record["mfu"] = round(self.speeds[-1] * self.mfu_at_one_token_per_second, 4)
@@ -120,7 +139,8 @@ class Metrics:
             record["peak_memory_gib"] = round(self.peak_memory / 2**30, 2)
         self.write(record)
 
-        short = [*self.time_left(now, self.steps - step), f"loss {loss:.3f}"]
+        shown = [f"{words} {values[name]:.2f}" for name, words in SHOWN.items() if name in values]
+        short = [*self.time_left(now, self.steps - step), f"loss {loss:.3f}", *shown]
         status = [*short, f"grad norm {grad_norm:.2f}", f"lr {learning_rate:.1e}", *self.costs()]
         if not self.bar.disable:
             self.bar.set_postfix_str(self.longest_that_fits(status, [*short, *self.costs()], short), refresh=False)
@@ -138,32 +158,26 @@ class Metrics:
         texts = [", ".join(choice) for choice in choices]
         return next((text for text in texts if len(text) <= room), texts[-1])
 
-    def validation(
-        self,
-        step: int,
-        loss: float,
-        floor: float | None = None,
-        *,
-        answers: tuple[int, int] | None = None,
-        sample: str | None = None,
-    ) -> None:
-        """Records a validation, as one record.
-
-        loss, floor: nats per supervised token. floor: the entropy of the data, if known. answers: how many questions
-        the model answered correctly, and how many there are. sample: a prompt and its continuation.
-        """
-        perplexity = math.inf if loss > MAX_EXPONENT else math.exp(loss)
-        record: dict[str, Any] = {"step": step, "validation_loss": loss, "validation_perplexity": perplexity}
+    def validation(self, step: int, found: Validation) -> None:
+        """Records a validation, as one record."""
+        loss, floor, unit = found.loss, found.floor, " nats/token" if found.per_token else ""
+        record: dict[str, Any] = {"step": step, "validation_loss": loss}
         gap = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:.3f}"
-        lines = [f"validation loss {loss:.3f} nats/token{gap}, perplexity {perplexity:.4g}"]
+        line = f"validation loss {loss:.3f}{unit}{gap}"
+        if found.per_token:
+            record["validation_perplexity"] = perplexity = math.inf if loss > MAX_EXPONENT else math.exp(loss)
+            line += f", perplexity {perplexity:.4g}"
+        record |= {f"validation_{name}": value for name, value in found.values.items()}
+        shown = [f", {words} {found.values[name]:.2f}" for name, words in SHOWN.items() if name in found.values]
+        lines = ["".join([line, *shown])]
         if floor is not None:
             record["floor"] = floor
-        if answers is not None:
-            record["correct"], record["questions"] = answers
-            lines.append(f"{answers[0]} of {answers[1]} questions answered correctly")
-        if sample is not None:
-            record["sample"] = sample
-            lines.append(sample)
+        if found.answers is not None:
+            record["correct"], record["questions"] = found.answers
+            lines.append(f"{found.answers[0]} of {found.answers[1]} questions answered correctly")
+        if found.sample is not None:
+            record["sample"] = found.sample
+            lines.append(found.sample)
         self.write(record)
         for line in lines:
             self.say(f"step {step}: {line}")

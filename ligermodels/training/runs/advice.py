@@ -65,7 +65,7 @@ def is_script() -> bool:
 def runs_on_two(config: RunConfig, world: World) -> bool:
     """Whether a run on one device can also run on two of this host."""
     try:
-        split_global_batch(config.batch_size, config.micro_batch_size, World(world.device, size=2))
+        split_global_batch(config.units, config.micro_batch_size, World(world.device, size=2))
     except InputError:
         return False
     return world.size == 1 and (world.device.type == "cpu" or torch.cuda.device_count() > 1)

@@ -52,7 +52,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if unused and not config.with_lora:
         raise InputError(f"{flag_of(unused[0])} goes with --lora-rank, which is missing")
-    if not config.data and not is_family:
+    if not config.data and not is_family and config.objective == "sft":
         raise missing_data(config)
 
 

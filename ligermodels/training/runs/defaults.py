@@ -19,6 +19,7 @@ TINY = {
     "dtype": "float32", "sequence_length": 256, "batch_size": 4, "warmup": 30, "eval_every": 550,
     "activation_checkpointing": "none",
 }  # fmt: skip
+TINY_GROUPS = {"dtype": "float32", "activation_checkpointing": "none"}  # of a tiny model that is trained on groups
 TINY_STEPS = 2200
 SFT_EPOCHS, TEXT_EPOCHS = 3, 1
 SFT_TOKENS_PER_STEP, TEXT_TOKENS_PER_STEP = 2**15, 2**17
@@ -54,7 +55,8 @@ def precision(config: TrainConfig, world: World) -> dict[str, Choice]:
 
     The parameter dtype is a setting of the run from here on: it resumes with the same on any number of ranks.
     """
-    tiny = {name: Choice(value) for name, value in TINY.items()} if config.is_tiny else {}
+    values = (TINY if config.objective == "sft" else TINY_GROUPS) if config.is_tiny else {}
+    tiny = {name: Choice(value) for name, value in values.items()}
     on_gpu = world.device.type == "cuda"
     dtype = Choice("bfloat16", "the model is on a GPU") if on_gpu else Choice("float32", "the model is on a CPU")
     chosen = tiny | ({} if config.is_tiny else {"dtype": dtype})

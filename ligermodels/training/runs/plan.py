@@ -8,12 +8,13 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ligermodels.aliases import flag_of
 from ligermodels.distributed import World
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory import (
@@ -27,7 +28,7 @@ from ligermodels.memory import (
     training_memory,
 )
 from ligermodels.training.checkpoints.files import committed_steps
-from ligermodels.training.config import RunConfig
+from ligermodels.training.config import UNITS, RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.optimizers.adamw import AdamW
@@ -45,9 +46,9 @@ class Plan:
     """The numbers of a run that is about to start.
 
     rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
-    once. lengths: of the training documents. micro_batch_size: sequences per forward pass of a rank. chosen: a line for
-    each setting that was not given. dtype: of computation. attention: what computes it. checkpointed_blocks: blocks
-    with activation checkpointing, of `blocks`. memory: of one rank. flops: per token. positions: the model's
+    once. lengths: of the training documents; None for groups. micro_batch_size: sequences per forward pass of a rank.
+    tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of computation. attention: what computes it. checkpointed_blocks: blocks
+    with activation checkpointing, of `blocks`. memory: of one rank. phases: peak bytes of a rank in each phase of the run. flops: per token. positions: the model's
     max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
@@ -59,31 +60,29 @@ class Plan:
     rows: int
     passes: Sequence[float]
     validation_rows: int
-    lengths: DocumentLengths
+    lengths: DocumentLengths | None
     micro_batch_size: int
+    tokens_per_step: int
     chosen: Sequence[str]
     dtype: torch.dtype
     attention: str
     flops: int
     memory: TrainingMemory
+    phases: Mapping[str, int]
     checkpointed_blocks: int
     blocks: int
     positions: int
     checkpoint: int
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.config.batch_size * self.config.sequence_length
-
-    @property
     def accumulated(self) -> int:
         """Micro-batches per step of a rank: gradient accumulation."""
-        return split_global_batch(self.config.batch_size, self.micro_batch_size, self.world)[0]
+        return split_global_batch(self.config.units, self.micro_batch_size, self.world)[0]
 
     @property
     def epochs(self) -> list[float]:
         """Of each data source; sources without mixture weights count as one."""
-        return [self.config.steps * self.config.batch_size / rows for rows in self.passes]
+        return [self.config.steps * self.config.units / rows for rows in self.passes]
 
     @property
     def title(self) -> str:
@@ -101,7 +100,12 @@ class Plan:
 
     @property
     def training_data(self) -> str:
-        return f"{self.description}: {counted(self.rows, 'row')}"
+        return f"{self.description}: {counted(self.rows, self.unit)}"
+
+    @property
+    def unit(self) -> str:
+        """What the data are counted in."""
+        return "row" if self.config.objective == "sft" else UNITS[self.config.objective].removesuffix("s")
 
     @property
     def steps(self) -> str:
@@ -109,10 +113,14 @@ class Plan:
 
     @property
     def step(self) -> str:
+        devices = f"{self.world.size} x {self.world.device.type}"
+        if self.config.objective != "sft":
+            rows = f"in rows of {self.config.sequence_length:,} tokens on {devices}"
+            return f"{counted(self.config.units, self.unit)} a step, about {self.tokens_per_step:,} tokens, {rows}"
         batches = "1 batch" if self.accumulated == 1 else f"{self.accumulated} batches"
         return (
             f"{self.tokens_per_step:,} tokens a step = {batches} of {self.micro_batch_size} x "
-            f"{self.config.sequence_length} on {self.world.size} x {self.world.device.type}"
+            f"{self.config.sequence_length} on {devices}"
         )
 
     def text(self) -> str:
@@ -124,7 +132,10 @@ class Plan:
         yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
         yield "trained", f"{self.trained:,}, {self.trained / count.total:.2%}"
         yield "data", self.training_data
-        yield "validation", f"{counted(self.validation_rows, 'row')}, every {counted(self.config.eval_every, 'step')}"
+        yield (
+            "validation",
+            f"{counted(self.validation_rows, self.unit)}, every {counted(self.config.eval_every, 'step')}",
+        )
         yield "a step", self.step
         tokens = self.config.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
@@ -139,7 +150,11 @@ class Plan:
             if size:
                 yield f"  {part}", f"{memory_size(size):>10}"
         total = device_memory(self.world.device)
-        yield "  peak", f"{memory_size(self.memory.peak):>10}" + (f" of {memory_size(total)}" if total else "")
+        for phase, size in self.phases.items():
+            yield (
+                f"  peak{f', {phase}' if len(self.phases) > 1 else ''}",
+                f"{memory_size(size):>10}" + (f" of {memory_size(total)}" if total else ""),
+            )
         if self.cut:
             yield "cut", self.cut
         for line in self.chosen:
@@ -156,7 +171,7 @@ class Plan:
     def cut(self) -> str:
         """How many documents are longer than a row; empty for none."""
         lengths, length = self.lengths, self.config.sequence_length
-        if not lengths.cut:
+        if lengths is None or not lengths.cut:
             return ""
         return (
             f"{lengths.cut:,} of {counted(lengths.documents, 'document')} are longer than --sequence-length {length} "
@@ -188,24 +203,28 @@ class Plan:
     def find_warnings(self) -> Iterator[str]:
         config, fewest, most = self.config, min(self.epochs), max(self.epochs)
         if fewest < 1:
-            seen = f"all are seen once by --steps {math.ceil(max(self.passes) / config.batch_size)}"
-            yield f"{as_text(fewest)} epochs: --steps {config.steps} does not see all rows; {seen}"
+            seen = f"all are seen once by --steps {math.ceil(max(self.passes) / config.units)}"
+            yield f"{as_text(fewest)} epochs: --steps {config.steps} does not see all {self.unit}s; {seen}"
         if most > MANY_EPOCHS:
-            rows = "every row is" if len(self.passes) == 1 else "rows of one source are"
+            rows = f"every {self.unit} is" if len(self.passes) == 1 else f"{self.unit}s of one source are"
             yield f"{as_text(most)} epochs: {rows} repeated as often; watch the validation loss"
         if config.warmup >= config.steps:
             yield f"--warmup {config.warmup} is all of --steps {config.steps}"
-        if config.sequence_length > self.positions:
+        flag = "sequence_length" if config.objective == "sft" else "max_length"
+        if getattr(config, flag) > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
-            yield f"--sequence-length {config.sequence_length} is more than {made_for}"
+            yield f"{flag_of(flag)} {getattr(config, flag)} is more than {made_for}"
         if config.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
             yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
         total = device_memory(self.world.device)
-        if total and self.memory.peak > total:
-            yield (
-                f"{memory_size(self.memory.peak)} is more than the GPU has; lower --micro-batch-size or "
-                "--sequence-length, or use --activation-checkpointing auto, --lora-rank or more ranks"
-            )
+        for phase, size in self.phases.items():
+            if total and size > total:
+                where = f"{phase}: " if len(self.phases) > 1 else ""
+                smaller = "--micro-batch-size or --sequence-length" if self.unit == "row" else "--sequence-length"
+                yield (
+                    f"{where}{memory_size(size)} is more than the GPU has; lower {smaller}, or use "
+                    "--activation-checkpointing auto, --lora-rank or more ranks"
+                )
         yield from self.host_memory_warnings()
         yield from self.disk_warnings()
 
@@ -244,12 +263,14 @@ def make_plan(
     rows: int,
     passes: Sequence[float],
     validation_rows: int,
-    lengths: DocumentLengths,
+    lengths: DocumentLengths | None,
     micro_batch_size: int,
+    tokens_per_step: int,
     chosen: Sequence[str],
     dtype: torch.dtype,
     checkpointed_blocks: int,
     memory: TrainingMemory,
+    phases: Mapping[str, int],
 ) -> Plan:
     """The plan of a run.
 
@@ -261,8 +282,8 @@ def make_plan(
     attention = decoder_blocks(model)[0].self_attn.implementation(world.device, dtype)
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
-        lengths, micro_batch_size, chosen, dtype, attention,
-        flops_per_token(model, config.sequence_length), memory, checkpointed_blocks, len(model.model.layers),
+        lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
+        flops_per_token(model, config.sequence_length), memory, phases, checkpointed_blocks, len(model.model.layers),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 
@@ -303,15 +324,16 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_needs(
-    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype
+    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, reference: int
 ) -> MemoryEstimator:
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    The result takes the micro-batch size as `batch_size`.
+    reference: bytes of a rank's weights beside the model's. The result takes the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
     return functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
+        reference=reference,
     )  # fmt: skip

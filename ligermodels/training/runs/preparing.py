@@ -16,14 +16,15 @@ from ligermodels.hub import adapter_folder, add_lora_of_adapter, create, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.training.config import RunConfig, TrainConfig
-from ligermodels.training.data import Data, open_data, refuse_short_epoch
+from ligermodels.training.data import Data
 from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, SPECIAL_IDS
+from ligermodels.training.objectives import Objective, make_objective
 from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.loggers import check_logger_packages
 from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import refuse_contradictions, refuse_unused_profile
-from ligermodels.training.runs.defaults import completed, precision, schedule, with_choices
+from ligermodels.training.runs.defaults import completed, precision, with_choices
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
 from ligermodels.training.runs.publishing import check_hub_access
 from ligermodels.training.runs.resuming import refuse_finished, refuse_other_settings
@@ -38,13 +39,13 @@ TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": tor
 
 
 class Run(NamedTuple):
-    """A run before it allocates any memory: its model on the meta device, its data, its plan."""
+    """A run before it allocates any memory: its model on the meta device, its objective with the data, its plan."""
 
     config: RunConfig
     pretrained: Path | None  # the folder of the weights to start from
     adapter: Path | None  # the folder of the adapter to continue
     model: CausalLM
-    data: Data
+    objective: Objective
     build: Callable[[CausalLM], AdamW]  # the optimizer
     estimate: MemoryEstimator
     reshard_after_forward: bool
@@ -63,6 +64,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     """The run of these settings, before it allocates any memory."""
     config = with_base_of_adapter(config)
     refuse_contradictions(config)
+    objective = make_objective(config, world)
     check_logger_packages(config.log_to)
     refuse_other_settings(config)
     check_hub_access(config, world)
@@ -86,32 +88,37 @@ def prepare(config: TrainConfig, world: World) -> Run:
         )  # fmt: skip
 
     # The data, and the settings that depend on it.
-    data = open_data(config, pretrained, model.config.vocab_size, model.config.max_position_embeddings, adapter)
+    objective.open(pretrained, model, adapter)
+    data = objective.data
     if data.new_tokenizer:
         take_special_ids(model)
-    config, more = with_choices(config, schedule(config, data, model.config.hidden_size, world))
+    config, more = with_choices(config, objective.choices(model.config.hidden_size))
     config = completed(config)
-    refuse_short_epoch(data, config.batch_size)
+    objective.complete(config)
     refuse_unused_profile(config)
     refuse_finished(config)
 
     # The memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
     build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
-    estimate = memory_needs(model, build(model), config, world, compute_dtype)
-    micro_batch_size = micro_batch_size_of(config, world, len(model.model.layers), estimate)
+    estimate = memory_needs(model, build(model), config, world, compute_dtype, objective.bytes_beside(model))
+    micro_batch_size = objective.micro_batch_size = micro_batch_size_of(
+        config, world, len(model.model.layers), estimate
+    )
     estimate = partial(estimate, batch_size=micro_batch_size)
     checkpointed_blocks = apply_activation_checkpointing(model, config.activation_checkpointing, world, estimate)
     reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
     estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
+    memory = estimate(checkpointed_blocks=checkpointed_blocks)
     made = make_plan(
         model, config, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
-        lengths=data.lengths, micro_batch_size=micro_batch_size, chosen=[*chosen, *more],
-        dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks,
-        memory=estimate(checkpointed_blocks=checkpointed_blocks),
+        lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
+        tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more, *objective.notes()],
+        dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, memory=memory,
+        phases=objective.phases(memory),
     )  # fmt: skip
-    return Run(config, pretrained, adapter, model, data, build, estimate, reshard_after_forward, made)
+    return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 
 
 def take_special_ids(model: CausalLM) -> None:

@@ -9,7 +9,7 @@ from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import HubError
 from ligermodels.hub.upload import upload_folder, writable_repository
-from ligermodels.training.config import RunConfig, TrainConfig
+from ligermodels.training.config import UNITS, RunConfig, TrainConfig
 from ligermodels.training.runs.folder import ADAPTER
 from ligermodels.units import counted
 from ligermodels.weights.writing import failure
@@ -61,11 +61,18 @@ def model_card(config: RunConfig, exported: Path, step: int, loss: float | None)
     trained = f"{lora} on" if config.with_lora else "All weights of"
     origin = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
     described = f"New weights: {config.title}" if config.has_new_weights else f"{trained} {origin}"
-    validation = "" if loss is None else f", validation loss {loss:.3f} nats per token"
+    unit = " nats per token" if config.objective == "sft" else ""
+    validation = "" if loss is None else f", validation loss {loss:.3f}{unit}"
     lines = [
         *("---", *header, *([f"base_model: {base}"] if base else []), "---", ""),
         *(f"# {str(config.push_to_hub).rpartition('/')[2]}", ""),
-        f"{described}. Trained with ligermodels: {counted(step, 'step')} of "
-        f"{counted(config.batch_size, 'sequence')} of {config.sequence_length:,} tokens{validation}.",
+        f"{described}. Trained with ligermodels: {counted(step, 'step')} of {trained_units(config)}{validation}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def trained_units(config: RunConfig) -> str:
+    """What a step of the run takes."""
+    if config.objective == "sft":
+        return f"{counted(config.units, 'sequence')} of {config.sequence_length:,} tokens"
+    return f"{counted(config.units, UNITS[config.objective].removesuffix('s'))} ({config.objective.upper()})"

@@ -7,7 +7,6 @@ training unchanged. Must not know what they do.
 import json
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,15 @@ def parsed_value(name: str, value: Any, place: str) -> Any:
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that describe a run, in the values of JSON and TOML. Fields that are None are left out."""
-    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_SETTINGS}
+    """The settings that describe a run, in the values of JSON and TOML.
+
+    Fields that are None are left out, and those without effect under the objective.
+    """
+    names = [
+        name for name, field in FIELDS.items()
+        if name not in NOT_SETTINGS and config.objective in field.metadata["objectives"]
+    ]  # fmt: skip
+    values = {name: getattr(config, name) for name in names}
     return {name: as_json_value(value) for name, value in values.items() if value is not None}
 
 

@@ -7,7 +7,7 @@ same, and is bit-exact. Must not know the data.
 import torch
 
 from ligermodels.distributed import World
-from ligermodels.training.config import RunConfig
+from ligermodels.training.config import GROUPS, RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator, usable_share
 
@@ -18,10 +18,12 @@ FEWEST_TOKENS = 2**12  # a GPU is slower with fewer, more than by activation che
 def micro_batch_size_of(config: RunConfig, world: World, blocks: int, estimate: MemoryEstimator) -> int:
     """The given micro-batch size, or the largest that divides a rank's share of the global batch and fits into memory.
 
-    On a GPU, a size with which no block needs activation checkpointing comes first, unless it is small. blocks: of the
+    Groups are packed into rows of any number: one row is a micro-batch. On a GPU, a size with which no block needs activation checkpointing comes first, unless it is small. blocks: of the
     model. Raises InputError if ranks cannot share the global batch equally.
     """
-    share = split_global_batch(config.batch_size, config.micro_batch_size, world)[1]
+    if config.objective in GROUPS:
+        return 1
+    share = split_global_batch(config.units, config.micro_batch_size, world)[1]
     if config.micro_batch_size or config.is_tiny:
         return share
     most = MOST_TOKENS[world.device.type] // config.sequence_length

@@ -84,6 +84,12 @@ class Groups:
         part, index = self.locate(number)
         return float(part.store.values[part.numbers[index]])
 
+    def completion_numbers(self, number: int) -> np.ndarray:
+        """Of group number `number`: the numbers of its completions among all of the data, int64."""
+        part, index = self.locate(number)
+        first, last = (int(part.store.firsts[part.numbers[index] + more]) for more in (0, 1))
+        return part.first + np.arange(first, last - 1)
+
     def prompt(self, number: int, unit: int) -> GroupPrompt:
         part, index = self.locate(number)
         return part.store.prompt(int(part.numbers[index]), unit)._replace(number=number)
@@ -174,6 +180,11 @@ class TrainingGroups:
         step = prefetched[1].result() if prefetched and prefetched[0] == request else self.collate(*request)
         following = cursor + count, count, world
         self.prefetched = following, self.thread.submit(self.collate, *following)
+        return step._replace(batches=[batch.to(world.device) for batch in step.batches])
+
+    def collated(self, cursor: int, count: int, world: World) -> Step:
+        """As `step`, without prefetching the next one."""
+        step = self.collate(cursor, count, world)
         return step._replace(batches=[batch.to(world.device) for batch in step.batches])
 
     def collate(self, cursor: int, count: int, world: World) -> Step:

@@ -1,0 +1,165 @@
+"""DPO, ORPO, CPO and SimPO: losses of pairs, over the pairs of a step. The formulas are in `ligermodels.losses`."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels import losses
+from ligermodels.distributed import World
+from ligermodels.errors import InputError
+from ligermodels.kernels.logprobs_of_logits import LogProbs
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.losses.preference import SORTED
+from ligermodels.training.config import TrainConfig
+from ligermodels.training.data.preferences import PreferenceBatch, Step
+from ligermodels.training.objectives.groups import GroupObjective, balance_share
+from ligermodels.training.objectives.objective import Share, Work
+from ligermodels.training.objectives.options import given, parse_divergence, parse_losses
+from ligermodels.training.objectives.referenced import Referenced
+from ligermodels.training.objectives.watching import PairWatch
+
+NO_PAIR = torch.zeros(2), torch.tensor([0, 1, 2], dtype=torch.int32)  # log-probabilities and offsets, to try a loss on
+
+
+class PairObjective(GroupObjective):
+    """A loss of pairs. `counts` of a step: pairs, tokens of the chosen sides, supervised tokens."""
+
+    kind = "pairs"
+    learning_rate = 5e-7
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        super().__init__(config, world)
+        self.watch = PairWatch()
+        self.options = self.read_options()
+        self.try_options()
+
+    @abstractmethod
+    def read_options(self) -> dict[str, Any]:
+        """The keyword arguments of the loss. Those that are not given have its defaults."""
+
+    def try_options(self) -> None:
+        """Raises InputError where the loss refuses its options."""
+        self.pair_loss(*NO_PAIR, **self.options)
+
+    pair_loss: Callable[..., losses.PairLoss]
+
+    def count(self, batch: PreferenceBatch) -> Tensor:
+        lengths = batch.completions.diff().view(-1, 2)
+        return torch.stack([(lengths.amin(1) > 0).sum(), lengths[:, 0].sum(), lengths.sum()])
+
+    def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
+        pairs, chosen, supervised = work.counts.unbind()
+        found, balance = self.policy(model, batch)
+        result = self.result(model, batch, found)
+        loss = result.loss / pairs + result.nll / chosen + balance_share(balance, batch, supervised)
+        return Share(loss + 0.0 * found.logprobs.sum(), pair_sums_of(result, found))
+
+    def result(self, model: CausalLM, batch: PreferenceBatch, found: LogProbs) -> losses.PairLoss:
+        return self.pair_loss(found.logprobs, batch.completions, **self.options)
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
+        over = {"nll_loss": "tokens", "entropy": "supervised", "mean_token_accuracy": "supervised"}
+        counts = {name: max(1.0, sums[name]) for name in ("pairs", "tokens", "supervised")}
+        return {name: value / counts[over.get(name, "pairs")] for name, value in sums.items() if name not in counts}
+
+    def warnings(self, values: Mapping[str, float]) -> list[str]:
+        return self.watch.warnings(values)
+
+
+def pair_sums_of(result: losses.PairLoss, found: LogProbs) -> dict[str, Tensor]:
+    """TRL's metrics of a row, as sums, with the counts that they are divided by."""
+    supervised = torch.full_like(result.pairs, found.logprobs.numel())
+    return {
+        "pairs": result.pairs, "tokens": result.tokens, "supervised": supervised, **result.metrics,
+        "entropy": found.entropy.detach().sum(), "mean_token_accuracy": found.greedy.sum(),
+    }  # fmt: skip
+
+
+class DPO(Referenced, PairObjective):
+    """Direct preference optimisation and its relatives: losses of the log-ratios with a reference."""
+
+    learning_rate = 1e-6
+    pair_loss = staticmethod(losses.dpo)
+
+    def read_options(self) -> dict[str, Any]:
+        config = self.config
+        names, weights = parse_losses(config.loss or ("sigmoid",))
+        divergence, alpha = parse_divergence(config.f_divergence)
+        return {"loss_type": names, "loss_weights": weights} | given(
+            beta=config.beta, label_smoothing=config.label_smoothing, f_divergence_type=divergence,
+            f_alpha_divergence_coef=alpha, discopop_tau=config.discopop_tau, ld_alpha=config.ld_alpha,
+        )  # fmt: skip
+
+    def try_options(self) -> None:
+        trust = {"log_sum_squares": torch.zeros(2)} if self.config.wpo else {}
+        if self.config.discopop_tau is not None and "discopop" not in self.options["loss_type"]:
+            raise InputError("--discopop-tau goes with --loss discopop, which is missing")
+        self.pair_loss(*NO_PAIR, torch.zeros(2), **self.options, **trust)
+
+    @property
+    def ld_alpha(self) -> float | None:
+        return self.config.ld_alpha
+
+    def assemble(self, model: CausalLM, step: Step, mismatched: Callable[[], Step]) -> Work:
+        sorts = SORTED & set(self.options["loss_type"])
+        if sorts and (len(step.batches) > 1 or self.world.size > 1):
+            raise InputError(
+                f"--loss {min(sorts)}: sorts the pairs of a step, which must be in one row: raise --sequence-length "
+                f"{self.config.sequence_length}, lower --pairs {self.config.units}, and train on one rank"
+            )
+        return super().assemble(model, step, mismatched)
+
+    def policy(self, model: CausalLM, batch: PreferenceBatch, *extras: str) -> tuple[LogProbs, Tensor | None]:
+        return super().policy(model, batch, *extras, *(["log_sum_squares"] if self.config.wpo else []))
+
+    def result(self, model: CausalLM, batch: PreferenceBatch, found: LogProbs) -> losses.PairLoss:
+        reference = self.reference.sums(model, batch, self.ld_alpha)
+        return self.pair_loss(
+            found.logprobs, batch.completions, reference, **self.options, log_sum_squares=found.log_sum_squares
+        )
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
+        found = super().metrics(sums, maxima, step)
+        if "sft" not in self.options["loss_type"]:
+            found.pop("nll_loss")
+        return found
+
+
+class ORPO(PairObjective):
+    """Odds-ratio preference optimisation: the likelihood of the chosen side, and its odds against the rejected one."""
+
+    pair_loss = staticmethod(losses.orpo)
+
+    def read_options(self) -> dict[str, Any]:
+        return given(beta=self.config.beta)
+
+
+class CPO(PairObjective):
+    """Contrastive preference optimisation: DPO with a uniform reference, and the likelihood of the chosen side."""
+
+    pair_loss = staticmethod(losses.cpo)
+
+    def read_options(self) -> dict[str, Any]:
+        config = self.config
+        names, weights = parse_losses(config.loss or ("sigmoid",))
+        if len(names) > 1 or weights != [1.0]:
+            raise InputError(f"--loss {' '.join(config.loss or ())}: --objective cpo has one loss without a weight")
+        return {"loss_type": names[0]} | given(
+            beta=config.beta, label_smoothing=config.label_smoothing, nll_weight=config.nll_weight
+        )
+
+
+class SimPO(PairObjective):
+    """Simple preference optimisation: mean log-probabilities and a margin, without a reference."""
+
+    pair_loss = staticmethod(losses.simpo)
+
+    def read_options(self) -> dict[str, Any]:
+        config = self.config
+        return given(
+            beta=config.beta, gamma=config.gamma, alpha=config.alpha, label_smoothing=config.label_smoothing,
+            nll_weight=config.nll_weight,
+        )  # fmt: skip
