@@ -26,7 +26,7 @@ JUDGED = ("kto",)  # on judged completions
 RL = ("grpo",)  # on completions that are sampled during training
 OBJECTIVES = (*SFT, *PAIRS, *JUDGED, *RL)
 GROUPS = (*PAIRS, *JUDGED)  # on groups: a prompt with its completions
-DPO, SIMPO, REFERENCED = ("dpo",), ("simpo",), ("dpo", "kto")
+DPO, SIMPO, REFERENCED = ("dpo",), ("simpo",), ("dpo", "kto", *RL)
 UNITS = dict.fromkeys(SFT, "batch_size") | dict.fromkeys(PAIRS, "pairs") | dict.fromkeys(JUDGED, "examples")
 UNITS |= dict.fromkeys(RL, "prompts")
 

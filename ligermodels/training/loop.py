@@ -121,6 +121,7 @@ def train(config: TrainConfig) -> TrainResult:
             data.tokenizer, model.generation_config, model.config.raw, chats=chats
         )
         say = print if world.is_first else lambda line: None
+        objective.folder = output
         objective.prepare(model, say)
         torch.manual_seed(config.seed + world.rank)  # dropout
         model.train()

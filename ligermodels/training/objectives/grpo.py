@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceData, open_preferences
 from ligermodels.training.objectives.objective import Objective, Share, Work
+from ligermodels.training.objectives.references import (
+    Reference,
+    ReferenceSpec,
+    default_reference,
+    make_live_reference,
+    parse_reference,
+    refuse_base_that_is_trained,
+)
 from ligermodels.training.optimizers.schedules import default_learning_rate
 from ligermodels.training.reinforcement.completions_file import COMPLETIONS_FILE, CompletionsFile
 from ligermodels.training.reinforcement.judging import (
@@ -53,6 +62,7 @@ from ligermodels.training.reinforcement.sampling import SamplingPlan, cache_toke
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import Choice
 from ligermodels.training.runs.stopping import Stop
+from ligermodels.training.scaling.fsdp import dp_shard_size
 from ligermodels.units import counted
 
 MOST_PROMPTS, TINY_PROMPTS = 16, 4
@@ -69,6 +79,7 @@ class GRPO(Objective):
 
     data: PreferenceData
     config: RunConfig
+    generation_bytes: Callable[[int, int], int]  # of a cache: tokens, rows
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
@@ -86,7 +97,24 @@ class GRPO(Objective):
         self.file: CompletionsFile | None = None
         self.useless = 0
         self.said: set[str] = set()
-        self.last: Mapping[str, float] = {}
+        self.reference: Reference | None = None
+        self.spec = self.reference_spec()
+
+    def reference_spec(self) -> ReferenceSpec | None:
+        """What --reference says; None without a KL divergence. Raises InputError for a kind that does not fit."""
+        config = self.config
+        if not self.policy.beta:
+            if config.reference is not None:
+                raise InputError(f"--reference {config.reference} goes with --beta, which is missing")
+            return None
+        kind = default_reference(config)
+        spec = parse_reference(config.reference or ("model" if kind == "precomputed" else kind))
+        if spec.kind == "precomputed":
+            raise InputError(
+                "--reference precomputed: completions are sampled during the run; take base with LoRA, model, or ema"
+            )
+        make_live_reference(spec, config, self.world)
+        return spec
 
     # -- before the run
 
@@ -98,6 +126,9 @@ class GRPO(Objective):
                 f"--max-completion-length {config.max_completion_length}: leaves no room for a prompt in the "
                 f"{model.config.max_position_embeddings} positions of the model; lower it"
             )
+        if self.spec is not None and self.spec.kind == "base":
+            refuse_base_that_is_trained(model)
+        self.generation_bytes = partial(generation_bytes, model, gathered=self.world.size > 1)
         options = GroupOptions(kind="prompts", max_length=longest, max_prompt_length=config.max_prompt_length)
         self.data = open_preferences(config, options, folder, model.config.vocab_size, adapter)
         check_columns(self.rewards, self.data.training.groups.prompt(0, 0).columns)
@@ -133,6 +164,9 @@ class GRPO(Objective):
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
+        if self.spec is not None:
+            self.reference = make_live_reference(self.spec, config, self.world)
+            self.reference.temperature = config.temperature
         if len(self.data.training) < self.prompts_per_generation:
             raise InputError(
                 f"--data {self.data.names}: has {counted(len(self.data.training), 'prompt')} for training, but a "
@@ -155,22 +189,25 @@ class GRPO(Objective):
         group = self.longest_prompt - 1 + config.generations * (config.max_completion_length + 1)
         return config.units * group
 
-    def phases(self, model: CausalLM, train: TrainingMemory, dtype: torch.dtype) -> Mapping[str, int]:
-        """generate: weights, gathered, the cache, and the logits of all rows. score: a forward pass without a graph."""
-        config, gathered = self.config, self.world.size > 1
-        resident = train.weights + train.optimizer_states
-        plan = self.sampling_plan(0)
+    def bytes_beside(self, model: CausalLM) -> int:
+        if self.reference is None:
+            return 0
+        return self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
+
+    def phases(self, train: TrainingMemory) -> Mapping[str, int]:
+        """generate: the gathered weights, the cache, and the logits of all rows. score: a pass without a graph."""
+        config, resident = self.config, train.weights + train.optimizer_states
         own = -(-self.prompts_per_generation // self.world.size)
         rows = min(DEFAULT_ROWS, own * config.generations)
-        tokens = cache_tokens([self.longest_prompt] * own, plan)
-        size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-        logits = rows * model.config.vocab_size * (dtype.itemsize + 4)
-        phases = {"generate": resident + gathered * size + cache_bytes(model, tokens, rows) + logits}
+        tokens = cache_tokens([self.longest_prompt] * own, self.sampling_plan(config.temperature))
+        phases = {"generate": resident + self.generation_bytes(tokens, rows)}
         if self.scores:
-            phases["score"] = resident + train.unsharded_at_start + train.loss + train.block
+            phases["score"] = train.forward_peak
         return phases | {"train": train.peak}
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+        if self.reference is not None:
+            self.reference.prepare(model, say)
         if self.world.is_first and self.config.completions_every:
             self.file = CompletionsFile(self.folder / COMPLETIONS_FILE)
 
@@ -237,7 +274,7 @@ class GRPO(Objective):
     def score(self, model: CausalLM, rollouts: Rollouts) -> Rollouts:
         """Log-probabilities and entropies before the first update, over the very rows that the updates take."""
         device, count = self.world.device, len(rollouts.ids)
-        found = torch.zeros(2, count, device=device)
+        found = torch.zeros(3, count, device=device)
         model.eval()
         for number in range(self.config.steps_per_generation):
             for row in with_values(rollouts, self.mini_batch(rollouts, number), device):
@@ -245,14 +282,20 @@ class GRPO(Objective):
                 size, places = len(row.places), row.places.to(device)
                 assert result.entropy is not None
                 found[0, places], found[1, places] = result.logprobs[:size], result.entropy[:size]
+                if self.reference is not None:
+                    found[2, places] = self.reference.logprobs(model, row.batch)
         model.train()
-        logprobs, entropy = distributed.total(found).cpu()
+        logprobs, entropy, reference = distributed.total(found).cpu()
         mask = torch.zeros(0)
         if self.config.top_entropy < 1:
             read = rollouts.tokens_of(rollouts.kept.nonzero()[:, 0].tolist())
             mask = torch.zeros(count)
             mask[read] = top_entropy_mask(entropy[read], self.config.top_entropy)
-        return replace(rollouts, old_logprobs=logprobs if self.updates > 1 else torch.zeros(0), token_mask=mask)
+        none = torch.zeros(0)
+        return replace(
+            rollouts, old_logprobs=logprobs if self.updates > 1 else none, token_mask=mask,
+            ref_logprobs=none if self.reference is None else reference,
+        )  # fmt: skip
 
     def mini_batch(self, rollouts: Rollouts, number: int) -> MiniBatch:
         config = self.config
@@ -289,8 +332,8 @@ class GRPO(Objective):
         counts = torch.tensor([divisor, max(1, rows.supervised)], dtype=torch.float32, device=self.world.device)
         # The cursor moves with a generation's first step: one that is lost is followed by other prompts.
         units = self.prompts_per_generation if begins else 0
-        self.last = {**generated, "prompt_tokens_saved": 1 - rows.tokens / max(1, rows.tokens_unshared)}
-        return Work(list(with_values(self.rollouts, rows, self.world.device)), counts, units, rows.tokens, self.last)
+        measured = {**generated, "tokens_saved": 1 - rows.tokens / max(1, rows.tokens_unshared)}
+        return Work(list(with_values(self.rollouts, rows, self.world.device)), counts, units, rows.tokens, measured)
 
     def place(self, progress: Progress) -> int:
         """How many updates of its rollouts are done."""
@@ -309,20 +352,24 @@ class GRPO(Objective):
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         return step_metrics(sums, maxima)
 
-    def warnings(self) -> list[str]:
-        found = []
-        if self.last.get("frac_reward_zero_std", 0) > MUCH_ZERO_SPREAD:
-            found.append(
-                f"{self.last['frac_reward_zero_std']:.0%} of the prompts got equal rewards for all completions: little "
-                "is learned; see frac_reward_zero_std"
+    def warnings(self, values: Mapping[str, float]) -> list[str]:
+        found = {}
+        if values.get("frac_reward_zero_std", 0) > MUCH_ZERO_SPREAD:
+            found["spread"] = (
+                f"{values['frac_reward_zero_std']:.0%} of the prompts got equal rewards for all completions, and teach "
+                "nothing: watch frac_reward_zero_std"
             )
-        if self.last.get("completions/clipped_ratio", 0) == 1:
-            found.append(
-                "every completion reached --max-completion-length: raise it, or name the text that ends one by --stop"
+        if values.get("completions/clipped_ratio", 0) == 1:
+            found["length"] = (
+                "every completion reached --max-completion-length: raise it, or name a text that ends one by --stop"
             )
-        new = [line for line in found if line.partition("%")[2] not in self.said]
-        self.said |= {line.partition("%")[2] for line in new}
-        return new
+        new = {name: line for name, line in found.items() if name not in self.said}
+        self.said |= new.keys()
+        return list(new.values())
+
+    def finish_step(self, model: CausalLM, step: int) -> None:
+        if self.reference is not None:
+            self.reference.finish_step(model, step)
 
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
         """The mean reward of greedy completions of held-out prompts; its negative is the loss."""
@@ -336,15 +383,25 @@ class GRPO(Objective):
             values[f"rewards/{function.name}/mean"] = mean(column)
         first = generation.groups[0]
         sample = f"{self.tokenizer.decode(first.prompt.ids)} | {first.samples[0].text}"
-        return Validation(-values["reward"], values, sample=sample)
+        return Validation(-values["reward"], values, per_token=False, sample=sample)
 
     # -- in a checkpoint
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.reference is None else self.reference.tensors()
 
     def state(self) -> dict[str, Tensor]:
         return {} if self.rollouts is None else self.rollouts.state()
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rollouts = Rollouts.from_state(state) if state else None
+
+
+def generation_bytes(model: CausalLM, tokens: int, rows: int, *, gathered: bool) -> int:
+    """Of a cache for so many tokens and rows, of the logits of all rows, twice, and of gathered weights."""
+    size = model.dtype.itemsize
+    weights = sum(parameter.numel() for parameter in model.parameters()) * size if gathered else 0
+    return weights + cache_bytes(model, tokens, rows) + rows * model.config.vocab_size * (size + 4)
 
 
 def policy_options(config: TrainConfig) -> PolicyOptions:

@@ -7,7 +7,7 @@ same, and is bit-exact. Must not know the data.
 import torch
 
 from ligermodels.distributed import World
-from ligermodels.training.config import GROUPS, RunConfig
+from ligermodels.training.config import SFT, RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator, usable_share
 
@@ -21,7 +21,7 @@ def micro_batch_size_of(config: RunConfig, world: World, blocks: int, estimate: 
     Groups are packed into rows of any number: one row is a micro-batch. On a GPU, a size with which no block needs activation checkpointing comes first, unless it is small. blocks: of the
     model. Raises InputError if ranks cannot share the global batch equally.
     """
-    if config.objective in GROUPS:
+    if config.objective not in SFT:
         return 1
     share = split_global_batch(config.units, config.micro_batch_size, world)[1]
     if config.micro_batch_size or config.is_tiny:
