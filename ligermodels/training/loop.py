@@ -3,7 +3,7 @@
     from ligermodels.training import TrainConfig, train
     result = train(TrainConfig(model="qwen2", steps=200))
 
-A step takes as many units (sequences, pairs, examples, prompts) however many ranks and micro-batches share them: neither
+A step takes the same units (sequences, pairs, examples), however many ranks and micro-batches share them: neither
 changes what is learned, nor in which order. What is minimised, and on which data, is the objective's (objectives/).
 """
 

@@ -26,6 +26,7 @@ refused under the others. Must not know optimizers, checkpoints' files, or the l
 from ligermodels.distributed import World
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.objectives.grpo import GRPO
+from ligermodels.training.objectives.kto import KTO
 from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
 from ligermodels.training.objectives.pairs import CPO, DPO, ORPO, SimPO
 from ligermodels.training.objectives.sft import SFT
@@ -39,6 +40,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "cpo": CPO,
     "simpo": SimPO,
     "grpo": GRPO,
+    "kto": KTO,
 }  # fmt: skip
 
 

@@ -74,6 +74,7 @@ class GroupObjective(Objective):
         epochs = config.epochs or 1.0
         steps = math.ceil(epochs * groups / taken)
         length = config.steps or steps
+        warmup = min(math.ceil(WARMUP_FRACTION * length), length - 1)
         rate, trained = self.learning_rate, "full fine-tuning"
         if config.has_new_weights:
             rate, trained = NEW_WEIGHTS_RATE / hidden_size, "new weights"
@@ -84,9 +85,7 @@ class GroupObjective(Objective):
             UNITS[config.objective]: Choice(units, reason),
             "steps": Choice(steps, f"{epochs:g} epoch{'' if epochs == 1 else 's'}"),
             "learning_rate": Choice(rate, f"{config.objective}, {trained}"),
-            "warmup": Choice(
-                min(math.ceil(WARMUP_FRACTION * length), length - 1), f"{WARMUP_FRACTION:.0%} of the steps"
-            ),
+            "warmup": Choice(warmup, f"{WARMUP_FRACTION:.0%} of the steps"),
             "eval_every": Choice(math.ceil(length / VALIDATIONS), f"{VALIDATIONS} validations"),
             "activation_checkpointing": Choice("auto", "as much as memory demands"),
         }

@@ -132,13 +132,13 @@ class Objective(ABC):
         """
         return {"train": train.peak}
 
-    def notes(self) -> list[str]:
-        """Lines that a run prints once, before its first step."""
+    def advice(self) -> list[str]:
+        """Warnings that the plan of a run shows, about its settings and data."""
         return []
 
     # During the run.
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
         """Makes the references. model: sharded, with the weights that the run begins with; a resumed run restores its
         checkpoint afterwards. The random state must be as it was. say: prints a line, on the first rank alone."""
 
@@ -158,7 +158,7 @@ class Objective(ABC):
         """Lines that a user should see, each once. values: the metrics of the next step of training."""
         return []
 
-    def finish_step(self, model: CausalLM, step: int) -> None:
+    def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
         """Called after the update of step number `step`, from 1."""
 
     @abstractmethod
@@ -177,5 +177,5 @@ class Objective(ABC):
         """This rank's own tensors, of any shape, such as rollouts. They are saved beside its random state."""
         return {}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Takes back what `state` returned; {} on another number of ranks, where a resume is not bit-exact."""

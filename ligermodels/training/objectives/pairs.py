@@ -52,13 +52,19 @@ class PairObjective(GroupObjective):
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
         pairs, chosen, supervised = work.counts.unbind()
+        reference = self.reference_sums(model, batch)  # before the policy's pass: it may exchange weights
         found, balance = self.policy(model, batch)
-        result = self.result(model, batch, found)
+        result = self.pair_loss(found.logprobs, batch.completions, **reference, **self.options_with(found))
         loss = result.loss / pairs + result.nll / chosen + balance_share(balance, batch, supervised)
         return Share(loss + 0.0 * found.logprobs.sum(), pair_sums_of(result, found))
 
-    def result(self, model: CausalLM, batch: PreferenceBatch, found: LogProbs) -> losses.PairLoss:
-        return self.pair_loss(found.logprobs, batch.completions, **self.options)
+    def reference_sums(self, model: CausalLM, batch: PreferenceBatch) -> dict[str, Tensor]:
+        """What the loss reads of a reference; empty where it has none."""
+        return {}
+
+    def options_with(self, found: LogProbs) -> dict[str, Any]:
+        """The keyword arguments of the loss for a row."""
+        return self.options
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         over = {"nll_loss": "tokens", "entropy": "supervised", "mean_token_accuracy": "supervised"}
@@ -115,11 +121,11 @@ class DPO(Referenced, PairObjective):
     def policy(self, model: CausalLM, batch: PreferenceBatch, *extras: str) -> tuple[LogProbs, Tensor | None]:
         return super().policy(model, batch, *extras, *(["log_sum_squares"] if self.config.wpo else []))
 
-    def result(self, model: CausalLM, batch: PreferenceBatch, found: LogProbs) -> losses.PairLoss:
-        reference = self.reference.sums(model, batch, self.ld_alpha)
-        return self.pair_loss(
-            found.logprobs, batch.completions, reference, **self.options, log_sum_squares=found.log_sum_squares
-        )
+    def reference_sums(self, model: CausalLM, batch: PreferenceBatch) -> dict[str, Tensor]:
+        return {"ref_sums": self.reference.sums(model, batch, self.ld_alpha)}
+
+    def options_with(self, found: LogProbs) -> dict[str, Any]:
+        return self.options | {"log_sum_squares": found.log_sum_squares}
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         found = super().metrics(sums, maxima, step)

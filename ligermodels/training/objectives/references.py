@@ -78,7 +78,7 @@ class Reference(ABC):
 
     temperature = 1.0
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
         """model: the policy, sharded, with the weights that the run begins with."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Reference(ABC):
         """Of the completions of a row, float64 [S]: `losses.pair_sums`."""
         return pair_sums(self.logprobs(model, batch), batch.completions, ld_alpha)
 
-    def finish_step(self, model: CausalLM, step: int) -> None:
+    def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
         """Called after the update of step number `step`, from 1."""
 
     def tensors(self) -> dict[str, Tensor]:
@@ -232,8 +232,8 @@ def make_live_reference(spec: ReferenceSpec, config: TrainConfig, world: World) 
         raise InputError("--reference base goes with --lora-rank, which is missing; take precomputed or model")
     if spec.kind == "base" and config.modules_to_save:
         raise InputError(
-            f"--reference base: --modules-to-save {' '.join(config.modules_to_save)} trains weights of the base itself; "
-            "take --reference precomputed or model"
+            f"--reference base: --modules-to-save {' '.join(config.modules_to_save)} trains weights of the base "
+            "itself; take --reference precomputed or model"
         )
     if spec.kind == "adapter" and not config.adapter:
         raise InputError("--reference adapter goes with --adapter, which is missing; take base, precomputed or model")

@@ -1,4 +1,4 @@
-"""What a user should be told while pairs are trained: labels that leak, and both sides that fall. Knows metrics alone."""
+"""What a user should know while pairs are trained: labels that leak, both sides that fall. Knows metrics alone."""
 
 from collections.abc import Mapping
 

@@ -47,9 +47,10 @@ class Plan:
 
     rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
     once. lengths: of the training documents; None for groups. micro_batch_size: sequences per forward pass of a rank.
-    tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of computation. attention: what computes it. checkpointed_blocks: blocks
-    with activation checkpointing, of `blocks`. memory: of one rank. phases: peak bytes of a rank in each phase of the run. flops: per token. positions: the model's
-    max_position_embeddings. checkpoint: bytes of one checkpoint, about.
+    tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of
+    computation. attention: what computes it. checkpointed_blocks: blocks with activation checkpointing, of `blocks`.
+    memory: of one rank. phases: peak bytes of a rank in each phase of the run. advice: warnings of the objective.
+    flops: per token. positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
     config: RunConfig
@@ -69,6 +70,7 @@ class Plan:
     flops: int
     memory: TrainingMemory
     phases: Mapping[str, int]
+    advice: Sequence[str]
     checkpointed_blocks: int
     blocks: int
     positions: int
@@ -225,6 +227,7 @@ class Plan:
                     f"{where}{memory_size(size)} is more than the GPU has; lower {smaller}, or use "
                     "--activation-checkpointing auto, --lora-rank or more ranks"
                 )
+        yield from self.advice
         yield from self.host_memory_warnings()
         yield from self.disk_warnings()
 
@@ -271,6 +274,7 @@ def make_plan(
     checkpointed_blocks: int,
     memory: TrainingMemory,
     phases: Mapping[str, int],
+    advice: Sequence[str] = (),
 ) -> Plan:
     """The plan of a run.
 
@@ -283,7 +287,7 @@ def make_plan(
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
-        flops_per_token(model, config.sequence_length), memory, phases, checkpointed_blocks, len(model.model.layers),
+        flops_per_token(model, config.sequence_length), memory, phases, advice, checkpointed_blocks, len(model.model.layers),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 

@@ -114,9 +114,9 @@ def prepare(config: TrainConfig, world: World) -> Run:
         model, config, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
-        tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more, *objective.notes()],
+        tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
         dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, memory=memory,
-        phases=objective.phases(memory),
+        phases=objective.phases(memory), advice=objective.advice(),
     )  # fmt: skip
     return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 

@@ -18,8 +18,8 @@ FEWEST_TOKENS = 2**12  # a GPU is slower with fewer, more than by activation che
 def micro_batch_size_of(config: RunConfig, world: World, blocks: int, estimate: MemoryEstimator) -> int:
     """The given micro-batch size, or the largest that divides a rank's share of the global batch and fits into memory.
 
-    Groups are packed into rows of any number: one row is a micro-batch. On a GPU, a size with which no block needs activation checkpointing comes first, unless it is small. blocks: of the
-    model. Raises InputError if ranks cannot share the global batch equally.
+    Of groups, a micro-batch is one packed row. On a GPU, a size with which no block needs activation checkpointing comes
+    first, unless it is small. blocks: of the model. Raises InputError if ranks cannot share the global batch equally.
     """
     if config.objective not in SFT:
         return 1
