@@ -11,7 +11,7 @@ from ligermodels.training import TrainConfig, train
 from ligermodels.training.objectives import grpo
 from ligermodels.training.reinforcement.policy import policy_loss
 from ligermodels.training.reinforcement.rollouts import mini_batch
-from ligermodels.training.reporting.metrics import read_metrics
+from ligermodels.training.runs.settings import config_of_run
 
 REWARD = """
 def even(completion_ids, **columns):
@@ -99,13 +99,11 @@ def test_a_run_that_is_killed_between_two_updates_resumes_to_the_bit(config, tmp
     with pytest.raises(Killed):
         train(config(**settings))
     monkeypatch.undo()
-    (tmp_path / "rewards.py").write_text(REWARD.replace("return [sum", "raise ValueError\n    return [sum"))
-    monkeypatch.setattr(grpo.GRPO, "validate", lambda *_: pytest.fail("a validation is not due"))
-    resumed = train(config(**settings, resume=tmp_path / "run"))  # the reward function would fail
+    monkeypatch.setattr(grpo.GRPO, "generate", lambda *_: pytest.fail("samples anew"))
+    resumed = train(config_of_run(tmp_path / "run"))
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert len(whole.metrics) == len(resumed.metrics)
-    for one, other in zip(whole.metrics, resumed.metrics, strict=True):
-        assert one["loss"] == other["loss"] and one["kl"] == other["kl"] >= 0
+    numbers = [[(x.get("loss"), x.get("kl"), x.get("validation_reward")) for x in r.metrics] for r in (whole, resumed)]
+    assert numbers[0] == numbers[1] and numbers[0][0][1] == 0 < numbers[0][5][1] < 1
     texts = [(tmp_path / name / "completions.jsonl").read_bytes() for name in ("whole", "run")]
-    assert texts[0] == texts[1] and len(texts[0].splitlines()) == 2 * 4 * 8
+    assert (texts[0] == texts[1]) is True and len(texts[0].splitlines()) == 2 * 4 * 8
