@@ -10,7 +10,6 @@ from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.objectives import grpo
 from ligermodels.training.reinforcement.policy import policy_loss
-from ligermodels.training.reinforcement.rollouts import mini_batch
 from ligermodels.training.runs.settings import config_of_run
 
 REWARD = """
@@ -22,8 +21,6 @@ def first(prompts, completions, answer, log_extra, log_metric):
     log_metric("asked", len(prompts))
     return [None] * len(prompts)
 
-def equal(completions):
-    return [1.0] * len(completions)
 """
 
 
@@ -107,3 +104,20 @@ def test_a_run_that_is_killed_between_two_updates_resumes_to_the_bit(config, tmp
     assert numbers[0] == numbers[1] and numbers[0][0][1] == 0 < numbers[0][5][1] < 1
     texts = [(tmp_path / name / "completions.jsonl").read_bytes() for name in ("whole", "run")]
     assert (texts[0] == texts[1]) is True and len(texts[0].splitlines()) == 2 * 4 * 8
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"loss": ("ppo",)}, "--loss ppo: must be one of grpo, dapo, bnpo, dr_grpo, luspo, cispo, sapo, vespo, gmpo"),
+        ({"loss": ("grpo", "dapo")}, "--loss grpo dapo: reinforcement learning has one loss"),
+        ({"loss": ("cispo",), "delta": 2.0}, "--delta has no effect with --loss cispo: leave it out"),
+        ({"delta": 1.1}, r"--delta 1.1: must be above 1 \+ --epsilon-high, 1.2"),
+        ({"reference": "model"}, "--reference model goes with --beta, which is missing"),
+        ({"beta": 0.1, "reference": "precomputed"}, "--reference precomputed: completions are sampled during the run"),
+        ({"lora_rank": 4, "lora_dropout": 0.1}, "--lora-dropout 0.1: would change the probabilities"),
+    ],
+)
+def test_options_without_effect_are_refused(config, changes, message):
+    with pytest.raises(InputError, match=message):
+        grpo.GRPO(config(**changes), World(torch.device("cpu")))
