@@ -49,7 +49,7 @@ def shard(
     *others, last = blocks = decoder_blocks(model)
     for block in others:
         unit(block, reshard_after_forward=reshard_after_forward)
-        block.reshards_after_forward = reshard_after_forward  # what `gathered` restores
+        block.reshards_after_forward = reshard_after_forward  # type: ignore[assignment]  # for `gathered` to restore
     unit(last, reshard_after_forward=False)  # backward needs it first
     embedding, head = model.model.embed_tokens, model.lm_head
     if embedding.weight is not head.weight:

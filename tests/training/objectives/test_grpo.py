@@ -92,10 +92,9 @@ def test_a_run_that_is_killed_between_two_updates_resumes_to_the_bit(config, tmp
         if step == 6:
             raise Killed
 
-    monkeypatch.setattr(grpo.GRPO, "finish_step", kill)
-    with pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(grpo.GRPO, "finish_step", kill)
         train(config(**settings))
-    monkeypatch.undo()
     monkeypatch.setattr(grpo.GRPO, "generate", lambda *_: pytest.fail("samples anew"))
     resumed = train(config_of_run(tmp_path / "run"))
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
