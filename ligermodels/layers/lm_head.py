@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
-from ligermodels.kernels.linear_divergence import DivergenceOutput, Teacher, linear_divergence
+from ligermodels.kernels.linear_divergence import DivergenceOutput, TeacherInputs, linear_divergence
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 from ligermodels.kernels.logprobs_of_logits import LogProbs, logprobs_of_logits
 from ligermodels.layers.fused import is_quantised
@@ -33,7 +33,7 @@ class LMHead(nn.Linear):
         targets: Tensor | None = None,
         *,
         logprobs: bool = False,
-        teacher: Teacher | None = None,
+        teacher: TeacherInputs | None = None,
         **options: Any,
     ) -> Any:
         """With targets [...]: the cross-entropy of the logits, or `LogProbs`, or the `DivergenceOutput` of a teacher.
@@ -78,7 +78,7 @@ def logprobs_from(head: nn.Module, hidden: Tensor, targets: Tensor, **options: A
 
 
 def divergence_from(
-    head: nn.Module, hidden: Tensor, targets: Tensor, teacher: Teacher, **options: Any
+    head: nn.Module, hidden: Tensor, targets: Tensor, teacher: TeacherInputs, **options: Any
 ) -> DivergenceOutput:
     """The divergence from a teacher; options as those of `linear_divergence`.
 

@@ -25,12 +25,13 @@ DISTILL_ALONE, REWARD_ALONE = ("distill",), ("reward",)
 PAIR_POLICIES = ("dpo", "orpo", "cpo", "simpo")
 ON_PAIRS = (*PAIR_POLICIES, *REWARD_ALONE)
 ON_EXAMPLES = ("kto",)  # on judged completions
-OBJECTIVE_NAMES = (*SUPERVISED, *ON_PAIRS, *ON_EXAMPLES)
+RL = ("grpo",)  # on completions that are sampled during training
+OBJECTIVE_NAMES = (*SUPERVISED, *ON_PAIRS, *ON_EXAMPLES, *RL)
 ON_GROUPS = (*ON_PAIRS, *ON_EXAMPLES)  # on groups: a prompt with its completions
-DPO_ALONE, SIMPO_ALONE, WITH_REFERENCE = ("dpo",), ("simpo",), ("dpo", "kto")
+DPO_ALONE, SIMPO_ALONE, WITH_REFERENCE = ("dpo",), ("simpo",), ("dpo", "kto", *RL)
 UNIT_SETTINGS = {  # the setting that says how many units a step takes
     **dict.fromkeys(SUPERVISED, "batch_size"), **dict.fromkeys(ON_PAIRS, "pairs"),
-    **dict.fromkeys(ON_EXAMPLES, "examples"),
+    **dict.fromkeys(ON_EXAMPLES, "examples"), **dict.fromkeys(RL, "prompts"),
 }  # fmt: skip
 
 
@@ -52,6 +53,7 @@ FRACTION = Constraint(lambda x: 0 < x < 1, "a number between 0 and 1")
 BELOW_HALF = Constraint(lambda x: 0 <= x < 0.5, "a number from 0 to below 0.5")
 FROM_0_TO_1 = Constraint(lambda x: 0 <= x <= 1, "a number from 0 to 1")
 FINITE = Constraint(math.isfinite, "a finite number")
+POSITIVE_FRACTION = Constraint(lambda x: 0 < x <= 1, "a number above 0 and at most 1")
 BELOW_ONE = Constraint(lambda x: 0 <= x < 1, "a number from 0 to below 1")
 
 
@@ -90,9 +92,9 @@ class TrainConfig:
     size: str = setting("model", DEFAULT_SIZE, "preset of the family")
     revision: str | None = setting("model", None, "branch, tag or commit of a Hub id")
 
-    objective: Literal["sft", "distill", "dpo", "orpo", "cpo", "simpo", "reward", "kto"] = setting("model", "sft",
-        "what is minimised: sft, the cross-entropy of the next token; distill, the divergence from a teacher; reward, "
-        "the loss of a reward model; or a loss of preferences")
+    objective: Literal["sft", "distill", "dpo", "orpo", "cpo", "simpo", "reward", "kto", "grpo"] = setting(
+        "model", "sft", "what is minimised: sft, the cross-entropy of the next token; distill, the divergence from a "
+        "teacher; reward, the loss of a reward model; a loss of preferences; grpo, reinforcement learning")
 
     data: tuple[str, ...] | None = setting("data", None, "training data", metavar="SPEC",
         shown="the embedded stories for a new tiny model")
@@ -150,15 +152,17 @@ class TrainConfig:
     max_length: int = setting("preferences", 1024, "most tokens of a prompt with one completion", LENGTH,
         objectives=ON_GROUPS)
     max_prompt_length: int | None = setting("preferences", None, "a longer prompt loses its beginning", LENGTH,
-        shown="no limit", objectives=ON_GROUPS)
+        shown="no limit", objectives=(*ON_GROUPS, *RL))
     too_long: Literal["drop", "cut"] = setting("preferences", "drop", "what becomes of a prompt with a completion "
         "longer than --max-length", objectives=ON_GROUPS)
     share_prompts: bool = setting("preferences", True, "the completions of a prompt share one copy of it",
-        objectives=ON_PAIRS)
+        objectives=(*ON_PAIRS, *RL))
     loss: tuple[str, ...] | None = setting("preferences", None, "the loss of a pair, or several that are added, such "
-        "as sigmoid sft=0.2", metavar="NAME", shown="sigmoid; kto: kto", objectives=("dpo", "cpo", "kto"))
+        "as sigmoid sft=0.2; grpo: grpo, dapo, bnpo, dr_grpo, luspo, cispo, sapo, vespo, gmpo or rloo", metavar="NAME",
+        shown="sigmoid; kto: kto; grpo: dapo", objectives=("dpo", "cpo", "kto", *RL))
     beta: float | None = setting("preferences", None, "how closely the policy keeps to the reference; of losses "
-        "without one, their scale", ABOVE_ZERO, shown="0.1; simpo: 2", objectives=(*PAIR_POLICIES, *ON_EXAMPLES))
+        "without one, their scale", ABOVE_ZERO, shown="0.1; simpo: 2; grpo: no reference",
+        objectives=(*PAIR_POLICIES, *ON_EXAMPLES, *RL))
     label_smoothing: float | None = setting("preferences", None, "fraction of pairs whose label is wrong", BELOW_HALF,
         shown="0", objectives=("dpo", "cpo", "simpo"))
     f_divergence: str | None = setting("preferences", None, "divergence from the reference: reverse_kl, forward_kl, "
@@ -190,10 +194,55 @@ class TrainConfig:
         "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE)
     divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
         "cosine", metavar="KIND", objectives=DISTILL_ALONE)
-    temperature: float | None = setting("distillation", None, "divides the logits of both models", ABOVE_ZERO,
-        shown="1", objectives=DISTILL_ALONE)
+    temperature: float | None = setting("distillation", None, "divides the logits: of both models; grpo: of sampling and "
+        "of the loss", ABOVE_ZERO, shown="1", objectives=(*DISTILL_ALONE, *RL))
     ce_weight: float = setting("distillation", 0.0, "weight of the cross-entropy of the data beside the divergence",
         NOT_NEGATIVE, objectives=DISTILL_ALONE)
+
+    prompts: int | None = setting("reinforcement", None, "prompts of a step, over all ranks", POSITIVE,
+        shown="16; tiny: 4", objectives=RL)
+    generations: int = setting("reinforcement", 8, "completions that are sampled of each prompt", LENGTH, objectives=RL)
+    max_completion_length: int = setting("reinforcement", 512, "most tokens of a completion", POSITIVE, objectives=RL)
+    stop: tuple[str, ...] = setting("reinforcement", (), "texts that end a completion, beside the model's stop tokens",
+        metavar="TEXT", objectives=RL)
+    reward: tuple[str, ...] | None = setting("reinforcement", None, "reward functions, each with a weight or without: "
+        "FILE.py:FUNCTION=1.0, or the built-in exact, number, format:REGEX, length[:TOKENS]", metavar="NAME",
+        objectives=RL)
+    reward_timeout: float = setting("reinforcement", 300.0, "seconds that a reward function may take", ABOVE_ZERO,
+        objectives=RL)
+    reward_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = setting("reinforcement",
+        "sum_then_normalize", "how several rewards become one advantage; normalize_then_sum is GDPO", objectives=RL)
+    scale_rewards: Literal["group", "batch", "none"] | None = setting("reinforcement", None, "whose standard deviation "
+        "divides the advantages", shown="group", objectives=RL)
+    steps_per_generation: int = setting("reinforcement", 1, "steps that the prompts sampled at a time are divided into",
+        POSITIVE, objectives=RL)
+    iterations: int = setting("reinforcement", 1, "times that each completion is trained on", POSITIVE, objectives=RL)
+    epsilon: float | None = setting("reinforcement", None, "how far the importance ratio may fall below 1", ABOVE_ZERO,
+        shown="0.2; gmpo: 0.4", objectives=RL)
+    epsilon_high: float | None = setting("reinforcement", None, "how far it may rise above 1; cispo: its bound",
+        ABOVE_ZERO, shown="--epsilon; cispo: 5", objectives=RL)
+    delta: float | None = setting("reinforcement", None, "bound of the ratio where the advantage is negative",
+        ABOVE_ZERO, shown="no bound", objectives=RL)
+    importance_sampling_level: Literal["token", "sequence"] | None = setting("reinforcement", None, "whose ratio a "
+        "token has; sequence is GSPO", shown="token; luspo: sequence", objectives=RL)
+    kl_correction: bool = setting("reinforcement", True, "multiply the KL divergence by the importance ratio",
+        objectives=RL)
+    sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = setting(
+        "reinforcement", None, "weight by the ratio of the policy and the sampler", shown="no weight", objectives=RL)
+    sampler_clip: float = setting("reinforcement", 3.0, "bound of that ratio", ABOVE_ZERO, objectives=RL)
+    off_policy_threshold: float | None = setting("reinforcement", None, "leave out completions with a negative "
+        "advantage whose mean log-probability fell by more than this", ABOVE_ZERO, shown="leave out none",
+        objectives=RL)
+    top_entropy: float = setting("reinforcement", 1.0, "fraction of the tokens, those with the highest entropy, that "
+        "are trained on", POSITIVE_FRACTION, objectives=RL)
+    entropy_coef: float = setting("reinforcement", 0.0, "weight of the entropy, which the loss then raises",
+        NOT_NEGATIVE, objectives=RL)
+    mask_truncated: bool = setting("reinforcement", False, "leave out completions that reached "
+        "--max-completion-length", objectives=RL)
+    keep_zero_spread: bool = setting("reinforcement", False, "keep prompts whose completions all got the same reward",
+        objectives=RL)
+    completions_every: int = setting("reinforcement", 1, "steps between generations that are written to "
+        "completions.jsonl; 0: none", COUNT, objectives=RL)
 
     lora_rank: int | None = setting("LoRA", None, "rank of the LoRA updates", POSITIVE, shown="train all weights")
     lora_alpha: float | None = setting("LoRA", None, "the updates are scaled by alpha / rank", ABOVE_ZERO,

@@ -125,6 +125,7 @@ def train(config: TrainConfig) -> TrainResult:
             data.tokenizer, model.generation_config, model.config.raw, chats=chats
         )
         say = print if world.is_first else lambda line: None
+        objective.folder = output
         objective.prepare(model, say)
         reshard(model)  # a pass without gradients leaves weights gathered, which the optimizer must not see
         torch.manual_seed(config.seed + world.rank)  # dropout

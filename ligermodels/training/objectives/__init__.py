@@ -27,6 +27,7 @@ from ligermodels.distributed import World
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.objectives.distill import Distill
 from ligermodels.training.objectives.distill_top_k import TopKDistill
+from ligermodels.training.objectives.grpo import GRPO
 from ligermodels.training.objectives.kto import KTO
 from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
 from ligermodels.training.objectives.pairs import CPO, DPO, ORPO, SimPO
@@ -43,6 +44,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "cpo": CPO,
     "simpo": SimPO,
     "reward": Reward,
+    "grpo": GRPO,
     "kto": KTO,
 }  # fmt: skip
 

@@ -85,10 +85,12 @@ class StepTotals:
 class Objective(ABC):
     """What a run minimises. Every rank has one, and calls the same methods.
 
-    data: what `open` opened. micro_batch_size: rows of a micro-batch, where rows are all of one length.
+    data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
+    where rows are all of one length.
     """
 
     data: Data | PreferenceData
+    folder: Path
     micro_batch_size = 1
 
     def __init__(self, config: TrainConfig, world: World) -> None:

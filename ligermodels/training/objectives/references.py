@@ -71,7 +71,12 @@ def parse_ema(text: str, rest: str) -> ReferenceSpec:
 
 
 class Reference(ABC):
-    """A model whose log-probabilities a loss reads beside the policy's. Every rank calls the same methods."""
+    """A model whose log-probabilities a loss reads beside the policy's. Every rank calls the same methods.
+
+    temperature: divides the logits, as the policy's.
+    """
+
+    temperature = 1.0
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
         """model: the policy, sharded, with the weights that the run begins with."""
@@ -97,11 +102,11 @@ class Reference(ABC):
 
 
 @torch.no_grad()
-def row_logprobs(model: CausalLM, batch: PreferenceBatch) -> Tensor:
+def row_logprobs(model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
     """The log-probabilities of a row's supervised tokens, [M], without dropout."""
     training = model.training
     model.eval()
-    found = model(**batch.model_inputs, logprobs={}).logprobs.logprobs[: batch.supervised]
+    found = model(**batch.model_inputs, logprobs={"temperature": temperature}).logprobs.logprobs[: batch.supervised]
     model.train(training)
     return found
 
@@ -111,7 +116,7 @@ class BaseReference(Reference):
 
     def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
         with lora_disabled(model):
-            return row_logprobs(model, batch)
+            return row_logprobs(model, batch, self.temperature)
 
 
 class SnapshotReference(Reference):
@@ -130,7 +135,7 @@ class SnapshotReference(Reference):
 
     def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
         with exchanged(model, self.weights):
-            return row_logprobs(model, batch)
+            return row_logprobs(model, batch, self.temperature)
 
     @torch.no_grad()
     def finish_step(self, model: CausalLM, step: int) -> None:
@@ -213,7 +218,7 @@ class ModelReference(Reference):
 
     def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
         assert self.model is not None  # `prepare` came first
-        return row_logprobs(self.model, batch)
+        return row_logprobs(self.model, batch, self.temperature)
 
     def bytes_beside(self, model: CausalLM, shards: int) -> int:
         return sum(shard_bytes(parameter, shards) for parameter in self.build(model).parameters())

@@ -28,7 +28,7 @@ from ligermodels.memory import (
     training_memory,
 )
 from ligermodels.training.checkpoints.files import committed_steps
-from ligermodels.training.config import SUPERVISED, UNIT_SETTINGS, RunConfig
+from ligermodels.training.config import RL, SUPERVISED, UNIT_SETTINGS, RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.optimizers.adamw import AdamW
@@ -213,7 +213,7 @@ class Plan:
         if config.warmup >= config.steps:
             yield f"--warmup {config.warmup} is all of --steps {config.steps}"
         flag = "sequence_length" if config.objective in SUPERVISED else "max_length"
-        if getattr(config, flag) > self.positions:
+        if config.objective not in RL and getattr(config, flag) > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"{flag_of(flag)} {getattr(config, flag)} is more than {made_for}"
         if config.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():

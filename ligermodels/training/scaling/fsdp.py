@@ -22,6 +22,7 @@ from ligermodels.distributed import World, backend_of
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory import decoder_blocks
+from ligermodels.weights.sharding import reshard
 
 
 def shard(
@@ -48,6 +49,7 @@ def shard(
     *others, last = blocks = decoder_blocks(model)
     for block in others:
         unit(block, reshard_after_forward=reshard_after_forward)
+        block.reshards_after_forward = reshard_after_forward  # type: ignore[assignment]  # for `gathered` to restore
     unit(last, reshard_after_forward=False)  # backward needs it first
     embedding, head = model.model.embed_tokens, model.head
     if embedding.weight is not head.weight:
@@ -133,6 +135,27 @@ def dp_shard_size(world: World, dp_replicate: int) -> int:
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """Returns the FSDP2 units in a module, including the module itself if it is one."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Gathers all weights once, and keeps them: forward passes in the block communicate nothing.
+
+    For generation, in which ranks take different numbers of steps. Every rank must call it. A model that is not sharded
+    is left as it is.
+    """
+    units = fsdp_modules(model)
+    resharding = [unit for unit in units if getattr(unit, "reshards_after_forward", False)]
+    for unit in resharding:
+        unit.set_reshard_after_forward(False, recurse=False)
+    for unit in units:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in resharding:
+            unit.set_reshard_after_forward(True, recurse=False)
+        reshard(model)
 
 
 def check_no_ties_between_units(model: CausalLM) -> None:

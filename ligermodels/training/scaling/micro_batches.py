@@ -7,7 +7,7 @@ same, and is bit-exact. Must not know the data.
 import torch
 
 from ligermodels.distributed import World
-from ligermodels.training.config import ON_GROUPS, RunConfig
+from ligermodels.training.config import SUPERVISED, RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator, usable_share
 
@@ -22,7 +22,7 @@ def micro_batch_size_of(config: RunConfig, world: World, blocks: int, estimate: 
     comes first, unless it is small. blocks: of the model. Raises InputError if ranks cannot share the global batch
     equally.
     """
-    if config.objective in ON_GROUPS:
+    if config.objective not in SUPERVISED:
         return 1
     share = split_global_batch(config.units, config.micro_batch_size, world)[1]
     if config.micro_batch_size or config.is_tiny:

@@ -1,0 +1,84 @@
+"""Reward functions that come with the package, with the signature of all reward functions.
+
+A function gets lists with one value for each completion, by name, and returns one reward for each. Must not know how
+they are called.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ligermodels.errors import InputError
+
+RewardCallable = Callable[..., Any]
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+BUILT_IN_REWARDS = ("exact", "number", "format:REGEX", "length", "length:TOKENS")
+
+
+def built_in_reward(name: str, max_completion_length: int) -> RewardCallable | None:
+    """The function of this name; None where there is none. Raises InputError for an argument that it cannot have."""
+    kind, colon, argument = name.partition(":")
+    if name in ("exact", "number"):
+        return exact if name == "exact" else number
+    if kind == "format" and colon:
+        return format_reward(name, argument)
+    if kind == "length":
+        return length_reward(name, argument if colon else None, max_completion_length)
+    return None
+
+
+def text_of(completion: str | Sequence[dict[str, str]]) -> str:
+    """The text of a completion; of a conversation, of its last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where the completion is the column `answer`, without surrounding blanks, else 0; None without an answer."""
+    return [
+        None if expected is None else float(text_of(completion).strip() == str(expected).strip())
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where the last number of the completion equals the last number of the column `answer`, else 0.
+
+    None where the answer has no number. A comma separates thousands.
+    """
+    expected = [last_number(str(value)) for value in answer]
+    found = [last_number(text_of(completion)) for completion in completions]
+    return [None if want is None else float(have == want) for have, want in zip(found, expected, strict=True)]
+
+
+def last_number(text: str) -> float | None:
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def format_reward(name: str, pattern: str) -> RewardCallable:
+    """1 where the whole completion matches the pattern, else 0. A dot matches any character, also the end of a line."""
+    try:
+        expression = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise InputError(f"--reward {name}: is no regular expression: {error}; correct it") from None
+
+    def format(completions: Sequence[Any], **_: Any) -> list[float]:
+        return [float(expression.fullmatch(text_of(completion)) is not None) for completion in completions]
+
+    return format
+
+
+def length_reward(name: str, argument: str | None, longest: int) -> RewardCallable:
+    """DAPO's soft overlong penalty: 0, and over the last tokens before the limit linearly down to −1.
+
+    argument: the number of these tokens; None for a fifth of `longest`, as in DAPO. Source: arXiv 2503.14476, eq. 13.
+    """
+    tokens = int(argument) if argument is not None and argument.isdecimal() else 0
+    tokens = max(1, longest // 5) if argument is None else tokens
+    if not 0 < tokens <= longest:
+        raise InputError(f"--reward {name}: must be length:TOKENS with 1 to {longest} (--max-completion-length) tokens")
+
+    def length(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [min(0.0, (longest - tokens - len(ids)) / tokens) for ids in completion_ids]
+
+    return length
