@@ -34,7 +34,7 @@ def ranks_of(model: GenerativeModel) -> int:
     return max(weight.device_mesh.size() if isinstance(weight, DTensor) else 1 for weight in model.parameters())
 
 
-Step = Callable[[int, Drawing], None]
+StepFunction = Callable[[int, Drawing], None]
 
 
 class StepGraphs:
@@ -55,7 +55,7 @@ class StepGraphs:
         if addresses != self.addresses:
             self.graphs, self.addresses = {}, addresses
 
-    def run(self, step: Step, rows: int, drawing: Drawing) -> None:
+    def run(self, step: StepFunction, rows: int, drawing: Drawing) -> None:
         """step(rows, drawing), or its replay. The step is not kept: it belongs to an engine, whose memory it holds."""
         key = rows, drawing
         if key not in self.graphs:
@@ -67,7 +67,7 @@ class StepGraphs:
             graph = self.graphs[key] = self.capture(step, rows, drawing)
         graph.replay()
 
-    def capture(self, step: Step, rows: int, drawing: Drawing) -> torch.cuda.CUDAGraph:
+    def capture(self, step: StepFunction, rows: int, drawing: Drawing) -> torch.cuda.CUDAGraph:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         graph = torch.cuda.CUDAGraph()

@@ -194,8 +194,8 @@ class TrainConfig:
         "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE)
     divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
         "cosine", metavar="KIND", objectives=DISTILL_ALONE)
-    temperature: float | None = setting("distillation", None, "divides the logits: of both models; grpo: of sampling and "
-        "of the loss", ABOVE_ZERO, shown="1", objectives=(*DISTILL_ALONE, *RL))
+    temperature: float | None = setting("distillation", None, "divides the logits: of both models; grpo: of sampling "
+        "and of the loss", ABOVE_ZERO, shown="1", objectives=(*DISTILL_ALONE, *RL))
     ce_weight: float = setting("distillation", 0.0, "weight of the cross-entropy of the data beside the divergence",
         NOT_NEGATIVE, objectives=DISTILL_ALONE)
 

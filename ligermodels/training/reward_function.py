@@ -1,4 +1,4 @@
-"""RewardFunction: a reward model as a function of prompts and completions, with the signature of TRL's."""
+"""RewardModelFunction: a reward model as a function of prompts and completions, with the signature of TRL's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +19,10 @@ from ligermodels.training.data.records import BadLines, GroupRecord
 TOKENS_PER_PASS = 2**14
 
 
-class RewardFunction:
+class RewardModelFunction:
     """`reward(prompts, completions)` -> one number for each completion, of the tokens that training would make of them.
 
-        reward = RewardFunction.load("runs/reward/model", device="cuda", dtype="bfloat16")
+        reward = RewardModelFunction.load("runs/reward/model", device="cuda", dtype="bfloat16")
         reward(["1 + 1 ="], [" 2."])
 
     end: the token that ends a text. max_length: of a prompt with its completion.
@@ -35,7 +35,7 @@ class RewardFunction:
         self.__name__ = type(model).__name__ if model.source is None else model.source.name  # of metrics
 
     @classmethod
-    def load(cls, name_or_folder: str | Path, **options: Any) -> "RewardFunction":
+    def load(cls, name_or_folder: str | Path, **options: Any) -> "RewardModelFunction":
         """options: as those of `ligermodels.load`. Raises InputError for a language model, and as `load` does."""
         folder = resolve(name_or_folder)
         model = load(folder, **options)

@@ -46,7 +46,6 @@ def error_of(arguments):
         ("--optim paged_adamw_8bit", "--optimizer adamw8bit; one of adamw, adamw8bit, muon"),
         ("--optim adafactor", "--optimizer; one of adamw, adamw8bit, muon"),
         ("--lr-scheduler-type linear", "--schedule linear; one of cosine, linear, wsd"),
-        ("--max-length 4096", "--sequence-length 4096"),
         ("--cutoff_len 4096", "--sequence-length 4096"),
         ("--save-steps 500", "--checkpoint-every 500"),
         ("--save_total_limit 3", "--keep-checkpoints 3"),

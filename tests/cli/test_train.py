@@ -34,7 +34,17 @@ FLAGS = {
     "resume": None, "allow_changes": False, "checkpoint_every": None,
     "checkpoint_minutes": 30.0, "keep_checkpoints": 2, "best_checkpoint": False, "early_stopping": None,
     "no_export": False, "push_to_hub": None, "on_nan": "stop", "dp_replicate": 1, "eval_every": None, "log_to": (),
-    "profile": None,
+    "profile": None, "objective": "sft",
+    **dict.fromkeys(("pairs", "examples", "max_prompt_length", "loss", "beta", "label_smoothing", "f_divergence")),
+    **dict.fromkeys(("ld_alpha", "discopop_tau", "gamma", "alpha", "nll_weight", "desirable_weight")),
+    **dict.fromkeys(("undesirable_weight", "reference", "center_rewards", "teacher", "temperature", "prompts")),
+    **dict.fromkeys(("reward", "scale_rewards", "epsilon", "epsilon_high", "delta", "importance_sampling_level")),
+    **dict.fromkeys(("sampler_correction", "off_policy_threshold")),
+    "max_length": 1024, "too_long": "drop", "share_prompts": True, "wpo": False, "divergence": "forward_kl",
+    "ce_weight": 0.0, "generations": 8, "max_completion_length": 512, "stop": (), "reward_timeout": 300.0,
+    "reward_aggregation": "sum_then_normalize", "steps_per_generation": 1, "iterations": 1, "kl_correction": True,
+    "sampler_clip": 3.0, "top_entropy": 1.0, "entropy_coef": 0.0, "mask_truncated": False, "keep_zero_spread": False,
+    "completions_every": 1,
 }  # fmt: skip
 OF_THE_COMMAND = ("config", "dry_run")
 

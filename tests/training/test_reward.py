@@ -10,7 +10,7 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels import launch
 from ligermodels.training import TrainConfig, plan, train
-from ligermodels.training.reward_function import RewardFunction
+from ligermodels.training.reward_function import RewardModelFunction
 from tests.training.small_models import save_model, validations
 
 WORDS = ("good", "kind", "warm"), ("bad", "rude", "cold")
@@ -51,7 +51,7 @@ def test_unseen_pairs_are_ordered_and_metrics_have_the_names_of_trl(folder):
 
 @torch.no_grad()
 def test_the_reward_function_scores_as_transformers_reads_the_export(folder):
-    reward = RewardFunction.load(folder / "run/model")
+    reward = RewardModelFunction.load(folder / "run/model")
     prompts, completions = ["Sentence 3: it is"] * 2, [" kind and 3.", " rude and 3."]
     scores = reward(prompts, completions, column=[1, 2])
     assert scores[0] > scores[1]
@@ -63,7 +63,7 @@ def test_the_reward_function_scores_as_transformers_reads_the_export(folder):
     with pytest.raises(InputError, match="completion 1: is longer than 128 tokens"):
         reward(prompts, [" kind.", " rude." * 200])
     with pytest.raises(InputError, match="base: is a language model; train a reward model with --objective reward"):
-        RewardFunction.load(folder / "base")
+        RewardModelFunction.load(folder / "base")
 
 
 def test_a_reward_model_is_trained_further_and_lora_exports_its_head(folder):

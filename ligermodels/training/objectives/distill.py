@@ -74,10 +74,10 @@ class Distill(SFT):
         with self.teacher.read(batch) as teacher:
             options = {"teacher": teacher} | self.options(self.config.ce_weight)
             found = model(**batch._asdict(), num_items_in_batch=work.counts.clamp_min(1), divergence=options)
-        return Share(found.loss, token_sums(found.divergence, count_supervised(batch)))
+        return Share(found.loss, divergence_sums(found.divergence, count_supervised(batch)))
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
-        return per_token(sums)
+        return values_per_token(sums)
 
     @torch.no_grad()
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
@@ -88,14 +88,14 @@ class Distill(SFT):
         if sums is not None:
             with torch.compiler.set_stance("force_eager"):  # otherwise every prompt length would be compiled
                 answers, sample = correct_answers(model, self.data), greedy_sample(model, self.data)
-            values = per_token(sums)
+            values = values_per_token(sums)
             loss = values["divergence"] + self.config.ce_weight * values["nll"]
             found = Validation(loss, values, per_token=False, answers=answers, sample=sample)
         model.train()
         return found
 
     def validation_sums(self, model: CausalLM, stop: Stop) -> dict[str, float] | None:
-        """`token_sums` of the validation rows over all ranks, with the cross-entropy; None if a stop is requested."""
+        """`divergence_sums` of the validation rows over all ranks, with the cross-entropy; None if a stop is requested."""
         totals: dict[str, Tensor] = {}
         stop_requested = start_stop_check(stop, self.world)
         for batch in self.data.validation.batches(self.micro_batch_size, self.world):
@@ -105,19 +105,19 @@ class Distill(SFT):
             with self.teacher.read(batch) as teacher:
                 options = {"teacher": teacher} | self.options(ce_weight=1.0)
                 found = model(**batch._asdict(), num_items_in_batch=1, divergence=options, skip_logits=True)
-            sums = token_sums(found.divergence, count_supervised(batch))
+            sums = divergence_sums(found.divergence, count_supervised(batch))
             totals = {name: totals.get(name, 0) + value.double() for name, value in sums.items()}
         values = distributed.total(torch.stack(list(totals.values()))).tolist()
         return dict(zip(totals, values, strict=True))
 
 
-def token_sums(found: DivergenceOutput, tokens: Tensor) -> dict[str, Tensor]:
+def divergence_sums(found: DivergenceOutput, tokens: Tensor) -> dict[str, Tensor]:
     """Sums over the supervised tokens, and their number."""
     sums = {"tokens": tokens, "divergence": found.divergence.sum(), "entropy": found.entropy.sum()}
     return sums if found.cross_entropy is None else sums | {"nll": found.cross_entropy.sum()}
 
 
-def per_token(sums: Mapping[str, float]) -> dict[str, float]:
+def values_per_token(sums: Mapping[str, float]) -> dict[str, float]:
     return {name: value / max(1.0, sums["tokens"]) for name, value in sums.items() if name != "tokens"}
 
 

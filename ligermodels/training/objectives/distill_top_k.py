@@ -13,7 +13,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.divergences import TOP_K_KINDS
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, open_preferences
-from ligermodels.training.objectives.distill import parse_divergence, per_token, token_sums
+from ligermodels.training.objectives.distill import divergence_sums, parse_divergence, values_per_token
 from ligermodels.training.objectives.groups import GroupObjective
 from ligermodels.training.objectives.objective import Share, Work
 
@@ -68,10 +68,10 @@ class TopKDistill(GroupObjective):
         }  # fmt: skip
         found = model(**batch.model_inputs, num_items_in_batch=work.counts[0], divergence=options, skip_logits=True)
         tokens = work.counts.new_full((), batch.supervised)
-        return Share(found.loss, token_sums(found.divergence, tokens))
+        return Share(found.loss, divergence_sums(found.divergence, tokens))
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
-        return per_token(sums)
+        return values_per_token(sums)
 
 
 def teacher_of(batch: PreferenceBatch) -> tuple[Tensor, Tensor]:

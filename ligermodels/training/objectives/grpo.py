@@ -40,7 +40,7 @@ from ligermodels.training.objectives.references import (
 from ligermodels.training.optimizers.schedules import default_learning_rate
 from ligermodels.training.reinforcement.completions_file import COMPLETIONS_FILE, CompletionsFile
 from ligermodels.training.reinforcement.judging import (
-    Generation,
+    JudgedGeneration,
     completion_lines,
     generation_metrics,
     has_spread,
@@ -256,7 +256,7 @@ class GRPO(Objective):
         assert self.data.tokenizer is not None  # prompts are texts
         return self.data.tokenizer
 
-    def with_advantages(self, rollouts: Rollouts, generation: Generation) -> Rollouts:
+    def with_advantages(self, rollouts: Rollouts, generation: JudgedGeneration) -> Rollouts:
         config, rewards = self.config, generation.rewards
         if self.policy.name == "rloo":
             advantages = rloo_advantages(rewards, config.generations, reward_weights=self.weights)

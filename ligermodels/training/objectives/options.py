@@ -23,7 +23,7 @@ def parse_losses(words: Sequence[str]) -> tuple[list[str], list[float]]:
     return names, weights
 
 
-def parse_divergence(text: str | None) -> tuple[str | None, float | None]:
+def parse_f_divergence(text: str | None) -> tuple[str | None, float | None]:
     """(name, alpha) of `NAME` or `alpha_divergence:ALPHA`. Raises InputError."""
     name, colon, alpha = (text or "").partition(":")
     if colon and name != "alpha_divergence":

@@ -17,7 +17,7 @@ from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch, Step
 from ligermodels.training.objectives.groups import GroupObjective, balance_share, token_sums
 from ligermodels.training.objectives.objective import Share, Work
-from ligermodels.training.objectives.options import given, parse_divergence, parse_losses
+from ligermodels.training.objectives.options import given, parse_f_divergence, parse_losses
 from ligermodels.training.objectives.referenced import Referenced
 from ligermodels.training.objectives.watching import PairWatch
 
@@ -85,7 +85,7 @@ class DPO(Referenced, PairObjective):
     def read_options(self) -> dict[str, Any]:
         config = self.config
         names, weights = parse_losses(config.loss or ("sigmoid",))
-        divergence, alpha = parse_divergence(config.f_divergence)
+        divergence, alpha = parse_f_divergence(config.f_divergence)
         self.ld_alpha = config.ld_alpha
         return {"loss_type": names, "loss_weights": weights} | given(
             beta=config.beta, label_smoothing=config.label_smoothing, f_divergence_type=divergence,

@@ -19,7 +19,7 @@ def built_in_reward(name: str, max_completion_length: int) -> RewardCallable | N
     """The function of this name; None where there is none. Raises InputError for an argument that it cannot have."""
     kind, colon, argument = name.partition(":")
     if name in ("exact", "number"):
-        return exact if name == "exact" else number
+        return exact if name == "exact" else equal_number
     if kind == "format" and colon:
         return format_reward(name, argument)
     if kind == "length":
@@ -40,7 +40,7 @@ def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[f
     ]
 
 
-def number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+def equal_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """1 where the last number of the completion equals the last number of the column `answer`, else 0.
 
     None where the answer has no number. A comma separates thousands.

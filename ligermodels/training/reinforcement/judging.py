@@ -30,7 +30,7 @@ class JudgedGroup(NamedTuple):
     extras: dict[str, list[Any]]
 
 
-class Generation(NamedTuple):
+class JudgedGeneration(NamedTuple):
     """The groups of all ranks, by the number of their prompt. logged: what functions logged, by name."""
 
     groups: list[JudgedGroup]
@@ -53,7 +53,7 @@ def judge(
     samples: Sequence[Sequence[GeneratedSample]],
     state: TrainerState,
     seconds: float,
-) -> Generation:
+) -> JudgedGeneration:
     """Calls the reward functions on this rank's completions, and gathers those of all ranks. Every rank must call it.
 
     Raises InputError on every rank where a function fails on one.
@@ -71,7 +71,7 @@ def judge(
         for name, values in metrics.items():
             logged[name] += values
     groups = sorted((group for groups, _ in gathered for group in groups), key=lambda group: group.prompt.unit)
-    return Generation(groups, {name: sum(values) / len(values) for name, values in logged.items()})
+    return JudgedGeneration(groups, {name: sum(values) / len(values) for name, values in logged.items()})
 
 
 def judge_own(
@@ -84,7 +84,7 @@ def judge_own(
     if not prompts:
         return [], {}
     rewards = call_rewards(functions, as_judged(prompts, samples), state, seconds)
-    return list(split_by_prompt(prompts, samples, rewards)), dict(rewards.metrics)
+    return list(groups_of_prompts(prompts, samples, rewards)), dict(rewards.metrics)
 
 
 def as_judged(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]]) -> Judged:
@@ -99,7 +99,7 @@ def as_judged(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[Generat
     )
 
 
-def split_by_prompt(
+def groups_of_prompts(
     prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]], rewards: Rewards
 ) -> Iterator[JudgedGroup]:
     begin = 0
@@ -123,7 +123,7 @@ def has_spread(values: Tensor, generations: int) -> Tensor:
     return (highest > groups.nan_to_num(math.inf).amin(1)).any(1)
 
 
-def generation_metrics(generation: Generation, functions: Sequence[RewardFunction]) -> dict[str, float]:
+def generation_metrics(generation: JudgedGeneration, functions: Sequence[RewardFunction]) -> dict[str, float]:
     """The metrics of a generation under TRL's names."""
     rewards, samples = generation.rewards, generation.samples
     size = len(generation.groups[0].samples)
@@ -157,7 +157,7 @@ def std(values: Tensor) -> Tensor:
 
 
 def completion_lines(
-    generation: Generation, functions: Sequence[RewardFunction], advantages: Sequence[float], step: int
+    generation: JudgedGeneration, functions: Sequence[RewardFunction], advantages: Sequence[float], step: int
 ) -> Iterator[str]:
     """A JSON object for each completion."""
     number = iter(advantages)

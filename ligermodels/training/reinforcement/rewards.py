@@ -96,7 +96,7 @@ def open_reward(text: str, max_completion_length: int, modules: dict[Path, Modul
         raise InputError(f"--reward {spec}: must be FILE.py:FUNCTION, or one of {', '.join(BUILT_IN_REWARDS)}")
     file = Path(path)
     if file not in modules:
-        modules[file] = run_file(file, spec)
+        modules[file] = run_reward_file(file, spec)
     found = getattr(modules[file], name, None)
     if not callable(found):
         raise InputError(f"--reward {spec}: the file has no function of this name")
@@ -117,7 +117,7 @@ def split_weight(text: str) -> tuple[str, float]:
     return spec, value
 
 
-def run_file(file: Path, spec: str) -> ModuleType:
+def run_reward_file(file: Path, spec: str) -> ModuleType:
     if not file.is_file():
         raise InputError(f"--reward {spec}: the file does not exist")
     module_spec = importlib.util.spec_from_file_location(f"reward_file_{file.resolve()}", file)
@@ -254,10 +254,10 @@ def checked_values(function: RewardFunction, values: Any, judged: Judged) -> lis
             f"--reward {function.spec}: returned {len(values)} rewards for {count} completions, for "
             f"{prompts_of(judged)}; must return one for each"
         )
-    return [checked_value(function, value, place) for value, place in zip(values, judged.places, strict=True)]
+    return [checked_reward(function, value, place) for value, place in zip(values, judged.places, strict=True)]
 
 
-def checked_value(function: RewardFunction, value: Any, place: str) -> float | None:
+def checked_reward(function: RewardFunction, value: Any, place: str) -> float | None:
     if value is None:
         return None
     try:

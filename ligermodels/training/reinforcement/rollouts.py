@@ -140,7 +140,7 @@ def mini_batch(rollouts: Rollouts, prompts: Sequence[int], length: int, *, share
     supervised = sum(sum(group.lengths) for group in groups)
     unshared = sum(len(group.prompt) * len(group.completions) for group in groups) + supervised
     completions = sum(len(group.completions) for group in groups)
-    rows = [(batch, numbers_of(rollouts, batch)) for batch in batches]
+    rows = [(batch, places_of_completions(rollouts, batch)) for batch in batches]
     return MiniBatch(rows, completions, supervised, sum(sizes), unshared)
 
 
@@ -150,7 +150,7 @@ def count_rows(groups: Sequence[Group], length: int, share: bool) -> int:
     return len(pack_units([piece.tokens(share) for piece in pieces], length)) if pieces else 0
 
 
-def numbers_of(rollouts: Rollouts, batch: PreferenceBatch) -> list[int]:
+def places_of_completions(rollouts: Rollouts, batch: PreferenceBatch) -> list[int]:
     """The number of each of a batch's completions in the rollouts."""
     kept = {unit: rollouts.kept_of(unit) for unit in set(batch.units.tolist())}
     return [kept[unit][side] for unit, side in zip(batch.units.tolist(), batch.sides.tolist(), strict=True)]
@@ -163,14 +163,14 @@ def with_values(rollouts: Rollouts, rows: MiniBatch, device: torch.device) -> It
         size = len(batch.rows)
 
         def of_tokens(values: Tensor, places: Tensor = places, size: int = size) -> Tensor | None:
-            return padded(values[places], size).to(device, non_blocking=True) if len(values) else None
+            return padded_values(values[places], size).to(device, non_blocking=True) if len(values) else None
 
-        sampling = padded(rollouts.sampling_logprobs[places], size)
+        sampling = padded_values(rollouts.sampling_logprobs[places], size)
         yield RolloutBatch(
             batch.to(device), places, rollouts.advantages[completions].to(device), sampling.to(device),
             of_tokens(rollouts.old_logprobs), of_tokens(rollouts.ref_logprobs), of_tokens(rollouts.token_mask),
         )  # fmt: skip
 
 
-def padded(values: Tensor, size: int) -> Tensor:
+def padded_values(values: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, size - len(values)))

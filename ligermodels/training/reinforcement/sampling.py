@@ -19,7 +19,7 @@ from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.preferences import GroupPrompt
 from ligermodels.training.scaling import fsdp
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,6 @@ def cache_tokens(lengths: Sequence[int], plan: SamplingPlan) -> int:
     return pages * PAGE_SIZE
 
 
-def as_completion(prompt: str | list[Message], text: str) -> str | list[Message]:
+def as_completion(prompt: str | list[ChatMessage], text: str) -> str | list[ChatMessage]:
     """A completion as reward functions get it: of a conversation, a list with one message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
