@@ -411,6 +411,8 @@ def policy_options(config: TrainConfig) -> PolicyOptions:
     names = config.loss or ("dapo",)
     if len(names) > 1:
         raise InputError(f"--loss {' '.join(names)}: reinforcement learning has one loss; name one of them")
+    if names[0] == "rloo" and config.beta:
+        raise InputError("--beta has no effect with --loss rloo, which has no reference: leave it out")
     if names[0] == "rloo" and config.scale_rewards is not None:
         raise InputError("--scale-rewards has no effect with --loss rloo: leave it out")
     return PolicyOptions(
