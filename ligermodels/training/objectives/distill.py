@@ -95,7 +95,7 @@ class Distill(SFT):
         return found
 
     def validation_sums(self, model: CausalLM, stop: Stop) -> dict[str, float] | None:
-        """`divergence_sums` of the validation rows over all ranks, and the cross-entropy; None if a stop is requested."""
+        """`divergence_sums` of the validation rows of all ranks, and the cross-entropy; None if a stop is requested."""
         totals: dict[str, Tensor] = {}
         stop_requested = start_stop_check(stop, self.world)
         for batch in self.data.validation.batches(self.micro_batch_size, self.world):
