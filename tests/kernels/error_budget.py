@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.conftest import DEVICE
 
 FACTOR = 1.5
-APPROXIMATE = 1.5  # times that in fp32 on a GPU, where exponentials and divisions of Triton are approximate to 2 ulp
+APPROXIMATE = 2.0  # times that in fp32 on a GPU, where exponentials and divisions of Triton are approximate to 2 ulp
 FEW_NUMBERS = 16  # below this, errors do not average out
 # The Triton interpreter computes bf16 comparisons and dots wrongly: under it, fp16 is the half precision tested.
 DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
