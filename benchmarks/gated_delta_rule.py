@@ -16,7 +16,14 @@ from ligermodels.kernels.causal_conv import causal_conv_reference
 from ligermodels.kernels.gated_rms_norm import gated_rms_norm_reference
 
 SIZE, CHUNK, EPS = 128, 64, 1e-6
-SHAPES = [(4, 2048, 16, 16), (4, 2048, 16, 32), (4, 2048, 16, 48), (1, 32768, 16, 32), (1, 32768, 16, 16)]
+SHAPES = [
+    (4, 2048, 16, 16),
+    (4, 2048, 16, 32),
+    (4, 2048, 16, 48),
+    (1, 32768, 16, 32),
+    (1, 32768, 16, 16),
+    (1, 64, 2, 2),
+]
 
 
 def inputs(batch, length, key_heads, value_heads):
@@ -97,7 +104,7 @@ def conv_work(tokens, channels):
     return work_per_pass(4 * tokens * channels, 6 * tokens * channels)
 
 
-conv = Op("causal_conv", [(8192, 8192), (32768, 10240)], conv_inputs, causal_conv_reference, conv_work)
+conv = Op("causal_conv", [(8192, 8192), (32768, 10240), (64, 64)], conv_inputs, causal_conv_reference, conv_work)
 
 
 @conv.provider("pytorch")
@@ -134,7 +141,7 @@ def norm_work(tokens, heads):
     return work_per_pass(6 * tokens * heads * SIZE, 10 * tokens * heads * SIZE)
 
 
-norm = Op("gated_rms_norm", [(8192, 32), (32768, 48)], norm_inputs, gated_rms_norm_reference, norm_work)
+norm = Op("gated_rms_norm", [(8192, 32), (32768, 48), (64, 2)], norm_inputs, gated_rms_norm_reference, norm_work)
 
 
 @norm.provider("pytorch")

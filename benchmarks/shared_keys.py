@@ -13,7 +13,7 @@ from ligermodels.kernels.shared_keys import gather_keys_reference
 from ligermodels.training.data.preferences import Group
 from ligermodels.training.data.preferences.layout import GroupPiece, lay_out
 
-SHAPES = [(8, 1024, 256, 2, 8, 128), (2, 512, 512, 8, 8, 128), (2, 512, 512, 8, 2, 128), (1, 32, 16, 2, 8, 128)]
+SHAPES = [(8, 1024, 256, 2, 8, 128), (2, 512, 512, 8, 8, 128), (2, 512, 512, 8, 2, 128), (1, 64, 16, 2, 8, 128)]
 
 
 def layout(groups, prompt, completion, count):

@@ -146,10 +146,15 @@ def test_readme_has_the_commands_that_continuous_integration_runs():
 
 
 def test_the_training_page_has_every_flag_of_train_with_its_default():
-    text = TRAINING.read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \|", text, re.M))
-    flags = {f"--{name.replace('_', '-')}": field.default for name, field in FIELDS.items()}
-    assert set(rows) == {*flags, "--config", "--dry-run"}
+    """Those of fine-tuning; the pages of the other objectives name theirs."""
+    pages = [TRAINING.with_name(f"{name}.md") for name in ("preferences", "distillation", "reinforcement-learning")]
+    others = "".join(page.read_text(encoding="utf-8") for page in pages)
+    rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \|", TRAINING.read_text(encoding="utf-8"), re.M))
+    fields = {f"--{name.replace('_', '-')}": field for name, field in FIELDS.items()}
+    flags = {flag: field.default for flag, field in fields.items() if "sft" in field.metadata["objectives"]}
+    assert set(rows) == {*flags, "--config", "--dry-run"} - ({"--objective"} - set(rows))
+    assert [flag for flag in fields if flag not in flags and flag not in others] == []
+    flags = {flag: default for flag, default in flags.items() if flag in rows}
     for flag, default in flags.items():
         if isinstance(default, int | float | str) and not isinstance(default, bool):
             stated = rows[flag].strip("`").split(":")[0]

@@ -232,7 +232,7 @@ EXPERTS = {
         f"{DECODER}:CausalLM.balance", "config.output_router_logits", "False", "mixtral-aux-loss"
     ),
     "load-balancing loss not weighted": Sabotage(
-        f"{DECODER}:CausalLM.loss", "config.router_aux_loss_coef * ", "", "qwen3_moe-aux-loss"
+        f"{DECODER}:CausalLM.with_balance", "config.router_aux_loss_coef * ", "", "qwen3_moe-aux-loss"
     ),
     "load-balancing loss as a mean over the top k": Sabotage(
         f"{MOE}:load_balancing_loss", "chosen.mean(0) *", "chosen.mean(0) / k *", "granitemoe-aux-loss"

@@ -83,7 +83,7 @@ def test_each_check_detects_its_own_fault(folder, tmp_path, capsys, monkeypatch)
         return model
 
     def stale(self, q, k, v, position_ids, **options):
-        return attend(self, q, k, -v, position_ids, **options)
+        return attend(self, -q, k, v, position_ids, **options)
 
     def changed(folder):
         return config_of(folder) | ({"rms_norm_eps": 0.5} if folder.name == "export" else {})

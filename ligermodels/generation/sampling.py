@@ -121,7 +121,12 @@ class SamplingOptions:
         return self.row[4:] != SamplingRow()[4:]
 
     def resolved_seed(self) -> int:
-        """The seed, or else a new one of torch's default generator, which torch.manual_seed makes reproducible."""
+        """The seed, or else a new one of torch's default generator, which torch.manual_seed makes reproducible.
+
+        Greedy decoding draws none: a training run that decodes during validation keeps its random state.
+        """
+        if self.temperature == 0:
+            return 0
         return int(torch.randint(2**63 - 1, ())) if self.seed is None else int(self.seed)
 
 

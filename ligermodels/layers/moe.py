@@ -179,7 +179,8 @@ class MoE(nn.Module):
         normed, residual = add_then_norm(norm.module, x, residual)  # router and experts both read it
         tokens = normed.flatten(0, -2)
         router_logits = self.gate(tokens)
-        expert_weight, expert_index = self.gate.choose(router_logits, self.experts_per_token, self.normalize)
+        router = getattr(self.gate, "base_layer", self.gate)  # PEFT wraps the router
+        expert_weight, expert_index = router.choose(router_logits, self.experts_per_token, self.normalize)
         out = self.experts(tokens, expert_index, expert_weight)
         out = torch.ops.aten._unsafe_view(out, normed.shape)  # FSDP2 warns about views that leave a block
         if self.shared_expert is not None:

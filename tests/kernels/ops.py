@@ -808,7 +808,7 @@ OPS = {
     ),
     "decode_attention of one row, with a window and a softcap": Op(
         draw=partial(decode_attention_case, only_one=True, window=70, softcap=50.0), small=(6, 3, 20),
-        real=((64, 8, 64), (8, 4, 256)), has_gradients=False,
+        real=((64, 8, 64), (8, 4, 256), (16, 1, 256)), has_gradients=False,
     ),
     "sample": Op(
         draw=sample_case, small=(300,), real=tuple((v,) for v in VOCABULARIES), huge=(2**13 + 1, 2**18),

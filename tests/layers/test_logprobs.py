@@ -150,9 +150,9 @@ def test_neither_loss_nor_logits_are_computed_beside_log_probabilities():
 def test_arguments_that_contradict_each_other_raise():
     model = build("llama")
     ids, labels, rows = batch("llama")
-    with pytest.raises(ValueError, match="forward: rows and logprobs need labels"):
+    with pytest.raises(ValueError, match="forward: rows, logprobs and divergence need labels"):
         model(ids, rows=rows)
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="rows are places in the batch as it is given, but its padding"):
+    with pytest.raises(ValueError, match="are places in the batch as it is given, but its padding"):
         model(ids, labels, rows=rows, attention_mask=mask)

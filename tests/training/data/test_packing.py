@@ -94,7 +94,7 @@ def model():
 
 def summed_losses(model, documents, length, packing, rows=2):
     total = torch.zeros(())
-    for ids, labels, cu_seqlens, longest in validation(documents, length, packing).batches(rows, CPU):
+    for ids, labels, cu_seqlens, longest, *_ in validation(documents, length, packing).batches(rows, CPU):
         total += model(ids, labels, cu_seqlens=cu_seqlens, max_seqlen=longest, num_items_in_batch=1).loss
     return total
 

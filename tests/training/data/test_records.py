@@ -155,7 +155,7 @@ def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
-            ":2: is preference data (chosen, rejected), which training doe",
+            ":2: is preference data (chosen, rejected): --objective dpo ",
         ),
         (
             {"chosen": "b", "rejected": "c", "question": "a", "answer": "d"},
