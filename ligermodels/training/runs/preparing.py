@@ -72,6 +72,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     # The model, without its weights yet. Frozen weights are stored in the compute dtype.
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
     config, chosen = with_choices(config, precision(config, world))
+    objective.config = config  # with the choices that are made without the data
     # Whether fp32 products use tf32 is set in torch, for the process.
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
     compute_dtype, param_dtype = TORCH_DTYPES[str(config.dtype)], TORCH_DTYPES[str(config.param_dtype)]
