@@ -142,10 +142,12 @@ class Engine:
             )
         if options.has_penalties and not self.rows.history.shape[1]:
             self.rows = self.rows.with_history()
+        # Greedy decoding has no use for one: a training run that decodes in validation keeps its random state.
+        seed = options.resolved_seed() if options.temperature else 0
         number = self.submitted
         request = Request(
             number, number if stream is None else stream, ids, max_new_tokens, frozenset(stops),
-            options, options.resolved_seed(), ids if shown is None else shown,
+            options, seed, ids if shown is None else shown,
         )  # fmt: skip
         check_room(self.cache, request, self.max_rows)
         self.waiting.append(request)

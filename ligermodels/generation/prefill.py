@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables, slots_of
@@ -66,10 +67,7 @@ class PrefillLayer:
         if plan.earlier is None:
             out = attention(q, k, v, **self.queries, **options)
         else:
-            keys, values = (
-                torch.cat([pool[plan.earlier], new[0]])[plan.order][None]
-                for pool, new in ((key_pool, k), (value_pool, v))
-            )
+            keys, values = (plan.with_earlier(pool, new) for pool, new in ((key_pool, k), (value_pool, v)))
             out = attention(
                 q, keys, values, cu_seqlens_k=plan.offsets, max_seqlen_k=plan.longest, **self.queries, **options
             )
@@ -92,7 +90,7 @@ class PrefillStep:
         self.sequence_lengths = (
             torch.tensor([piece.length for piece in pieces]).repeat_interleave(lengths)[None].to(device)
         )
-        self.cu_seqlens = torch.cat([torch.zeros(1), ends]).int().to(device)
+        self.cu_seqlens = F.pad(ends, (1, 0)).int().to(device)
         self.max_seqlen = int(lengths.max())
         self.last = (ends - 1).to(device)
         plans = [key_plan(pieces, index, group.window, device) for index, group in enumerate(cache.groups)]
@@ -124,7 +122,7 @@ def key_plan(pieces: Sequence[PromptPiece], group: int, window: int | None, devi
         order += [torch.arange(place, place + len(slots_before)), torch.arange(new_place, new_place + len(piece.ids))]
         place, new_place = place + len(slots_before), new_place + len(piece.ids)
     counts = torch.tensor([piece.stop - start for piece, start in zip(pieces, starts, strict=True)])
-    offsets = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    offsets = F.pad(counts.cumsum(0), (1, 0)).int()
     return KeyPlan(
         slots, torch.cat(earlier).to(device), torch.cat(order).to(device), offsets.to(device), int(counts.max())
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypedDict
 
@@ -98,7 +99,7 @@ class SamplingOptions:
                 f"n is {self.n} at temperature 0, where all completions are equal; set temperature, or n=1"
             )
 
-    @property
+    @cached_property  # this and what follows are asked at every step
     def row(self) -> SamplingRow:
         return SamplingRow(
             float(self.temperature),
@@ -110,23 +111,18 @@ class SamplingOptions:
             float(self.frequency_penalty),
         )
 
-    @property
+    @cached_property
     def has_filters(self) -> bool:
         """Whether the row needs more of `kernels.sample` than its temperature."""
         return self.temperature > 0 and self.row[1:4] != SamplingRow()[1:4]
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether the row needs a table of `kernels.penalties`."""
         return self.row[4:] != SamplingRow()[4:]
 
     def resolved_seed(self) -> int:
-        """The seed, or else a new one of torch's default generator, which torch.manual_seed makes reproducible.
-
-        Greedy decoding draws none: a training run that decodes during validation keeps its random state.
-        """
-        if self.temperature == 0:
-            return 0
+        """The seed, or else a new one of torch's default generator, which torch.manual_seed makes reproducible."""
         return int(torch.randint(2**63 - 1, ())) if self.seed is None else int(self.seed)
 
 
