@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
 
@@ -48,9 +49,11 @@ def distillation(folder, **fields):
     return settings(folder, **({"model": "student"} | teacher | fields))
 
 
-def test_a_student_closes_half_of_the_gap_to_its_teacher(folder):
+def test_a_student_closes_half_of_the_gap_to_its_teacher(folder, capsys):
     folder, teacher = folder
     run = train(distillation(folder, steps=60, eval_every=60, output=folder / "distilled"))
+    tokens = tokenizers.Tokenizer.from_file(str(folder / "student" / "tokenizer.json")).get_vocab_size()
+    assert f"the {tokens} tokens of the tokenizer are compared" in capsys.readouterr().out
     before, after = (validations(run)[step] for step in (0, 60))
     assert after["validation_nll"] - teacher < 0.5 * (before["validation_nll"] - teacher)
     assert after["validation_loss"] == after["validation_divergence"] < 0.5 * before["validation_divergence"]

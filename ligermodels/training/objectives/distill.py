@@ -56,13 +56,10 @@ class Distill(SFT):
     def bytes_beside(self, model: CausalLM) -> int:
         return self.teacher.memory(self.config.sequence_length, dp_shard_size(self.world, self.config.dp_replicate))
 
-    def notes(self) -> list[str]:
-        if self.vocab is None:
-            return []
-        return [f"student and teacher are compared on the {self.vocab:,} tokens of the tokenizer; the rest is padding"]
-
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
         self.teacher.prepare(self.world, self.config.dp_replicate)
+        if self.vocab is not None:
+            say(f"distill: the {self.vocab:,} tokens of the tokenizer are compared; the rest of each head is padding")
 
     def options(self, ce_weight: float) -> dict[str, Any]:
         """Of `linear_divergence`, but the teacher's states."""
