@@ -245,7 +245,7 @@ def trained_parameters(model: CausalLM) -> list[Tensor]:
 
 def saved_by_block(block: Block, size: int) -> int:
     """Bytes per token that a block saves for backward; elements have `size` bytes."""
-    hidden = width(block.self_attn.o_proj)
+    hidden = block.mixer.hidden_size
     children = list(block.children())
     norms = sum(isinstance(child, RMSNorm | LayerNorm) for child in children)
     statistics = norms + sum(isinstance(child, LayerNorm) for child in children)  # rstd, of a LayerNorm the mean too
@@ -254,7 +254,7 @@ def saved_by_block(block: Block, size: int) -> int:
     masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
     low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
     saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks
-    return saved + saved_by_attention(block.self_attn, size) + saved_by_mlp(block.mlp, hidden, size)
+    return saved + saved_by_attention(block.mixer, size) + saved_by_mlp(block.mlp, hidden, size)
 
 
 def saved_by_attention(attention: Attention, size: int) -> int:
@@ -262,7 +262,7 @@ def saved_by_attention(attention: Attention, size: int) -> int:
 
     With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones.
     """
-    head_dim = width(attention.qkv_proj) // (attention.num_heads + 2 * attention.num_key_value_heads)
+    head_dim = attention.head_dim
     saved = width(attention.qkv_proj) + attention.num_heads * head_dim
     if isinstance(attention, QKNormAttention):
         saved += (attention.num_heads + attention.num_key_value_heads) * head_dim

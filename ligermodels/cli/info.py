@@ -10,7 +10,7 @@ from ligermodels.cli.parsing import add_dtype, add_revision, print_line
 from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora
-from ligermodels.memory import count_parameters, decoder_blocks, inference_memory, training_memory
+from ligermodels.memory import count_parameters, inference_memory, training_memory
 from ligermodels.units import byte_size, counted, memory_size
 
 
@@ -59,7 +59,7 @@ def attention_line(described: Description, dtype: torch.dtype | None) -> str:
     """What computes the attention of training on this machine, and what would be faster to install."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)  # as training chooses it
-    implementation = decoder_blocks(described.model)[0].self_attn.implementation(device, dtype)
+    implementation = described.model.attention_implementation(device, dtype)
     return f"in training, {str(dtype).removeprefix('torch.')} on {device.type}: {implementation}"
 
 
