@@ -10,7 +10,7 @@ from ligermodels.cli.parsing import add_dtype, add_revision, print_line
 from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora
-from ligermodels.memory import count_parameters, inference_memory, training_memory
+from ligermodels.memory import count_parameters, decoder_blocks, inference_memory, training_memory
 from ligermodels.units import byte_size, counted, memory_size
 
 
@@ -42,7 +42,9 @@ def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
     """(label, value) of the model's shape, parameters and files."""
     config, count, files = described.model.config, count_parameters(described.model), described.files
     query_heads = counted(config.num_attention_heads, "query head")
-    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {config.head_dim}"
+    mixers = [block.mixer for block in decoder_blocks(described.model)]
+    head_dim = next((mixer.head_dim for mixer in mixers if mixer.score_width), config.head_dim)
+    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {head_dim}"
     yield "family", config.raw["model_type"]
     layers = counted(config.num_hidden_layers, "layer")
     yield "shape", f"{layers}, hidden size {config.hidden_size:,}, {heads}"

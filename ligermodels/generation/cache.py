@@ -34,6 +34,28 @@ class PerRow(NamedTuple):
 Kept = PerToken | PerRow
 
 
+class LatentHeads(Protocol):
+    """How the heads of latent attention read what a cache keeps of a token, [latent | rotated key] [B, S, 1, L + R].
+
+    Keys and values of all heads can be computed from it, or queries and outputs be moved to the latents.
+    """
+
+    @property
+    def latent_size(self) -> int: ...
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [B, S, 1, L + R] -> keys [B, S, H, D] and values [B, S, H, V]."""
+        ...
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries [B, T, H, D] -> queries of the latents, [B, T, H, L + R]."""
+        ...
+
+    def restore(self, out: Tensor) -> Tensor:
+        """Weighted latents [B, T, H, L] -> weighted values [B, T, H, V]."""
+        ...
+
+
 class LayerCache(Protocol):
     """The cache of a layer that keeps something of every token.
 
@@ -48,6 +70,12 @@ class LayerCache(Protocol):
 
         options: scale, window, softcap, sinks, as those of `kernels.attention.attention`. Returns [B, T, Hq, D].
         """
+        ...
+
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        """The same of latent attention, whose keys and values the cache keeps as latents [B, T, 1, L + R]."""
         ...
 
 

@@ -90,6 +90,10 @@ class Attention(Mixer):
     def kept(self) -> PerToken:
         return PerToken(2 * self.num_key_value_heads * self.head_dim, self.window)
 
+    @property
+    def score_width(self) -> int:
+        return 2 * self.num_heads * self.head_dim
+
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         return packed_attention_name(device, dtype, self.head_dim, self.softcap)
 

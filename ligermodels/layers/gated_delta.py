@@ -88,6 +88,11 @@ class GatedDeltaNet(Mixer):
             [self.channels, self.value_heads * self.value_size, self.value_heads, self.value_heads], -1
         )
 
+    @property
+    def state_flops(self) -> int:
+        """Two products with the state, and an outer product that is added to it."""
+        return 6 * self.value_heads * self.key_size * self.value_size
+
     def kept(self) -> PerRow:
         inputs = self.channels * (self.conv1d.weight.shape[2] - 1)
         return PerRow(inputs, self.value_heads * self.key_size * self.value_size)

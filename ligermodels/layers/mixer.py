@@ -38,11 +38,16 @@ class Positions:
 
 
 class Mixer(PackingModule, ABC):
-    """Base class. name_in_block: the module's name in a block. dropout: of attention's probabilities."""
+    """Base class.
+
+    name_in_block: the module's name in a block. dropout: of attention's probabilities.
+    window: how many keys a query attends to, its own included; None for all.
+    """
 
     name_in_block: ClassVar[str]
     hidden_size: int
     dropout: float = 0.0
+    window: int | None = None
 
     @abstractmethod
     def forward(
@@ -58,6 +63,16 @@ class Mixer(PackingModule, ABC):
         The layer reads norm(x + residual), or x + residual if norm is None. cache: a `LayerCache`, or `LayerStates` for
         a layer that keeps states.
         """
+
+    @property
+    def score_width(self) -> int:
+        """Columns of all queries and of all values together: what a query costs for each key."""
+        return 0
+
+    @property
+    def state_flops(self) -> int:
+        """FLOPs of a token in forward that read and change states."""
+        return 0
 
     @abstractmethod
     def kept(self) -> Kept:

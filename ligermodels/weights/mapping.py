@@ -20,6 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ligermodels.configs.base import Config
+from ligermodels.configs.features import LatentAttentionConfig
 from ligermodels.configs.hybrid import GatedDeltaConfig
 from ligermodels.weights.boxes import Shape
 
@@ -283,6 +284,13 @@ def packed_delta_projections(config: GatedDeltaConfig) -> tuple[Rule, ...]:
     parts = tuple(f"{layer}in_proj_{part}" for part in ("qkv", "z", "b", "a"))
     linear = Concat(layer + "in_proj", parts, (2 * config.linear_key_size + values, values, heads, heads))
     return packed_qkv(config, query_parts=2), linear, packed_gate_up()
+
+
+def packed_latents(config: LatentAttentionConfig) -> Concat:
+    """self_attn.qkv_a_proj is the concatenation of the Hub's q_a_proj, or q_proj, and kv_a_proj_with_mqa."""
+    layer, q = "model.layers.{}.self_attn.", "q_proj" if config.q_lora_rank is None else "q_a_proj"
+    sizes = config.query_input_size, config.kv_lora_rank + config.qk_rope_head_dim
+    return Concat(layer + "qkv_a_proj", (layer + q, layer + "kv_a_proj_with_mqa"), sizes)
 
 
 def packed_gate_up(mlp: str = "mlp") -> Concat:
