@@ -120,8 +120,7 @@ class Engine:
         prompt: token ids, or a text if the engine has a tokenizer. stop_tokens: what ends a sample; None for the
         end-of-text tokens of the checkpoint and of the tokenizer, () for none. shown: tokens whose text the results
         continue; None for those of the prompt. stream: which of the seed's sequences of random numbers; None for the
-        request's number.
-        sampling: see `Sampling`.
+        request's number. sampling: see `Sampling`.
 
         Raises InputError for an empty prompt, a token id outside the vocabulary, options out of range, and a request
         that the cache cannot hold.
@@ -269,9 +268,10 @@ class Engine:
 
     def decode_all(self) -> None:
         """Launches a decode step of all rows in use."""
-        self.refill()
-        position = max(sample.position for sample in self.samples)
-        self.warn_beyond(position)
+        positions = [sample.position for sample in self.samples]
+        if self.model.config.longrope_switch_length in positions:
+            self.refill()
+        self.warn_beyond(max(positions))
         count = len(self.samples)
         drawing = drawing_of(self.samples)
         if self.graphs is None:

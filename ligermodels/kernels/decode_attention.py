@@ -53,16 +53,16 @@ class VisibleKeys(NamedTuple):
 
 def visible_keys(block_table: Tensor, lengths: Tensor, window: int | None, page_size: int) -> VisibleKeys:
     """Arguments as those of `decode_attention`. Reads the lengths on the host."""
-    longest = int(lengths.max()) if len(lengths) else 0
+    of_rows = lengths.tolist()
+    longest, shortest = max(of_rows, default=0), min(of_rows, default=0)
     seen = longest if window is None else min(window, longest)
-    position = lengths[:, None] - seen + torch.arange(seen, device=lengths.device)  # below 0 before a row's first
-    exists, position = position >= 0, position.clamp_min(0)
+    position = lengths[:, None] + torch.arange(-seen, 0, device=lengths.device)
+    exists = None
+    if shortest < seen:
+        exists, position = (position >= 0)[:, None, None], position.clamp_min(0)
     pages = block_table.gather(1, position // page_size % block_table.shape[1])
     slots = pages.long() * page_size + position % page_size
-    empty = lengths[:, None, None] == 0
-    return VisibleKeys(
-        slots.flatten(), None if bool(exists.all()) else exists[:, None, None], empty if bool(empty.any()) else None
-    )
+    return VisibleKeys(slots.flatten(), exists, None if shortest else lengths[:, None, None] == 0)
 
 
 def attend_visible_reference(
@@ -70,9 +70,13 @@ def attend_visible_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`decode_attention` over these keys. All rows take as many as the longest needs; the others mask some."""
-    shape = len(q), len(seen.slots) // max(len(q), 1)
-    k, v = (x.index_select(0, seen.slots).unflatten(0, shape).transpose(1, 2) for x in (keys, values))  # [B, Hkv, S, D]
-    out = _attend(q.unflatten(1, (k.shape[1], -1)), k, v, seen.visible, scale, softcap, sinks).flatten(1, 2)
+    rows, heads, size = q.shape
+    kv_heads, length = keys.shape[1], len(seen.slots) // max(rows, 1)
+    k, v = (
+        x.index_select(0, seen.slots).view(rows, length, kv_heads, x.shape[2]).transpose(1, 2) for x in (keys, values)
+    )  # [B, Hkv, S, D]
+    out = _attend(q.reshape(rows, kv_heads, heads // kv_heads, size), k, v, seen.visible, scale, softcap, sinks)
+    out = out.reshape(rows, heads, values.shape[2])
     return out if seen.empty is None else out.masked_fill(seen.empty, 0.0)
 
 
