@@ -91,7 +91,8 @@ class HubModule(nn.Module):
         return ()
 
     def stored_buffers(self) -> dict[str, Tensor]:
-        """The buffers that a checkpoint stores, by name: those that a module lists as `stored_buffers`."""
+        """The buffers that a checkpoint stores, by name: those that a module lists as `stored_buffers`, with
+        the value of their elements in a new model."""
         owners = ((prefix, module, getattr(module, "stored_buffers", ())) for prefix, module in self.named_modules())
         return {
             f"{prefix}.{name}": module.get_buffer(name)
