@@ -160,7 +160,7 @@ class Objective(ABC):
         return []
 
     def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
-        """Called after the update of step number `step`, from 1."""
+        """Called after the update of step number `step`, from 1; not after a step without an update."""
 
     @abstractmethod
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:

@@ -9,6 +9,7 @@ import torch
 
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training import TrainConfig, plan, train
+from ligermodels.training.objectives.pairs import DPO
 from ligermodels.training.runs.settings import config_of_run
 from tests.training.launching import loop
 
@@ -100,6 +101,22 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(kind, tmp_pa
     assert [r["loss"] for r in steps(resumed)] == [r["loss"] for r in steps(whole)]
     for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+def test_a_step_without_an_update_does_not_mix_the_reference(monkeypatch):
+    """Step 2 is not finite: its loss is infinite, and weights and reference stay those of step 1."""
+    loss, found = DPO.loss, []
+
+    def infinite_in_step_2(self, model, batch, work):
+        share = loss(self, model, batch, work)
+        found.append({name: weight.clone() for name, weight in self.tensors().items()})
+        return share._replace(loss=share.loss + math.inf) if len(found) == 2 else share
+
+    monkeypatch.setattr(DPO, "loss", infinite_in_step_2)
+    run(reference="ema:0.5/1", steps=3, on_nan="skip", sequence_length=1024)  # one row a step
+    first, second, third = found[:3]
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(second[name], third[name]) for name in first)
 
 
 def test_a_continued_adapter_is_its_own_reference(tmp_path):
