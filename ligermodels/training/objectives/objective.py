@@ -123,7 +123,7 @@ class Objective(ABC):
         return True
 
     def bytes_beside(self, model: CausalLM) -> int:
-        """Bytes of a rank's weights beside the model's, of a reference or a teacher. model: on the meta device."""
+        """Bytes of a rank that stay beside the model, such as a reference or a teacher. model: on the meta device."""
         return 0
 
     def phases(self, train: TrainingMemory) -> Mapping[str, int]:

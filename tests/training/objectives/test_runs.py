@@ -3,13 +3,16 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
+from ligermodels.distributed import World
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.objectives.pairs import DPO
+from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.settings import config_of_run
 from tests.training.launching import loop
 
@@ -41,6 +44,10 @@ def steps(result):
     return [record for record in result.metrics if "loss" in record]
 
 
+MEASURED = {
+    "orpo": {"objective": "orpo"},
+    "kto": {"objective": "kto", "examples": 8, "pairs": None, "loss": ("apo_zero_unpaired",)},
+}
 REFERENCES = {
     "precomputed": {},
     "model": {"reference": "model"},
@@ -103,6 +110,26 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(kind, tmp_pa
         assert torch.equal(one, other), name
 
 
+@pytest.mark.parametrize("objective", ["orpo", "kto"])
+def test_mean_logits_are_those_of_the_model_over_the_tokens_of_each_side(objective):
+    """Of the weights before the first step, over all of its rows; without the flag there are none."""
+    config = TrainConfig(**COMMON | MEASURED[objective], mean_logits=True, sequence_length=32)
+    made = prepare(config, World(torch.device("cpu")))
+    model = made.model.to_empty(device="cpu")
+    model.initialize(config.seed)
+    sums = {True: [0.0, 0], False: [0.0, 0]}
+    for batch in made.objective.data.training.step(0, 8, World(torch.device("cpu"))).batches:
+        inputs = batch.model_inputs | {"labels": None, "rows": None}
+        logits = model(**inputs).logits[0, batch.rows[: batch.supervised]].mean(-1)
+        chosen = batch.sides == 0 if batch.desirable is None else batch.desirable
+        for good, part in zip(chosen.tolist(), logits.split(batch.completions.diff().tolist()), strict=True):
+            sums[good] = [sums[good][0] + part.sum().item(), sums[good][1] + len(part)]
+    found = steps(train(replace(config, steps=1)))[0]
+    for side, good in (("chosen", True), ("rejected", False)):
+        assert found[f"logits/{side}"] == pytest.approx(sums[good][0] / sums[good][1], rel=1e-4, abs=1e-6)
+    assert not [name for name in steps(run(objective, steps=1))[0] if name.startswith("logit")]
+
+
 def test_a_step_without_an_update_does_not_mix_the_reference(monkeypatch):
     """Step 2 is not finite: its loss is infinite, and weights and reference stay those of step 1."""
     loss, found = DPO.loss, []
@@ -142,6 +169,6 @@ def test_the_plan_has_the_peak_of_each_phase_and_the_reference_beside_the_model(
     assert [*precomputed.phases] == ["precompute", "train"]
     assert precomputed.phases["precompute"] < precomputed.phases["train"] and "peak, precompute" in precomputed.text()
     beside = plan(TrainConfig(**COMMON, objective="dpo", reference="model"))
-    assert beside.memory.reference == 4 * beside.parameters.total
-    assert beside.phases == {"train": precomputed.phases["train"] + beside.memory.reference}
+    assert beside.memory.beside == 4 * beside.parameters.total
+    assert beside.phases == {"train": precomputed.phases["train"] + beside.memory.beside}
     assert "8 pairs a step" in beside.step
