@@ -193,7 +193,6 @@ def train(config: TrainConfig) -> TrainResult:
             set_learning_rate(optimizer, rate)
             clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
             optimizer.zero_grad()
-            objective.finish_step(model, progress.step + 1)
             norm_value, *values = read()
             (loss_value, told_to_stop, failed, overdue), sums, maxima = step.named(values, len(signs))
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
@@ -217,6 +216,8 @@ def train(config: TrainConfig) -> TrainResult:
                         f"update; {output / METRICS_FILE} names the step's documents; lower --learning-rate, or "
                         f"continue without such steps: {resume} --on-nan skip"
                     )
+            else:
+                objective.finish_step(model, progress.step + 1)
 
             progress = replace(
                 progress, step=progress.step + 1, rows=progress.rows + work.units,
