@@ -29,7 +29,7 @@ from ligermodels.kernels.linear import LowRank, low_rank_linear
 from ligermodels.kernels.nf4 import Nf4
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
-from ligermodels.kernels.quantised_weight import Weight, operand
+from ligermodels.kernels.quantised_weight import Weight, dense, operand
 from ligermodels.kernels.rms_norm import add_rms_norm
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
@@ -101,10 +101,11 @@ def effective_weight(projection: nn.Module, inputs: int) -> Tensor:
     if plain is None:  # its call is all that is known of it
         like = next(projection.parameters())
         return projection(torch.eye(inputs, dtype=like.dtype, device=like.device)).mT
+    weight = dense(*operand(plain.weight))
     if plain.low_rank is None:
-        return plain.weight
+        return weight
     a, b, _, scale = plain.low_rank
-    return torch.addmm(plain.weight, b.to(plain.weight.dtype), a.to(plain.weight.dtype), alpha=scale)
+    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
 
 
 def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
