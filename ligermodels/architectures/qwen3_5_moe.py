@@ -17,7 +17,7 @@ from ligermodels.weights.mapping import Rename, Rule, packed_delta_projections, 
 
 
 @dataclass(kw_only=True)
-class Qwen3_5MoeConfig(MoEConfig, GatedDeltaConfig):
+class Qwen3_5MoeConfig(GatedDeltaConfig, MoEConfig):
     vocab_size: int = 248320
     hidden_size: int = 2048
     num_hidden_layers: int = 40

@@ -18,7 +18,7 @@ from ligermodels.weights.mapping import Concat, Rule, packed_gate_up, packed_qkv
 
 
 @dataclass(kw_only=True)
-class Qwen3NextConfig(SparseStepConfig, GatedDeltaConfig):
+class Qwen3NextConfig(GatedDeltaConfig, SparseStepConfig):
     vocab_size: int = 151936
     hidden_size: int = 2048
     intermediate_size: int = 5632

@@ -71,10 +71,12 @@ def attend_visible_reference(
 ) -> Tensor:  # fmt: skip
     """`decode_attention` over these keys. All rows take as many as the longest needs; the others mask some."""
     rows, heads, size = q.shape
-    shape = rows, len(seen.slots) // max(rows, 1), *keys.shape[1:]
-    k, v = (x.index_select(0, seen.slots).view(shape).transpose(1, 2) for x in (keys, values))  # [B, Hkv, S, D]
-    out = _attend(q.reshape(rows, k.shape[1], -1, size), k, v, seen.visible, scale, softcap, sinks)
-    out = out.reshape(rows, heads, size)
+    kv_heads, length = keys.shape[1], len(seen.slots) // max(rows, 1)
+    k, v = (
+        x.index_select(0, seen.slots).view(rows, length, kv_heads, x.shape[2]).transpose(1, 2) for x in (keys, values)
+    )  # [B, Hkv, S, D]
+    out = _attend(q.reshape(rows, kv_heads, heads // kv_heads, size), k, v, seen.visible, scale, softcap, sinks)
+    out = out.reshape(rows, heads, values.shape[2])
     return out if seen.empty is None else out.masked_fill(seen.empty, 0.0)
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import _register_namedtuple
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
-from ligermodels.generation.cache import Cache, Kept
+from ligermodels.generation.cache import Cache, Kept, PerToken
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.sampling import Sampling
 from ligermodels.generation.texts import TextTokenizer
@@ -213,6 +213,11 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     def kept_by_layers(self) -> list[Kept]:
         """What a cache keeps for each layer."""
         return [cast(Block, block).mixer.kept() for block in self.model.layers]
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether documents can share the keys of a prefix; of states each document would need its own copy."""
+        return all(isinstance(kept, PerToken) for kept in self.kept_by_layers())
 
     def attention_implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         """What computes attention and what stands for it there, for reports."""
@@ -503,6 +508,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Random weights: normal with the config's initializer_range; norms act as weight 1, biases and LoRA B are 0.
+        Buffers that a checkpoint stores have the values that their modules name.
 
         Every rank draws every whole parameter and keeps its shard, so that the weights do not depend on the sharding.
         The weights of the base do not depend on LoRA either.
@@ -524,6 +530,10 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             else:
                 value.normal_(0.0, self.config.initializer_range, generator=generator)
             copy_local_shard(parameter, value)
+        for module in self.modules():
+            if module is not self:
+                for name, initial in getattr(module, "stored_buffers", {}).items():
+                    module.get_buffer(name).fill_(initial)
         initialize_lora(self, generator)
 
 

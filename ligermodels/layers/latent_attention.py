@@ -34,6 +34,7 @@ class LatentAttention(Mixer):
 
     name_in_block = "self_attn"
     scales_queries = False
+    source: int | None = None
     sinks = None
 
     def __init__(self, config: LatentAttentionConfig) -> None:
@@ -122,4 +123,4 @@ class LatentAttention(Mixer):
         return self.num_heads * (self.head_dim + self.value_size)
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
-        return packed_attention_name(device, dtype, self.head_dim, None)
+        return packed_attention_name(device, dtype, max(self.head_dim, self.value_size), None)
