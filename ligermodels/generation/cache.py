@@ -43,6 +43,11 @@ class Cache(Protocol):
         positions of the call say."""
         ...
 
+    @property
+    def rope_offsets(self) -> Tensor | None:
+        """[B, 1], added to each row's positions for RoPE: images take fewer positions than tokens. None for 0."""
+        ...
+
     def next_positions(self, count: int) -> Tensor:
         """Positions [B, count] of the next tokens of every row."""
         ...
@@ -53,7 +58,11 @@ class Cache(Protocol):
 
 
 class GenerativeModel(Protocol):
-    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper."""
+    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper.
+
+    One that takes images also has `prepare_images`, of ids [1, T] and pixel inputs, and `encode_prompt` of its result,
+    which returns `PromptImages`.
+    """
 
     config: Config
     generation_config: dict[str, Any]
@@ -67,6 +76,9 @@ class GenerativeModel(Protocol):
     def attention_windows(self) -> list[int | None]:
         """The window of each layer, None for full attention."""
         ...
+
+    @property
+    def takes_images(self) -> bool: ...
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]: ...
 

@@ -53,13 +53,17 @@ class KVLayer:
 
 
 class KVCache:
-    """One KVLayer for each layer, and the number of filled positions of each row: `lengths`, int64 [B]."""
+    """One KVLayer for each layer, and the number of filled positions of each row: `lengths`, int64 [B].
+
+    rope_offsets: int64 [B, 1], see `Cache`; None as long as no row has images.
+    """
 
     sequence_lengths = None
 
     def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device) -> None:
         self.layers = [KVLayer(max_length) for _ in range(num_layers)]
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.rope_offsets: Tensor | None = None
 
     def next_positions(self, count: int) -> Tensor:
         """Positions [B, count] of the next tokens of every row."""
@@ -67,6 +71,15 @@ class KVCache:
 
     def advance(self, count: int | Tensor) -> None:
         self.lengths += count
+
+    def extend_rope(self, rope_ids: Tensor, offsets: Tensor) -> Tensor:
+        """Positions for RoPE of the next tokens, as if they began a sequence -> those that continue the rows.
+
+        rope_ids [axes, B, T]; offsets [B, 1]: what they change `rope_offsets` by, for all tokens after them.
+        """
+        before = torch.zeros_like(offsets) if self.rope_offsets is None else self.rope_offsets
+        self.rope_offsets = before + offsets
+        return rope_ids + self.lengths[:, None] + before
 
     def reserve(self, max_length: int) -> None:
         """Makes room for this many positions."""
@@ -76,5 +89,7 @@ class KVCache:
     def select_rows(self, rows: Tensor) -> None:
         """Replaces the rows by these, which are indices [B] of the present ones; one may be repeated."""
         self.lengths = self.lengths[rows]
+        if self.rope_offsets is not None:
+            self.rope_offsets = self.rope_offsets[rows]
         for layer in self.layers:
             layer.select_rows(rows)

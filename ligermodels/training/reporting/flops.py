@@ -10,6 +10,7 @@ its row, which doubles the attention FLOPs.
 Must not know how a run is trained.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,6 +18,8 @@ import torch
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
+from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
+from ligermodels.layers.vision_positions import Grid, patch_layout
 
 # Dense TFLOP/s (bfloat16 with fp32 accumulation, tf32) by the driver's device name, from the vendors' data sheets and
 # architecture white papers. Where those state only the figure with sparsity, half of it.
@@ -68,7 +71,7 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> int:
     Parameters that are frozen at the time of the call cost no weight gradient. The model may be on the meta device, and
     may be sharded.
     """
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [module for module in model.model.modules() if isinstance(module, Attention)]
     pairs = sum(mean_attended_keys(sequence_length, attention.window) for attention in layers)
     return matrix_flops(model) + round(12 * model.config.query_size * pairs)
 
@@ -87,6 +90,27 @@ def matrix_flops(model: CausalLM) -> int:
         if weight.ndim >= 2:
             active, experts = routed.get(id(weight), (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
+    return flops
+
+
+def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
+    """Returns the model FLOPs per patch of a training step on images with these grids: of the tower and the projector.
+
+    A tower of which nothing is trained has no backward pass.
+    """
+    tower, backward = model.visual, is_trained(model.visual)
+    flops = 0.0
+    for part, to_input in ((tower.patch_embed, False), (tower.blocks, backward), (model.projector, backward)):
+        weights = (weight for weight in part.parameters() if weight.ndim >= 2)
+        of_part = sum(weight.numel() * (2 + 2 * to_input + 2 * weight.requires_grad) for weight in weights)
+        flops += of_part / (tower.patches_per_feature if part is model.projector else 1)
+    vision = model.config.vision
+    layout, _ = patch_layout(grids, vision.spatial_merge_size, model.window_side(vision))
+    patches = layout.positions.shape[1]
+    for index in range(len(tower.blocks)):
+        spans = layout.windows if index in tower.windowed and layout.windows is not None else layout.frames
+        keys = float(spans.cu_seqlens.diff().double().square().sum()) / patches
+        flops += (12 if backward else 4) * vision.hidden_size * keys
     return flops
 
 
