@@ -20,6 +20,7 @@ from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up
 from ligermodels.layers.attention import Attention, QKNormAttention
 from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
@@ -265,11 +266,13 @@ def saved_by_block(block: Block, size: int) -> int:
     return saved + saved_by_attention(block.self_attn, size) + saved_by_mlp(block.mlp, hidden, size)
 
 
-def saved_by_attention(attention: Attention, size: int) -> int:
+def saved_by_attention(attention: Attention | LatentAttention, size: int) -> int:
     """Bytes per token: queries, keys and values, the output, its log-sum-exp.
 
     With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones.
     """
+    if isinstance(attention, LatentAttention):
+        return saved_by_latent_attention(attention, size)
     head_dim = width(attention.qkv_proj) // (attention.num_heads + 2 * attention.num_key_value_heads)
     saved = width(attention.qkv_proj) + attention.num_heads * head_dim
     if isinstance(attention, QKNormAttention):
@@ -277,6 +280,15 @@ def saved_by_attention(attention: Attention, size: int) -> int:
     if attention.scales_queries:
         saved += attention.num_heads * head_dim
     return saved * size + attention.num_heads * FP32_BYTES
+
+
+def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
+    """Bytes per token: the latents and rstd of their norms; queries, keys, what the values are a part of, the output
+    and its log-sum-exp."""
+    norms = 1 if attention.q_b_proj is None else 2
+    heads = 2 * attention.head_dim + (attention.nope_size + attention.value_size) + attention.value_size
+    saved = width(attention.qkv_a_proj) + attention.num_heads * heads
+    return saved * size + (norms + attention.num_heads) * FP32_BYTES
 
 
 def saved_by_patch(model: CausalLM, size: int) -> int:

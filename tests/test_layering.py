@@ -25,10 +25,11 @@ MAY_IMPORT = {
     "memory": {"configs", "kernels", "layers", "generation"},
     "architectures": {"configs", "layers", "weights"},
     "tokenizer": {"errors", "weights"},
-    "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer"},
+    "images": {"errors", "weights", "tokenizer"},
+    "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer", "images"},
     "training": {
         *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
-        *("tokenizer", "memory", "aliases", "losses"),
+        *("tokenizer", "images", "memory", "aliases", "losses"),
     },
     "verify": {"errors", "layers", "weights", "hub", "generation", "tokenizer"},
     "cli": {

@@ -42,7 +42,8 @@ def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
     """(label, value) of the model's shape, parameters and files."""
     config, count, files = described.model.config, count_parameters(described.model), described.files
     query_heads = counted(config.num_attention_heads, "query head")
-    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {config.head_dim}"
+    head_dim = decoder_blocks(described.model)[0].self_attn.head_dim
+    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {head_dim}"
     yield "family", config.raw["model_type"]
     layers = counted(config.num_hidden_layers, "layer")
     yield "shape", f"{layers}, hidden size {config.hidden_size:,}, {heads}"

@@ -14,6 +14,28 @@ from ligermodels.configs.base import Config
 from ligermodels.kernels.cache_write import CacheSlots
 
 
+class LatentHeads(Protocol):
+    """How the heads of latent attention read what a cache keeps of a token, [latent | rotated key] [B, S, 1, L + R].
+
+    Keys and values of all heads can be computed from it, or queries and outputs be moved to the latents.
+    """
+
+    @property
+    def latent_size(self) -> int: ...
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [B, S, 1, L + R] -> keys [B, S, H, D] and values [B, S, H, V]."""
+        ...
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries [B, T, H, D] -> queries of the latents, [B, T, H, L + R]."""
+        ...
+
+    def restore(self, out: Tensor) -> Tensor:
+        """Weighted latents [B, T, H, L] -> weighted values [B, T, H, V]."""
+        ...
+
+
 class LayerCache(Protocol):
     """The cache of one layer.
 
@@ -28,6 +50,12 @@ class LayerCache(Protocol):
 
         options: scale, window, softcap, sinks, as those of `kernels.attention.attention`. Returns [B, T, Hq, D].
         """
+        ...
+
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        """The same of latent attention, whose keys and values the cache keeps as latents [B, T, 1, L + R]."""
         ...
 
 
@@ -79,6 +107,10 @@ class GenerativeModel(Protocol):
 
     @property
     def takes_images(self) -> bool: ...
+
+    def cache_widths(self) -> list[int]:
+        """Elements that the cache of each layer keeps of a token."""
+        ...
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]: ...
 

@@ -286,9 +286,10 @@ class Engine:
 
     def decode_all(self) -> None:
         """Launches a decode step of all rows in use."""
-        self.refill()
-        position = max(sample.position for sample in self.samples)
-        self.warn_beyond(position)
+        positions = [sample.position for sample in self.samples]
+        if self.model.config.longrope_switch_length in positions:
+            self.refill()
+        self.warn_beyond(max(positions))
         count = len(self.samples)
         drawing = drawing_of(self.samples)
         if self.graphs is None:

@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.generation.cache import LatentHeads
 from ligermodels.kernels.attention import attention
 
 
 class KVLayer:
-    """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use."""
+    """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use.
+
+    Of latent attention the keys are the latents, and the values have no columns.
+    """
 
     slots = None
 
@@ -25,6 +29,13 @@ class KVLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
         keys, values = self.update(k, v, position_ids)
         return attention(q, keys, values, position_ids=position_ids, **options)
+
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        latents, _ = self.update(latents, latents[..., :0], position_ids)
+        values = latents[..., : heads.latent_size]
+        return heads.restore(attention(heads.absorb(q), latents, values, scale=scale, position_ids=position_ids))
 
     def update(self, k: Tensor, v: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k, v [B, T, Hkv, D] at position_ids [B, T] and returns all keys and values of the cache.

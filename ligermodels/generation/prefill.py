@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.generation.cache import LatentHeads
 from ligermodels.generation.image_features import PromptImages, features_of_pieces, rope_of_pieces
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables, slots_of
 from ligermodels.kernels.attention import attention
@@ -74,6 +75,19 @@ class PrefillLayer:
                 q, keys, values, cu_seqlens_k=plan.offsets, max_seqlen_k=plan.longest, **self.queries, **options
             )
         key_pool[plan.slots], value_pool[plan.slots] = k[0], v[0]
+        return out
+
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        plan, (pool, _) = self.plan, self.layer.pools(latents, latents[..., :0])
+        if plan.earlier is None:
+            k, v = heads.expand(latents)
+            out = attention(q, k, v, scale=scale, **self.queries)
+        else:
+            k, v = heads.expand(plan.with_earlier(pool, latents))
+            out = attention(q, k, v, scale=scale, cu_seqlens_k=plan.offsets, max_seqlen_k=plan.longest, **self.queries)
+        pool[plan.slots] = latents[0]
         return out
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.generation.cache import LatentHeads
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables
 from ligermodels.generation.sampling import SamplingRow
 from ligermodels.kernels.cache_write import CacheSlots
@@ -190,6 +191,20 @@ class DecodeLayer:
             return attend_visible_reference(query, keys, values, self.seen, **options)[:, None]
         options |= {"window": window, "page_size": PAGE_SIZE}
         return decode_attention(query, keys, values, self.table, self.lengths, **options)[:, None]
+
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        query, (pool, _, slots) = heads.absorb(q)[:, 0], self.slots
+        pool.index_copy_(0, slots, latents[:, 0])
+        if self.seen is not None:
+            out = attend_visible_reference(query, pool, pool[..., : heads.latent_size], self.seen, scale=scale)
+        else:
+            out = decode_attention(
+                query, pool, None, self.table, self.lengths, scale=scale, page_size=PAGE_SIZE,
+                value_size=heads.latent_size,
+            )  # fmt: skip
+        return heads.restore(out[:, None])
 
 
 class DecodeCache:

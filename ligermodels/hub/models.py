@@ -16,6 +16,7 @@ from ligermodels.configs.base import Config
 from ligermodels.errors import CheckpointError, HubError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
+from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
@@ -115,6 +116,15 @@ def load_tokenizer(
         if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
             check_vocabulary(tokenizer, part["vocab_size"], folder / CONFIG_FILE)
     return tokenizer
+
+
+def load_processor(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Processor:
+    """Loads the tokenizer and the image processor of a vision-language model, of a Hub repository or a folder.
+
+    Raises HubError; CheckpointError, which names the file and the field, if one of them is missing or not supported.
+    """
+    folder = local_model_folder(name_or_folder, revision) or fetch_all_but_weights(str(name_or_folder), revision, token)
+    return Processor.from_folder(folder, load_tokenizer(folder))
 
 
 def create(

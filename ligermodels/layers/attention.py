@@ -112,6 +112,16 @@ class Attention(PackingModule):
             out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         return apply_linear(self.o_proj, out.flatten(2)), residual
 
+    @property
+    def cache_width(self) -> int:
+        """Elements that a cache keeps of a token."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    @property
+    def score_width(self) -> int:
+        """Columns of all queries and of all values together: what a query costs for each key."""
+        return 2 * self.num_heads * self.head_dim
+
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         """What computes the attention of packed documents there, for reports."""
         return packed_attention_name(device, dtype, self.head_dim, self.softcap)

@@ -231,6 +231,10 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         """The window of each layer's attention, None for full attention; a cache keeps that many keys."""
         return [cast(Block, block).self_attn.window for block in self.model.layers]
 
+    def cache_widths(self) -> list[int]:
+        """Elements that the cache of each layer keeps of a token."""
+        return [cast(Block, block).self_attn.cache_width for block in self.model.layers]
+
     @abstractmethod
     def layer(self, config: Any, index: int) -> Block:
         """Builds block number `index`."""

@@ -87,6 +87,18 @@ def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:
     return projection(x) if low_rank is None else low_rank_linear(x, weight, bias, low_rank)
 
 
+def effective_weight(projection: nn.Module, inputs: int) -> Tensor:
+    """The weight [N, inputs] of a projection without a bias, with its LoRA: projection(x) = x @ weightᵀ."""
+    plain = fusible_weights(projection, torch.float32)
+    if plain is None:  # its call is all that is known of it
+        like = next(projection.parameters())
+        return projection(torch.eye(inputs, dtype=like.dtype, device=like.device)).mT
+    if plain.low_rank is None:
+        return plain.weight
+    a, b, _, scale = plain.low_rank
+    return torch.addmm(plain.weight, b.to(plain.weight.dtype), a.to(plain.weight.dtype), alpha=scale)
+
+
 def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """x, residual [B, T, H] -> (norm(x + residual), x + residual); without a residual, (norm(x), x)."""
     if residual is not None and is_unmodified(norm, RMSNorm):

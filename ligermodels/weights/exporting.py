@@ -55,6 +55,7 @@ COPIED_FILES = (
     *TOKENIZER_FILES,
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
     "LICENSE*",
     "USE_POLICY*",
 )
