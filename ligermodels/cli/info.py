@@ -70,7 +70,7 @@ def memory_lines(described: Description, args: argparse.Namespace) -> Iterator[t
     batch = args.batch_size, args.sequence_length, described.dtype
     model = described.model.to(described.dtype)
     checkpointing = args.activation_checkpointing == "full"
-    checkpointed = model.config.num_hidden_layers if checkpointing else 0
+    checkpointed = len(model.blocks) if checkpointing else 0
     setting = f"{args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
     yield "memory", f"for {setting}, {'full' if checkpointing else 'no'} activation checkpointing"
     generating = inference_memory(model, *batch)

@@ -30,7 +30,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
-from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts
 from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
 
@@ -146,6 +146,9 @@ def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, SplitIntoView
                 yield split_by_ratio(weight_of(projection), 1)
     elif isinstance(module, GatedMLP):
         yield split_by_ratio(weight_of(module.gate_up_proj), 1, 1)
+        yield split_by_ratio(weight_of(module.down_proj), 1)
+    elif isinstance(module, MLP):
+        yield split_by_ratio(weight_of(module.up_proj), 1)
         yield split_by_ratio(weight_of(module.down_proj), 1)
     elif isinstance(module, Experts):
         yield split_by_ratio(module.gate_up_proj, 1, 1)

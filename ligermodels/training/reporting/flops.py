@@ -11,12 +11,15 @@ its row, which doubles the attention FLOPs.
 Must not know how a run is trained.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
 
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
+from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
+from ligermodels.layers.vision_positions import Grid, patch_layout
 from ligermodels.memory import decoder_blocks
 
 # Dense TFLOP/s (bfloat16 with fp32 accumulation, tf32) by the driver's device name, from the vendors' data sheets and
@@ -88,6 +91,27 @@ def matrix_flops(model: CausalLM) -> int:
         if weight.ndim >= 2:
             active, experts = routed.get(id(weight), (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
+    return flops
+
+
+def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
+    """Returns the model FLOPs per patch of a training step on images with these grids: of the tower and the projector.
+
+    A tower of which nothing is trained has no backward pass.
+    """
+    tower, backward = model.visual, is_trained(model.visual)
+    flops = 0.0
+    for part, to_input in ((tower.patch_embed, False), (tower.blocks, backward), (model.projector, backward)):
+        weights = (weight for weight in part.parameters() if weight.ndim >= 2)
+        of_part = sum(weight.numel() * (2 + 2 * to_input + 2 * weight.requires_grad) for weight in weights)
+        flops += of_part / (tower.patches_per_feature if part is model.projector else 1)
+    vision = model.config.vision
+    layout, _ = patch_layout(grids, vision.spatial_merge_size, model.window_side(vision))
+    patches = layout.positions.shape[1]
+    for index in range(len(tower.blocks)):
+        spans = layout.windows if index in tower.windowed and layout.windows is not None else layout.frames
+        keys = float(spans.cu_seqlens.diff().double().square().sum()) / patches
+        flops += (12 if backward else 4) * vision.hidden_size * keys
     return flops
 
 
