@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from ligermodels.generation.capacity import cache_bytes
 from ligermodels.generation.engine import PREFILL_TOKENS
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
+from ligermodels.kernels.delta_chunks import SPAN
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
-from ligermodels.layers.attention import Attention, QKNormAttention
+from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
 from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import LoRALinear, lora_modules
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.layers.norm import LayerNorm, RMSNorm
@@ -245,7 +249,7 @@ def trained_parameters(model: CausalLM) -> list[Tensor]:
 
 def saved_by_block(block: Block, size: int) -> int:
     """Bytes per token that a block saves for backward; elements have `size` bytes."""
-    hidden = width(block.self_attn.o_proj)
+    hidden = block.mixer.hidden_size
     children = list(block.children())
     norms = sum(isinstance(child, RMSNorm | LayerNorm) for child in children)
     statistics = norms + sum(isinstance(child, LayerNorm) for child in children)  # rstd, of a LayerNorm the mean too
@@ -254,21 +258,51 @@ def saved_by_block(block: Block, size: int) -> int:
     masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
     low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
     saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks
-    return saved + saved_by_attention(block.self_attn, size) + saved_by_mlp(block.mlp, hidden, size)
+    return saved + saved_by_mixer(block.mixer, size) + saved_by_mlp(block.mlp, hidden, size)
+
+
+def saved_by_mixer(mixer: Mixer, size: int) -> int:
+    """Bytes per token that attention, or what stands for it, saves."""
+    if isinstance(mixer, LatentAttention):
+        return saved_by_latent_attention(mixer, size)
+    if isinstance(mixer, GatedDeltaNet):
+        return saved_by_delta_rule(mixer, size)
+    return saved_by_attention(cast(Attention, mixer), size)
 
 
 def saved_by_attention(attention: Attention, size: int) -> int:
     """Bytes per token: queries, keys and values, the output, its log-sum-exp.
 
-    With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones.
+    With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones; with an output gate
+    the gate, the gated output, and values where queries and keys are normed.
     """
-    head_dim = width(attention.qkv_proj) // (attention.num_heads + 2 * attention.num_key_value_heads)
-    saved = width(attention.qkv_proj) + attention.num_heads * head_dim
+    heads, key_value_heads = attention.num_heads, attention.num_key_value_heads
+    rows = 2 * (heads + key_value_heads)
     if isinstance(attention, QKNormAttention):
-        saved += (attention.num_heads + attention.num_key_value_heads) * head_dim
+        rows += heads + key_value_heads
+    if isinstance(attention, GatedQKNormAttention):
+        rows += 2 * heads + key_value_heads
     if attention.scales_queries:
-        saved += attention.num_heads * head_dim
-    return saved * size + attention.num_heads * FP32_BYTES
+        rows += heads
+    return rows * attention.head_dim * size + heads * FP32_BYTES
+
+
+def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
+    """Bytes per token: the projection, queries, keys and values behind the convolution, the output before and after its
+    norm, and of each value head a row of a chunk's inverse. In fp32 of each value head g, three steps to it and beta;
+    the norms of queries and keys."""
+    values = mixer.value_heads * mixer.value_size
+    wide = width(mixer.in_proj) + mixer.channels + 2 * values + mixer.value_heads * SPAN.value
+    return wide * size + (5 * mixer.value_heads + 2 * mixer.key_heads) * FP32_BYTES
+
+
+def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
+    """Bytes per token: the latents and rstd of their norms; queries, keys, what the values are a part of, the output
+    and its log-sum-exp."""
+    norms = 1 if attention.q_b_proj is None else 2
+    heads = 2 * attention.head_dim + (attention.nope_size + attention.value_size) + attention.value_size
+    saved = width(attention.qkv_a_proj) + attention.num_heads * heads
+    return saved * size + (norms + attention.num_heads) * FP32_BYTES
 
 
 def saved_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:

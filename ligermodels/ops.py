@@ -18,6 +18,8 @@
 | `norm_linear`          | residual add, RMSNorm and the linear after it as one autograd node                |
 | `gated_linear`         | gated activation and the linear after it as one autograd node                     |
 | `low_rank_linear`      | linear with a LoRA update (`LowRank`) as one autograd node                        |
+| `frozen_linear`        | linear of a `QuantisedWeight`, which is dequantised forward and backward          |
+| `nf4_weight`           | a `QuantisedWeight` in NF4 with double quantisation, as bitsandbytes quantises it |
 | `route`                | top-k router: probabilities and indices of a token's experts                      |
 | `experts`              | mixture of gated experts by grouped GEMM, with optional LoRA (`GroupedLowRank`)   |
 | `attention`            | attention over SDPA, FlashAttention and FlexAttention, causal by default          |
@@ -81,8 +83,10 @@ from ligermodels.kernels.linear_divergence import DivergenceOutput, linear_diver
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 from ligermodels.kernels.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
 from ligermodels.kernels.logprobs_of_logits import LogProbs
+from ligermodels.kernels.nf4 import nf4_weight
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.quantised_weight import QuantisedWeight, frozen_linear
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope_
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
@@ -97,6 +101,7 @@ __all__ = [
     "LogProbs",
     "LogProbsLoss",
     "LowRank",
+    "QuantisedWeight",
     "adamw_",
     "add_rms_norm",
     "apply_rope",
@@ -109,6 +114,7 @@ __all__ = [
     "cross_entropy_with_metrics",
     "decode_attention",
     "experts",
+    "frozen_linear",
     "gated_activation",
     "gated_delta_rule",
     "gated_delta_step_",
@@ -123,6 +129,7 @@ __all__ = [
     "linear_logprobs",
     "linear_logprobs_loss",
     "low_rank_linear",
+    "nf4_weight",
     "norm_linear",
     "qk_norm_rope",
     "qk_norm_rope_write_cache",

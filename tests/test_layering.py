@@ -25,12 +25,14 @@ MAY_IMPORT = {
     "memory": {"configs", "kernels", "layers", "generation"},
     "architectures": {"configs", "layers", "weights"},
     "tokenizer": {"errors", "weights"},
-    "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer"},
+    "images": {"errors", "weights", "tokenizer"},
+    "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer", "images"},
     "training": {
         *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
-        *("tokenizer", "memory", "aliases", "losses"),
+        *("tokenizer", "images", "memory", "aliases", "losses"),
     },
     "verify": {"errors", "layers", "weights", "hub", "generation", "tokenizer"},
+    "board": {"errors", "aliases", "hub", "generation", "layers", "tokenizer", "training", "weights"},
     "cli": {
         *(
             "errors",
@@ -44,7 +46,7 @@ MAY_IMPORT = {
             "hub",
             "generation",
         ),
-        *("tokenizer", "memory", "training", "verify", "aliases", "__version__"),
+        *("tokenizer", "memory", "training", "verify", "board", "aliases", "__version__"),
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},

@@ -42,7 +42,9 @@ def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
     """(label, value) of the model's shape, parameters and files."""
     config, count, files = described.model.config, count_parameters(described.model), described.files
     query_heads = counted(config.num_attention_heads, "query head")
-    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {config.head_dim}"
+    mixers = [block.mixer for block in decoder_blocks(described.model)]
+    head_dim = next((mixer.head_dim for mixer in mixers if mixer.score_width), config.head_dim)
+    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {head_dim}"
     yield "family", config.raw["model_type"]
     layers = counted(config.num_hidden_layers, "layer")
     yield "shape", f"{layers}, hidden size {config.hidden_size:,}, {heads}"
@@ -59,7 +61,7 @@ def attention_line(described: Description, dtype: torch.dtype | None) -> str:
     """What computes the attention of training on this machine, and what would be faster to install."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)  # as training chooses it
-    implementation = decoder_blocks(described.model)[0].self_attn.implementation(device, dtype)
+    implementation = described.model.attention_implementation(device, dtype)
     return f"in training, {str(dtype).removeprefix('torch.')} on {device.type}: {implementation}"
 
 

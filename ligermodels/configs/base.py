@@ -96,10 +96,15 @@ class Config:
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = values["num_attention_heads"]
         if values.get("head_dim") is None:
-            values["head_dim"] = default_head_dim(values["hidden_size"], values["num_attention_heads"])
+            values["head_dim"] = cls.default_head_dim(values)
         config = cls(**values, ropes=cls.read_ropes(raw), raw=dict(raw))
         config.validate()
         return config
+
+    @classmethod
+    def default_head_dim(cls, values: Mapping[str, Any]) -> int:
+        """head_dim of a file that does not name it, from the other fields. Raises ConfigError."""
+        return default_head_dim(values["hidden_size"], values["num_attention_heads"])
 
     def to_dict(self) -> dict[str, Any]:
         """config.json as it was read, with the present values of the fields and the defaults that it omits.

@@ -1,6 +1,6 @@
 """The generation engine: requests on a paged cache, which enter and leave the running batch as there is room.
 
-Of a model it uses forward, config, parameters and the windows of its layers; must not know any family.
+Of a model it uses forward, config, parameters and what its layers keep; must not know any family.
 """
 
 import warnings
@@ -94,7 +94,7 @@ class Engine:
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
         self.max_rows, self.vocab_size = max_rows, vocab_size
         self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
-        self.cache = PagedCache(model.attention_windows(), self.max_tokens, max_length or self.max_tokens, max_rows)
+        self.cache = PagedCache(model.kept_by_layers(), self.max_tokens, max_length or self.max_tokens, max_rows)
         self.rows = RowStates.allocate(self.cache, max_rows, model.config.vocab_size, self.device)
         self.ranks = ranks_of(model)
         self.graphs = StepGraphs() if uses_graphs(model) else None
@@ -122,8 +122,7 @@ class Engine:
         prompt: token ids, or a text if the engine has a tokenizer. stop_tokens: what ends a sample; None for the
         end-of-text tokens of the checkpoint and of the tokenizer, () for none. shown: tokens whose text the results
         continue; None for those of the prompt. stream: which of the seed's sequences of random numbers; None for the
-        request's number.
-        sampling: see `Sampling`.
+        request's number. sampling: see `Sampling`.
 
         Raises InputError for an empty prompt, a token id outside the vocabulary, options out of range, and a request
         that the cache cannot hold.
@@ -272,9 +271,10 @@ class Engine:
 
     def decode_all(self) -> None:
         """Launches a decode step of all rows in use."""
-        self.refill()
-        position = max(sample.position for sample in self.samples)
-        self.warn_beyond(position)
+        positions = [sample.position for sample in self.samples]
+        if self.model.config.longrope_switch_length in positions:
+            self.refill()
+        self.warn_beyond(max(positions))
         count = len(self.samples)
         drawing = drawing_of(self.samples)
         if self.graphs is None:

@@ -8,7 +8,7 @@ from ligermodels.hub.adapters import (
     resolve_with_adapter,
 )
 from ligermodels.hub.download import adapter_folder
-from ligermodels.hub.models import create, export, list_architectures, load, load_tokenizer, resolve
+from ligermodels.hub.models import create, export, list_architectures, load, load_processor, load_tokenizer, resolve
 
 __all__ = [
     "adapter_folder",
@@ -20,6 +20,7 @@ __all__ = [
     "list_architectures",
     "load",
     "load_adapter",
+    "load_processor",
     "load_tokenizer",
     "resolve",
     "resolve_with_adapter",

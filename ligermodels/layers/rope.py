@@ -157,12 +157,21 @@ def attention_factor(rope: Rope, max_position_embeddings: int) -> float:
     if rope.rope_type == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
-    def mscale(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(rope.mscale, factor) / yarn_mscale(rope.mscale_all_dim, factor)
+    return yarn_mscale(1.0, factor)
+
+
+def yarn_mscale(scale: float, factor: float) -> float:
+    """How YaRN raises the attention temperature for a context that is `factor` times as long."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def score_factor(rope: Rope) -> float:
+    """What DeepSeek multiplies the attention scores with, where the rotated part of a head is not all of it."""
+    if rope.rope_type == "default" or not rope.mscale_all_dim:
+        return 1.0
+    return yarn_mscale(rope.mscale_all_dim, rope.factor_or_one) ** 2
 
 
 SCALINGS = {

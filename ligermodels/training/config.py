@@ -413,6 +413,15 @@ def parsed_item(field: dataclasses.Field, text: str) -> Any:
     return value
 
 
+def help_text(field: dataclasses.Field) -> str:
+    """What a field is, and its default."""
+    default = field.metadata["shown"] or field.default
+    if default is None or default is False or default == ():
+        return field.metadata["help"]
+    shown = "on" if default is True else " ".join(default) if isinstance(default, tuple) else default
+    return f"{field.metadata['help']} (default: {shown})"
+
+
 def not_a_choice(value: Any, choices: Sequence[str]) -> str:
     return f"is {value!r}; must be one of {', '.join(choices)}{suggest_closest(str(value), choices)}"
 

@@ -99,6 +99,7 @@ class GRPO(Objective):
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         config = self.config
+        self.share_prompts = config.share_prompts and model.shares_keys
         longest = model.config.max_position_embeddings - config.max_completion_length
         if longest < 2:
             raise InputError(
@@ -262,7 +263,7 @@ class GRPO(Objective):
     def mini_batch(self, rollouts: Rollouts, number: int) -> MiniBatch:
         config = self.config
         prompts = range(number * config.units, (number + 1) * config.units)
-        return mini_batch(rollouts, prompts, config.sequence_length, share=config.share_prompts, world=self.world)
+        return mini_batch(rollouts, prompts, config.sequence_length, share=self.share_prompts, world=self.world)
 
     def logprobs(self, model: CausalLM, row: RolloutBatch) -> LogProbs:
         extras, entropy = ((), True) if self.policy.entropy_coef else (("entropy",), False)

@@ -1,10 +1,11 @@
 """Model FLOPs per token and the peak FLOP/s of a GPU, for model FLOPs utilisation (MFU).
 
 Per token, each element of a weight matrix costs 2 FLOPs in forward, 2 in backward for the gradient of the input, and
-2 for the gradient of the matrix if it is trained. Attention costs 4 D FLOPs per head and key in forward, and twice that
-in backward; a query attends to itself and the keys before it, within the window. A row counts as one document.
-Embedding, norms and activation functions do not count, nor does recomputation by activation checkpointing: these are
-FLOPs of the model, not of the hardware.
+2 for the gradient of the matrix if it is trained. Attention costs, per head and key, 2 FLOPs for each column of a query
+and of a value in forward, and twice that in backward; a query attends to itself and the keys before it, within the
+window. A state of a value head costs 6 FLOPs per element in forward, and twice that in backward. A row counts as one
+document. Embedding, norms and activation functions do not count, nor does recomputation by activation checkpointing:
+these are FLOPs of the model, not of the hardware.
 Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311. There every query attends to all keys of
 its row, which doubles the attention FLOPs.
 Must not know how a run is trained.
@@ -14,9 +15,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ligermodels.layers.attention import Attention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
+from ligermodels.memory import decoder_blocks
 
 # Dense TFLOP/s (bfloat16 with fp32 accumulation, tf32) by the driver's device name, from the vendors' data sheets and
 # architecture white papers. Where those state only the figure with sparsity, half of it.
@@ -68,9 +69,9 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> int:
     Parameters that are frozen at the time of the call cost no weight gradient. The model may be on the meta device, and
     may be sharded.
     """
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    pairs = sum(mean_attended_keys(sequence_length, attention.window) for attention in layers)
-    return matrix_flops(model) + round(12 * model.config.query_size * pairs)
+    layers = [block.mixer for block in decoder_blocks(model)]
+    pairs = sum(layer.score_width * mean_attended_keys(sequence_length, layer.window) for layer in layers)
+    return matrix_flops(model) + round(6 * pairs) + 3 * sum(layer.state_flops for layer in layers)
 
 
 def matrix_flops(model: CausalLM) -> int:
