@@ -13,6 +13,7 @@ import torch
 
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
+from ligermodels.configs.quantisation import Nf4Weights, read_quantisation
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
@@ -109,6 +110,19 @@ def quantise_as_stored(model: CausalLM, plan: LoadPlan, quantize: str | None) ->
         )
     if stored or quantize is not None:
         quantise(model, quantize or "nf4", stored or None)
+
+
+def quantise_on_meta(model: CausalLM, folder: Path, quantize: str | None) -> bool:
+    """Quantises the linears of a model on the meta device, whose weights `load_weights` will read from `folder`.
+
+    Returns whether it has quantised any: as `quantize` says, or as the folder stores them. Raises InputError.
+    """
+    if isinstance(read_quantisation(model.config.raw), Nf4Weights):
+        quantise_as_stored(model, plan_loading(model, open_checkpoint(folder)), quantize)
+        return True
+    if quantize is not None:
+        quantise(model, quantize)
+    return quantize is not None
 
 
 def load_tokenizer(

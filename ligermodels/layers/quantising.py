@@ -49,6 +49,11 @@ def quantise(model: CausalLM, scheme: str, only: Iterable[str] | None = None) ->
         model.set_submodule(name, QuantisedLinear(layout, linear.bias, linear.weight.device))
 
 
+def quantisable(model: CausalLM) -> bool:
+    """Whether `quantise` takes the linears of a model: their inputs are whole blocks."""
+    return all(packed.in_features % NF4_BLOCK == 0 for packed in linear_projections(model, ()).values())
+
+
 def layout_of(model: CausalLM, parameter: str, scheme: str) -> WeightLayout:
     """The layout of a parameter. Each of the Hub's tensors in it is quantised by itself. Raises InputError."""
     weight = model.get_parameter(parameter)

@@ -121,6 +121,9 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
     tensors = model.stored_tensors()
     shards = {name: shard_and_offset(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    undone = next((p.tensor for p in plan.pieces if p.tensor in plan.nf4 and p.parameter in shards), None)
+    if undone is not None:
+        raise CheckpointError(f"{folder}: {undone} is in 4 bits, but the model is not: load it by ligermodels.load")
     unread = {*plan.kept, *plan.unexpected}
     scales = read_scales({name: of for name, of in stored.items() if name not in unread}, plan.quantisation)
     transfers = (

@@ -24,7 +24,7 @@ from ligermodels.generation.engine import DEFAULT_ROWS
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses import entropy_sum, group_advantages, rloo_advantages, top_entropy_mask
-from ligermodels.memory import TrainingMemory
+from ligermodels.memory import TrainingMemory, gathered_bytes
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceData, open_preferences
@@ -402,7 +402,7 @@ class GRPO(Objective):
 def generation_bytes(model: CausalLM, tokens: int, rows: int, *, gathered: bool) -> int:
     """Of a cache for so many tokens and rows, of the logits of all rows, twice, and of gathered weights."""
     size = model.dtype.itemsize
-    weights = sum(parameter.numel() for parameter in model.parameters()) * size if gathered else 0
+    weights = gathered_bytes(model, size) if gathered else 0
     return weights + cache_bytes(model, tokens, rows) + rows * model.config.vocab_size * (size + 4)
 
 
