@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.memory import count_parameters, training_memory
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.runs.contradictions import refuse_contradictions
 from ligermodels.training.runs.settings import config_of_run
-from tests.training.launching import loop
+from tests.training.launching import loop, records
 from tests.training.small_models import save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -137,3 +138,15 @@ def test_weights_that_are_stored_in_4_bits_are_not_trained_in_full(folder):
     settings = objectives(folder)["sft"]
     with pytest.raises(InputError, match=r"are stored in 4 bits, which cannot be trained in full: add --lora-rank 16"):
         plan(TrainConfig(model=str(folder / "nf4"), **settings))
+
+
+def test_two_ranks_share_the_bytes_of_the_base(folder, launcher):
+    """Every rank holds half of them, and the losses are those of one process."""
+    settings = LORA | objectives(folder)["sft"] | {"model": str(folder / "base"), "quantize": "nf4"}
+    expected = losses(output="one", **settings)[1]
+    names = ("model", "data", "sequence_length", "batch_size", "lora_rank", "steps", "warmup", "learning_rate")
+    values = (settings[name][0] if name == "data" else settings[name] for name in names)
+    flags = [text for name, value in zip(names, values, strict=True) for text in (flag_of(name), str(value))]
+    launcher.succeed(*flags, "--quantize", "nf4", "--eval-every", "9", "--no-export", "--output", "two", ranks=2)
+    found = [record["loss"] for record in records(launcher.folder / "two") if "loss" in record]
+    assert found == pytest.approx(expected, rel=1e-5)
