@@ -6,6 +6,7 @@ libraries themselves (the CUDA context takes about half a GiB) and the fragmenta
 The model may be on the meta device. Must not know any family or file.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -30,6 +31,8 @@ from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear
+from ligermodels.layers.quantised import QuantisedLinear
+from ligermodels.weights.module import QuantisedModule, named_weights
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
 
@@ -53,7 +56,8 @@ class TrainingMemory:
     activations: tensors that all blocks save for backward.
     loss: additional memory at the start of backward: both gradients of the head in fp32 and a chunk of logits, or the
     recomputation of the last block, whichever is larger.
-    block: additional memory at the end of backward: the largest block while it is recomputed or runs backward.
+    block: additional memory at the end of backward: the largest block while it is recomputed or runs backward, and a
+    quantised weight of it while it is dequantised.
     beside: what stays beside the model: weights of a reference or a teacher, the cache of an engine.
     unsharded_at_start, unsharded_at_end: memory that sharding takes besides the shards, at the start and the end of
     backward: unsharded parameters and gradients, and communication buffers.
@@ -126,12 +130,12 @@ class InferenceMemory:
 
 def count_parameters(model: CausalLM) -> Parameters:
     """Tied parameters count once."""
-    total = elements(model.parameters())
+    total = elements(named_weights(model).values())
     inactive = 0
     for module in model.modules():
         if isinstance(module, MoE):
-            num_experts = module.gate.num_experts
-            inactive += elements(module.experts.parameters()) * (num_experts - module.experts_per_token) // num_experts
+            num_experts, weights = module.gate.num_experts, named_weights(module.experts).values()
+            inactive += elements(weights) * (num_experts - module.experts_per_token) // num_experts
     return Parameters(total, total - inactive, model.model.embed_tokens.weight.numel())
 
 
@@ -183,7 +187,7 @@ def training_memory(
         # The final norm saves its input and rstd.
         activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
         loss=loss,
-        block=largest,
+        block=largest + largest_dequantised(model),
         unsharded_at_start=unsharded_at_start,
         unsharded_at_end=unsharded_at_end,
         beside=beside,
@@ -219,14 +223,26 @@ def unsharded_bytes(
     layers = model.blocks
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
     kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case
-    start = copies * model.head.weight.numel() + sum(elements(block.parameters()) for block in kept)
+    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size) for block in kept)
     ids = {id(parameter) for parameter in trained}
     end = 0
     for block in layers:
         # The next all-gather is prefetched meanwhile; gradients are reduced in the wider dtype of the two.
         gradients = sum(p.numel() * (size + max(size, p.itemsize)) for p in block.parameters() if id(p) in ids)
-        end = max(end, 2 * elements(block.parameters()) * size + gradients)
-    return start * size, end
+        end = max(end, 2 * gathered_bytes(block, size) + gradients)
+    return start, end
+
+
+def gathered_bytes(module: nn.Module, size: int) -> int:
+    """Bytes of a module's whole parameters as they are gathered: floats with `size` bytes each, others as they are."""
+    return sum(p.numel() * (size if p.is_floating_point() else p.itemsize) for p in module.parameters())
+
+
+def largest_dequantised(model: CausalLM) -> int:
+    """Bytes of the largest quantised weight in the dtype in which it is used."""
+    quantised = (module for module in model.modules() if isinstance(module, QuantisedModule))
+    weights = (weight for module in quantised for weight in module.quantised_weights().values())
+    return max((math.prod(weight.shape) * weight.dtype.itemsize for weight in weights), default=0)
 
 
 def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype) -> InferenceMemory:
@@ -238,9 +254,9 @@ def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dty
     paged = batch_size * pages_for(sequence_length) * PAGE_SIZE
     largest = max(saved_by_block(block, dtype.itemsize) for block in decoder_blocks(model))
     return InferenceMemory(
-        weights=elements(model.parameters()) * dtype.itemsize,
+        weights=gathered_bytes(model, dtype.itemsize),
         cache=cache_bytes(model, paged, batch_size, sequence_length, dtype),
-        prompt=min(batch_size * sequence_length, PREFILL_TOKENS) * largest,
+        prompt=min(batch_size * sequence_length, PREFILL_TOKENS) * largest + largest_dequantised(model),
     )
 
 
@@ -363,7 +379,7 @@ def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
 def width(projection: nn.Module) -> int:
     """Output features of a linear, with or without LoRA."""
     base = projection.base_layer if isinstance(projection, LoRALinear) else projection
-    assert isinstance(base, nn.Linear | PackedLinear)
+    assert isinstance(base, nn.Linear | PackedLinear | QuantisedLinear)
     return base.out_features
 
 

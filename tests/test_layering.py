@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "weights": {"errors", "distributed", "configs"},
     "generation": {"errors", "units", "configs", "kernels", "weights"},
     "layers": {"errors", "configs", "kernels", "weights", "generation"},
-    "memory": {"configs", "kernels", "layers", "generation"},
+    "memory": {"configs", "kernels", "layers", "generation", "weights"},
     "architectures": {"configs", "layers", "weights"},
     "tokenizer": {"errors", "weights"},
     "images": {"errors", "weights", "tokenizer"},

@@ -1,6 +1,7 @@
 """`ligermodels info`: shows a model's parameters, files and memory, without loading its weights."""
 
 import argparse
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,7 @@ from ligermodels.cli.parsing import add_dtype, add_revision, print_line
 from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora
+from ligermodels.layers.quantising import quantisable, quantise
 from ligermodels.memory import count_parameters, decoder_blocks, inference_memory, training_memory
 from ligermodels.units import byte_size, counted, memory_size
 
@@ -74,10 +76,16 @@ def memory_lines(described: Description, args: argparse.Namespace) -> Iterator[t
     setting = f"{args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
     yield "memory", f"for {setting}, {'full' if checkpointing else 'no'} activation checkpointing"
     generating = inference_memory(model, *batch)
+    base = copy.deepcopy(model)
     training = training_memory(model, *batch, checkpointed_blocks=checkpointed)
     add_lora(model, rank=args.lora_rank)
     adapting = training_memory(model, *batch, checkpointed_blocks=checkpointed)
-    for label, step in (("  train", training), ("  LoRA", adapting)):
+    steps = {"  train": training, "  LoRA": adapting}
+    if quantisable(base):
+        quantise(base, "nf4")
+        add_lora(base, rank=args.lora_rank)
+        steps["  QLoRA"] = training_memory(base, *batch, checkpointed_blocks=checkpointed)
+    for label, step in steps.items():
         at_loss = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
         at_end = f"gradients {memory_size(step.gradients)} + block {memory_size(step.block)}"
         lasting = f"weights {memory_size(step.weights)} + optimizer states {memory_size(step.optimizer_states)}"

@@ -21,6 +21,7 @@ from ligermodels.layers.moe import MoE
 from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
 from ligermodels.layers.vision_positions import Grid, patch_layout
 from ligermodels.memory import decoder_blocks
+from ligermodels.weights.module import named_weights
 
 # Dense TFLOP/s (bfloat16 with fp32 accumulation, tf32) by the driver's device name, from the vendors' data sheets and
 # architecture white papers. Where those state only the figure with sparsity, half of it.
@@ -80,16 +81,16 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> int:
 def matrix_flops(model: CausalLM) -> int:
     """Returns the FLOPs per token of the matrix products. Of a mixture of experts, k of E experts count."""
     routed = {
-        id(weight): (moe.experts_per_token, moe.gate.num_experts)
-        for moe in model.modules()
+        f"{prefix}.experts.{name}": (moe.experts_per_token, moe.gate.num_experts)
+        for prefix, moe in model.model.layers.named_modules()
         if isinstance(moe, MoE)
-        for weight in moe.experts.parameters()
+        for name in named_weights(moe.experts)
     }
     flops = 0
-    blocks = (weight for name, weight in model.model.layers.named_parameters() if not name.endswith("bias"))
-    for weight in (*blocks, model.head.weight):
+    blocks = {name: w for name, w in named_weights(model.model.layers).items() if not name.endswith("bias")}
+    for name, weight in (*blocks.items(), ("head", model.head.weight)):
         if weight.ndim >= 2:
-            active, experts = routed.get(id(weight), (1, 1))
+            active, experts = routed.get(name, (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
     return flops
 
