@@ -46,7 +46,7 @@ class Actions:
     def routes(self) -> dict[tuple[str, str], Route]:
         return {
             ("GET", "/api/form"): lambda request: {"fields": form_fields(), "folder": str(self.folders[0])},
-            ("POST", "/api/plan"): lambda request: self.plan(self.settings(request.body)),
+            ("POST", "/api/plan"): self.show_plan,
             ("POST", "/api/start"): self.start,
             ("POST", "/api/resume"): self.resume,
             ("POST", "/api/stop"): self.stop,
@@ -65,6 +65,13 @@ class Actions:
         settings = given_settings(values)
         refuse_outside(TrainConfig(**settings), self.folders)
         return settings
+
+    def show_plan(self, request: PageRequest) -> dict[str, Any]:
+        """The plan, or why there is none: while one types, that is no error."""
+        try:
+            return self.plan(self.settings(request.body))
+        except InputError as error:
+            return {"refused": str(error)}
 
     def plan(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The plan of `train --dry-run`. Raises InputError where that would."""

@@ -24,6 +24,7 @@ from ligermodels.weights.writing import replace_file
 
 OWN_FOLDER = ".board"  # in the first folder: settings and outputs of the runs that were started here
 LOG_BYTES = 8192  # the end of an output
+EXIT_SECONDS = 60
 HOLDER = re.compile(rb"process (\d{1,10}) on (.*)\n")
 
 
@@ -49,6 +50,8 @@ class Processes:
     def resume(self, place: Place) -> str:
         """Resumes a run in its folder; returns the name of its process."""
         name = place.relative.replace("/", "--") or "run"
+        with suppress(KeyError, subprocess.TimeoutExpired):
+            self.started[name].wait(EXIT_SECONDS)  # a process that has left its run takes a moment to exit
         self.refuse_running(name)
         self.launch(name, ["--resume", str(place.path)])
         return name
