@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.board.access import Refusal
-from ligermodels.board.form import RUN_NAME, checked_name, form_fields, given_settings, refuse_outside
+from ligermodels.board.form import (
+    RUN_NAME,
+    checked_name,
+    form_fields,
+    given_settings,
+    refuse_links_outside,
+    refuse_outside,
+)
 from ligermodels.board.models import find_models
 from ligermodels.board.processes import Processes
 from ligermodels.board.runs import Library, WatchedRun
@@ -13,9 +20,11 @@ from ligermodels.board.server import Events, PageRequest, Route
 from ligermodels.board.workers import Answerer
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import SamplingOptions
+from ligermodels.training.checkpoints.files import step_folder
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import refuse_contradictions
+from ligermodels.training.runs.folder import CHECKPOINTS
 from ligermodels.training.runs.settings import SETTINGS_FILE, as_json_value, config_from_file
 
 MAX_MESSAGES, MAX_NEW_TOKENS = 1000, 32_768
@@ -99,6 +108,8 @@ class Actions:
         run = self.run_of(request)
         if run.held:
             raise InputError(f"{run.name}: is running")
+        for part in (run.place.path, run.place.path / CHECKPOINTS):
+            refuse_links_outside(part, self.folders)
         refuse_outside(config_from_file(run.place.path / SETTINGS_FILE), self.folders)
         return {"process": self.processes.resume(run.place)}
 
@@ -129,6 +140,9 @@ class Actions:
             raise Refusal(400, f"slot is a number below {TALKERS}")
         if model.step is None:
             refuse_outside(TrainConfig(model=str(model.place.path)), self.folders)
+        else:
+            for part in (model.place.path, step_folder(model.place.path / CHECKPOINTS, model.step)):
+                refuse_links_outside(part, self.folders)
         most = body.get("max_new_tokens", 256)
         if type(most) is not int or not 1 <= most <= MAX_NEW_TOKENS:
             raise InputError(f"max_new_tokens is {most!r}; must be a whole number from 1 to {MAX_NEW_TOKENS:,}")

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 import tomllib
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 
 from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside, walk
 from ligermodels.board.series import MetricSeries, noted, parse_lines
+from ligermodels.errors import first_line
 from ligermodels.training.checkpoints.files import STEP
 from ligermodels.training.reinforcement.completions_file import COMPLETIONS_FILE
 from ligermodels.training.reporting.metrics import METRICS_FILE
@@ -53,6 +55,7 @@ class WatchedRun:
     free_since: tuple[int, int] | None = None
     changed: int = 0  # the library's version of the last change
     newest: float = 0.0  # seconds, when it last wrote
+    fault: str | None = None  # why it is read no more
 
     def __post_init__(self) -> None:
         self.metrics = MetricSeries(self.place.inside(METRICS_FILE), text="sample")
@@ -144,6 +147,8 @@ class WatchedRun:
             {"step": whole(entry.get("step")), "text": text(entry.get("text"))}
             for entry in (said if isinstance(said, list) else []) if isinstance(entry, dict)
         ]  # fmt: skip
+        if self.fault is not None:
+            found.append({"step": None, "text": self.fault})
         if lines := self.metrics.unreadable:
             found.append({"step": None, "text": f"{METRICS_FILE}: {lines:,} lines cannot be read and are left out"})
         return found
@@ -244,10 +249,21 @@ class Library:
 
     def read(self) -> bool:
         """Reads some of what every run has written; returns whether anything is left to read."""
-        changed = [run for run in list(self.runs.values()) if run.update(BLOCKS_IN_TURN)]
+        changed = [run for run in list(self.runs.values()) if self.update(run)]
         if changed:
             self.notify(changed)
         return any(run.metrics.pending for run in changed)
+
+    def update(self, run: WatchedRun) -> bool:
+        """Reads some of what a run has written. One that cannot be read, whatever it holds, keeps no other waiting."""
+        if run.fault is not None:
+            return False
+        try:
+            return run.update(BLOCKS_IN_TURN)
+        except Exception as error:
+            traceback.print_exc()
+            run.fault = f"cannot be read: {type(error).__name__}: {first_line(error)}"
+            return True
 
     def notify(self, runs: Sequence[WatchedRun]) -> None:
         with self.changed:
