@@ -13,9 +13,10 @@ from ligermodels.board.form import (
     refuse_links_outside,
     refuse_outside,
 )
+from ligermodels.board.library import Library
 from ligermodels.board.models import find_models
 from ligermodels.board.processes import Processes
-from ligermodels.board.runs import Library, WatchedRun
+from ligermodels.board.runs import WatchedRun
 from ligermodels.board.server import Events, PageRequest, Route
 from ligermodels.board.workers import Answerer
 from ligermodels.errors import InputError

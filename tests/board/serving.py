@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from ligermodels.board.access import Access
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
+from ligermodels.board.library import Library
 from ligermodels.board.routes import run_routes
-from ligermodels.board.runs import Library
 from ligermodels.board.server import Server
 
 

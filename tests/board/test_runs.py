@@ -6,7 +6,8 @@ import json
 import pytest
 
 from ligermodels.board.folders import Place
-from ligermodels.board.runs import Library, WatchedRun
+from ligermodels.board.library import Library
+from ligermodels.board.runs import WatchedRun
 from ligermodels.training.runs.status import RunStatus
 from ligermodels.weights.locking import lock_file
 from tests.board.serving import serving, write_run
@@ -141,7 +142,7 @@ def test_a_run_that_breaks_the_reader_says_so_and_others_go_on(tmp_path, monkeyp
 
 
 def test_only_the_newest_runs_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("ligermodels.board.runs.MAX_RUNS", 3)
+    monkeypatch.setattr("ligermodels.board.library.MAX_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / f"run-{number}")
     library = Library([tmp_path])
