@@ -17,6 +17,7 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.batches import TrainingRows, ValidationRows
+from ligermodels.training.data.decoding import ImageDecoder
 from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, RANDOM, Question
 from ligermodels.training.data.packing import pack_documents
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
@@ -91,10 +92,13 @@ def open_data(
     sizes = np.concatenate([part.ends - part.begins for part in itertools.chain(*kept)])
     length = config.sequence_length or min(longest_row, int(sizes.max()))
     packing = config.packing and any(spec.name != RANDOM for spec in specs)
+    refuse_cut_images([*itertools.chain(*kept), *held_out], length)
     pack = functools.partial(pack_documents, length=length, packing=packing)
     mixed = kept if weights else [list(itertools.chain(*kept))]
-    training = TrainingRows([pack(parts) for parts in mixed], weights or [1.0], config.seed, packing)
-    validation = ValidationRows(pack(held_out), packing)
+    has_images = any(part.store.images is not None for part in (*itertools.chain(*kept), *held_out))
+    decoder = ImageDecoder(reader.processor) if has_images else None
+    training = TrainingRows([pack(parts) for parts in mixed], weights or [1.0], config.seed, packing, decoder)
+    validation = ValidationRows(pack(held_out), packing, decoder)
     if packing and training.tokens < length:
         raise InputError(
             f"--data {names}: has {counted(training.tokens, 'token')} for training, less than one row; lower "
@@ -125,6 +129,19 @@ def refuse_no_documents(specs: Sequence[SourceSpec], kept: Sequence[Sequence[Sel
     for spec, parts in zip(specs, kept, strict=True):
         if not any((part.ends - part.begins > 1).any() for part in parts):
             raise InputError(f"--data {spec.name}: has no document of two or more tokens outside the validation split")
+
+
+def refuse_cut_images(parts: Sequence[Selection], length: int) -> None:
+    """Raises InputError for a document with images that is longer than a row: it would be cut, maybe in an image."""
+    for part in parts:
+        images = part.store.images
+        longer = np.flatnonzero(part.ends - part.begins > length) if images is not None else ()
+        for begin, end in ((int(part.begins[number]), int(part.ends[number])) for number in longer):
+            if images is not None and images.between(begin, end):
+                raise InputError(
+                    f"{part.store.place(begin)}: has {end - begin} tokens, with those of its images, more than a row "
+                    f"of {length}; raise --sequence-length, or make the images smaller"
+                )
 
 
 def document_lengths(sizes: np.ndarray, length: int) -> DocumentLengths:

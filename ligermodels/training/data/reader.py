@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import InputError
+from ligermodels.images.inputs import Processor
+from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.config import TrainConfig
@@ -52,8 +54,10 @@ from ligermodels.training.data.split import Selection, all_documents, default_fr
 from ligermodels.training.data.store import TokenStore, open_store, write_store
 from ligermodels.training.data.token_files import described_end, open_indexed, open_tokens, write_index
 from ligermodels.units import counted
+from ligermodels.weights.reading import read_text
 
 # A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
+MAX_SETTINGS_BYTES = 10**6
 CHARACTERS_PER_ENTRY, MAX_CHARACTERS = 10**4, 10**8
 
 
@@ -142,12 +146,13 @@ class SourceReader:
             bad_lines, kinds = BadLines(self.config.allow_bad_lines), Counter[type]()
             with ReadingProgress(f"Tokenising {title}", size) as progress:
                 records = count_kinds(read(bad_lines, progress), kinds)
-                documents = tokenize_records(records, tokenizer, end, bad_lines)
+                documents = tokenize_records(records, tokenizer, end, bad_lines, lambda: self.processor)
                 write_store(progress.track(documents), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad_lines.skipped))
             (folder / "chats").write_text(str(kinds[Conversation]))
 
-        folder = cached_folder(key | {"tokenizer": tokenizer_hash(tokenizer), "end": end}, fill)
+        key = key | {"tokenizer": tokenizer_hash(tokenizer), "end": end, "images": self.image_settings}
+        folder = cached_folder(key, fill)
         self.skipped += int((folder / "skipped").read_text())
         self.chats += int((folder / "chats").read_text())
         return open_store(folder)
@@ -191,6 +196,19 @@ class SourceReader:
             use_template(tokenizer, self.config.chat_template)
         self.used_tokenizer = tokenizer
         return tokenizer, end
+
+    @functools.cached_property
+    def processor(self) -> Processor:
+        """The model's image processor with the tokenizer of the run. Raises InputError for a model without one."""
+        if not self.image_settings or self.folder is None:
+            raise InputError("has images, but the model has no image processor, so that it reads no images")
+        return Processor.from_folder(self.folder, self.tokenizer[0])
+
+    @property
+    def image_settings(self) -> list[str]:
+        """The content of the files of the image processor; empty for a model without one."""
+        files = [] if self.folder is None else [self.folder / name for name in (IMAGE_PROCESSOR_FILE, PROCESSOR_FILE)]
+        return [read_text(file, MAX_SETTINGS_BYTES) for file in files if file.exists()]
 
     def trained_tokenizer(self, names: Sequence[str]) -> Tokenizer:
         """A tokenizer trained on these sources; without any, as all data is embedded, on the embedded corpus."""

@@ -49,7 +49,7 @@ class SFT(Objective):
         return Work(batches, count, units=rows, tokens=self.tokens_per_step)
 
     def loss(self, model: CausalLM, batch: Any, work: Work) -> Share:
-        return Share(model(**batch._asdict(), num_items_in_batch=work.counts.clamp_min(1)).loss)
+        return Share(model(**batch.arguments(), num_items_in_batch=work.counts.clamp_min(1)).loss)
 
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
         return evaluate(model, self.data, self.micro_batch_size, self.world, stop)

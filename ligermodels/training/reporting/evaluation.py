@@ -47,7 +47,7 @@ def validation_loss(
         if stop_requested():
             return None
         stop_requested = start_stop_check(stop, world)  # read before the next batch, while a GPU computes this one
-        summed = model(**batch._asdict(), num_items_in_batch=1, skip_logits=True).loss
+        summed = model(**batch.arguments(), num_items_in_batch=1, skip_logits=True).loss
         totals += torch.stack([summed, count_supervised(batch)])
     loss, count = total(totals).tolist()
     return loss / count
