@@ -20,9 +20,11 @@ from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up
 from ligermodels.layers.attention import Attention, QKNormAttention
 from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import LoRALinear, lora_modules
-from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
+from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear
 
@@ -141,6 +143,7 @@ def training_memory(
     optimizer_states: int | None = None,
     keep_unsharded: bool = False,
     reference: int = 0,
+    patches: int = 0,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -151,25 +154,31 @@ def training_memory(
     keep_unsharded: blocks keep their unsharded parameters from forward to backward (FSDP2's reshard_after_forward is
     False).
     reference: bytes of a rank's weights of a reference model.
+    patches: of the images of a micro-batch.
     """
     tokens, size = batch_size * sequence_length, dtype.itemsize
-    blocks, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
+    text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
+    tower = model.blocks[: -len(text)]
     hidden = tokens * model.config.hidden_size * size
-    saved = [tokens * saved_by_block(block, size) for block in blocks]
-    largest, last = max(saved), saved[-1]
-    saved[:checkpointed_blocks] = [2 * hidden for _ in saved[:checkpointed_blocks]]  # the pair (x, residual)
-    if checkpointed_blocks:
-        saved[0] = hidden  # the first block has no residual, only x
+    saved, inputs = [], []
+    for blocks, rows in ((tower, patches), (text, tokens)):
+        saved += [rows * saved_by_block(block, size) for block in blocks]
+        # With activation checkpointing the pair (x, residual); the first block has no residual, only x.
+        pairs = [2 * rows * width(block.self_attn.o_proj) * size for block in blocks]
+        inputs += [pairs[0] // 2, *pairs[1:]] if pairs else []
+    largest, last, last_input = max(saved), saved[-1], inputs[-1]
+    saved[:checkpointed_blocks] = inputs[:checkpointed_blocks]
     loss = loss_bytes(model, tokens, dtype)
-    if checkpointed_blocks == len(blocks):
+    if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
-        loss = max(loss, head_gradient + last - saved[-1])
+        loss = max(loss, head_gradient + last - last_input)
     unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded)
     return TrainingMemory(
         weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
         gradients=sum(shard_bytes(parameter, shards) for parameter in trained),
         optimizer_states=(adamw_states(trained, shards) if optimizer_states is None else optimizer_states // shards),
-        activations=sum(saved) + hidden + tokens * FP32_BYTES,  # the final norm saves its input and rstd
+        # The final norm saves its input and rstd.
+        activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
         loss=loss,
         block=largest,
         unsharded_at_start=unsharded_at_start,
@@ -204,7 +213,7 @@ def unsharded_bytes(
     """
     if shards == 1 and all(parameter.dtype.itemsize == size for parameter in trained):
         return 0, 0
-    layers = decoder_blocks(model)
+    layers = model.blocks
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
     kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case
     start = copies * model.head.weight.numel() + sum(elements(block.parameters()) for block in kept)
@@ -233,14 +242,13 @@ def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dty
 
 
 def decoder_blocks(model: CausalLM) -> list[Block]:
-    """The blocks of a model, from the first to the last."""
+    """The blocks of the text model, from the first to the last."""
     return [cast(Block, block) for block in model.model.layers]
 
 
 def trained_parameters(model: CausalLM) -> list[Tensor]:
-    """The parameters that get a gradient; the vision tower of a multimodal model is not computed."""
-    text = {id(parameter) for part in (model.model, model.head) for parameter in part.parameters()}
-    return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) in text]
+    """The parameters that get a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def saved_by_block(block: Block, size: int) -> int:
@@ -248,20 +256,23 @@ def saved_by_block(block: Block, size: int) -> int:
     hidden = width(block.self_attn.o_proj)
     children = list(block.children())
     norms = sum(isinstance(child, RMSNorm | LayerNorm) for child in children)
-    statistics = norms + sum(isinstance(child, LayerNorm) for child in children)  # rstd, of a LayerNorm the mean too
+    layer_norms = sum(isinstance(child, LayerNorm) for child in children)
+    statistics = norms + layer_norms  # rstd, of a LayerNorm the mean too
     # Attention and MLP save their inputs, where no norm is fused with them; parallel branches have the same one.
-    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else 0
+    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else layer_norms
     masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
     low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
     saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks
     return saved + saved_by_attention(block.self_attn, size) + saved_by_mlp(block.mlp, hidden, size)
 
 
-def saved_by_attention(attention: Attention, size: int) -> int:
+def saved_by_attention(attention: Attention | LatentAttention, size: int) -> int:
     """Bytes per token: queries, keys and values, the output, its log-sum-exp.
 
     With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones.
     """
+    if isinstance(attention, LatentAttention):
+        return saved_by_latent_attention(attention, size)
     head_dim = width(attention.qkv_proj) // (attention.num_heads + 2 * attention.num_key_value_heads)
     saved = width(attention.qkv_proj) + attention.num_heads * head_dim
     if isinstance(attention, QKNormAttention):
@@ -271,10 +282,33 @@ def saved_by_attention(attention: Attention, size: int) -> int:
     return saved * size + attention.num_heads * FP32_BYTES
 
 
-def saved_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:
-    """Bytes per token: gate_up; for experts gate_up of each of a token's k experts, their input and the routing."""
-    if isinstance(mlp, GatedMLP):
-        return width(mlp.gate_up_proj) * size
+def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
+    """Bytes per token: the latents and rstd of their norms; queries, keys, what the values are a part of, the output
+    and its log-sum-exp."""
+    norms = 1 if attention.q_b_proj is None else 2
+    heads = 2 * attention.head_dim + (attention.nope_size + attention.value_size) + attention.value_size
+    saved = width(attention.qkv_a_proj) + attention.num_heads * heads
+    return saved * size + (norms + attention.num_heads) * FP32_BYTES
+
+
+def saved_by_patch(model: CausalLM, size: int) -> int:
+    """Bytes per patch outside of the blocks: of the patch embedding its input, of the projector its norm's input and
+    output, which fc1 reads, and fc1's output; the features, which insertion keeps."""
+    if not isinstance(model, VisionLanguageModel):
+        return 0
+    vision = model.config.vision
+    embedding = vision.pixels_per_patch * size if model.visual.patch_embed.weight.requires_grad else 0
+    if not (is_trained(model.projector) or is_trained(model.visual)):
+        return 0
+    features = model.config.hidden_size * size // vision.patches_per_feature
+    return embedding + 3 * vision.hidden_size * size + features
+
+
+def saved_by_mlp(mlp: GatedMLP | MLP | MoE, hidden: int, size: int) -> int:
+    """Bytes per token: gate_up, without a gate the activation's input; for experts gate_up of each of a token's k
+    experts, their input and the routing."""
+    if isinstance(mlp, GatedMLP | MLP):
+        return width(mlp.gate_up_proj if isinstance(mlp, GatedMLP) else mlp.up_proj) * size
     experts, low_rank = mlp.experts, 0
     if isinstance(experts, LoRAExperts):
         experts, low_rank = experts.base_layer, experts.gate_up_proj.rank + experts.down_proj.rank

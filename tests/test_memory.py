@@ -21,6 +21,11 @@ BASE = LLAMA | {
 SHARED = {"num_experts": 6, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 192}
 SINKS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 160}
 ROUTED = {"n_routed_experts": 6, "moe_intermediate_size": 160, "num_experts_per_tok": 2}
+LATENTS = {
+    "q_lora_rank": 160, "kv_lora_rank": 96, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
+    "n_routed_experts": 6, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 160, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+}  # fmt: skip
 MODELS = {
     "dense": BASE,
     "sandwich norms and QK-norm": BASE | {"model_type": "gemma3_text", "head_dim": 64},
@@ -28,6 +33,14 @@ MODELS = {
     "QK-norm after RoPE": BASE | {"model_type": "hunyuan_v1_dense", "head_dim": 64},
     "parallel branches": BASE | {"model_type": "cohere2", "head_dim": 64, "sliding_window": 64},
     "sigmoid router": BASE | ROUTED | {"model_type": "glm4_moe", "head_dim": 64, "first_k_dense_replace": 0},
+    "latent attention": BASE | LATENTS | {"model_type": "deepseek_v3", "num_key_value_heads": 4},
+    "latent attention without a latent of the queries": BASE
+    | LATENTS
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+    },
     "sinks and biased experts": BASE | SINKS | {"model_type": "gpt_oss", "head_dim": 64, "sliding_window": 64},
     "routed experts and a shared one": BASE | SHARED | {"model_type": "qwen2_moe", "num_experts_per_tok": 2},
 }

@@ -222,6 +222,7 @@ def test_every_spelling_that_is_read_is_written_back(family, number, tmp_path):
 def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
     assert {family for family, number in SPELLINGS if number} == {
         *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe"),
+        *("deepseek_v3", "glm4_moe_lite", "qwen2_vl", "qwen2_5_vl"),
     }
     for family in {family for family, number in SPELLINGS if number}:
         model = ligermodels.create(CASES[FAMILIES[family]], device="meta")
@@ -231,7 +232,13 @@ def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe"]
+    "family",
+    [
+        *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe", "deepseek_v3"),
+        "glm4_moe_lite",
+        "qwen2_vl",
+        "qwen2_5_vl",
+    ],
 )
 def test_the_in_memory_names_of_transformers_5_load_the_same_model_and_are_kept(family, tmp_path):
     """save_pretrained(save_original_format=False) writes stacked experts and other prefixes."""

@@ -360,10 +360,69 @@ FAMILIES_OF_2025 = {
     "sigmoid weights not normalised": Sabotage(SIGMOID, "if normalize:", "if False:", "glm4_moe"),
     "routed_scaling_factor ignored": Sabotage(SIGMOID, "weight * scale", "weight", "glm4_moe"),
     "glm4_moe: dense layers shifted": Sabotage(
-        f"{FAMILIES}.glm4_moe:Glm4Moe.layer", "index < config", "index <= config", "glm4_moe"
+        f"{FEATURES}:GroupedRoutingConfig.is_sparse", "layer >= self", "layer > self", "glm4_moe"
     ),
     "glm4_moe: shared expert gated": Sabotage(
-        f"{FAMILIES}.glm4_moe:Glm4Moe.layer", "shared_gate=False", "shared_gate=True", "glm4_moe"
+        "ligermodels.layers.grouped_routing:GroupedRoutingLM.feed_forward",
+        "shared_gate=False",
+        "shared_gate=True",
+        "glm4_moe",
+    ),
+}
+LATENT = "ligermodels.layers.latent_attention"
+LATENTS = {
+    "rotated part of the queries first": Sabotage(
+        f"{LATENT}:LatentAttention.rotate", "[q_nope, q_rope]", "[q_rope, q_nope]", "deepseek_v3"
+    ),
+    "rotation of the keys lost": Sabotage(
+        f"{LATENT}:LatentAttention.rotate",
+        "q_rope, k_rope = rotated",
+        "k_rope = k_rope[:, :, None]\n    q_rope, _ = rotated",
+        "deepseek_v3",
+    ),
+    "pairs of RoPE half-split": Sabotage(
+        f"{LATENT}:LatentAttention.rotate", "0, self.interleaved", "0, False", "deepseek_v3"
+    ),
+    "pairs of RoPE always neighbours": Sabotage(
+        f"{LATENT}:LatentAttention.rotate", "0, self.interleaved", "0, True", "deepseek_v3-rope-half-split"
+    ),
+    "values before keys in kv_b_proj": Sabotage(
+        f"{LATENT}:LatentAttention.keys_and_values",
+        "k_nope, v = heads.split([self.nope_size, self.value_size], -1)",
+        "v, k_nope = heads.split([self.value_size, self.nope_size], -1)",
+        "deepseek_v3",
+    ),
+    "mscale not in the scale": Sabotage(f"{ROPE}:score_factor", "** 2", "* 0 + 1", "deepseek_v3-rope-yarn"),
+    "mscale once in the scale": Sabotage(f"{ROPE}:score_factor", " ** 2", "", "deepseek_v3-rope-yarn"),
+    "mscale for mscale_all_dim": Sabotage(
+        f"{ROPE}:score_factor",
+        "yarn_mscale(rope.mscale_all_dim",
+        "yarn_mscale(rope.mscale",
+        "deepseek_v3-rope-yarn-mscale",
+    ),
+    "scale of the value's size": Sabotage(
+        f"{LATENT}:LatentAttention.forward",
+        "scale=self.scale, dropout",
+        "scale=self.value_size**-0.5, dropout",
+        "deepseek_v3",
+    ),
+    "latent of the keys not normed": Sabotage(
+        f"{LATENT}:LatentAttention.forward",
+        "norm_then_linear(PreNorm(self.kv_a_layernorm)",
+        "norm_then_linear(None",
+        "glm4_moe_lite",
+    ),
+    "latent of the queries not normed": Sabotage(
+        f"{LATENT}:LatentAttention.forward",
+        "norm_then_linear(PreNorm(self.q_a_layernorm)",
+        "norm_then_linear(None",
+        "glm4_moe_lite",
+    ),
+    "glm4_moe_lite: mlp_layer_types ignored": Sabotage(
+        f"{FAMILIES}.glm4_moe_lite:Glm4MoeLiteConfig.is_sparse",
+        "self.mlp_layer_types is None",
+        "True",
+        "glm4_moe_lite-layer-types",
     ),
 }
 GLU = "ligermodels.kernels.expert_product:expert_glu_reference"
@@ -398,7 +457,7 @@ GPT_OSS = {
     ),
     "gpt_oss: truncated YaRN": Sabotage(f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "gpt_oss"),
 }
-BREAKS = GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
+BREAKS = LATENTS | GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -1,6 +1,7 @@
 """The model families: one file per model_type. ARCHITECTURES maps the model_type of a config.json to its class."""
 
 from ligermodels.architectures.cohere2 import Cohere2
+from ligermodels.architectures.deepseek_v3 import DeepseekV3
 from ligermodels.architectures.ernie4_5 import Ernie4_5
 from ligermodels.architectures.exaone4 import Exaone4
 from ligermodels.architectures.gemma import Gemma
@@ -9,6 +10,7 @@ from ligermodels.architectures.gemma3 import Gemma3, Gemma3Text
 from ligermodels.architectures.glm import Glm
 from ligermodels.architectures.glm4 import Glm4
 from ligermodels.architectures.glm4_moe import Glm4Moe
+from ligermodels.architectures.glm4_moe_lite import Glm4MoeLite
 from ligermodels.architectures.gpt_oss import GptOss
 from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
@@ -23,7 +25,9 @@ from ligermodels.architectures.olmo3 import Olmo3
 from ligermodels.architectures.olmoe import Olmoe
 from ligermodels.architectures.phi3 import Phi3
 from ligermodels.architectures.qwen2 import Qwen2
+from ligermodels.architectures.qwen2_5_vl import Qwen25VL
 from ligermodels.architectures.qwen2_moe import Qwen2Moe
+from ligermodels.architectures.qwen2_vl import Qwen2VL
 from ligermodels.architectures.qwen3 import Qwen3
 from ligermodels.architectures.qwen3_moe import Qwen3Moe
 from ligermodels.architectures.seed_oss import SeedOss
@@ -32,6 +36,7 @@ from ligermodels.layers.decoder import CausalLM
 
 ARCHITECTURES: dict[str, type[CausalLM]] = {
     "cohere2": Cohere2,
+    "deepseek_v3": DeepseekV3,
     "ernie4_5": Ernie4_5,
     "exaone4": Exaone4,
     "gemma": Gemma,
@@ -41,6 +46,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "glm": Glm,
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,
+    "glm4_moe_lite": Glm4MoeLite,
     "gpt_oss": GptOss,
     "granite": Granite,
     "granitemoe": GraniteMoe,
@@ -55,7 +61,9 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "olmoe": Olmoe,
     "phi3": Phi3,
     "qwen2": Qwen2,
+    "qwen2_5_vl": Qwen25VL,
     "qwen2_moe": Qwen2Moe,
+    "qwen2_vl": Qwen2VL,
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,
     "seed_oss": SeedOss,

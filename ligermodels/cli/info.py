@@ -42,7 +42,8 @@ def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
     """(label, value) of the model's shape, parameters and files."""
     config, count, files = described.model.config, count_parameters(described.model), described.files
     query_heads = counted(config.num_attention_heads, "query head")
-    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {config.head_dim}"
+    head_dim = decoder_blocks(described.model)[0].self_attn.head_dim
+    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {head_dim}"
     yield "family", config.raw["model_type"]
     layers = counted(config.num_hidden_layers, "layer")
     yield "shape", f"{layers}, hidden size {config.hidden_size:,}, {heads}"
@@ -68,7 +69,7 @@ def memory_lines(described: Description, args: argparse.Namespace) -> Iterator[t
     batch = args.batch_size, args.sequence_length, described.dtype
     model = described.model.to(described.dtype)
     checkpointing = args.activation_checkpointing == "full"
-    checkpointed = model.config.num_hidden_layers if checkpointing else 0
+    checkpointed = len(model.blocks) if checkpointing else 0
     setting = f"{args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
     yield "memory", f"for {setting}, {'full' if checkpointing else 'no'} activation checkpointing"
     generating = inference_memory(model, *batch)

@@ -14,6 +14,28 @@ from ligermodels.configs.base import Config
 from ligermodels.kernels.cache_write import CacheSlots
 
 
+class LatentHeads(Protocol):
+    """How the heads of latent attention read what a cache keeps of a token, [latent | rotated key] [B, S, 1, L + R].
+
+    Keys and values of all heads can be computed from it, or queries and outputs be moved to the latents.
+    """
+
+    @property
+    def latent_size(self) -> int: ...
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [B, S, 1, L + R] -> keys [B, S, H, D] and values [B, S, H, V]."""
+        ...
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries [B, T, H, D] -> queries of the latents, [B, T, H, L + R]."""
+        ...
+
+    def restore(self, out: Tensor) -> Tensor:
+        """Weighted latents [B, T, H, L] -> weighted values [B, T, H, V]."""
+        ...
+
+
 class LayerCache(Protocol):
     """The cache of one layer.
 
@@ -30,6 +52,12 @@ class LayerCache(Protocol):
         """
         ...
 
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        """The same of latent attention, whose keys and values the cache keeps as latents [B, T, 1, L + R]."""
+        ...
+
 
 class Cache(Protocol):
     """The cache of a model."""
@@ -43,6 +71,11 @@ class Cache(Protocol):
         positions of the call say."""
         ...
 
+    @property
+    def rope_offsets(self) -> Tensor | None:
+        """[B, 1], added to each row's positions for RoPE: images take fewer positions than tokens. None for 0."""
+        ...
+
     def next_positions(self, count: int) -> Tensor:
         """Positions [B, count] of the next tokens of every row."""
         ...
@@ -53,7 +86,11 @@ class Cache(Protocol):
 
 
 class GenerativeModel(Protocol):
-    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper."""
+    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper.
+
+    One that takes images also has `prepare_images`, of ids [1, T] and pixel inputs, and `encode_prompt` of its result,
+    which returns `PromptImages`.
+    """
 
     config: Config
     generation_config: dict[str, Any]
@@ -66,6 +103,13 @@ class GenerativeModel(Protocol):
 
     def attention_windows(self) -> list[int | None]:
         """The window of each layer, None for full attention."""
+        ...
+
+    @property
+    def takes_images(self) -> bool: ...
+
+    def cache_widths(self) -> list[int]:
+        """Elements that the cache of each layer keeps of a token."""
         ...
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]: ...

@@ -20,8 +20,9 @@ def cache_bytes(
 ) -> int:  # fmt: skip
     """The memory of a paged cache; sizes as those of `Engine`. dtype: of keys and values; None for the model's."""
     groups = layer_groups(model.attention_windows(), max_tokens, max_length or max_tokens, max_rows)
-    slots = sum(group.slots * len(group.layers) for group in groups)
-    return slots * 2 * model.config.key_value_size * (dtype or model.dtype).itemsize
+    widths = model.cache_widths()
+    elements = sum(group.slots * widths[layer] for group in groups for layer in group.layers)
+    return elements * (dtype or model.dtype).itemsize
 
 
 def tokens_that_fit(model: GenerativeModel, max_rows: int) -> int:

@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.generation.cache import LatentHeads
 from ligermodels.kernels.attention import attention
 
 
 class KVLayer:
-    """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use."""
+    """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use.
+
+    Of latent attention the keys are the latents, and the values have no columns.
+    """
 
     slots = None
 
@@ -25,6 +29,13 @@ class KVLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
         keys, values = self.update(k, v, position_ids)
         return attention(q, keys, values, position_ids=position_ids, **options)
+
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        latents, _ = self.update(latents, latents[..., :0], position_ids)
+        values = latents[..., : heads.latent_size]
+        return heads.restore(attention(heads.absorb(q), latents, values, scale=scale, position_ids=position_ids))
 
     def update(self, k: Tensor, v: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k, v [B, T, Hkv, D] at position_ids [B, T] and returns all keys and values of the cache.
@@ -53,13 +64,17 @@ class KVLayer:
 
 
 class KVCache:
-    """One KVLayer for each layer, and the number of filled positions of each row: `lengths`, int64 [B]."""
+    """One KVLayer for each layer, and the number of filled positions of each row: `lengths`, int64 [B].
+
+    rope_offsets: int64 [B, 1], see `Cache`; None as long as no row has images.
+    """
 
     sequence_lengths = None
 
     def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device) -> None:
         self.layers = [KVLayer(max_length) for _ in range(num_layers)]
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.rope_offsets: Tensor | None = None
 
     def next_positions(self, count: int) -> Tensor:
         """Positions [B, count] of the next tokens of every row."""
@@ -67,6 +82,15 @@ class KVCache:
 
     def advance(self, count: int | Tensor) -> None:
         self.lengths += count
+
+    def extend_rope(self, rope_ids: Tensor, offsets: Tensor) -> Tensor:
+        """Positions for RoPE of the next tokens, as if they began a sequence -> those that continue the rows.
+
+        rope_ids [axes, B, T]; offsets [B, 1]: what they change `rope_offsets` by, for all tokens after them.
+        """
+        before = torch.zeros_like(offsets) if self.rope_offsets is None else self.rope_offsets
+        self.rope_offsets = before + offsets
+        return rope_ids + self.lengths[:, None] + before
 
     def reserve(self, max_length: int) -> None:
         """Makes room for this many positions."""
@@ -76,5 +100,7 @@ class KVCache:
     def select_rows(self, rows: Tensor) -> None:
         """Replaces the rows by these, which are indices [B] of the present ones; one may be repeated."""
         self.lengths = self.lengths[rows]
+        if self.rope_offsets is not None:
+            self.rope_offsets = self.rope_offsets[rows]
         for layer in self.layers:
             layer.select_rows(rows)

@@ -21,7 +21,10 @@ def pages_for(tokens: int) -> int:
 
 
 class PagedLayer:
-    """Keys and values of one layer, [slots, Hkv, D] each. Allocated on first use."""
+    """Keys and values of one layer, [slots, Hkv, D] each. Allocated on first use.
+
+    Of latent attention the keys are the latents, and the values have no columns.
+    """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

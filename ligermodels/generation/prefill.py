@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.generation.cache import LatentHeads
+from ligermodels.generation.image_features import PromptImages, features_of_pieces, rope_of_pieces
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables, slots_of
 from ligermodels.kernels.attention import attention
 
@@ -20,13 +22,14 @@ from ligermodels.kernels.attention import attention
 class PromptPiece:
     """Consecutive tokens of a sequence, from position `start`. length: of the whole sequence that is prefilled.
 
-    tables: of the row that they are written for.
+    tables: of the row that they are written for. images: those of the sequence, None without.
     """
 
     ids: Sequence[int]
     start: int
     length: int
     tables: Tables
+    images: PromptImages | None = None
 
     @property
     def stop(self) -> int:
@@ -74,13 +77,31 @@ class PrefillLayer:
         key_pool[plan.slots], value_pool[plan.slots] = k[0], v[0]
         return out
 
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        plan, (pool, _) = self.plan, self.layer.pools(latents, latents[..., :0])
+        if plan.earlier is None:
+            k, v = heads.expand(latents)
+            out = attention(q, k, v, scale=scale, **self.queries)
+        else:
+            k, v = heads.expand(plan.with_earlier(pool, latents))
+            out = attention(q, k, v, scale=scale, cu_seqlens_k=plan.offsets, max_seqlen_k=plan.longest, **self.queries)
+        pool[plan.slots] = latents[0]
+        return out
+
 
 class PrefillStep:
     """The cache as a model sees it in a prefill, and the other arguments of its forward.
 
+    rope_offsets: None, because the call says all positions.
+
     input_ids, position_ids: int64 [1, N]. cu_seqlens: int32 [pieces + 1], their offsets; max_seqlen: the longest.
-    last: int64 [pieces], the place of each piece's last token.
+    last: int64 [pieces], the place of each piece's last token. image_inputs: features and
+    rope_ids, if a prompt has images.
     """
+
+    rope_offsets = None
 
     def __init__(self, cache: PagedCache, pieces: Sequence[PromptPiece], device: torch.device) -> None:
         lengths = torch.tensor([len(piece.ids) for piece in pieces])
@@ -93,6 +114,10 @@ class PrefillStep:
         self.cu_seqlens = F.pad(ends, (1, 0)).int().to(device)
         self.max_seqlen = int(lengths.max())
         self.last = (ends - 1).to(device)
+        images, spans = [piece.images for piece in pieces], [(piece.start, piece.stop) for piece in pieces]
+        self.image_inputs = {} if not any(images) else {
+            "features": features_of_pieces(images, spans, device), "rope_ids": rope_of_pieces(images, spans).to(device),
+        }  # fmt: skip
         plans = [key_plan(pieces, index, group.window, device) for index, group in enumerate(cache.groups)]
         self.layers = [
             PrefillLayer(layer, plans[group], self.cu_seqlens, self.max_seqlen)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.generation.cache import LatentHeads
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables
 from ligermodels.generation.sampling import SamplingRow
 from ligermodels.kernels.cache_write import CacheSlots
@@ -29,7 +30,10 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class NewRow:
-    """What a row begins with, behind its prompt; fields as those of `RowStates`. tables: its pages in each group."""
+    """What a row begins with, behind its prompt; fields as those of `RowStates`. tables: its pages in each group.
+
+    rope_offset: what its positions for RoPE are ahead of the number of its tokens.
+    """
 
     prompt: Sequence[int]
     ends: int
@@ -38,6 +42,7 @@ class NewRow:
     sampling: SamplingRow
     stop_tokens: Collection[int]
     tables: Tables
+    rope_offset: int = 0
 
 
 class Drawing(NamedTuple):
@@ -56,7 +61,8 @@ class RowStates:
     top_k, top_p, min_p, seeds, streams: arguments of `kernels.sample.sample`, whose counters are (stream, position).
     repetition_penalty, presence_penalty, frequency_penalty, history: those of `kernels.penalties.penalize`; history is
     [R, 0] until a row has penalties. drawn: int64, what the last step drew, NO_TOKEN for a row that had ended.
-    logprobs: fp32, its log-probability. tables: int32 [R, width] of each group of the cache.
+    logprobs: fp32, its log-probability. rope_offsets: int64 [R, 1], see `Cache`; [R, 0] of a model without images.
+    tables: int32 [R, width] of each group of the cache.
     """
 
     tokens: Tensor
@@ -76,10 +82,13 @@ class RowStates:
     streams: Tensor
     drawn: Tensor
     logprobs: Tensor
+    rope_offsets: Tensor
     tables: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, cache: PagedCache, count: int, vocab_size: int, device: torch.device) -> "RowStates":
+    def allocate(
+        cls, cache: PagedCache, count: int, vocab_size: int, device: torch.device, takes_images: bool = False
+    ) -> "RowStates":
         """RowStates that are not in use."""
 
         def whole() -> Tensor:
@@ -94,6 +103,7 @@ class RowStates:
             temperature=real(), top_k=whole().int(), top_p=real(), min_p=real(), repetition_penalty=real(),
             presence_penalty=real(), frequency_penalty=real(), history=whole().int()[:, None][:, :0],
             seeds=whole(), streams=whole(), drawn=whole(), logprobs=real(),
+            rope_offsets=whole()[:, None][:, : int(takes_images)],
             tables=tuple(torch.zeros(count, group.width, dtype=torch.int32, device=device) for group in cache.groups),
         )  # fmt: skip
 
@@ -125,6 +135,8 @@ class RowStates:
         for group, table in enumerate(self.tables):
             pages = [row.tables[group] for row in rows]
             table.copy_(torch.tensor([[*own, *[0] * (table.shape[1] - len(own))] for own in pages]))
+        if self.rope_offsets.shape[1]:
+            self.rope_offsets.copy_(torch.tensor([[row.rope_offset] for row in rows]))
         self.running.fill_(True)
         for index, row in enumerate(rows if self.history.shape[1] else ()):
             start_penalty_row(self.history, index, torch.tensor(row.prompt).to(self.history.device))
@@ -180,6 +192,20 @@ class DecodeLayer:
         options |= {"window": window, "page_size": PAGE_SIZE}
         return decode_attention(query, keys, values, self.table, self.lengths, **options)[:, None]
 
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        query, (pool, _, slots) = heads.absorb(q)[:, 0], self.slots
+        pool.index_copy_(0, slots, latents[:, 0])
+        if self.seen is not None:
+            out = attend_visible_reference(query, pool, pool[..., : heads.latent_size], self.seen, scale=scale)
+        else:
+            out = decode_attention(
+                query, pool, None, self.table, self.lengths, scale=scale, page_size=PAGE_SIZE,
+                value_size=heads.latent_size,
+            )  # fmt: skip
+        return heads.restore(out[:, None])
+
 
 class DecodeCache:
     """The paged cache as a model sees it in a decode step of these rows: a token of each, at `positions`.
@@ -191,6 +217,7 @@ class DecodeCache:
 
     def __init__(self, cache: PagedCache, rows: RowStates) -> None:
         self.positions = rows.positions[:, None]
+        self.rope_offsets = rows.rope_offsets if rows.rope_offsets.shape[1] else None
         lengths = (rows.positions + 1).where(rows.running, 0)
         slots = [next_slots(table, rows.positions).where(rows.running, 0) for table in rows.tables]
         seen: list[VisibleKeys | None] = [None] * len(cache.groups)

@@ -33,11 +33,13 @@ class Positions:
     max_seqlen: int | None = None
     shared_keys: SharedKeys | None = None  # where packed documents share prefixes: the keys that each one reads
     query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
+    causal: bool = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention within rows or packed documents. options: as those of `attention`."""
         shared = self.shared_keys
         documents: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+        documents["causal"] = self.causal
         if shared is not None:
             k, v = (gather_keys(x, shared.offsets, shared.places) for x in (k, v))
             documents |= {"cu_seqlens_k": shared.cu_seqlens, "max_seqlen_k": shared.max_seqlen}
@@ -109,6 +111,16 @@ class Attention(PackingModule):
         else:
             out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         return apply_linear(self.o_proj, out.flatten(2)), residual
+
+    @property
+    def cache_width(self) -> int:
+        """Elements that a cache keeps of a token."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    @property
+    def score_width(self) -> int:
+        """Columns of all queries and of all values together: what a query costs for each key."""
+        return 2 * self.num_heads * self.head_dim
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         """What computes the attention of packed documents there, for reports."""

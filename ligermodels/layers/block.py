@@ -16,17 +16,19 @@ from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache
 from ligermodels.layers.attention import Attention, Positions
 from ligermodels.layers.fused import add_then_norm
-from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.latent_attention import LatentAttention
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import PreNorm, hidden_norm
 
+AnyAttention = Attention | LatentAttention
 BlockOutput = tuple[Tensor, Tensor, Tensor | None]  # x, residual, router logits
 
 
 class Block(nn.Module, ABC):
     """Base class: attention, a feed-forward layer, and optional activation checkpointing."""
 
-    def __init__(self, attention: Attention, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, attention: AnyAttention, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__()
         self.self_attn = attention
         self.mlp = mlp
@@ -48,7 +50,7 @@ class Block(nn.Module, ABC):
     def set_activation_checkpointing(self, enabled: bool) -> None:
         self.activation_checkpointing = enabled
         for module in self.modules():
-            if isinstance(module, GatedMLP):
+            if isinstance(module, GatedMLP | MLP):
                 module.fused = not enabled
 
     def forward(
@@ -71,7 +73,7 @@ class Block(nn.Module, ABC):
 class DecoderLayer(Block):
     """Pre-norm: x = x + attention(norm(x)); x = x + mlp(norm(x))."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, config: Config, attention: AnyAttention, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__(attention, mlp)
         self.input_layernorm = hidden_norm(config)
         self.post_attention_layernorm = hidden_norm(config)
@@ -86,7 +88,7 @@ class DecoderLayer(Block):
 class ScaledLayer(DecoderLayer):
     """Pre-norm, with a multiplier m on both branches: x = x + m attention(norm(x)); x = x + m mlp(norm(x))."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE, multiplier: float) -> None:
+    def __init__(self, config: Config, attention: AnyAttention, mlp: GatedMLP | MLP | MoE, multiplier: float) -> None:
         super().__init__(config, attention, mlp)
         self.multiplier = multiplier
 
@@ -101,7 +103,7 @@ class ScaledLayer(DecoderLayer):
 class DropoutLayer(DecoderLayer):
     """Pre-norm, with dropout of both branches in training: x = x + dropout(branch(norm(x))), twice."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE, dropout: float) -> None:
+    def __init__(self, config: Config, attention: AnyAttention, mlp: GatedMLP | MLP | MoE, dropout: float) -> None:
         super().__init__(config, attention, mlp)
         self.dropout = dropout
 
@@ -117,7 +119,7 @@ class DropoutLayer(DecoderLayer):
 class ParallelLayer(Block):
     """Both branches read one norm: h = norm(x); x = x + attention(h) + mlp(h)."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, config: Config, attention: AnyAttention, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__(attention, mlp)
         self.input_layernorm = hidden_norm(config)
 
@@ -133,7 +135,7 @@ class ParallelLayer(Block):
 class SandwichLayer(DecoderLayer):
     """Norms before and after each branch: x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, config: Config, attention: AnyAttention, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__(config, attention, mlp)
         self.pre_feedforward_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
@@ -151,7 +153,7 @@ class SandwichLayer(DecoderLayer):
 class PostNormLayer(Block):
     """Post-norm, inside the residual branch: x = x + norm(attention(x)); x = x + norm(mlp(x))."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, config: Config, attention: AnyAttention, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__(attention, mlp)
         self.post_attention_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ligermodels.kernels.activated_linear import activated_linear
 from ligermodels.kernels.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.dispatch import is_traced, runs_kernels
 from ligermodels.kernels.experts import experts
@@ -26,6 +27,7 @@ from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.kernels.gated_linear import gated_linear
 from ligermodels.kernels.linear import LowRank, low_rank_linear
 from ligermodels.kernels.norm_linear import norm_linear
+from ligermodels.kernels.plain_activation import plain_activation
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rms_norm import add_rms_norm
 from ligermodels.kernels.rope import rope_, split_heads
@@ -83,6 +85,18 @@ def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:
     if x.dtype == weight.dtype and has_few_rows(x, weight, low_rank):
         return few_rows_linear(x, weight, bias)
     return projection(x) if low_rank is None else low_rank_linear(x, weight, bias, low_rank)
+
+
+def effective_weight(projection: nn.Module, inputs: int) -> Tensor:
+    """The weight [N, inputs] of a projection without a bias, with its LoRA: projection(x) = x @ weightᵀ."""
+    plain = fusible_weights(projection, torch.float32)
+    if plain is None:  # its call is all that is known of it
+        like = next(projection.parameters())
+        return projection(torch.eye(inputs, dtype=like.dtype, device=like.device)).mT
+    if plain.low_rank is None:
+        return plain.weight
+    a, b, _, scale = plain.low_rank
+    return torch.addmm(plain.weight, b.to(plain.weight.dtype), a.to(plain.weight.dtype), alpha=scale)
 
 
 def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -162,6 +176,14 @@ def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: n
     if has_few_rows(gate_up, weight, low_rank):
         return few_rows_gated_linear(gate_up, weight, bias, activation)
     return gated_linear(gate_up, weight, bias, activation, low_rank, inplace=True)
+
+
+def activation_then_linear(x: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:
+    """x [B, T, I] -> projection(activation(x)) [B, T, H]. fused: as in `gated_activation_then_linear`."""
+    weights = fusible_weights(projection, x.dtype) if fused else None
+    if weights is None:
+        return projection(plain_activation(x, activation))
+    return activated_linear(x, weights.weight, weights.bias, activation, weights.low_rank, inplace=True)
 
 
 def routed_experts(

@@ -20,6 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ligermodels.configs.base import Config
+from ligermodels.configs.features import LatentAttentionConfig
 from ligermodels.weights.boxes import Shape
 
 # A linear that LoRA wraps becomes the wrapper's `base_layer`. Rules use the names without it.
@@ -269,6 +270,13 @@ def packed_qkv(config: Config) -> Concat:
     """self_attn.qkv_proj is the concatenation of the Hub's q_proj, k_proj and v_proj."""
     layer, sizes = "model.layers.{}.self_attn.", (config.query_size, config.key_value_size, config.key_value_size)
     return Concat(layer + "qkv_proj", (layer + "q_proj", layer + "k_proj", layer + "v_proj"), sizes)
+
+
+def packed_latents(config: LatentAttentionConfig) -> Concat:
+    """self_attn.qkv_a_proj is the concatenation of the Hub's q_a_proj, or q_proj, and kv_a_proj_with_mqa."""
+    layer, q = "model.layers.{}.self_attn.", "q_proj" if config.q_lora_rank is None else "q_a_proj"
+    sizes = config.query_input_size, config.kv_lora_rank + config.qk_rope_head_dim
+    return Concat(layer + "qkv_a_proj", (layer + q, layer + "kv_a_proj_with_mqa"), sizes)
 
 
 def packed_gate_up(mlp: str = "mlp") -> Concat:

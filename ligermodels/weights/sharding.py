@@ -19,6 +19,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the module's own parameters for its forward."""
+    return isinstance(module, FSDPModule)
+
+
 def full_tensor(parameter: Tensor) -> Tensor:
     """The full value of a parameter, on its device. For a DTensor this is a collective: every rank must call it."""
     parameter = parameter.detach()

@@ -13,6 +13,9 @@ SIZES = {
     "head_dim": 8,
     "pad_token_id": None,
 }
+# What other families call what SIZES has, or what they need it to be.
+LATENTS = {"num_key_value_heads": 3, "q_lora_rank": 12, "kv_lora_rank": 6, "qk_rope_head_dim": 8}
+SIZES_OF = {"deepseek_v3": LATENTS, "glm4_moe_lite": LATENTS}
 VISION = {"vision_config": {"vision_use_head": False}}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 NESTED = {
@@ -27,7 +30,7 @@ def raw(model_type, **fields):
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION
     if model_type == "mistral3":
         return {"model_type": model_type, "text_config": SIZES | {"model_type": "ministral3"} | fields}
-    return SIZES | {"model_type": model_type} | fields
+    return SIZES | SIZES_OF.get(model_type, {}) | {"model_type": model_type} | fields
 
 
 def read(model_type, **fields):

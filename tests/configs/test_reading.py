@@ -17,7 +17,9 @@ from tests.configs.small_configs import SIZES, VISION, raw, read, reference_wind
 SAVED_BY_4 = Path(__file__).parent.parent / "data" / "saved_by_transformers_4"
 # Fields that the reference names or stores in another way, and fields with tests of their own.
 READ_OTHERWISE = {"raw", "model_type", "sliding_window_pattern"}
-TESTED_ELSEWHERE = {"ropes", "head_dim", "hidden_act", "layer_types", "sliding_window", "no_rope_layers"}
+TESTED_ELSEWHERE = {"ropes", "head_dim", "hidden_act", "layer_types", "sliding_window", "no_rope_layers"} | {
+    "mlp_layer_types"
+}
 
 
 # What has no default in every file: a head_dim that hidden_size does not give, and the text model of Mistral 3.
@@ -60,6 +62,9 @@ def test_no_rope_layers_and_sparse_layers_are_as_in_the_reference(model_type):
         assert [int(config.has_rope(i)) for i in range(8)] == reference.no_rope_layers == [1, 1, 1, 0] * 2
     if hasattr(reference, "decoder_sparse_step"):
         assert [config.is_sparse(i) for i in range(8)] == [True] * 8
+    if hasattr(reference, "mlp_layer_types"):
+        sparse = [kind == "sparse" for kind in reference.mlp_layer_types]
+        assert [config.is_sparse(i) for i in range(8)] == sparse == [False] + [True] * 7
 
 
 def what_affects_the_maths(config):

@@ -68,6 +68,16 @@ def refusals():
     yield "gpt_oss", {"attention_dropout": 0.1}, ["attention_dropout", "0.1", "remove it"]
     yield "glm4_moe", {"n_routed_experts": 6, "n_group": 4}, ["n_group", "4", "n_routed_experts", "6"]
     yield "glm4_moe", {"n_group": 64, "topk_group": 3}, ["topk_group", "3", "num_experts_per_tok", "8"]
+    for name in ("deepseek_v3", "glm4_moe_lite"):
+        yield name, {"num_key_value_heads": 1}, ["num_key_value_heads 1", "num_attention_heads, 3", "leave it out"]
+        yield name, {"head_dim": 16}, ["head_dim 16", "must be qk_rope_head_dim, 8"]
+        yield name, {"scoring_func": "softmax"}, ["scoring_func", "'softmax'", "'sigmoid'"]
+        yield name, {"topk_method": "greedy"}, ["topk_method", "'greedy'", "'noaux_tc'"]
+        yield name, {"attention_bias": True, "q_lora_rank": None}, ["attention_bias", "q_lora_rank", "set it false"]
+        yield name, {"v_head_dim": 0}, ["v_head_dim", "0", "must be positive"]
+    yield "glm4_moe_lite", {"first_k_dense_replace": 2}, ["first_k_dense_replace", "2", "must be one of 1"]
+    yield "glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "1", "must have one per layer", "8"]
+    yield "glm4_moe_lite", {"mlp_layer_types": ["moe"] * 8}, ["mlp_layer_types", "'moe'", "'sparse'"]
     for name in MOE:
         experts = "num_experts" if name.startswith("qwen") else "num_local_experts"
         yield name, {experts: 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", "5", experts, "4"]

@@ -528,6 +528,21 @@ def decode_attention_case(batch, length, heads, kv_heads, head_size, only_one=Fa
     return Case(ours, reference, [normal(batch, length, heads, head_size)], [*pools, table, lengths])
 
 
+def latent_attention_case(batch, length, heads, head_size, value_size) -> Case:
+    """`decode_attention_case` with one wide key for all heads, whose first columns are the value."""
+    case = decode_attention_case(batch, length, heads, 1, head_size)
+    pool, _, table, lengths = case.constants
+
+    def attend(function, q, pool, table, lengths):
+        q, table, lengths = (x.flatten(0, 1) for x in (q, table, lengths))
+        options = {"scale": head_size**-0.5, "page_size": 64, "value_size": value_size}
+        with torch.no_grad():
+            return function(q, pool.to(q.dtype), None, table, lengths, **options)
+
+    ours, reference = (partial(attend, f) for f in (decode_attention, decode_attention_reference))
+    return Case(ours, reference, case.leaves, [pool, table, lengths])
+
+
 def cache_write_case(batch, length, heads, kv_heads, head_size) -> Case:
     """The ops that write to a cache, each with a cache of its own: their outputs, and what they wrote.
 
@@ -809,6 +824,9 @@ OPS = {
     "decode_attention of one row, with a window and a softcap": Op(
         draw=partial(decode_attention_case, only_one=True, window=70, softcap=50.0), small=(6, 3, 20),
         real=((64, 8, 64), (8, 4, 256), (16, 1, 256)), has_gradients=False,
+    ),
+    "decode_attention over latents": Op(
+        draw=latent_attention_case, small=(20, 40, 32), real=((20, 576, 512), (128, 576, 512)), has_gradients=False
     ),
     "sample": Op(
         draw=sample_case, small=(300,), real=tuple((v,) for v in VOCABULARIES), huge=(2**13 + 1, 2**18),

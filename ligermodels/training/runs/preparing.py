@@ -106,9 +106,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
     build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
     estimate = memory_needs(model, build(model), config, world, compute_dtype, objective.bytes_beside(model))
-    micro_batch_size = objective.micro_batch_size = micro_batch_size_of(
-        config, world, len(model.model.layers), estimate
-    )
+    micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     estimate = partial(estimate, batch_size=micro_batch_size)
     checkpointed_blocks = apply_activation_checkpointing(model, config.activation_checkpointing, world, estimate)
     reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
