@@ -230,8 +230,18 @@ class ValidationRows:
 
     def sample_prompt(self) -> list[int]:
         """A prompt to generate a sample from: that of the first segment whose prompt has more than one token."""
-        prompts = (prompt(segment) for row in range(len(self)) for segment in self.rows.segments(row))
-        return next((tokens for tokens in prompts if len(tokens) > 1), prompt(self.rows.segments(0)[0]))
+        return prompt(self.sample_segment())
+
+    def sample_images(self) -> Mapping[str, Tensor]:
+        """The images in that prompt, under the names of arguments of `forward`; empty if it has none."""
+        store, start, _ = self.sample_segment()
+        ids = self.sample_prompt()
+        shorter = [[Segment(store, start, len(ids))]]
+        return self.decoder.images(shorter, torch.tensor([ids]), pinned=False) if self.decoder else {}
+
+    def sample_segment(self) -> Segment:
+        segments = (segment for row in range(len(self)) for segment in self.rows.segments(row))
+        return next((segment for segment in segments if len(prompt(segment)) > 1), self.rows.segments(0)[0])
 
     def batches(self, micro_batch_size: int, world: World) -> Iterator[Batch]:
         """Every row once over all ranks, in the same number of batches on each rank; the last are padded with rows."""

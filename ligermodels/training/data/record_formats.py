@@ -145,7 +145,7 @@ def conversation(value: RecordFields, messages: list[dict[str, Any]], place: str
     kwargs = parse_template_kwargs(value.get("chat_template_kwargs"))
     beside = record_images(value)
     messages, images = take_images(with_marked_images(messages) if beside else messages, beside)
-    return Conversation(messages, parse_tools(value.get("tools")), place, kwargs, images)
+    return Conversation(messages, parse_tools(value.get("tools")), place, kwargs, tuple(images))
 
 
 def record_images(value: RecordFields) -> list[Any]:

@@ -25,7 +25,7 @@ from ligermodels.training.data.records import BadLines, Conversation, GroupRecor
 from ligermodels.training.data.saved_datasets import read_arrow, saved_dataset_files
 from ligermodels.training.data.streams import DECOMPRESSORS, open_text_stream
 
-BUILT_IN_SOURCES = ("stories", "chats", "preferences", "sums", "random")  # need no file; see embedded.py
+BUILT_IN_SOURCES = ("stories", "chats", "shapes", "preferences", "sums", "random")  # need no file; see embedded.py
 TOKEN_SUFFIXES = (".bin", ".npy")
 PIECE_CHARACTERS = 2**18  # of one piece of a long text
 LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
