@@ -218,6 +218,7 @@ TRAIN_ALIASES = (
     Alias("teacher_model_name_or_path teacher_model teacher_name_or_path", "teacher"),
     Alias("kd_temperature", "temperature"),
     Alias("kd_ce_alpha hard_loss_weight", "ce_weight"),
+    Alias("lmbda", "on_policy"),
     Alias("gkd_beta kd_beta", "divergence", no_value, "beta 0 is forward_kl, 1 is reverse_kl, b between is jsd:b"),
     Alias("config_file config_path", "config"),
     # Monitoring

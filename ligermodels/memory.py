@@ -51,7 +51,7 @@ class TrainingMemory:
     loss: additional memory at the start of backward: both gradients of the head in fp32 and a chunk of logits, or the
     recomputation of the last block, whichever is larger.
     block: additional memory at the end of backward: the largest block while it is recomputed or runs backward.
-    reference: weights beside the model's, of a reference or a teacher.
+    beside: what stays beside the model: weights of a reference or a teacher, the cache of an engine.
     unsharded_at_start, unsharded_at_end: memory that sharding takes besides the shards, at the start and the end of
     backward: unsharded parameters and gradients, and communication buffers.
     """
@@ -64,7 +64,7 @@ class TrainingMemory:
     block: int
     unsharded_at_start: int = 0
     unsharded_at_end: int = 0
-    reference: int = 0
+    beside: int = 0
 
     @property
     def backward_start(self) -> int:
@@ -84,12 +84,12 @@ class TrainingMemory:
         peak is never between: the backward of a block frees its activations and adds its gradients, and the blocks with
         activation checkpointing come last.
         """
-        return self.weights + self.reference + self.optimizer_states + max(self.backward_start, self.backward_end)
+        return self.weights + self.beside + self.optimizer_states + max(self.backward_start, self.backward_end)
 
     @property
     def forward_peak(self) -> int:
         """The peak of a pass without gradients, before the optimizer has states."""
-        return self.weights + self.reference + self.loss + self.block + self.unsharded_at_start
+        return self.weights + self.beside + self.loss + self.block + self.unsharded_at_start
 
     @property
     def parts(self) -> dict[str, int]:
@@ -97,7 +97,7 @@ class TrainingMemory:
         at_start = self.backward_start >= self.backward_end
         return {
             "weights": self.weights,
-            "reference": self.reference,
+            "beside the model": self.beside,
             "gradients": self.gradients,
             "optimizer states": self.optimizer_states,
             "activations": self.activations,
@@ -142,7 +142,7 @@ def training_memory(
     shards: int = 1,
     optimizer_states: int | None = None,
     keep_unsharded: bool = False,
-    reference: int = 0,
+    beside: int = 0,
     patches: int = 0,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
@@ -153,7 +153,7 @@ def training_memory(
     optimizer_states: bytes of the optimizer states of the whole model; None for AdamW's in the parameters' dtypes.
     keep_unsharded: blocks keep their unsharded parameters from forward to backward (FSDP2's reshard_after_forward is
     False).
-    reference: bytes of a rank's weights of a reference model.
+    beside: bytes of a rank that stay beside the model.
     patches: of the images of a micro-batch.
     """
     tokens, size = batch_size * sequence_length, dtype.itemsize
@@ -183,7 +183,7 @@ def training_memory(
         block=largest,
         unsharded_at_start=unsharded_at_start,
         unsharded_at_end=unsharded_at_end,
-        reference=reference,
+        beside=beside,
     )
 
 

@@ -32,6 +32,7 @@ MAY_IMPORT = {
         *("tokenizer", "images", "memory", "aliases", "losses"),
     },
     "verify": {"errors", "layers", "weights", "hub", "generation", "tokenizer"},
+    "board": {"errors", "aliases", "hub", "generation", "layers", "tokenizer", "training", "weights"},
     "cli": {
         *(
             "errors",
@@ -45,7 +46,7 @@ MAY_IMPORT = {
             "hub",
             "generation",
         ),
-        *("tokenizer", "memory", "training", "verify", "aliases", "__version__"),
+        *("tokenizer", "memory", "training", "verify", "board", "aliases", "__version__"),
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},

@@ -146,9 +146,11 @@ ROTATIONS = {
     "yarn ramp reversed": Sabotage(
         f"{ROPE}:yarn_frequencies", "* ramp + inv_freq", "* (1 - ramp) + inv_freq", "llama-rope-yarn"
     ),
-    "yarn attention factor dropped": Sabotage(f"{ROPE}:attention_factor", "mscale(1.0)", "1.0", "llama-rope-yarn"),
+    "yarn attention factor dropped": Sabotage(
+        f"{ROPE}:attention_factor", "yarn_mscale(1.0, factor)", "1.0", "llama-rope-yarn"
+    ),
     "yarn mscale_all_dim ignored": Sabotage(
-        f"{ROPE}:attention_factor", " / mscale(rope.mscale_all_dim)", "", "llama-rope-yarn-mscale"
+        f"{ROPE}:attention_factor", " / yarn_mscale(rope.mscale_all_dim, factor)", "", "llama-rope-yarn-mscale"
     ),
     "yarn always truncated": Sabotage(
         f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "llama-rope-yarn-mscale"

@@ -21,7 +21,7 @@ from ligermodels.generation.image_features import PromptImages
 from ligermodels.generation.paged_cache import PagedCache
 from ligermodels.generation.prefill import PrefillStep, PromptPiece
 from ligermodels.generation.requests import GeneratedSample, Request, Sample
-from ligermodels.generation.rows import NO_TOKEN, Drawing, RowStates, decode_step
+from ligermodels.generation.rows import NO_TOKEN, Drawing, RowStates, decode_step, only_first
 from ligermodels.generation.sampling import Sampling, SamplingOptions
 from ligermodels.generation.stop_strings import StopStrings
 from ligermodels.generation.stop_tokens import model_stop_tokens
@@ -76,6 +76,7 @@ class Engine:
     prompts and results that are texts.
     max_tokens: tokens that the cache holds, of all requests together; None for what 80 % of the GPU's free memory
     holds. max_length: tokens of one request; None for max_tokens. max_rows: samples that run at a time.
+    vocab_size: only token ids below it are drawn, where a head is padded beyond those of a text; None for all.
 
     Raises InputError for a model that has no weights in memory, for a size below 1, and on the CPU without max_tokens.
     """
@@ -88,6 +89,7 @@ class Engine:
         max_tokens: int | None = None,
         max_length: int | None = None,
         max_rows: int = DEFAULT_ROWS,
+        vocab_size: int | None = None,
     ) -> None:
         if model.device.type == "meta":
             raise InputError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")
@@ -95,7 +97,7 @@ class Engine:
             if size is not None and size < 1:
                 raise InputError(f"generate: {name} is {size}; must be at least 1")
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
-        self.max_rows = max_rows
+        self.max_rows, self.vocab_size = max_rows, vocab_size
         self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
         self.cache = PagedCache(model.attention_windows(), self.max_tokens, max_length or self.max_tokens, max_rows)
         self.rows = RowStates.allocate(self.cache, max_rows, model.config.vocab_size, self.device, model.takes_images)
@@ -260,10 +262,11 @@ class Engine:
         """Fills the cache with pieces of sequences; returns the logits [pieces, V] after the last token of each."""
         step = PrefillStep(self.cache, pieces, self.device)
         self.warn_beyond(max(piece.stop for piece in pieces) - 1)
-        return self.model(
+        logits = self.model(
             step.input_ids, position_ids=step.position_ids, cu_seqlens=step.cu_seqlens, max_seqlen=step.max_seqlen,
             cache=step, logits_to_keep=step.last, **step.image_inputs,
         ).logits[0]  # fmt: skip
+        return only_first(logits, self.vocab_size)
 
     def start(self, prompts: Sequence[AdmittedRequest], logits: Tensor) -> None:
         """Gives the samples of complete prompts rows behind those in use, and draws their first tokens.
@@ -300,7 +303,7 @@ class Engine:
 
     def decode(self, count: int, drawing: Drawing) -> None:
         """A decode step of the first `count` rows."""
-        decode_step(self.model, self.cache, self.rows.view(0, count), drawing)
+        decode_step(self.model, self.cache, self.rows.view(0, count), drawing, self.vocab_size)
 
     def refill(self) -> None:
         """Computes the keys of samples anew whose next token makes LongRoPE change its frequencies for all tokens."""

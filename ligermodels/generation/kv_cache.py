@@ -43,8 +43,8 @@ class KVLayer:
         The entries after a row's last position are not valid and must be masked by the caller.
         """
         if self.keys is None or self.values is None:
-            shape = (k.shape[0], self.max_length, *k.shape[2:])
-            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+            rows = k.shape[0], self.max_length
+            self.keys, self.values = (x.new_zeros(*rows, *x.shape[2:]) for x in (k, v))
         row = torch.arange(k.shape[0], device=k.device)[:, None]
         self.keys[row, position_ids] = k
         self.values[row, position_ids] = v

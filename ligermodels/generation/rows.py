@@ -244,7 +244,18 @@ def next_slots(table: Tensor, positions: Tensor) -> Tensor:
     return pages.long() * PAGE_SIZE + positions % PAGE_SIZE
 
 
-def decode_step(model: Callable[..., Any], cache: PagedCache, rows: RowStates, drawing: Drawing) -> None:
-    """Feeds the last token of every row, and draws the next."""
+def decode_step(
+    model: Callable[..., Any], cache: PagedCache, rows: RowStates, drawing: Drawing, vocab_size: int | None = None
+) -> None:
+    """Feeds the last token of every row, and draws the next, below `vocab_size`."""
     view = DecodeCache(cache, rows)
-    rows.append(model(rows.tokens[:, None], position_ids=view.positions, cache=view).logits[:, -1], drawing)
+    logits = model(rows.tokens[:, None], position_ids=view.positions, cache=view).logits[:, -1]
+    rows.append(only_first(logits, vocab_size), drawing)
+
+
+def only_first(logits: Tensor, vocab_size: int | None) -> Tensor:
+    """The logits [R, V], of which all but the first `vocab_size` of each row are minus infinity; None for as they are.
+    Writes into them."""
+    if vocab_size is not None:
+        logits[:, vocab_size:] = -torch.inf
+    return logits

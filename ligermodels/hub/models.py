@@ -18,6 +18,7 @@ from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, f
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.quantising import quantise
 from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
@@ -50,6 +51,7 @@ def load(
     token: str | None = None,
     allow_unexpected: bool = False,
     reward_model: bool = False,
+    quantize: str | None = None,
 ) -> CausalLM:
     """Loads a model with the weights of a Hub repository or a folder, in evaluation mode.
 
@@ -61,11 +63,13 @@ def load(
     allow_unexpected: ignore tensors that the model has no place for, with a warning, instead of raising an error.
     reward_model: the checkpoint of a language model becomes a `RewardModel` too, with a new score head: a warning says
     so. Its head is left out, its values are those of seed 0.
+    quantize: a format for the linears of the blocks, "nf4": they are frozen and quantised while they are read, one at a
+    time; `add_lora` trains on them. The other weights have `dtype`, in which all are used.
     Raises HubError, ConfigError or CheckpointError (all are InputError) before memory for the weights is allocated.
     """
     wanted = None if dtype is None else float_dtype(dtype)
     folder = resolve(name_or_folder, revision=revision, token=token)
-    return load_folder(folder, read_config(folder), wanted, device, allow_unexpected, reward_model)
+    return load_folder(folder, read_config(folder), wanted, device, allow_unexpected, reward_model, quantize)
 
 
 def load_folder(
@@ -75,6 +79,7 @@ def load_folder(
     device: int | str | torch.device = "cpu",
     allow_unexpected: bool = False,
     reward_model: bool = False,
+    quantize: str | None = None,
 ) -> CausalLM:
     """`load` of a folder, with `raw` in place of the content of its config.json."""
     generation_config = read_generation_config(folder)
@@ -83,6 +88,8 @@ def load_folder(
     refuse_layers_without_tensors(config, checkpoint)
     model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
     plan = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
+    if quantize is not None:
+        quantise(model, quantize)
     fill_weights(model.to_empty(device=device), plan)
     if model.new_parameters:
         initialize_new_parameters(model, seed=0)

@@ -25,39 +25,42 @@ from ligermodels.kernels.plain_activation import (
     plain_activation_reference,
     plain_backward_from_saved,
 )
+from ligermodels.kernels.quantised_weight import Weight, autocast_weight, dense, operand
 
 
 def activated_linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu", low_rank: LowRank | None = None
+    x: Tensor, weight: Weight, bias: Tensor | None = None, activation: str = "gelu", low_rank: LowRank | None = None
 ) -> Tensor:
     return low_rank_linear_reference(plain_activation_reference(x, activation), weight, bias, low_rank)
 
 
 class _ActivatedLinear(Node):
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, columns, scale, activation, inplace):
-        y, low = linear_forward(plain_activation_forward(x, activation), weight, bias, a, b, columns, scale)
+    def forward(ctx, x, weight, layout, bias, a, b, columns, scale, activation, inplace):
+        activated = plain_activation_forward(x, activation)
+        y, low = linear_forward(activated, dense(weight, layout), bias, a, b, columns, scale)
         ctx.save_for_backward(x, weight, a, b, low)
-        ctx.update = columns, scale
+        ctx.layout, ctx.update = layout, (columns, scale)
         ctx.activation, ctx.inplace = activation, inplace
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, a, b, low = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, _, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
         reads_activated = needs_weight or needs_a
         dx = activated = dlow = None
         if a is not None and (needs_x or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
         if needs_x:
-            dactivated = input_gradient(dy, weight, dlow, a)
+            dactivated = input_gradient(dy, dense(weight, ctx.layout), dlow, a)
             dx, activated = plain_backward_from_saved(dactivated, x, ctx.activation, reads_activated, ctx.inplace)
         elif reads_activated:
             activated = plain_activation_forward(x, ctx.activation)
         return (
             dx,
             weight_gradient(dy, activated) if needs_weight else None,
+            None,
             bias_gradient(dy) if needs_bias else None,
             weight_gradient(dlow, activated) if needs_a else None,
             up_gradient(dy, low, b, *ctx.update) if needs_b else None,
@@ -67,7 +70,7 @@ class _ActivatedLinear(Node):
 
 def activated_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     activation: str = "gelu",
     low_rank: LowRank | None = None,
@@ -76,14 +79,15 @@ def activated_linear(
 ) -> Tensor:
     """linear(activation(x), weight, bias).
 
-    x [..., I] float, weight [N, I], bias [N] or None, activation: as those of `plain_activation`, low_rank: the
-    linear's update -> [..., N].
+    x [..., I] float, weight [N, I], a tensor or quantised, bias [N] or None, activation: as those of
+    `plain_activation`, low_rank: the linear's update -> [..., N].
     inplace: backward overwrites x with its gradient, unless the graph is retained for another backward or is being
     traced. Its values are then lost.
     Frozen arguments cost no gradient. Raises ValueError for any other activation.
     """
     check_activation(activation)
-    x, weight, bias, low_rank = autocast(x, weight, bias, low_rank)
+    x, bias, low_rank = autocast(x, bias, low_rank)
+    weight = autocast_weight(weight)
     if not runs_kernels(x):
         return activated_linear_reference(x, weight, bias, activation, low_rank)
-    return _ActivatedLinear.apply(x, weight, bias, *(low_rank or NO_LOW_RANK), activation, inplace)
+    return _ActivatedLinear.apply(x, *operand(weight), bias, *(low_rank or NO_LOW_RANK), activation, inplace)

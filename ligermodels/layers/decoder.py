@@ -532,6 +532,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Random weights: normal with the config's initializer_range; norms act as weight 1, biases and LoRA B are 0.
+        Buffers that a checkpoint stores have the values that their modules name.
 
         Every rank draws every whole parameter and keeps its shard, so that the weights do not depend on the sharding.
         The weights of the base do not depend on LoRA either.
@@ -549,6 +550,10 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             else:
                 value.normal_(0.0, self.config.initializer_range, generator=generator)
             copy_local_shard(parameter, value)
+        for module in self.modules():
+            if module is not self:
+                for name, initial in getattr(module, "stored_buffers", {}).items():
+                    module.get_buffer(name).fill_(initial)
         initialize_lora(self, generator)
 
 

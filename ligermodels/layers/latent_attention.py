@@ -35,6 +35,7 @@ class LatentAttention(PackingModule):
 
     window = None
     scales_queries = False
+    source: int | None = None
     sinks = None
 
     def __init__(self, config: LatentAttentionConfig) -> None:
@@ -127,4 +128,4 @@ class LatentAttention(PackingModule):
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         """What computes the attention of packed documents there, for reports."""
-        return packed_attention_name(device, dtype, self.head_dim, None)
+        return packed_attention_name(device, dtype, max(self.head_dim, self.value_size), None)

@@ -20,6 +20,7 @@ from ligermodels.layers.modules_to_save import modules_trained_whole, select_mod
 from ligermodels.layers.moe import Experts, LoRAExperts, MoE
 from ligermodels.layers.multimodal import VisionLanguageModel
 from ligermodels.layers.packed import PackedLinear, PackedPart
+from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.weights.adapter_config import (
     ALL_LINEAR,
     adapter_config_from,
@@ -30,6 +31,7 @@ from ligermodels.weights.adapter_config import (
 from ligermodels.weights.adapters import Layout, LoRASettings, Packed
 from ligermodels.weights.boxes import Shape, split_dimensions
 from ligermodels.weights.mapping import Piece, Rule, full_box, pieces_of, plan_pieces
+from ligermodels.weights.module import named_weights
 
 BLOCKS = "model.layers"
 TOWER = "visual.blocks"  # of a model with images
@@ -181,7 +183,7 @@ def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Pa
     """The linears of the blocks whose names end in `_proj`; the names of routers do not. Those of a tower are last."""
     found = {}
     for name, module in block_modules(model):
-        if name.endswith("_proj") and isinstance(module, nn.Linear | PackedLinear | LoRALinear):
+        if name.endswith("_proj") and isinstance(module, nn.Linear | PackedLinear | QuantisedLinear | LoRALinear):
             base = module.base_layer if isinstance(module, LoRALinear) else module
             if isinstance(base, PackedPart) or base.weight is None:
                 continue  # a packed linear has the weight, or its parts have it
@@ -273,7 +275,7 @@ def check_target(target: str, names: set[str], model: CausalLM) -> None:
             f"targets: {target!r} is not a projection that can have LoRA; choose from: {available}. "
             "Embeddings, lm_head and routers cannot have LoRA; routed experts are selected by the name 'experts'"
         )
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name.startswith(BLOCKS)}
+    shapes = {name: weight.shape for name, weight in named_weights(model).items() if name.startswith(BLOCKS)}
     others = {piece.tensor.rpartition(".")[0] for piece in plan_pieces(shapes, model.weight_rules())} - names
     unfit = sorted(name for name in others if matches_suffix(name, [target]))
     if unfit:

@@ -3,6 +3,8 @@
 Must not know any family.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -116,7 +118,7 @@ class SigmoidRouter(Router):
     """
 
     e_score_correction_bias: Tensor
-    stored_buffers = ("e_score_correction_bias",)
+    stored_buffers: ClassVar = {"e_score_correction_bias": 0.0}
 
     def __init__(self, config: Config, num_experts: int, *, groups: int, top_groups: int, scale: float) -> None:
         super().__init__(config, num_experts)

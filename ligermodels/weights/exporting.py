@@ -10,6 +10,7 @@ Knows parameters, rules and folders; must not know model families.
 import itertools
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.configs.quantisation import FIELD as QUANTISATION_FIELD
 from ligermodels.configs.quantisation import read_quantisation
+from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, StoredTensor
 from ligermodels.weights.loading import float_dtype
 from ligermodels.weights.mapping import BASE_LAYER, Piece, foreign_adapters, plan_pieces
-from ligermodels.weights.module import HubModule, LowRankModule
+from ligermodels.weights.module import HubModule, LowRankModule, QuantisedModule
 from ligermodels.weights.quantised import quantised
 from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import full_tensor, reshard
@@ -130,6 +132,13 @@ def export_weights(
     ]
     planned.sort(key=lambda item: -item[0].dtype.itemsize)
     tensors = with_copies(planned, hub_tensors(model, parameters, pieces, dtypes))
+
+    if is_first() and any(isinstance(module, QuantisedModule) for module in model.modules()):
+        warnings.warn(
+            f"{folder}: the model's linears are quantised: LoRA is merged with the dequantised weights, and each sum "
+            "is rounded once; for the original weights, merge the adapter with the original model",
+            stacklevel=3,
+        )
 
     def write(temporary: Path) -> None:
         write_shards(temporary, [entry for entry, _ in planned], tensors, limit)

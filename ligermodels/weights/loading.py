@@ -5,11 +5,12 @@ only the bytes of its own shard. All names, shapes and dtypes are checked before
 rules and folders; must not know model families.
 """
 
+import itertools
 import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from tqdm import tqdm
 
 from ligermodels.configs.quantisation import Quantisation, read_quantisation
 from ligermodels.distributed import is_first
@@ -24,7 +26,7 @@ from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan_pieces
-from ligermodels.weights.module import HubModule
+from ligermodels.weights.module import HubModule, StoredWeight
 from ligermodels.weights.quantised import (
     Scale,
     by_element,
@@ -35,6 +37,7 @@ from ligermodels.weights.quantised import (
     scale_name,
     scale_of,
 )
+from ligermodels.weights.sharding import copy_local_shard
 from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, run_transfers
 
 # Buffers that old checkpoints contain. Every reader recomputes them from the configuration.
@@ -96,15 +99,20 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     refuse_unequal_copies(plan.checkpoint, plan.copies)
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
     tensors = model.stored_tensors()
-    shards = {name: shard_and_offset(tensor) for name, tensor in tensors.items()}
+    shards = {name: shard_and_offset(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     unread = {*plan.kept, *plan.unexpected}
     scales = read_scales({name: of for name, of in stored.items() if name not in unread}, plan.quantisation)
     transfers = (
         transfer
         for piece in plan.pieces
+        if piece.parameter in shards
         for transfer in local_transfers(*shards[piece.parameter], piece, stored[piece.tensor], scales.get(piece.tensor))
     )
     run_transfers(transfers, f"Loading {folder.name}", quiet=not is_first())
+    of_quantised = [piece for piece in plan.pieces if piece.parameter not in shards]
+    groups = [list(group) for _, group in itertools.groupby(of_quantised, key=lambda piece: piece.parameter)]
+    for group in tqdm(groups, f"Quantising {folder.name}", delay=1, disable=not is_first() or None):
+        fill_quantised(tensors[group[0].parameter], group, stored, scales)
     model.loaded_rules, model.kept = plan.rules, plan.kept
     most = most_common_dtype(stored[piece.tensor] for piece in plan.pieces)
     others = (piece.tensor for piece in plan.pieces if stored[piece.tensor].dtype != tensors[piece.parameter].dtype)
@@ -112,6 +120,26 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     if plan.unexpected and is_first():
         ignored = f"ignored, the model has no place for them: {shortened(plan.unexpected)}"
         warnings.warn(printable(f"{folder}: {ignored}"), stacklevel=2)
+
+
+def fill_quantised(
+    weight: StoredWeight, pieces: Sequence[Piece], stored: Mapping[str, StoredTensor], scales: Mapping[str, Scale]
+) -> None:
+    """Reads all pieces of one weight, which is dense for as long, and quantises it. Raises CheckpointError."""
+    value = torch.empty(weight.shape, dtype=weight.dtype, device=weight.data.device)
+    origin = (0,) * value.dim()
+    transfers = (
+        transfer
+        for piece in pieces
+        for transfer in local_transfers(value, origin, piece, stored[piece.tensor], scales.get(piece.tensor))
+    )
+    run_transfers(transfers, "", quiet=True)
+    if not torch.stack(value.aminmax()).isfinite().all():
+        raise CheckpointError(
+            f"{stored[pieces[0].tensor].file}: {pieces[0].parameter} has values that are not finite, which cannot be "
+            "quantised; load it without quantize"
+        )
+    copy_local_shard(weight.data, weight.quantize(value))
 
 
 def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> LoadPlan:

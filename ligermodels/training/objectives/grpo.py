@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch import Tensor
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.generation.capacity import cache_bytes
-from ligermodels.generation.engine import DEFAULT_ROWS
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses import entropy_sum, group_advantages, rloo_advantages, top_entropy_mask
@@ -49,6 +46,7 @@ from ligermodels.training.reinforcement.judging import (
     weighted_totals,
 )
 from ligermodels.training.reinforcement.policy import PolicyOptions, metric_sums, policy_loss, step_metrics
+from ligermodels.training.reinforcement.reward_models import ModelReward
 from ligermodels.training.reinforcement.rewards import TrainerState, check_columns, open_rewards
 from ligermodels.training.reinforcement.rollouts import (
     MiniBatch,
@@ -58,9 +56,9 @@ from ligermodels.training.reinforcement.rollouts import (
     pack_rollouts,
     with_values,
 )
-from ligermodels.training.reinforcement.sampling import SamplingPlan, cache_tokens, sample_completions
+from ligermodels.training.reinforcement.sampling import EngineSize, Sampler, SamplingPlan, engine_size
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.runs.defaults import Choice
+from ligermodels.training.runs.defaults import TORCH_DTYPES, Choice
 from ligermodels.training.runs.stopping import Stop
 from ligermodels.training.scaling.fsdp import dp_shard_size
 from ligermodels.units import counted
@@ -79,13 +77,16 @@ class GRPO(Objective):
 
     data: PreferenceData
     config: RunConfig
-    generation_bytes: Callable[[int, int], int]  # of a cache: tokens, rows
+    sampler: Sampler
+    engine: EngineSize
+    generation_bytes: int  # beside the weights, the optimizer's states and what stays
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
         self.policy = policy_options(config)
         self.rewards = open_rewards(config.reward or (), config.max_completion_length)
         self.weights = [function.weight for function in self.rewards]
+        self.reward_models = [made.function for made in self.rewards if isinstance(made.function, ModelReward)]
         if config.lora_dropout:
             raise InputError(
                 f"--lora-dropout {config.lora_dropout:g}: would change the probabilities between sampling and update; "
@@ -128,7 +129,6 @@ class GRPO(Objective):
             )
         if self.spec is not None and self.spec.kind == "base":
             refuse_base_that_is_trained(model)
-        self.generation_bytes = partial(generation_bytes, model, gathered=self.world.size > 1)
         options = GroupOptions(kind="prompts", max_length=longest, max_prompt_length=config.max_prompt_length)
         self.data = open_preferences(config, options, folder, model.config.vocab_size, adapter)
         check_columns(self.rewards, self.data.training.groups.prompt(0, 0).columns)
@@ -138,10 +138,14 @@ class GRPO(Objective):
         return self.config.temperature or 1.0
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return TORCH_DTYPES[self.config.dtype]
+
+    @property
     def longest_prompt(self) -> int:
-        """Tokens."""
-        parts = self.data.training.groups.parts
-        return max(part.store.tokens_of(number) for part in parts for number in part.numbers.tolist())
+        """Tokens, of the training data."""
+        return self.data.training.groups.longest_prompt
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         config, count = self.config, len(self.data.training)
@@ -176,6 +180,10 @@ class GRPO(Objective):
                 f"--data {self.data.names}: has {counted(len(self.data.training), 'prompt')} for training, but a "
                 f"generation takes {self.prompts_per_generation}; lower --prompts or --steps-per-generation"
             )
+        own = -(-self.prompts_per_generation // self.world.size)
+        longest = max(self.longest_prompt, self.data.validation.groups.longest_prompt)
+        self.engine = engine_size(longest, own, self.sampling_plan(self.temperature))
+        self.sampler = Sampler(self.tokenizer, self.engine)
 
     @property
     def prompts_per_generation(self) -> int:
@@ -194,17 +202,21 @@ class GRPO(Objective):
         return config.units * group
 
     def bytes_beside(self, model: CausalLM) -> int:
+        """The cache of the engine, which stays during updates, reward models, and the reference."""
+        self.generation_bytes = self.engine.step_bytes(model, gathered=self.world.size > 1)
+        scoring = sum(reward.bytes(self.dtype)[0] for reward in self.reward_models)
+        beside = self.engine.cache_bytes(model, self.dtype) + scoring
         if self.reference is None:
-            return 0
-        return self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
+            return beside
+        return beside + self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
 
     def phases(self, train: TrainingMemory) -> Mapping[str, int]:
-        """generate: the gathered weights, the cache, and the logits of all rows. score: a pass without a graph."""
-        config, resident = self.config, train.weights + train.optimizer_states
-        own = -(-self.prompts_per_generation // self.world.size)
-        rows = min(DEFAULT_ROWS, own * config.generations)
-        tokens = cache_tokens([self.longest_prompt] * own, self.sampling_plan(self.temperature))
-        phases = {"generate": resident + self.generation_bytes(tokens, rows)}
+        """generate: the gathered weights, and the logits of all rows. reward: a pass of a reward model. score: a pass
+        without a graph."""
+        resident = train.weights + train.optimizer_states + train.beside
+        phases = {"generate": resident + self.generation_bytes}
+        if self.reward_models:
+            phases["reward"] = resident + max(reward.bytes(self.dtype)[1] for reward in self.reward_models)
         if self.scores:
             phases["score"] = train.forward_peak
         return phases | {"train": train.peak}
@@ -212,6 +224,8 @@ class GRPO(Objective):
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
         if self.reference is not None:
             self.reference.prepare(model, say)
+        for reward in self.reward_models:
+            reward.load(self.world.device, self.dtype)
         if self.world.is_first and self.config.completions_every:
             self.file = CompletionsFile(self.folder / COMPLETIONS_FILE)
 
@@ -232,7 +246,7 @@ class GRPO(Objective):
         config, began = self.config, time.perf_counter()
         prompts = self.data.training.prompts(progress.rows, self.prompts_per_generation, self.world)
         plan = self.sampling_plan(self.temperature)
-        samples = sample_completions(model, self.tokenizer, prompts, plan, first=progress.rows)
+        samples = self.sampler.sample(model, prompts, plan, first=progress.rows)
         sampled = time.perf_counter()
         generation = judge(
             self.rewards, prompts, samples, TrainerState(progress.step, config.steps), config.reward_timeout
@@ -376,7 +390,7 @@ class GRPO(Objective):
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
         """The mean reward of greedy completions of held-out prompts; its negative is the loss."""
         prompts = [p for p in self.data.validation.prompts(self.world) if p.unit < MOST_VALIDATION_PROMPTS]
-        samples = sample_completions(model, self.tokenizer, prompts, self.sampling_plan(0))
+        samples = self.sampler.sample(model, prompts, self.sampling_plan(0))
         state = TrainerState(step, self.config.steps)
         generation = judge(self.rewards, prompts, samples, state, self.config.reward_timeout)
         rewards = generation.rewards
@@ -397,13 +411,6 @@ class GRPO(Objective):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rollouts = Rollouts.from_state(state) if state else None
-
-
-def generation_bytes(model: CausalLM, tokens: int, rows: int, *, gathered: bool) -> int:
-    """Of a cache for so many tokens and rows, of the logits of all rows, twice, and of gathered weights."""
-    size = model.dtype.itemsize
-    weights = sum(parameter.numel() for parameter in model.parameters()) * size if gathered else 0
-    return weights + cache_bytes(model, tokens, rows) + rows * model.config.vocab_size * (size + 4)
 
 
 def policy_options(config: TrainConfig) -> PolicyOptions:

@@ -90,7 +90,7 @@ class Reference(ABC):
         return pair_sums(self.logprobs(model, batch), batch.completions, ld_alpha)
 
     def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
-        """Called after the update of step number `step`, from 1."""
+        """Called after the update of step number `step`, from 1; not after a step without an update."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint saves of it."""

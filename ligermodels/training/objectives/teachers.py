@@ -16,6 +16,7 @@ from ligermodels.memory import decoder_blocks, elements, inference_memory, shard
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.batches import Batch
+from ligermodels.training.data.preferences import PreferenceBatch
 from ligermodels.training.scaling import fsdp
 from ligermodels.weights.loading import load_weights
 
@@ -50,7 +51,7 @@ class TeacherModel:
         self.model.eval()
 
     @contextmanager
-    def read(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, batch: Batch | PreferenceBatch) -> Iterator[tuple[Tensor, Tensor]]:
         """(states, weight) of the batch, as `linear_divergence` takes them: [N, H] at `batch.rows`, or [B, T, H]."""
         with torch.no_grad():
             states = self.model.final_hidden(

@@ -27,8 +27,7 @@ def evaluate(model: CausalLM, data: Data, micro_batch_size: int, world: World, s
     model.eval()
     loss, found = validation_loss(model, data.validation, micro_batch_size, world, stop), None
     if loss is not None:
-        with torch.compiler.set_stance("force_eager"):  # otherwise every prompt length would be compiled
-            answers, sample = correct_answers(model, data), greedy_sample(model, data)
+        answers, sample = answers_and_sample(model, data)
         found = Validation(loss, floor=data.floor, answers=answers, sample=sample)
     model.train()
     return found
@@ -62,6 +61,12 @@ def start_stop_check(stop: Stop, world: World) -> Callable[[], bool]:
         return lambda: stop.requested
     read = read_async(total(torch.full((1,), float(stop.requested), device=world.device)))
     return lambda: read()[0] > 0
+
+
+def answers_and_sample(model: CausalLM, data: Data) -> tuple[tuple[int, int] | None, str | None]:
+    """What `correct_answers` and `greedy_sample` find."""
+    with torch.compiler.set_stance("force_eager"):  # otherwise every prompt length would be compiled
+        return correct_answers(model, data), greedy_sample(model, data)
 
 
 def correct_answers(model: CausalLM, data: Data) -> tuple[int, int] | None:

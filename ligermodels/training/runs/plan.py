@@ -329,16 +329,16 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_needs(
-    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, reference: int
+    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int
 ) -> MemoryEstimator:
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    reference: bytes of a rank's weights beside the model's. The result takes the micro-batch size as `batch_size`.
+    beside: bytes of a rank that stay beside the model. The result takes the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
     return functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
-        reference=reference,
+        beside=beside,
     )  # fmt: skip
