@@ -68,6 +68,7 @@ class VisionLanguageModel(CausalLM):
 
     config: Any
     takes_images = True
+    image_processor_type: ClassVar = "Qwen2VLImageProcessor"  # of the Hub's files
     hub_text: ClassVar[str] = "model"  # the Hub's name of the text model
     hub_names: ClassVar[Mapping[str, str | tuple[str, ...]]]  # of tower and projector: ours -> the Hub's, or its parts
 

@@ -275,7 +275,7 @@ def export_run(
     template = data.tokenizer.chat_template if data.tokenizer and config.chat_template else None
     also = partial(
         write_tokenizer, source=adapter if adapter and has_tokenizer(adapter) else None, new=data.new_tokenizer,
-        template=template, generation_config=model.generation_config,
+        template=template, generation_config=model.generation_config, images=data.new_images,
     )  # fmt: skip
     if config.exports_adapter:
         export_adapter(model, output / ADAPTER, also=also, overwrite=True)
