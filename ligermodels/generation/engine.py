@@ -1,6 +1,6 @@
 """The generation engine: requests on a paged cache, which enter and leave the running batch as there is room.
 
-Of a model it uses forward, config, parameters and the windows of its layers; must not know any family.
+Of a model it uses forward, config, parameters and what its layers keep; must not know any family.
 """
 
 import warnings
@@ -99,7 +99,7 @@ class Engine:
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
         self.max_rows, self.vocab_size = max_rows, vocab_size
         self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
-        self.cache = PagedCache(model.attention_windows(), self.max_tokens, max_length or self.max_tokens, max_rows)
+        self.cache = PagedCache(model.kept_by_layers(), self.max_tokens, max_length or self.max_tokens, max_rows)
         self.rows = RowStates.allocate(self.cache, max_rows, model.config.vocab_size, self.device, model.takes_images)
         self.ranks = ranks_of(model)
         self.graphs = StepGraphs() if uses_graphs(model) else None

@@ -11,8 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.generation.cache import LatentHeads
-from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables
+from ligermodels.generation.cache import LatentHeads, StateStep
+from ligermodels.generation.paged_cache import (
+    PAGE_SIZE,
+    LayerGroup,
+    PagedCache,
+    PagedLayer,
+    StateGroup,
+    StatePool,
+    Tables,
+)
 from ligermodels.generation.sampling import SamplingRow
 from ligermodels.kernels.cache_write import CacheSlots
 from ligermodels.kernels.decode_attention import (
@@ -207,6 +215,16 @@ class DecodeLayer:
         return heads.restore(out[:, None])
 
 
+class DecodeStates:
+    """The states of a layer during a decode step. rows: int64 [B], the page of each row."""
+
+    def __init__(self, layer: StatePool, rows: Tensor) -> None:
+        self.layer, self.rows = layer, rows
+
+    def begin(self, shape: tuple[int, int], padding: Tensor | None) -> StateStep:
+        return StateStep(self.layer.states, self.rows)
+
+
 class DecodeCache:
     """The paged cache as a model sees it in a decode step of these rows: a token of each, at `positions`.
 
@@ -218,18 +236,20 @@ class DecodeCache:
     def __init__(self, cache: PagedCache, rows: RowStates) -> None:
         self.positions = rows.positions[:, None]
         self.rope_offsets = rows.rope_offsets if rows.rope_offsets.shape[1] else None
-        lengths = (rows.positions + 1).where(rows.running, 0)
-        slots = [next_slots(table, rows.positions).where(rows.running, 0) for table in rows.tables]
-        seen: list[VisibleKeys | None] = [None] * len(cache.groups)
-        if not runs_kernels(lengths):
-            seen = [
-                visible_keys(table, lengths, group.window, PAGE_SIZE)
-                for table, group in zip(rows.tables, cache.groups, strict=True)
-            ]
-        self.layers = [
-            DecodeLayer(layer, slots[group], rows.tables[group], lengths, seen[group])
-            for layer, group in zip(cache.layers, cache.group_of, strict=True)
-        ]
+        self.lengths = (rows.positions + 1).where(rows.running, 0)
+        views = [self.view_of_group(*pair, rows) for pair in zip(cache.groups, rows.tables, strict=True)]
+        self.layers = [views[group](layer) for layer, group in zip(cache.layers, cache.group_of, strict=True)]
+
+    def view_of_group(
+        self, group: LayerGroup | StateGroup, table: Tensor, rows: RowStates
+    ) -> Callable[[Any], DecodeLayer | DecodeStates]:
+        """What makes a layer of a group into what the model sees. table: of the group, int32 [R, width]."""
+        if isinstance(group, StateGroup):
+            pages = table[:, 0].long().where(rows.running, 0)
+            return lambda layer: DecodeStates(layer, pages)
+        slots, lengths = next_slots(table, rows.positions).where(rows.running, 0), self.lengths
+        seen = None if runs_kernels(lengths) else visible_keys(table, lengths, group.window, PAGE_SIZE)
+        return lambda layer: DecodeLayer(layer, slots, table, lengths, seen)
 
     def next_positions(self, count: int) -> Tensor:
         return self.positions

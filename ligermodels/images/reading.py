@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 89_478_485  # Pillow's MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
 # Pillow reads more formats, some by running other programs.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 PHOTO_AND_PREVIEWS = "MPO"  # a JPEG file of a camera, followed by smaller copies
 ORIENTATION = 0x0112  # EXIF's tag
 # The transposition that shows an image upright, by its EXIF orientation, as names of PIL.Image.Transpose.
@@ -75,10 +75,10 @@ def opened(source: ImageSource, place: str) -> Iterator["Image"]:
                 yield checked(source)
         elif isinstance(source, bytes):
             with decoding():
-                yield checked(module.open(BytesIO(source), formats=FORMATS))
+                yield checked(module.open(BytesIO(source), formats=IMAGE_FORMATS))
         elif isinstance(source, str | Path):
             with open_for_reading(Path(source)) as stream, decoding():
-                yield checked(module.open(stream, formats=FORMATS))
+                yield checked(module.open(stream, formats=IMAGE_FORMATS))
         else:
             raise InputError(f"is {type(source).__name__}; must be the bytes of a file, its path, or a PIL image")
     except InputError as error:
@@ -94,7 +94,7 @@ def decoding() -> Iterator[None]:
     except InputError:
         raise
     except module.UnidentifiedImageError:
-        raise InputError(f"is not an image in one of the formats {', '.join(FORMATS)}") from None
+        raise InputError(f"is not an image in one of the formats {', '.join(IMAGE_FORMATS)}") from None
     except module.DecompressionBombError as error:
         raise InputError(first_line(error)) from None
     except Exception as error:

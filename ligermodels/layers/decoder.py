@@ -15,7 +15,7 @@ from torch.utils._pytree import _register_namedtuple
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
-from ligermodels.generation.cache import Cache
+from ligermodels.generation.cache import Cache, Kept, PerToken
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.image_features import ImageFeatures
 from ligermodels.generation.sampling import Sampling
@@ -24,11 +24,11 @@ from ligermodels.kernels.attention_mask import document_ids
 from ligermodels.kernels.linear_divergence import DivergenceOutput
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.kernels.shared_keys import SharedKeys
-from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.lm_head import LMHead, divergence_from, logprobs_from, loss_of, select_rows
 from ligermodels.layers.lora import initialize_lora
+from ligermodels.layers.mixer import Positions
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.packed import AdaptableModule, name_parts
@@ -118,8 +118,10 @@ class Decoder(nn.Module):
         shared_keys: SharedKeys | None = None,
         features: ImageFeatures | None = None,
         rope_ids: Tensor | None = None,
+        padding: Tensor | None = None,
     ) -> DecoderOutput:
-        """Arguments as those of `CausalLM.forward`."""
+        """Arguments as those of `CausalLM.forward`. padding: int64 [B], with a cache: how many places at the end of
+        each row are no tokens; None for none."""
         x = self.scale(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
         if features is not None:
             x = features.insert(x)
@@ -132,7 +134,7 @@ class Decoder(nn.Module):
         lengths = None if cache is None else cache.sequence_lengths
         angles = {name: rotary(rope_ids, lengths) for name, rotary in self.rotary_emb.items()}
         scale = None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype)
-        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale)
+        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding)
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
@@ -141,7 +143,7 @@ class Decoder(nn.Module):
             if router_logits is not None:
                 routers.append(router_logits)
         if cache is not None:
-            cache.advance(x.shape[1])
+            cache.advance(x.shape[1] if padding is None else x.shape[1] - padding)
         hidden, _ = add_then_norm(self.norm, x, residual)
         return DecoderOutput(hidden, routers, [*states, hidden] if output_hidden_states else states)
 
@@ -227,13 +229,19 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         """The arguments of `forward`; a method that PEFT expects of causal language models."""
         return {"input_ids": input_ids} | inputs
 
-    def attention_windows(self) -> list[int | None]:
-        """The window of each layer's attention, None for full attention; a cache keeps that many keys."""
-        return [cast(Block, block).self_attn.window for block in self.model.layers]
+    def kept_by_layers(self) -> list[Kept]:
+        """What a cache keeps for each layer."""
+        return [cast(Block, block).mixer.kept() for block in self.model.layers]
 
-    def cache_widths(self) -> list[int]:
-        """Elements that the cache of each layer keeps of a token."""
-        return [cast(Block, block).self_attn.cache_width for block in self.model.layers]
+    @property
+    def shares_keys(self) -> bool:
+        """Whether documents can share the keys of a prefix; of states each document would need its own copy."""
+        return all(isinstance(kept, PerToken) for kept in self.kept_by_layers())
+
+    def attention_implementation(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What computes attention and what stands for it there, for reports."""
+        blocks = (cast(Block, block) for block in self.model.layers)
+        return ", ".join(dict.fromkeys(block.mixer.implementation(device, dtype) for block in blocks))
 
     @abstractmethod
     def layer(self, config: Any, index: int) -> Block:
@@ -407,12 +415,11 @@ class CausalLM(AdaptableModule, HubModule, ABC):
                 rope_ids = layout.pack(rope_ids.movedim((-2, -1), (0, 1))).movedim((0, 1), (-2, -1))
             if features is not None:
                 features = features._replace(places=layout.new_places(features.places))
+        padding = layout.padding if isinstance(layout, AlignedRows) else None
         output = self.model(
             input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states, shared_keys,
-            features, rope_ids,
+            features, rope_ids, padding,
         )  # fmt: skip
-        if cache is not None and isinstance(layout, AlignedRows):
-            cache.advance(-layout.padding)
         return Decoded(output, labels, cu_seqlens, layout)
 
     def balance(self, router_logits: list[Tensor], requested: bool | None) -> Tensor | None:
@@ -543,10 +550,14 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             if is_lora_parameter(name):
                 continue
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            if name.endswith("bias"):
+            owner = self.get_submodule(name.rpartition(".")[0])
+            fills = getattr(owner, "initial_values", {})
+            if (leaf := name.rpartition(".")[2]) in fills:
+                fills[leaf](value, generator)
+            elif name.endswith("bias"):
                 value.zero_()
             elif parameter.ndim == 1 and name.endswith("weight"):
-                value.fill_(1.0 - getattr(self.get_submodule(name.rpartition(".")[0]), "offset", 0.0))
+                value.fill_(1.0 - getattr(owner, "offset", 0.0))
             else:
                 value.normal_(0.0, self.config.initializer_range, generator=generator)
             copy_local_shard(parameter, value)

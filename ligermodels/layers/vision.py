@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.configs.vision import VisionConfig
-from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
 from ligermodels.layers.fused import activation_then_linear, add_then_norm, apply_linear
+from ligermodels.layers.mixer import Positions
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.layers.vision_positions import PatchLayout

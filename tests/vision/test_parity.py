@@ -143,7 +143,7 @@ def test_a_cache_continues_behind_images_and_takes_new_ones(name):
     model = ligermodels.create(CASES[name], device=DEVICE).double().eval()
     whole = {key: x.to(DEVICE) for key, x in batch_of(name, [[4, A, 3, B, 2]]).items()}
     ids, cut, patches = whole["input_ids"], 4 + A[1] * A[2] // 4 + 2, A[1] * A[2]
-    cache = KVCache(model.config.num_hidden_layers, 1, 64, ids.device)
+    cache = KVCache(model.kept_by_layers(), 1, 64, ids.device)
     pixels, grids = whole["pixel_values"], whole["image_grid_thw"]
     with torch.no_grad():
         expected = model(**whole).logits

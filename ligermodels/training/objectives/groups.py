@@ -61,7 +61,8 @@ class GroupObjective(Objective):
             )
         options = GroupOptions(
             kind=self.kind, max_length=config.max_length, max_prompt_length=config.max_prompt_length,
-            too_long=config.too_long, row_length=config.sequence_length, share_prompts=config.share_prompts,
+            too_long=config.too_long, row_length=config.sequence_length,
+            share_prompts=config.share_prompts and model.shares_keys,
         )  # fmt: skip
         self.data = open_preferences(config, options, folder, model.config.vocab_size, adapter)
 

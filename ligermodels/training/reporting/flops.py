@@ -3,8 +3,9 @@
 Per token, each element of a weight matrix costs 2 FLOPs in forward, 2 in backward for the gradient of the input, and
 2 for the gradient of the matrix if it is trained. Attention costs, per head and key, 2 FLOPs for each column of a query
 and of a value in forward, and twice that in backward; a query attends to itself and the keys before it, within the
-window. A row counts as one document. Embedding, norms and activation functions do not count, nor does recomputation by
-activation checkpointing: these are FLOPs of the model, not of the hardware.
+window. A state of a value head costs 6 FLOPs per element in forward, and twice that in backward. A row counts as one
+document. Embedding, norms and activation functions do not count, nor does recomputation by activation checkpointing:
+these are FLOPs of the model, not of the hardware.
 Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311. There every query attends to all keys of
 its row, which doubles the attention FLOPs.
 Must not know how a run is trained.
@@ -20,6 +21,7 @@ from ligermodels.layers.moe import MoE
 from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
 from ligermodels.layers.vision_positions import Grid, patch_layout
 from ligermodels.memory import decoder_blocks
+from ligermodels.weights.module import named_weights
 
 # Dense TFLOP/s (bfloat16 with fp32 accumulation, tf32) by the driver's device name, from the vendors' data sheets and
 # architecture white papers. Where those state only the figure with sparsity, half of it.
@@ -71,24 +73,24 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> int:
     Parameters that are frozen at the time of the call cost no weight gradient. The model may be on the meta device, and
     may be sharded.
     """
-    layers = (block.self_attn for block in decoder_blocks(model))
+    layers = [block.mixer for block in decoder_blocks(model)]
     pairs = sum(layer.score_width * mean_attended_keys(sequence_length, layer.window) for layer in layers)
-    return matrix_flops(model) + round(6 * pairs)
+    return matrix_flops(model) + round(6 * pairs) + 3 * sum(layer.state_flops for layer in layers)
 
 
 def matrix_flops(model: CausalLM) -> int:
     """Returns the FLOPs per token of the matrix products. Of a mixture of experts, k of E experts count."""
     routed = {
-        id(weight): (moe.experts_per_token, moe.gate.num_experts)
-        for moe in model.modules()
+        f"{prefix}.experts.{name}": (moe.experts_per_token, moe.gate.num_experts)
+        for prefix, moe in model.model.layers.named_modules()
         if isinstance(moe, MoE)
-        for weight in moe.experts.parameters()
+        for name in named_weights(moe.experts)
     }
     flops = 0
-    blocks = (weight for name, weight in model.model.layers.named_parameters() if not name.endswith("bias"))
-    for weight in (*blocks, model.head.weight):
+    blocks = {name: w for name, w in named_weights(model.model.layers).items() if not name.endswith("bias")}
+    for name, weight in (*blocks.items(), ("head", model.head.weight)):
         if weight.ndim >= 2:
-            active, experts = routed.get(id(weight), (1, 1))
+            active, experts = routed.get(name, (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
     return flops
 

@@ -21,7 +21,6 @@ from ligermodels.memory import (
     Parameters,
     TrainingMemory,
     count_parameters,
-    decoder_blocks,
     elements,
     state_bytes,
     trained_parameters,
@@ -283,7 +282,7 @@ def make_plan(
     trained = trained_parameters(model)
     states = memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
     checkpoint = sum(parameter.nbytes for parameter in trained) + states
-    attention = decoder_blocks(model)[0].self_attn.implementation(world.device, dtype)
+    attention = model.attention_implementation(world.device, dtype)
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
