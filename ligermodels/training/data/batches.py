@@ -34,7 +34,8 @@ class Batch(NamedTuple):
     None. labels: -100 for tokens that are not supervised.
     rows: int64 [N], the places in the flattened batch whose next token is supervised, and padding: see
     `supervised_rows`. None where documents have no mask.
-    images: those of the rows, in order, under the names of arguments of `forward`; empty if there are none.
+    images: those of the rows, in order, under the names of arguments of `forward`; empty if there are none. Each has a
+    method `to`, as tensors have.
     """
 
     input_ids: Tensor
@@ -42,7 +43,7 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor | None
     max_seqlen: int | None
     rows: Tensor | None = None
-    images: Mapping[str, Tensor] = {}  # never changed
+    images: Mapping[str, Any] = {}  # never changed
 
     def to(self, device: torch.device) -> "Batch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
@@ -88,11 +89,11 @@ def collate(
     masked = any(store.supervised is not None for row in rows for store, _, _ in row)
     places = supervised_rows(labels, pinned) if masked else None
     if not packing:
-        images = decoder.images(rows, input_ids, pinned) if decoder else {}
+        images = decoder.arguments(rows, input_ids, None, pinned) if decoder else {}
         return Batch(input_ids, labels, None, None, places, images)
     input_ids, labels = input_ids.view(1, -1), labels.view(1, -1)
-    images = decoder.images([list(itertools.chain(*rows))], input_ids, pinned) if decoder else {}
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, pin_memory=pinned)
+    images = decoder.arguments([list(itertools.chain(*rows))], input_ids, cu_seqlens, pinned) if decoder else {}
     return Batch(input_ids, labels, cu_seqlens, length, places, images)
 
 
@@ -237,7 +238,7 @@ class ValidationRows:
         store, start, _ = self.sample_segment()
         ids = self.sample_prompt()
         shorter = [[Segment(store, start, len(ids))]]
-        return self.decoder.images(shorter, torch.tensor([ids]), pinned=False) if self.decoder else {}
+        return self.decoder.pixel_inputs(shorter, torch.tensor([ids])) if self.decoder else {}
 
     def sample_segment(self) -> Segment:
         segments = (segment for row in range(len(self)) for segment in self.rows.segments(row))

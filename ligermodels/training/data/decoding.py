@@ -1,10 +1,12 @@
 """Decodes the images of a batch, in threads: Pillow and torch leave Python free to go on. Knows no files of data."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
@@ -16,14 +18,27 @@ MAX_THREADS = 8  # of a rank; hosts with many GPUs share their cores among as ma
 
 
 class ImageDecoder:
-    """processor: of the model."""
+    """processor: of the model.
 
-    def __init__(self, processor: Processor) -> None:
-        self.processor = processor
+    prepare_inputs: makes of ids, cu_seqlens and pixel inputs, by their names, what `forward` takes as `images`, so that
+    it need not ask the device for ids; None where `forward` takes pixel inputs alone.
+    """
+
+    def __init__(self, processor: Processor, prepare_inputs: Callable[..., Any] | None = None) -> None:
+        self.processor, self.prepare_inputs = processor, prepare_inputs
         self.threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "images")
 
-    def images(self, rows: Sequence[Sequence[Segment]], input_ids: Tensor, pinned: bool) -> dict[str, Tensor]:
-        """The images of rows, under the names of a model's arguments; empty if there are none.
+    def arguments(
+        self, rows: Sequence[Sequence[Segment]], input_ids: Tensor, cu_seqlens: Tensor | None, pinned: bool
+    ) -> dict[str, Any]:
+        """Of `forward`, for the images of rows; empty if there are none. As `pixel_inputs`."""
+        inputs: dict[str, Any] = self.pixel_inputs(rows, input_ids)
+        if inputs and self.prepare_inputs is not None:
+            inputs = {"images": self.prepare_inputs(input_ids, cu_seqlens=cu_seqlens, **inputs)}
+        return tree_map_only(Tensor, Tensor.pin_memory, inputs) if pinned else inputs
+
+    def pixel_inputs(self, rows: Sequence[Sequence[Segment]], input_ids: Tensor) -> dict[str, Tensor]:
+        """The images of rows, under the Hub's names of a model's arguments; empty if there are none.
 
         input_ids: [B, T] of the B rows. Raises InputError as `prepare` does.
         """
@@ -35,8 +50,7 @@ class ImageDecoder:
         prepared = [[future.result() for future in row] for row in futures]
         if not any(prepared):
             return {}
-        images = self.processor.images.collate(prepared, input_ids == self.processor.feature_id)
-        return {name: values.pin_memory() if pinned else values for name, values in images.items()}
+        return self.processor.images.collate(prepared, input_ids == self.processor.feature_id)
 
     def prepare(self, store: TokenStore, number: int) -> Prepared:
         """Raises InputError, which names the document, if the image cannot be read, or is another than was planned."""

@@ -40,7 +40,7 @@ def shape_conversations(seed: int, count: int) -> Iterator[tuple[bytes, list[dic
 
 def draw(kind: str, colour: tuple[int, int, int], random: np.random.Generator) -> bytes:
     """A PNG file of SIDE x SIDE pixels with one shape, wholly within it."""
-    radius = random.integers(SIDE // 6, SIDE // 3)
+    radius = random.integers(SIDE // 4, 2 * SIDE // 5)
     middle = random.integers(radius, SIDE - radius, size=2)
     down, right = np.indices((SIDE, SIDE)) - middle[:, None, None]  # [SIDE, SIDE] each
     inside = {

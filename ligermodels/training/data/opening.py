@@ -6,10 +6,10 @@ about models.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class Data:
 
 def open_data(
     config: TrainConfig, folder: Path | None, vocab_size: int, positions: int, adapter: Path | None = None,
-    images: NewImages | None = None,
+    images: NewImages | None = None, prepare_inputs: Callable[..., Any] | None = None,
 ) -> Data:  # fmt: skip
     """Opens the data of a run. Every rank must call this, and gets the same data.
 
@@ -83,7 +83,7 @@ def open_data(
     the adapter that the run continues; a tokenizer in it comes first. vocab_size: the model's, and the largest size of
     a new tokenizer. positions: the model's max_position_embeddings. Without a sequence length in `config`, rows are as
     long as the longest document, at most DEFAULT_SEQUENCE_LENGTH and positions. images: what a new model that reads
-    images fixes about them. Raises InputError for data that cannot
+    images fixes about them. prepare_inputs: as in `ImageDecoder`. Raises InputError for data that cannot
     be read, that is too little, or that does not fit the model.
     """
     specs = [parse_spec(text) for text in config.data or [default_source(config, vocab_size)]]
@@ -110,7 +110,7 @@ def open_data(
     pack = functools.partial(pack_documents, length=length, packing=packing)
     mixed = kept if weights else [list(itertools.chain(*kept))]
     has_images = any(part.store.images is not None for part in (*itertools.chain(*kept), *held_out))
-    decoder = ImageDecoder(reader.processor) if has_images else None
+    decoder = ImageDecoder(reader.processor, prepare_inputs) if has_images else None
     training = TrainingRows([pack(parts) for parts in mixed], weights or [1.0], config.seed, packing, decoder)
     validation = ValidationRows(pack(held_out), packing, decoder)
     if packing and training.tokens < length:

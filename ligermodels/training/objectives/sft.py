@@ -40,7 +40,8 @@ class SFT(Objective):
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         positions = model.config.max_position_embeddings
         images = new_images(model) if folder is None else None
-        self.data = open_data(self.config, folder, model.config.vocab_size, positions, adapter, images)
+        prepare = model.prepare_images if isinstance(model, VisionLanguageModel) else None
+        self.data = open_data(self.config, folder, model.config.vocab_size, positions, adapter, images, prepare)
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         return schedule(self.config, self.data, hidden_size, self.world)
