@@ -15,6 +15,8 @@ from ligermodels.architectures.gpt_oss import GptOss
 from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
 from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
+from ligermodels.architectures.lfm2 import Lfm2
+from ligermodels.architectures.lfm2_moe import Lfm2Moe
 from ligermodels.architectures.llama import Llama
 from ligermodels.architectures.ministral3 import Ministral3
 from ligermodels.architectures.mistral import Mistral
@@ -54,6 +56,8 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "granite": Granite,
     "granitemoe": GraniteMoe,
     "hunyuan_v1_dense": HunyuanDense,
+    "lfm2": Lfm2,
+    "lfm2_moe": Lfm2Moe,
     "llama": Llama,
     "ministral3": Ministral3,
     "mistral": Mistral,

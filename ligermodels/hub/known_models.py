@@ -23,6 +23,7 @@ NAMES_BY_OWNER = {
         SmolLM-135M SmolLM-135M-Instruct SmolLM-360M SmolLM-360M-Instruct SmolLM-1.7B SmolLM-1.7B-Instruct
         SmolLM2-135M SmolLM2-135M-Instruct SmolLM2-360M SmolLM2-360M-Instruct SmolLM2-1.7B SmolLM2-1.7B-Instruct
         SmolLM3-3B SmolLM3-3B-Base""",
+    "LiquidAI": "LFM2-350M LFM2-700M LFM2-1.2B LFM2-2.6B LFM2-8B-A1B",
     "deepseek-ai": """
         DeepSeek-R1-Distill-Llama-8B DeepSeek-R1-Distill-Llama-70B
         DeepSeek-R1-Distill-Qwen-1.5B DeepSeek-R1-Distill-Qwen-7B DeepSeek-R1-Distill-Qwen-14B
