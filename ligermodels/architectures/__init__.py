@@ -30,6 +30,8 @@ from ligermodels.architectures.qwen2_moe import Qwen2Moe
 from ligermodels.architectures.qwen2_vl import Qwen2VL
 from ligermodels.architectures.qwen3 import Qwen3
 from ligermodels.architectures.qwen3_moe import Qwen3Moe
+from ligermodels.architectures.qwen3_vl import Qwen3VL
+from ligermodels.architectures.qwen3_vl_moe import Qwen3VLMoe
 from ligermodels.architectures.seed_oss import SeedOss
 from ligermodels.architectures.smollm3 import SmolLM3
 from ligermodels.layers.decoder import CausalLM
@@ -66,6 +68,8 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "qwen2_vl": Qwen2VL,
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,
+    "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VLMoe,
     "seed_oss": SeedOss,
     "smollm3": SmolLM3,
 }
