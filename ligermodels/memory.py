@@ -342,7 +342,7 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
     if not (is_trained(model.projector) or is_trained(model.visual)):
         return 0
     features = model.config.hidden_size * size // vision.patches_per_feature
-    return embedding + 3 * vision.hidden_size * size + features
+    return embedding + (1 + len(model.deepstack)) * (3 * vision.hidden_size * size + features)
 
 
 def saved_by_mlp(mlp: GatedMLP | MLP | MoE, hidden: int, size: int) -> int:

@@ -50,7 +50,7 @@ PACKED = [
 
 
 def hub_tensors(model):
-    """The weights of a model under their Hub names."""
+    """The weights of a model under the names and with the shapes of the checkpoint that it was loaded from."""
     parameters = dict(model.named_parameters())
     pieces = plan_pieces({name: p.shape for name, p in parameters.items()}, model.export_rules())
     return {piece.tensor: piece.from_box(parameters[piece.parameter].detach()[piece.index]) for piece in pieces}

@@ -227,12 +227,12 @@ def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
     assert {family for family, number in SPELLINGS if number} == {
         *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe"),
         *("deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        *("qwen2_vl", "qwen2_5_vl", "lfm2_moe"),
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "lfm2_moe"),
     }
     for family in {family for family, number in SPELLINGS if number}:
         model = ligermodels.create(CASES[FAMILIES[family]], device="meta")
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        names = [{piece.tensor for piece in plan_pieces(shapes, rules)} for rules in layouts(model)]
+        names = [{(piece.tensor, piece.shape) for piece in plan_pieces(shapes, rules)} for rules in layouts(model)]
         assert all(a != b for a, b in itertools.combinations(names, 2)), family
 
 

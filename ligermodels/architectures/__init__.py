@@ -35,6 +35,8 @@ from ligermodels.architectures.qwen3_5 import Qwen3_5, Qwen3_5Text
 from ligermodels.architectures.qwen3_5_moe import Qwen3_5Moe, Qwen3_5MoeText
 from ligermodels.architectures.qwen3_moe import Qwen3Moe
 from ligermodels.architectures.qwen3_next import Qwen3Next
+from ligermodels.architectures.qwen3_vl import Qwen3VL
+from ligermodels.architectures.qwen3_vl_moe import Qwen3VLMoe
 from ligermodels.architectures.seed_oss import SeedOss
 from ligermodels.architectures.smollm3 import SmolLM3
 from ligermodels.layers.decoder import CausalLM
@@ -78,6 +80,8 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "qwen3_5_text": Qwen3_5Text,
     "qwen3_moe": Qwen3Moe,
     "qwen3_next": Qwen3Next,
+    "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VLMoe,
     "seed_oss": SeedOss,
     "smollm3": SmolLM3,
 }
