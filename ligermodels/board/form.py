@@ -95,12 +95,17 @@ def refuse_model_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
             raise InputError(f"{flag} {name}: is neither a folder that exists nor a name of the Hub")
         return
     refuse_path_outside(name, flag, folders)
-    if path.is_dir() and not links_stay_within(path, folders):
-        raise InputError(f"{flag} {name}: has links that lead out of the board's folders; copy the files")
+    refuse_links_outside(path, folders)
     if path.is_dir() and is_adapter(path):
         base = base_of_adapter(path, "give a folder that names it").name
         if base is not None and base != name:
             refuse_model_outside(base, f"{flag} {name}: its base", folders)
+
+
+def refuse_links_outside(folder: Path, folders: Sequence[Path]) -> None:
+    """Raises InputError where a folder, or a file in it, is a link that leads out: a loader would follow it."""
+    if folder.is_dir() and not links_stay_within(folder, folders):
+        raise InputError(f"{folder}: has links that lead outside of the folders of this board; copy the files")
 
 
 def refuse_path_outside(name: str, flag: str, folders: Sequence[Path]) -> None:

@@ -84,9 +84,12 @@ class GatedDeltaNet(Mixer):
 
     def split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """The output of in_proj -> queries, keys and values packed [B, T, C], z [B, T, Hv hv], b, a [B, T, Hv]."""
-        return projected.split(
-            [self.channels, self.value_heads * self.value_size, self.value_heads, self.value_heads], -1
-        )
+        return projected.split(self.projection_rows, -1)
+
+    @property
+    def projection_rows(self) -> list[int]:
+        """The rows of in_proj that the Hub stores together."""
+        return [self.channels, self.value_heads * self.value_size, self.value_heads, self.value_heads]
 
     @property
     def state_flops(self) -> int:
@@ -108,10 +111,14 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
     def split(self, projected: Tensor) -> tuple[Tensor, ...]:
         heads, group = self.key_heads, self.value_heads // self.key_heads
         values = group * self.value_size
-        qkvz, ba = projected.split([self.channels + heads * values, 2 * self.value_heads], -1)
+        qkvz, ba = projected.split(self.projection_rows, -1)
         q, k, v, z = qkvz.unflatten(-1, (heads, -1)).split([self.key_size, self.key_size, values, values], -1)
         b, a = ba.unflatten(-1, (heads, 2, group)).unbind(-2)
         return torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1), z.flatten(2), b.flatten(2), a.flatten(2)
+
+    @property
+    def projection_rows(self) -> list[int]:
+        return [self.channels + self.value_heads * self.value_size, 2 * self.value_heads]
 
 
 def delta_or_attention(config: GatedDeltaConfig, index: int, delta: type[GatedDeltaNet] = GatedDeltaNet) -> Mixer:

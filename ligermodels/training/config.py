@@ -252,6 +252,8 @@ class TrainConfig:
         "lm_head, norm", metavar="NAME")
     adapter: str | None = setting("LoRA", None, "continue this adapter in PEFT's format, with its rank, alpha, targets "
         "and base model", metavar="FOLDER")
+    quantize: Literal["nf4"] | None = setting("LoRA", None, "QLoRA: store the frozen linears of the blocks in 4 bits",
+        shown="as they are stored")
     lora_export: Literal["merged", "adapter"] | None = setting("LoRA", None, "a whole model, or an adapter in PEFT's "
         "format", shown="merged; with --adapter: adapter")
 

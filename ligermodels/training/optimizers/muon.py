@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligermodels.errors import InputError
 from ligermodels.layers.attention import Attention
+from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
-from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts
 from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
 
@@ -135,7 +136,7 @@ def matrix_views(model: nn.Module) -> dict[nn.Parameter, SplitIntoViews]:
 def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, SplitIntoViews]]:
     """Yields the matrix parameters of a module itself and of its projections."""
     if isinstance(module, Attention):
-        query, key = module.num_heads, module.num_key_value_heads
+        query, key = module.query_parts * module.num_heads, module.num_key_value_heads
         yield split_by_ratio(weight_of(module.qkv_proj), query, key, key)
         yield split_by_ratio(weight_of(module.o_proj), 1)
     elif isinstance(module, LatentAttention):
@@ -144,8 +145,14 @@ def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, SplitIntoView
         for projection in (module.q_b_proj, module.kv_b_proj, module.o_proj):
             if projection is not None:
                 yield split_by_ratio(weight_of(projection), 1)
+    elif isinstance(module, GatedDeltaNet):
+        yield weight_of(module.in_proj), split_by_rows(module.projection_rows)
+        yield split_by_ratio(weight_of(module.out_proj), 1)
     elif isinstance(module, GatedMLP):
         yield split_by_ratio(weight_of(module.gate_up_proj), 1, 1)
+        yield split_by_ratio(weight_of(module.down_proj), 1)
+    elif isinstance(module, MLP):
+        yield split_by_ratio(weight_of(module.up_proj), 1)
         yield split_by_ratio(weight_of(module.down_proj), 1)
     elif isinstance(module, Experts):
         yield split_by_ratio(module.gate_up_proj, 1, 1)
