@@ -29,11 +29,12 @@ def raw(model_type, **fields):
     """The content of a config.json with these fields."""
     if model_type == "gemma3":
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION
+    axes = {} if "rope_parameters" in fields else MROPE
     if model_type in ("qwen2_vl", "qwen2_5_vl"):
-        return SIZES | MROPE | {"model_type": model_type} | VISION | fields
+        return SIZES | axes | {"model_type": model_type} | VISION | fields
     if model_type in ("qwen3_vl", "qwen3_vl_moe"):
         outer = {key: fields.pop(key) for key in ("tie_word_embeddings",) if key in fields}
-        return {"model_type": model_type, "text_config": SIZES | MROPE | fields} | VISION | outer
+        return {"model_type": model_type, "text_config": SIZES | axes | fields} | VISION | outer
     if model_type == "mistral3":
         return {"model_type": model_type, "text_config": SIZES | {"model_type": "ministral3"} | fields}
     return SIZES | SIZES_OF.get(model_type, {}) | {"model_type": model_type} | fields
