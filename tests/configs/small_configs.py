@@ -32,11 +32,12 @@ def raw(model_type, **fields):
     if model_type in ("qwen3_5", "qwen3_5_moe"):
         tied = {key: fields.pop(key) for key in ("tie_word_embeddings", "quantization_config") if key in fields}
         return {"model_type": model_type, "text_config": SIZES | {"model_type": f"{model_type}_text"} | fields} | tied
+    axes = {} if "rope_parameters" in fields else MROPE
     if model_type in ("qwen2_vl", "qwen2_5_vl"):
-        return SIZES | MROPE | {"model_type": model_type} | VISION | fields
+        return SIZES | axes | {"model_type": model_type} | VISION | fields
     if model_type in ("qwen3_vl", "qwen3_vl_moe"):
         outer = {key: fields.pop(key) for key in ("tie_word_embeddings",) if key in fields}
-        return {"model_type": model_type, "text_config": SIZES | MROPE | fields} | VISION | outer
+        return {"model_type": model_type, "text_config": SIZES | axes | fields} | VISION | outer
     if model_type == "mistral3":
         return {"model_type": model_type, "text_config": SIZES | {"model_type": "ministral3"} | fields}
     return SIZES | SIZES_OF.get(model_type, {}) | {"model_type": model_type} | fields
