@@ -2,7 +2,7 @@
 
 folders.py      which files may be read, and what the folders hold
 series.py       the numbers of a metrics.jsonl in blocks: bounded memory, and fast to draw
-runs.py         the runs: state, settings, texts, checkpoints; kept up to date by a thread
+runs.py  library.py         a run: state, settings, texts, checkpoints; all runs, kept up to date by a thread
 access.py       which requests are answered
 server.py       the HTTP server
 routes.py  actions.py       what each address answers: those that read; those that do something
@@ -19,8 +19,8 @@ from typing import Any
 from ligermodels.board.access import Access
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
+from ligermodels.board.library import Library
 from ligermodels.board.routes import run_routes
-from ligermodels.board.runs import Library
 from ligermodels.board.server import listen
 
 

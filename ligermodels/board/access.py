@@ -39,6 +39,7 @@ class Access(NamedTuple):
     @classmethod
     def at(cls, host: str, port: int) -> "Access":
         """With a new token for a host that other machines reach."""
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host  # IPv6
         return cls(host, port, None if host in LOOPBACK else secrets.token_urlsafe(24))
 
     @property

@@ -5,17 +5,27 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.board.access import Refusal
-from ligermodels.board.form import RUN_NAME, checked_name, form_fields, given_settings, refuse_outside
+from ligermodels.board.form import (
+    RUN_NAME,
+    checked_name,
+    form_fields,
+    given_settings,
+    refuse_links_outside,
+    refuse_outside,
+)
+from ligermodels.board.library import Library
 from ligermodels.board.models import find_models
 from ligermodels.board.processes import Processes
-from ligermodels.board.runs import Library, WatchedRun
+from ligermodels.board.runs import WatchedRun
 from ligermodels.board.server import Events, PageRequest, Route
 from ligermodels.board.workers import Answerer
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import SamplingOptions
+from ligermodels.training.checkpoints.files import step_folder
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import refuse_contradictions
+from ligermodels.training.runs.folder import CHECKPOINTS
 from ligermodels.training.runs.settings import SETTINGS_FILE, as_json_value, config_from_file
 
 MAX_MESSAGES, MAX_NEW_TOKENS = 1000, 32_768
@@ -46,7 +56,7 @@ class Actions:
     def routes(self) -> dict[tuple[str, str], Route]:
         return {
             ("GET", "/api/form"): lambda request: {"fields": form_fields(), "folder": str(self.folders[0])},
-            ("POST", "/api/plan"): lambda request: self.plan(self.settings(request.body)),
+            ("POST", "/api/plan"): self.show_plan,
             ("POST", "/api/start"): self.start,
             ("POST", "/api/resume"): self.resume,
             ("POST", "/api/stop"): self.stop,
@@ -65,6 +75,13 @@ class Actions:
         settings = given_settings(values)
         refuse_outside(TrainConfig(**settings), self.folders)
         return settings
+
+    def show_plan(self, request: PageRequest) -> dict[str, Any]:
+        """The plan, or why there is none: while one types, that is no error."""
+        try:
+            return self.plan(self.settings(request.body))
+        except InputError as error:
+            return {"refused": str(error)}
 
     def plan(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The plan of `train --dry-run`. Raises InputError where that would."""
@@ -92,6 +109,8 @@ class Actions:
         run = self.run_of(request)
         if run.held:
             raise InputError(f"{run.name}: is running")
+        for part in (run.place.path, run.place.path / CHECKPOINTS):
+            refuse_links_outside(part, self.folders)
         refuse_outside(config_from_file(run.place.path / SETTINGS_FILE), self.folders)
         return {"process": self.processes.resume(run.place)}
 
@@ -122,6 +141,9 @@ class Actions:
             raise Refusal(400, f"slot is a number below {TALKERS}")
         if model.step is None:
             refuse_outside(TrainConfig(model=str(model.place.path)), self.folders)
+        else:
+            for part in (model.place.path, step_folder(model.place.path / CHECKPOINTS, model.step)):
+                refuse_links_outside(part, self.folders)
         most = body.get("max_new_tokens", 256)
         if type(most) is not int or not 1 <= most <= MAX_NEW_TOKENS:
             raise InputError(f"max_new_tokens is {most!r}; must be a whole number from 1 to {MAX_NEW_TOKENS:,}")

@@ -15,10 +15,11 @@ from ligermodels.errors import InputError
 from ligermodels.hub import base_of_adapter, list_architectures
 from ligermodels.hub.models import is_adapter
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
-from ligermodels.training.config import FIELDS, TrainConfig, choices_of, help_text, type_of
+from ligermodels.training.config import FIELDS, TrainConfig, help_text, type_of
 from ligermodels.training.data.hub_datasets import HUB_PREFIX
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, find_files, parse_spec
 from ligermodels.training.runs.settings import parsed_value
+from ligermodels.training.setting_values import choices_of
 
 NOT_IN_FORM = ("output", "resume", "allow_changes")  # the board chooses the folder
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -94,12 +95,17 @@ def refuse_model_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
             raise InputError(f"{flag} {name}: is neither a folder that exists nor a name of the Hub")
         return
     refuse_path_outside(name, flag, folders)
-    if path.is_dir() and not links_stay_within(path, folders):
-        raise InputError(f"{flag} {name}: has links that lead out of the board's folders; copy the files")
+    refuse_links_outside(path, folders)
     if path.is_dir() and is_adapter(path):
         base = base_of_adapter(path, "give a folder that names it").name
         if base is not None and base != name:
             refuse_model_outside(base, f"{flag} {name}: its base", folders)
+
+
+def refuse_links_outside(folder: Path, folders: Sequence[Path]) -> None:
+    """Raises InputError where a folder, or a file in it, is a link that leads out: a loader would follow it."""
+    if folder.is_dir() and not links_stay_within(folder, folders):
+        raise InputError(f"{folder}: has links that lead outside of the folders of this board; copy the files")
 
 
 def refuse_path_outside(name: str, flag: str, folders: Sequence[Path]) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ligermodels.board.folders import Place, read_inside
+from ligermodels.board.folders import Place, open_inside, read_inside
 from ligermodels.errors import InputError
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.runs.folder import LOCK
@@ -24,6 +24,7 @@ from ligermodels.weights.writing import replace_file
 
 OWN_FOLDER = ".board"  # in the first folder: settings and outputs of the runs that were started here
 LOG_BYTES = 8192  # the end of an output
+EXIT_SECONDS = 60
 HOLDER = re.compile(rb"process (\d{1,10}) on (.*)\n")
 
 
@@ -49,12 +50,19 @@ class Processes:
     def resume(self, place: Place) -> str:
         """Resumes a run in its folder; returns the name of its process."""
         name = place.relative.replace("/", "--") or "run"
+        with suppress(KeyError, subprocess.TimeoutExpired):
+            self.started[name].wait(EXIT_SECONDS)  # a process that has left its run takes a moment to exit
         self.refuse_running(name)
         self.launch(name, ["--resume", str(place.path)])
         return name
 
     def launch(self, name: str, arguments: list[str]) -> None:
-        with (self.own_folder() / f"{name}.log").open("wb") as log:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            log = os.fdopen(os.open(self.own_folder() / f"{name}.log", flags, 0o666), "wb")
+        except OSError as error:
+            raise InputError(f"{OWN_FOLDER}/{name}.log: cannot be written: {error.strerror}; remove it") from error
+        with log:
             self.started[name] = subprocess.Popen(
                 [sys.executable, "-m", "ligermodels", "train", *arguments], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
@@ -112,7 +120,7 @@ class Processes:
         if process is None:
             return {"running": False, "status": None, "output": ""}
         status, output = process.poll(), ""
-        with suppress(OSError), (self.own_folder() / f"{name}.log").open("rb") as log:
+        with suppress(OSError), open_inside(Place(self.folder, f"{OWN_FOLDER}/{name}.log")) as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_BYTES))
             output = log.read().decode(errors="replace")
         return {"running": status is None, "status": status, "output": output}

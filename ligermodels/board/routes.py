@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from ligermodels.board.access import Refusal
-from ligermodels.board.runs import Library, WatchedRun
+from ligermodels.board.library import Library
+from ligermodels.board.runs import WatchedRun
 from ligermodels.board.series import HIGH, LOW, MAX_NAMES, MEAN, STEP
 from ligermodels.board.server import Encoded, Events, PageRequest, Route
 

@@ -1,4 +1,4 @@
-"""The runs of the folders: what is known of each, kept up to date by a thread that reads what they write.
+"""A run as its files tell of it: what is known of it, read anew where something has changed.
 
 A run trains while a process holds the lock of its folder. One whose run.json says that it trains, with nobody at the
 lock, has died. Must not know HTTP, nor how a run is started.
@@ -7,16 +7,13 @@ lock, has died. Must not know HTTP, nor how a run is started.
 import fcntl
 import json
 import math
-import threading
-import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside, walk
+from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside
 from ligermodels.board.series import MetricSeries, noted, parse_lines
 from ligermodels.training.checkpoints.files import STEP
 from ligermodels.training.reinforcement.completions_file import COMPLETIONS_FILE
@@ -26,15 +23,10 @@ from ligermodels.training.runs.settings import SETTINGS_FILE
 from ligermodels.training.runs.settings_file import MAX_SETTINGS_BYTES
 from ligermodels.training.runs.status import STATUS_FILE
 
-MAX_RUNS = 500  # the newest
 MAX_STATUS_BYTES = 2**18
 MAX_TEXTS, MAX_TEXT_CHARACTERS = 200, 4000  # samples of a run that are shown; characters of one
 MAX_COMPLETIONS = 64  # of a step
-BLOCKS_IN_TURN = 4  # of a run, before the next run's are read
-PAUSE = 0.5  # seconds between two looks at the files
-SCAN_FACTOR = 20  # the folders are searched anew after this many times what it took
 TALLIED = ("loss", "validation_loss", "tokens_per_second", "mfu", "peak_memory_gib", "reward", "rewards/margins")
-WITHOUT = {CHECKPOINTS, MODEL, ADAPTER, "tensorboard", "wandb"}  # folders of a run that hold no runs
 
 
 @dataclass
@@ -53,6 +45,7 @@ class WatchedRun:
     free_since: tuple[int, int] | None = None
     changed: int = 0  # the library's version of the last change
     newest: float = 0.0  # seconds, when it last wrote
+    fault: str | None = None  # why it is read no more
 
     def __post_init__(self) -> None:
         self.metrics = MetricSeries(self.place.inside(METRICS_FILE), text="sample")
@@ -144,6 +137,8 @@ class WatchedRun:
             {"step": whole(entry.get("step")), "text": text(entry.get("text"))}
             for entry in (said if isinstance(said, list) else []) if isinstance(entry, dict)
         ]  # fmt: skip
+        if self.fault is not None:
+            found.append({"step": None, "text": self.fault})
         if lines := self.metrics.unreadable:
             found.append({"step": None, "text": f"{METRICS_FILE}: {lines:,} lines cannot be read and are left out"})
         return found
@@ -187,88 +182,6 @@ class WatchedRun:
         last = max((record["step"] for record in records if record["step"] <= step), default=None)
         shown = [record for record in records if record["step"] == last][:MAX_COMPLETIONS]
         return [{name: bounded_value(value) for name, value in record.items()} for record in shown]
-
-
-class Library:
-    """The runs of some folders. A context manager: inside, a thread keeps it up to date.
-
-    Requests read what is there; `wait` lets them wait for more.
-    """
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = list(folders)
-        self.runs: dict[str, WatchedRun] = {}
-        self.version = 0
-        self.changed = threading.Condition()
-        self.over = threading.Event()
-        self.hurry = threading.Event()  # a request wants the folders to be searched now
-        self.thread = threading.Thread(target=self.work, name="runs", daemon=True)
-
-    def __enter__(self) -> "Library":
-        self.scan()
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.hurry.set()
-        self.thread.join()
-        self.notify([])
-
-    def work(self) -> None:
-        next_scan = 0.0
-        while not self.over.is_set():
-            begin = time.monotonic()
-            if begin >= next_scan or self.hurry.is_set():
-                self.hurry.clear()
-                self.scan()
-                next_scan = time.monotonic() + max(2.0, SCAN_FACTOR * (time.monotonic() - begin))
-            if not self.read():
-                self.hurry.wait(PAUSE)
-
-    def scan(self) -> None:
-        """Finds the runs that are there."""
-        found = [
-            WatchedRun(f"{number}:{place.relative}", place.name, place)
-            for number, root in enumerate(self.folders)
-            for place, names in walk(root, WITHOUT)
-            if {METRICS_FILE, SETTINGS_FILE} & set(names)
-        ]
-        for run in found:
-            run.stamp(METRICS_FILE)
-        newest = sorted(found, key=lambda run: run.newest, reverse=True)[:MAX_RUNS]
-        runs = {run.id: self.runs.get(run.id, run) for run in newest}
-        if runs.keys() != self.runs.keys():
-            self.runs = runs
-            self.notify([])
-
-    def read(self) -> bool:
-        """Reads some of what every run has written; returns whether anything is left to read."""
-        changed = [run for run in list(self.runs.values()) if run.update(BLOCKS_IN_TURN)]
-        if changed:
-            self.notify(changed)
-        return any(run.metrics.pending for run in changed)
-
-    def notify(self, runs: Sequence[WatchedRun]) -> None:
-        with self.changed:
-            self.version += 1
-            for run in runs:
-                run.changed = self.version
-            self.changed.notify_all()
-
-    def look_again(self) -> None:
-        """Has the folders searched at once."""
-        self.hurry.set()
-
-    def wait(self, version: int, seconds: float) -> int:
-        """Waits until there is more than at `version`; returns the version there is."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.version > version or self.over.is_set(), seconds)
-            return self.version
-
-    def newer_than(self, version: int) -> list[dict[str, Any]]:
-        """The summaries of runs that have changed since."""
-        return [run.summary() for run in list(self.runs.values()) if run.changed > version]
 
 
 def parsed(parse: Any, place: Place, at_most: int) -> Mapping[str, Any]:

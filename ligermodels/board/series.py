@@ -121,6 +121,8 @@ class MetricSeries:
     @property
     def done(self) -> float:
         """The fraction of the file that was read."""
+        if self.version == 0:
+            return 0.0
         return 1 - len(self.pending) / max(1, len(self.pending) + len(self.blocks))
 
     @property

@@ -44,6 +44,14 @@ MAXIMUM = {
     "num_channels": 2**8,
     "image_size": 2**12,
     "patch_size": 2**12,
+    "depth": 2**10,
+    "embed_dim": 2**20,
+    "out_hidden_size": 2**20,
+    "num_heads": 2**12,
+    "in_channels": 2**8,
+    "temporal_patch_size": 2**8,
+    "spatial_merge_size": 2**8,
+    "window_size": 2**20,
 }
 
 

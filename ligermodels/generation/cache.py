@@ -128,6 +128,11 @@ class Cache(Protocol):
         positions of the call say."""
         ...
 
+    @property
+    def rope_offsets(self) -> Tensor | None:
+        """[B, 1], added to each row's positions for RoPE: images take fewer positions than tokens. None for 0."""
+        ...
+
     def next_positions(self, count: int) -> Tensor:
         """Positions [B, count] of the next tokens of every row."""
         ...
@@ -138,7 +143,11 @@ class Cache(Protocol):
 
 
 class GenerativeModel(Protocol):
-    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper."""
+    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper.
+
+    One that takes images also has `prepare_images`, of ids [1, T] and pixel inputs, and `encode_prompt` of its result,
+    which returns `PromptImages`.
+    """
 
     config: Config
     generation_config: dict[str, Any]
@@ -148,6 +157,9 @@ class GenerativeModel(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def takes_images(self) -> bool: ...
 
     def kept_by_layers(self) -> list[Kept]:
         """What each layer keeps of the tokens before."""

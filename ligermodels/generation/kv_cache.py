@@ -110,6 +110,7 @@ class KVCache:
     """A KVLayer or a StateLayer for each layer, and the number of tokens of each row: `lengths`, int64 [B].
 
     kept: what each layer keeps, as a model's `kept_by_layers` says.
+    rope_offsets: int64 [B, 1], see `Cache`; None as long as no row has images.
     """
 
     sequence_lengths = None
@@ -117,6 +118,7 @@ class KVCache:
     def __init__(self, kept: Sequence[Kept], batch_size: int, max_length: int, device: torch.device) -> None:
         self.layers = [StateLayer() if isinstance(each, PerRow) else KVLayer(max_length) for each in kept]
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.rope_offsets: Tensor | None = None
 
     def next_positions(self, count: int) -> Tensor:
         """Positions [B, count] of the next tokens of every row."""
@@ -124,6 +126,15 @@ class KVCache:
 
     def advance(self, count: int | Tensor) -> None:
         self.lengths += count
+
+    def extend_rope(self, rope_ids: Tensor, offsets: Tensor) -> Tensor:
+        """Positions for RoPE of the next tokens, as if they began a sequence -> those that continue the rows.
+
+        rope_ids [axes, B, T]; offsets [B, 1]: what they change `rope_offsets` by, for all tokens after them.
+        """
+        before = torch.zeros_like(offsets) if self.rope_offsets is None else self.rope_offsets
+        self.rope_offsets = before + offsets
+        return rope_ids + self.lengths[:, None] + before
 
     def reserve(self, max_length: int) -> None:
         """Makes room for this many positions."""
@@ -133,5 +144,7 @@ class KVCache:
     def select_rows(self, rows: Tensor) -> None:
         """Replaces the rows by these, which are indices [B] of the present ones; one may be repeated."""
         self.lengths = self.lengths[rows]
+        if self.rope_offsets is not None:
+            self.rope_offsets = self.rope_offsets[rows]
         for layer in self.layers:
             layer.select_rows(rows)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.generation.cache import LatentHeads
+from ligermodels.generation.image_features import PromptImages, features_of_pieces, rope_of_pieces
 from ligermodels.generation.paged_cache import (
     PAGE_SIZE,
     PagedCache,
@@ -29,13 +30,14 @@ from ligermodels.kernels.attention import attention
 class PromptPiece:
     """Consecutive tokens of a sequence, from position `start`. length: of the whole sequence that is prefilled.
 
-    tables: of the row that they are written for.
+    tables: of the row that they are written for. images: those of the sequence, None without.
     """
 
     ids: Sequence[int]
     start: int
     length: int
     tables: Tables
+    images: PromptImages | None = None
 
     @property
     def stop(self) -> int:
@@ -122,9 +124,14 @@ class PrefillStates:
 class PrefillStep:
     """The cache as a model sees it in a prefill, and the other arguments of its forward.
 
+    rope_offsets: None, because the call says all positions.
+
     input_ids, position_ids: int64 [1, N]. cu_seqlens: int32 [pieces + 1], their offsets; max_seqlen: the longest.
-    last: int64 [pieces], the place of each piece's last token.
+    last: int64 [pieces], the place of each piece's last token. image_inputs: features and
+    rope_ids, if a prompt has images.
     """
+
+    rope_offsets = None
 
     def __init__(self, cache: PagedCache, pieces: Sequence[PromptPiece], device: torch.device) -> None:
         lengths = torch.tensor([len(piece.ids) for piece in pieces])
@@ -139,6 +146,10 @@ class PrefillStep:
         self.last = (ends - 1).to(device)
         views = [self.view_of_group(cache, group, pieces, device) for group in range(len(cache.groups))]
         self.layers = [views[group](layer) for layer, group in zip(cache.layers, cache.group_of, strict=True)]
+        images, spans = [piece.images for piece in pieces], [(piece.start, piece.stop) for piece in pieces]
+        self.image_inputs = {} if not any(images) else {
+            "features": features_of_pieces(images, spans, device), "rope_ids": rope_of_pieces(images, spans).to(device),
+        }  # fmt: skip
 
     def view_of_group(
         self, cache: PagedCache, index: int, pieces: Sequence[PromptPiece], device: torch.device

@@ -38,7 +38,10 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class NewRow:
-    """What a row begins with, behind its prompt; fields as those of `RowStates`. tables: its pages in each group."""
+    """What a row begins with, behind its prompt; fields as those of `RowStates`. tables: its pages in each group.
+
+    rope_offset: what its positions for RoPE are ahead of the number of its tokens.
+    """
 
     prompt: Sequence[int]
     ends: int
@@ -47,6 +50,7 @@ class NewRow:
     sampling: SamplingRow
     stop_tokens: Collection[int]
     tables: Tables
+    rope_offset: int = 0
 
 
 class Drawing(NamedTuple):
@@ -65,7 +69,8 @@ class RowStates:
     top_k, top_p, min_p, seeds, streams: arguments of `kernels.sample.sample`, whose counters are (stream, position).
     repetition_penalty, presence_penalty, frequency_penalty, history: those of `kernels.penalties.penalize`; history is
     [R, 0] until a row has penalties. drawn: int64, what the last step drew, NO_TOKEN for a row that had ended.
-    logprobs: fp32, its log-probability. tables: int32 [R, width] of each group of the cache.
+    logprobs: fp32, its log-probability. rope_offsets: int64 [R, 1], see `Cache`; [R, 0] of a model without images.
+    tables: int32 [R, width] of each group of the cache.
     """
 
     tokens: Tensor
@@ -85,10 +90,13 @@ class RowStates:
     streams: Tensor
     drawn: Tensor
     logprobs: Tensor
+    rope_offsets: Tensor
     tables: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, cache: PagedCache, count: int, vocab_size: int, device: torch.device) -> "RowStates":
+    def allocate(
+        cls, cache: PagedCache, count: int, vocab_size: int, device: torch.device, takes_images: bool = False
+    ) -> "RowStates":
         """RowStates that are not in use."""
 
         def whole() -> Tensor:
@@ -103,6 +111,7 @@ class RowStates:
             temperature=real(), top_k=whole().int(), top_p=real(), min_p=real(), repetition_penalty=real(),
             presence_penalty=real(), frequency_penalty=real(), history=whole().int()[:, None][:, :0],
             seeds=whole(), streams=whole(), drawn=whole(), logprobs=real(),
+            rope_offsets=whole()[:, None][:, : int(takes_images)],
             tables=tuple(torch.zeros(count, group.width, dtype=torch.int32, device=device) for group in cache.groups),
         )  # fmt: skip
 
@@ -134,6 +143,8 @@ class RowStates:
         for group, table in enumerate(self.tables):
             pages = [row.tables[group] for row in rows]
             table.copy_(torch.tensor([[*own, *[0] * (table.shape[1] - len(own))] for own in pages]))
+        if self.rope_offsets.shape[1]:
+            self.rope_offsets.copy_(torch.tensor([[row.rope_offset] for row in rows]))
         self.running.fill_(True)
         for index, row in enumerate(rows if self.history.shape[1] else ()):
             start_penalty_row(self.history, index, torch.tensor(row.prompt).to(self.history.device))
@@ -224,6 +235,7 @@ class DecodeCache:
 
     def __init__(self, cache: PagedCache, rows: RowStates) -> None:
         self.positions = rows.positions[:, None]
+        self.rope_offsets = rows.rope_offsets if rows.rope_offsets.shape[1] else None
         self.lengths = (rows.positions + 1).where(rows.running, 0)
         views = [self.view_of_group(*pair, rows) for pair in zip(cache.groups, rows.tables, strict=True)]
         self.layers = [views[group](layer) for layer, group in zip(cache.layers, cache.group_of, strict=True)]

@@ -13,7 +13,8 @@ import torch
 
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
-from ligermodels.errors import CheckpointError, HubError, suggest
+from ligermodels.configs.quantisation import Nf4Weights, read_quantisation
+from ligermodels.errors import CheckpointError, HubError, InputError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.images.inputs import Processor
@@ -28,6 +29,7 @@ from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import Checkpoint, open_checkpoint
 from ligermodels.weights.loading import (
     DTYPES_BY_NAME,
+    LoadPlan,
     fill_weights,
     float_dtype,
     most_common_dtype,
@@ -88,14 +90,40 @@ def load_folder(
     refuse_layers_without_tensors(config, checkpoint)
     model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
     plan = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
-    if quantize is not None:
-        quantise(model, quantize)
+    quantise_as_stored(model, plan, quantize)
     fill_weights(model.to_empty(device=device), plan)
     if model.new_parameters:
         initialize_new_parameters(model, seed=0)
         warnings.warn(f"{folder}: has no score head; the reward model gets a new one, to be trained", stacklevel=3)
     model.source, model.generation_config = folder, generation_config
     return model.eval()
+
+
+def quantise_as_stored(model: CausalLM, plan: LoadPlan, quantize: str | None) -> None:
+    """Quantises the linears of a model that is still on the meta device: as `quantize` says, or as they are stored.
+
+    Raises InputError if a checkpoint in 4 bits is to be quantised otherwise.
+    """
+    stored = plan.quantised_parameters
+    if stored and quantize not in (None, "nf4"):
+        raise InputError(
+            f"{plan.checkpoint.folder}: is in NF4 already; leave out quantize={quantize!r}, or load the original"
+        )
+    if stored or quantize is not None:
+        quantise(model, quantize or "nf4", stored or None)
+
+
+def quantise_on_meta(model: CausalLM, folder: Path, quantize: str | None) -> bool:
+    """Quantises the linears of a model on the meta device, whose weights `load_weights` will read from `folder`.
+
+    Returns whether it has quantised any: as `quantize` says, or as the folder stores them. Raises InputError.
+    """
+    if isinstance(read_quantisation(model.config.raw), Nf4Weights):
+        quantise_as_stored(model, plan_loading(model, open_checkpoint(folder)), quantize)
+        return True
+    if quantize is not None:
+        quantise(model, quantize)
+    return quantize is not None
 
 
 def load_tokenizer(

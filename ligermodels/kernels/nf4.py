@@ -12,6 +12,7 @@ Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; the dynamic float: Dettm
 
 import functools
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -126,39 +127,56 @@ class Nf4:
             section(at.codes, self.rows * self.columns // 2, torch.uint8).view(self.rows, self.columns // 2),
         )  # fmt: skip
 
-    def pack(self, data: Tensor, index: int, part: Nf4Part) -> None:
-        """Writes a part to its place in the weight's bytes [nbytes]."""
-        views, rows, scales, groups = self.view(data), *self.place(index)
-        views.values.copy_(part.quant_map)
-        views.nested_values.copy_(part.nested_quant_map)
-        views.shift[rows] = NESTED_BLOCK * groups.start - scales.start
-        views.nested_scale[groups] = part.nested_absmax
-        views.nested_offset[groups] = part.nested_offset
-        views.scale[scales] = part.absmax
-        views.codes[rows] = part.codes
+    def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """The parts of a weight, each with the fields of `Nf4Part` -> the weight's bytes [nbytes].
 
-    def unpack(self, data: Tensor, index: int) -> Nf4Part:
-        """A part of the weight's bytes, in the same memory."""
-        views, rows, scales, groups = self.view(data), *self.place(index)
-        return Nf4Part(
-            views.codes[rows], views.scale[scales], views.nested_scale[groups], views.nested_offset[groups.start],
-            views.values, views.nested_values,
-        )  # fmt: skip
+        Raises ValueError if parts differ in their maps.
+        """
+        read = [Nf4Part(**part) for part in parts]
+        data = read[0].codes.new_zeros(self.nbytes)
+        views = self.view(data)
+        views.values.copy_(read[0].quant_map)
+        views.nested_values.copy_(read[0].nested_quant_map)
+        for part, (rows, scales, groups) in zip(read, self.places(), strict=True):
+            maps = part.quant_map, part.nested_quant_map
+            if not all(a is b or torch.equal(a, b) for a, b in zip(maps, read[0][-2:], strict=True)):
+                raise ValueError("nf4: its parts have different values for the same codes")
+            views.shift[rows] = NESTED_BLOCK * groups.start - scales.start
+            views.nested_scale[groups] = part.nested_absmax
+            views.nested_offset[groups] = part.nested_offset
+            views.scale[scales] = part.absmax
+            views.codes[rows] = part.codes
+        return data
 
-    def place(self, index: int) -> tuple[slice, slice, slice]:
-        """The rows, the scales and the groups of scales of a part."""
-        rows = sum(self.parts[:index])
-        groups = sum(self.groups_of_parts[:index])
+    def unpack(self, data: Tensor) -> list[dict[str, Tensor]]:
+        """The parts of the weight's bytes, in the same memory: the fields of `Nf4Part`."""
+        views = self.view(data)
+        return [
+            {
+                "codes": views.codes[rows],
+                "absmax": views.scale[scales],
+                "nested_absmax": views.nested_scale[groups],
+                "nested_offset": views.nested_offset[groups.start],
+                "quant_map": views.values,
+                "nested_quant_map": views.nested_values,
+            }
+            for rows, scales, groups in self.places()
+        ]
+
+    def places(self) -> Iterator[tuple[slice, slice, slice]]:
+        """The rows, the scales and the groups of scales of each part."""
         per_row = self.columns // NF4_BLOCK
-        ends = rows + self.parts[index], groups + self.groups_of_parts[index]
-        return slice(rows, ends[0]), slice(rows * per_row, ends[0] * per_row), slice(groups, ends[1])
+        row = group = 0
+        for rows, groups in zip(self.parts, self.groups_of_parts, strict=True):
+            scales = slice(row * per_row, (row + rows) * per_row)
+            yield slice(row, row + rows), scales, slice(group, group + groups)
+            row, group = row + rows, group + groups
 
     def quantize(self, weight: Tensor) -> Tensor:
         """The bytes [nbytes] of a weight of this shape, in any float dtype."""
-        data = weight.new_zeros(self.nbytes, dtype=torch.uint8)
-        for index, part in enumerate(weight.reshape(self.rows, self.columns).split(self.parts)):
-            self.pack(data, index, nf4_quantize(part))
-        return data
+        return self.pack(
+            nf4_quantize(part)._asdict() for part in weight.reshape(self.rows, self.columns).split(self.parts)
+        )
 
     def dequantize(self, data: Tensor) -> Tensor:
         """The weight's bytes [nbytes] -> the weight, in the layout's dtype."""

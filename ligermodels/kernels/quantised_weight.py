@@ -9,6 +9,7 @@ Must not know any format.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -42,6 +43,10 @@ class WeightLayout(Protocol):
     def dequantize(self, data: Tensor) -> Tensor:
         """Bytes [nbytes] -> the weight, of this shape and dtype."""
         ...
+
+    def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor: ...
+
+    def unpack(self, data: Tensor) -> list[dict[str, Tensor]]: ...
 
 
 class QuantisedWeight(NamedTuple):
@@ -78,6 +83,14 @@ class QuantisedWeight(NamedTuple):
     def quantize(self, weight: Tensor) -> Tensor:
         """A weight of this shape -> its bytes [nbytes]; this weight's own are not read."""
         return self.layout.quantize(weight)
+
+    def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """Parts, as those of `unpack` -> bytes [nbytes]; this weight's own are not read."""
+        return self.layout.pack(parts)
+
+    def unpack(self) -> list[dict[str, Tensor]]:
+        """What each part of the weight is stored as, by name."""
+        return self.layout.unpack(self.data)
 
     def dequantize(self) -> Tensor:
         return self.layout.dequantize(self.data)

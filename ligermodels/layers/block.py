@@ -17,7 +17,7 @@ from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache, LayerStates
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.mixer import Mixer, Positions
-from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import PreNorm, hidden_norm
 
@@ -27,7 +27,7 @@ BlockOutput = tuple[Tensor, Tensor, Tensor | None]  # x, residual, router logits
 class Block(nn.Module, ABC):
     """Base class: attention or what stands for it, a feed-forward layer, and optional activation checkpointing."""
 
-    def __init__(self, mixer: Mixer, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__()
         self.mixer_name = mixer.name_in_block
         self.add_module(self.mixer_name, mixer)
@@ -55,7 +55,7 @@ class Block(nn.Module, ABC):
     def set_activation_checkpointing(self, enabled: bool) -> None:
         self.activation_checkpointing = enabled
         for module in self.modules():
-            if isinstance(module, GatedMLP):
+            if isinstance(module, GatedMLP | MLP):
                 module.fused = not enabled
 
     def forward(
@@ -78,7 +78,7 @@ class Block(nn.Module, ABC):
 class DecoderLayer(Block):
     """Pre-norm: x = x + attention(norm(x)); x = x + mlp(norm(x))."""
 
-    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__(mixer, mlp)
         self.input_layernorm = hidden_norm(config)
         self.post_attention_layernorm = hidden_norm(config)
@@ -93,7 +93,7 @@ class DecoderLayer(Block):
 class ScaledLayer(DecoderLayer):
     """Pre-norm, with a multiplier m on both branches: x = x + m attention(norm(x)); x = x + m mlp(norm(x))."""
 
-    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MoE, multiplier: float) -> None:
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE, multiplier: float) -> None:
         super().__init__(config, mixer, mlp)
         self.multiplier = multiplier
 
@@ -108,7 +108,7 @@ class ScaledLayer(DecoderLayer):
 class DropoutLayer(DecoderLayer):
     """Pre-norm, with dropout of both branches in training: x = x + dropout(branch(norm(x))), twice."""
 
-    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MoE, dropout: float) -> None:
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE, dropout: float) -> None:
         super().__init__(config, mixer, mlp)
         self.dropout = dropout
 
@@ -124,7 +124,7 @@ class DropoutLayer(DecoderLayer):
 class ParallelLayer(Block):
     """Both branches read one norm: h = norm(x); x = x + attention(h) + mlp(h)."""
 
-    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__(mixer, mlp)
         self.input_layernorm = hidden_norm(config)
 
@@ -140,7 +140,7 @@ class ParallelLayer(Block):
 class SandwichLayer(DecoderLayer):
     """Norms before and after each branch: x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))."""
 
-    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__(config, mixer, mlp)
         self.pre_feedforward_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
@@ -158,7 +158,7 @@ class SandwichLayer(DecoderLayer):
 class PostNormLayer(Block):
     """Post-norm, inside the residual branch: x = x + norm(attention(x)); x = x + norm(mlp(x))."""
 
-    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__(mixer, mlp)
         self.post_attention_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)

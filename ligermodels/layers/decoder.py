@@ -17,6 +17,7 @@ from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import Cache, Kept, PerToken
 from ligermodels.generation.decoding import generate
+from ligermodels.generation.image_features import ImageFeatures
 from ligermodels.generation.sampling import Sampling
 from ligermodels.generation.texts import TextTokenizer
 from ligermodels.kernels.attention_mask import document_ids
@@ -115,17 +116,25 @@ class Decoder(nn.Module):
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
         shared_keys: SharedKeys | None = None,
+        features: ImageFeatures | None = None,
+        rope_ids: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> DecoderOutput:
         """Arguments as those of `CausalLM.forward`. padding: int64 [B], with a cache: how many places at the end of
         each row are no tokens; None for none."""
         x = self.scale(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
+        if features is not None:
+            x = features.insert(x)
         if position_ids is None:
             position_ids = default_positions(x, cu_seqlens, cache)
+        if rope_ids is None:
+            rope_ids = position_ids
+            if cache is not None and cache.rope_offsets is not None:
+                rope_ids = position_ids + cache.rope_offsets
         lengths = None if cache is None else cache.sequence_lengths
-        angles = {name: rotary(position_ids, lengths) for name, rotary in self.rotary_emb.items()}
+        angles = {name: rotary(rope_ids, lengths) for name, rotary in self.rotary_emb.items()}
         scale = None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype)
-        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding)
+        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding)
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
@@ -165,6 +174,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}  # PEFT reads it with the config
     Config: ClassVar[type[AnyConfig]] = AnyConfig
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
+    takes_images: ClassVar[bool] = False
 
     def __init__(self, config: AnyConfig) -> None:
         super().__init__(config)
@@ -194,6 +204,15 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
         self.model.embed_tokens = embeddings
         self.tie_weights()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks through which gradients flow, in the order of the forward pass."""
+        return [cast(Block, block) for block in self.model.layers]
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """Parameters that every rank keeps whole where the others are sharded."""
+        return []
 
     @property
     def head(self) -> nn.Linear:
@@ -257,6 +276,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         rows: Tensor | None = None,
         logprobs: Mapping[str, Any] | None = None,
         divergence: Mapping[str, Any] | None = None,
+        features: ImageFeatures | None = None,
+        rope_ids: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
@@ -291,6 +312,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         the loss and the logits: see `CausalLM.logprobs`.
         divergence: options of `ops.linear_divergence`, with `teacher`. The loss is then the divergence from the teacher
         over the tokens whose labels are supervised, divided as the loss without it.
+        features: of images, in place of the embeddings at their places in the batch, which are not scaled.
+        rope_ids: [B or 1, T] or [axes, B or 1, T], the positions for RoPE where they are not those of the tokens.
         options: return_dict, output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
         An attention mask, or position_ids without cu_seqlens, is read on the host.
@@ -303,7 +326,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
         decoded = self.decode(
             input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
-            bool(output_hidden_states), shared_keys,
+            bool(output_hidden_states), shared_keys, features, rope_ids,
         )  # fmt: skip
         output, labels = decoded.output, decoded.labels
         if decoded.layout is not None and not (rows is divergence is None):
@@ -376,6 +399,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
         shared_keys: SharedKeys | None = None,
+        features: ImageFeatures | None = None,
+        rope_ids: Tensor | None = None,
     ) -> Decoded:
         """Runs the decoder on a batch. Arguments as those of `forward`."""
         shape = batch_shape(input_ids, inputs_embeds)
@@ -386,10 +411,14 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             inputs = input_ids, inputs_embeds, labels, position_ids
             input_ids, inputs_embeds, labels, position_ids = (None if x is None else layout.pack(x) for x in inputs)
             cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
+            if rope_ids is not None:  # the axes are last while the tokens move
+                rope_ids = layout.pack(rope_ids.movedim((-2, -1), (0, 1))).movedim((0, 1), (-2, -1))
+            if features is not None:
+                features = features._replace(places=layout.new_places(features.places))
         padding = layout.padding if isinstance(layout, AlignedRows) else None
         output = self.model(
             input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states, shared_keys,
-            padding,
+            features, rope_ids, padding,
         )  # fmt: skip
         return Decoded(output, labels, cu_seqlens, layout)
 
@@ -447,6 +476,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         max_new_tokens: int,
         tokenizer: TextTokenizer | None = None,
         stop_tokens: Collection[int] | None = None,
+        images: Sequence[Mapping[str, Any] | None] | None = None,
         **sampling: Unpack[Sampling],
     ) -> Tensor:
         """input_ids [B, T] with padding as attention_mask says -> [B n, T + new tokens], padded behind a stop token.
@@ -457,8 +487,9 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         tokens = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, tokens, strict=True)]
         rows = generate(
-            self, prompts, max_new_tokens=max_new_tokens, tokenizer=tokenizer, stop_tokens=stop_tokens, **sampling
-        )
+            self, prompts, max_new_tokens=max_new_tokens, tokenizer=tokenizer, stop_tokens=stop_tokens, images=images,
+            **sampling,
+        )  # fmt: skip
         padding = self.config.pad_token_id if self.config.pad_token_id is not None else 0
         new = input_ids.new_full((len(rows), max(map(len, rows), default=0)), padding)
         for row, generated in enumerate(rows):
@@ -479,8 +510,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             raise ValueError("activation checkpointing: use_reentrant must be False")
         if offload:
             raise ValueError("activation checkpointing: offload is not supported; leave it out")
-        for block in list(self.model.layers)[::every_n_layers]:
-            cast(Block, block).checkpoint_activations()
+        for block in self.blocks[::every_n_layers]:
+            block.checkpoint_activations()
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
@@ -490,8 +521,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
 
     def activation_checkpointing_disable(self) -> None:
         """Undoes `checkpoint_activations`."""
-        for block in self.model.layers:
-            cast(Block, block).keep_activations()
+        for block in self.blocks:
+            block.keep_activations()
 
     def gradient_checkpointing_disable(self) -> None:
         """`activation_checkpointing_disable`, under its older name."""
@@ -502,8 +533,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
 
         It takes the first blocks because their backward runs last, when the other blocks have freed their activations.
         """
-        for block in list(self.model.layers)[:count]:
-            cast(Block, block).checkpoint_activations()
+        for block in self.blocks[:count]:
+            block.checkpoint_activations()
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

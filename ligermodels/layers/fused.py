@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ligermodels.kernels.activated_linear import activated_linear
 from ligermodels.kernels.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.dispatch import is_traced, runs_kernels
 from ligermodels.kernels.experts import experts
@@ -28,6 +29,7 @@ from ligermodels.kernels.gated_linear import gated_linear
 from ligermodels.kernels.linear import LowRank, low_rank_linear
 from ligermodels.kernels.nf4 import Nf4
 from ligermodels.kernels.norm_linear import norm_linear
+from ligermodels.kernels.plain_activation import plain_activation
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.quantised_weight import Weight, dense, operand
 from ligermodels.kernels.rms_norm import add_rms_norm
@@ -185,6 +187,14 @@ def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: n
     if has_few_rows(gate_up, weight, low_rank):
         return few_rows_gated_linear(gate_up, weight, bias, activation)
     return gated_linear(gate_up, weight, bias, activation, low_rank, inplace=True)
+
+
+def activation_then_linear(x: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:
+    """x [B, T, I] -> projection(activation(x)) [B, T, H]. fused: as in `gated_activation_then_linear`."""
+    weights = fusible_weights(projection, x.dtype) if fused else None
+    if weights is None:
+        return projection(plain_activation(x, activation))
+    return activated_linear(x, weights.weight, weights.bias, activation, weights.low_rank, inplace=True)
 
 
 def routed_experts(

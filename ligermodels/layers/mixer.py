@@ -25,12 +25,14 @@ class Positions:
     max_seqlen: int | None = None
     shared_keys: SharedKeys | None = None  # where packed documents share prefixes: the keys that each one reads
     query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
+    causal: bool = True
     padding: Tensor | None = None  # int64 [B], with a cache: how many places at the end of each row are no tokens
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention within rows or packed documents. options: as those of `attention`."""
         shared = self.shared_keys
         documents: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+        documents["causal"] = self.causal
         if shared is not None:
             k, v = (gather_keys(x, shared.offsets, shared.places) for x in (k, v))
             documents |= {"cu_seqlens_k": shared.cu_seqlens, "max_seqlen_k": shared.max_seqlen}

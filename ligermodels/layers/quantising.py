@@ -4,6 +4,7 @@ Embeddings, the head, norms, routers and biases stay as they are. Must not know 
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -21,25 +22,36 @@ from ligermodels.weights.mapping import pieces_of
 FORMATS = ("nf4",)
 
 
-def quantise(model: CausalLM, scheme: str) -> None:
+def quantise(model: CausalLM, scheme: str, only: Iterable[str] | None = None) -> None:
     """Replaces the linears of the blocks by quantised ones, in place; their bytes are still to be set, by loading.
 
     model: on the meta device, in the dtype in which weights are used. scheme: one of FORMATS.
+    only: the names of the weights that are quantised, if a checkpoint says which; None for all of them.
     All parameters are frozen. Raises InputError for another scheme, and for weights that it cannot hold.
     """
     if scheme not in FORMATS:
         raise InputError(f"quantize is {scheme!r}{suggest(scheme, FORMATS)}; must be one of {', '.join(FORMATS)}")
     if any(lora_modules(model)):
         raise InputError("the model has LoRA already; quantise the base before LoRA is added to it")
-    layouts = {name: layout_of(model, f"{name}.weight", scheme) for name in linear_projections(model, ())}
+    names = [f"{name}.weight" for name in linear_projections(model, ())]
+    other = next((name for name in only or () if name not in names), None)
+    if other is not None:
+        raise InputError(f"{other}: is stored in few bits, which is supported for the linears of the blocks alone")
+    layouts = {name: layout_of(model, name, scheme) for name in (names if only is None else only)}
     model.requires_grad_(False)
-    for name, layout in layouts.items():
+    for parameter, layout in layouts.items():
+        name = parameter.removesuffix(".weight")
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear | PackedLinear)
         if isinstance(linear, PackedLinear):
             for part in linear.rows:
                 del linear.parent._modules[part]
         model.set_submodule(name, QuantisedLinear(layout, linear.bias, linear.weight.device))
+
+
+def quantisable(model: CausalLM) -> bool:
+    """Whether `quantise` takes the linears of a model: their inputs are whole blocks."""
+    return all(packed.in_features % NF4_BLOCK == 0 for packed in linear_projections(model, ()).values())
 
 
 def layout_of(model: CausalLM, parameter: str, scheme: str) -> WeightLayout:

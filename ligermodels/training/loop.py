@@ -33,6 +33,7 @@ from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
+from ligermodels.training.reporting.notebook import notebook_plots
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
 from ligermodels.training.runs.defaults import TORCH_DTYPES
@@ -127,12 +128,14 @@ def train(config: TrainConfig) -> TrainResult:
 
         peak_of_one = peak_flops(world.device, config.dtype)
         loggers = open_loggers(config.log_to, output, settings(config), progress.step) if world.is_first else []
+        plots = notebook_plots(output, progress.step, say) if world.is_first else []
         if config.resume and world.is_first:
             write_settings(config, output / SETTINGS_FILE)
         metrics = held.enter_context(
             Metrics(
                 output, steps=config.steps, done=progress.step, device=world.device, flops_per_token=run.flops,
-                peak=peak_of_one and peak_of_one * world.size, loggers=loggers, enabled=world.is_first,
+                peak=peak_of_one and peak_of_one * world.size, loggers=[*loggers, *plots], enabled=world.is_first,
+                prints_steps=not plots,
             )
         )  # fmt: skip
         traced = config.profile if world.is_first else None
@@ -272,7 +275,7 @@ def export_run(
     template = data.tokenizer.chat_template if data.tokenizer and config.chat_template else None
     also = partial(
         write_tokenizer, source=adapter if adapter and has_tokenizer(adapter) else None, new=data.new_tokenizer,
-        template=template, generation_config=model.generation_config,
+        template=template, generation_config=model.generation_config, images=data.new_images,
     )  # fmt: skip
     if config.exports_adapter:
         export_adapter(model, output / ADAPTER, also=also, overwrite=True)

@@ -4,7 +4,7 @@ with weights in few bits.
 Knows configurations and weight rules; must not know layers or architectures, which derive from these classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
@@ -153,6 +153,14 @@ class StoredWeight(Protocol):
         ...
 
     def dequantize(self) -> Tensor: ...
+
+    def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """The Hub's tensors in 4 bits that the weight is made of, by the names of their parts -> its bytes."""
+        ...
+
+    def unpack(self) -> list[dict[str, Tensor]]:
+        """The inverse of `pack`, of this weight's bytes."""
+        ...
 
 
 class QuantisedModule(nn.Module):

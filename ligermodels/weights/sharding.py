@@ -21,6 +21,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the module's own parameters for its forward."""
+    return isinstance(module, FSDPModule)
+
+
 def full_tensor(parameter: Any) -> Tensor:
     """The full value of a parameter or of a quantised weight, on its device.
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from ligermodels.board.access import Access
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
+from ligermodels.board.library import Library
 from ligermodels.board.routes import run_routes
-from ligermodels.board.runs import Library
 from ligermodels.board.server import Server
 
 
@@ -51,8 +51,8 @@ class Board:
 
     def refused(self, path, body):
         status, answer = self.post(path, body)
-        assert status == 400, answer
-        return answer["error"]
+        assert (status == 200) == (path == "/api/plan"), answer
+        return answer["refused" if status == 200 else "error"]
 
     def summary(self, run, condition=lambda run: run["read"] == 1):
         """A run's summary as soon as it meets a condition."""

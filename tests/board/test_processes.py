@@ -149,6 +149,30 @@ def test_a_link_in_place_of_the_boards_own_folder_is_refused(tmp_path):
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
+def test_a_log_that_is_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "runs/.board").mkdir(parents=True)
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / "runs/.board/x.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(InputError, match="cannot be written"):
+        Processes(tmp_path / "runs").start({"model": "qwen2"}, "x")
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_a_run_with_links_that_lead_outside_is_neither_resumed_nor_talked_to(board, tmp_path):
+    folder = write_run(board.actions.folders[0] / "linked", settings='model = "qwen2"\n')
+    (folder / "checkpoints").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    board.summary("0:linked")
+    (folder / "checkpoints/step-000001").symlink_to(tmp_path / "elsewhere")
+    assert "has links that lead outside" in board.refused("/api/resume", {"run": "0:linked"})
+    body = {"model": "0:linked:1", "slot": 0, "prompt": "x", "max_new_tokens": 1}
+    assert "has links that lead outside" in board.refused("/api/chat", body)
+    (folder / "checkpoints/step-000001").unlink()
+    (folder / "train.toml").unlink()
+    (folder / "train.toml").symlink_to("/etc/passwd")
+    assert "has links that lead outside" in board.refused("/api/resume", {"run": "0:linked"})
+
+
 def test_a_run_that_names_files_outside_is_not_resumed(board, tmp_path):
     write_run(board.actions.folders[0] / "hostile", settings=f'model = "qwen2"\ndata = ["{tmp_path}/own.txt"]\n')
     (tmp_path / "own.txt").write_text("text\n" * 100)

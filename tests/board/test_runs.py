@@ -6,7 +6,8 @@ import json
 import pytest
 
 from ligermodels.board.folders import Place
-from ligermodels.board.runs import Library, WatchedRun
+from ligermodels.board.library import Library
+from ligermodels.board.runs import WatchedRun
 from ligermodels.training.runs.status import RunStatus
 from ligermodels.weights.locking import lock_file
 from tests.board.serving import serving, write_run
@@ -122,8 +123,26 @@ def test_runs_that_come_and_go_are_noticed(tmp_path):
         assert set(board.library.runs) == {"0:a", "0:deep/b"}
 
 
+def test_a_run_that_breaks_the_reader_says_so_and_others_go_on(tmp_path, monkeypatch, capfd):
+    original = WatchedRun.update
+
+    def update(self, most):
+        if self.name == "bad":
+            raise ZeroDivisionError("why")
+        return original(self, most)
+
+    monkeypatch.setattr(WatchedRun, "update", update)
+    write_run(tmp_path / "bad")
+    write_run(tmp_path / "good")
+    with serving(tmp_path) as board:
+        board.summary("0:good", lambda run: run["step"] == 5)
+        warned = board.summary("0:bad", lambda run: run["warnings"] == 1)
+        assert warned["step"] is None
+        assert board.get("/api/run?run=0:bad")["warnings"][0]["text"] == "cannot be read: ZeroDivisionError: why"
+
+
 def test_only_the_newest_runs_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("ligermodels.board.runs.MAX_RUNS", 3)
+    monkeypatch.setattr("ligermodels.board.library.MAX_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / f"run-{number}")
     library = Library([tmp_path])

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.kernels.activated_linear import activated_linear, activated_linear_reference
 from ligermodels.kernels.adamw import adamw_, adamw_reference
 from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.cache_write import CacheSlots, write_cache, write_cache_reference
@@ -49,6 +50,7 @@ from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs
 from ligermodels.kernels.nf4 import Nf4, nf4_dequantize_reference, nf4_encode, nf4_encode_reference
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.penalties import penalize, penalize_reference
+from ligermodels.kernels.plain_activation import plain_activation, plain_activation_reference
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ligermodels.kernels.qkv_heads import split_heads
 from ligermodels.kernels.quantised_weight import QuantisedWeight, frozen_linear
@@ -307,6 +309,28 @@ def gate_and_up_in_place_case(batch, length, inner, **multipliers) -> Case:
         return case.ours(*consumed, inplace=True, **multipliers)
 
     return replace(case, ours=ours, reference=partial(case.reference, **multipliers))
+
+
+def plain_case(batch, length, inner, activation="quick_gelu") -> Case:
+    ours, reference = (partial(f, activation=activation) for f in (plain_activation, plain_activation_reference))
+    return Case(ours, reference, [normal(batch, length, inner)], [])
+
+
+def activated_linear_case(batch, length, inner, width) -> Case:
+    ours, reference = (partial(f, activation="gelu_tanh") for f in (activated_linear, activated_linear_reference))
+    weights = normal(width, inner, scale=0.1), normal(width)
+    return Case(ours, reference, [normal(batch, length, inner), *weights], [])
+
+
+def low_rank_activated_linear_case(batch, length, inner, width) -> Case:
+    def without_bias(function):
+        return lambda x, weight, *update: with_low_rank_update(function, width, activation="gelu")(
+            x, weight, None, *update
+        )
+
+    ours, reference = map(without_bias, (activated_linear, activated_linear_reference))
+    x, weight, _ = activated_linear_case(batch, length, inner, width).leaves
+    return Case(ours, reference, [x, weight, *draw_update(inner, width)], [])
 
 
 def gated_linear_case(batch, length, inner, width, **multipliers) -> Case:
@@ -776,6 +800,10 @@ OPS = {
         draw=gated_linear_case, small=(33, 7), real=((14336, 64),), huge=(2**16 + 1, 2**14, 16), products=(2, 1, 1, 0)
     ),
     "gated_linear with a low-rank update": Op(draw=low_rank_gated_linear_case, small=(33, 9)),
+    "plain_activation": Op(draw=plain_case, small=(33,), real=((5120,),), huge=(2**17 + 1, 2**14)),
+    "plain_activation of gelu": Op(draw=partial(plain_case, activation="gelu"), small=(33,)),
+    "activated_linear": Op(draw=activated_linear_case, small=(33, 7), real=((5120, 64),), products=(2, 1, 1, 0)),
+    "activated_linear with a low-rank update": Op(draw=low_rank_activated_linear_case, small=(33, 9)),
     "experts": Op(
         draw=experts_case, small=(20, 11, 5, 3), real=((2048, 768, 128, 8), (4096, 14336, 8, 2)),
         huge=(2**18 + 1, 4096, 16, 4, 2), products=(2, 1, 1 / 3, 1, 1 / 3),

@@ -72,10 +72,10 @@ def test_every_tensor_of_the_hub_is_quantised_by_itself(folder):
     qkv = ligermodels.load(folder, quantize="nf4").model.layers[0].self_attn.qkv_proj.weight
     weight = ligermodels.load(folder).model.layers[0].self_attn.qkv_proj.weight.detach()
     assert qkv.layout.parts == (128, 64, 64)
-    for index, (part, rows) in enumerate(zip(weight.split(qkv.layout.parts), (128, 64, 64), strict=True)):
+    for got, part in zip(qkv.layout.unpack(qkv.data), weight.split(qkv.layout.parts), strict=True):
         alone = ligermodels.ops.nf4_weight(part)
-        got, expected = qkv.layout.unpack(qkv.data, index), alone.layout.unpack(alone.data, 0)
-        assert len(part) == rows and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        (expected,) = alone.layout.unpack(alone.data)
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 @pytest.mark.usefixtures("path")

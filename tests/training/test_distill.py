@@ -109,17 +109,18 @@ PROMPTS = [{"prompt": f"{who} went to the {where}"} for who in NAMES for where i
 
 
 def on_policy(folder, **fields):
-    """A run on the student's own completions, at the length of the data's."""
+    """A run on the student's own completions."""
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
     given = {"on_policy": 1.0, "data": (str(folder / "prompts.jsonl"),), "max_completion_length": 24, "batch_size": 8}
-    return distillation(folder, **(given | {"validation_fraction": 0.3, "divergence": "reverse_kl"} | fields))
+    return distillation(folder, **(given | {"validation_fraction": 0.3, "learning_rate": 1e-2} | fields))
 
 
 def test_a_student_learns_on_its_own_completions(folder):
     folder, _ = folder
-    run = train(on_policy(folder, steps=40, eval_every=40, learning_rate=5e-3, output=folder / "sampled"))
+    run = train(on_policy(folder, steps=40, eval_every=40, output=folder / "sampled"))
     before, after = (validations(run)[step] for step in (0, 40))
-    assert after["validation_loss"] == after["validation_divergence"] < 0.25 * before["validation_divergence"]
+    assert after["validation_divergence"] < 0.6 * before["validation_divergence"]  # on its own held-out completions
+    assert after["validation_loss"] == pytest.approx(after["validation_divergence"], rel=1e-5)
     steps = [record for record in run.metrics if "loss" in record]
     assert all(record["divergence"] == pytest.approx(record["loss"], rel=1e-4) for record in steps)
     assert all(1 <= record["completions/mean_length"] <= 24 for record in steps)
@@ -128,7 +129,9 @@ def test_a_student_learns_on_its_own_completions(folder):
 def test_a_run_that_samples_in_half_of_its_steps_is_resumed_to_the_bit(folder):
     """The first step after the resume takes the data, the second samples with a new engine."""
     folder, _ = folder
-    mixed = {"on_policy": 0.5, "data": (str(folder / "texts.jsonl"),), "steps": 4, "eval_every": 4,
+    records = [record | {"completion": f" and bought {what}."} for record in PROMPTS for what in THINGS]
+    (folder / "completions.jsonl").write_text("\n".join(map(json.dumps, records)))
+    mixed = {"on_policy": 0.5, "data": (str(folder / "completions.jsonl"),), "steps": 4, "eval_every": 4,
              "divergence": "jsd:0.5", "temperature": 0.8}  # fmt: skip
     train(on_policy(folder, **mixed, checkpoint_every=2, keep_checkpoints=9, output=folder / "mixed"))
     shutil.copytree(folder / "mixed", folder / "killed")
@@ -194,7 +197,7 @@ def test_bad_teachers_and_settings_without_effect_are_refused(folder):
         ({"max_completion_length": 64}, "--max-completion-length goes with --on-policy, which is missing"),
         ({"on_policy": 0.5, "ce_weight": 0.1}, "--ce-weight has no effect with --on-policy"),
         ({"on_policy": 0.5, "teacher": "top-k"}, "--on-policy: --teacher top-k has nothing to say of completions"),
-        ({"on_policy": 0.5, "max_completion_length": 128}, "--max-completion-length 128: with the longest prompt, of"),
+        ({"on_policy": 1.0, "max_completion_length": 128}, "--max-completion-length 128: leaves no room for a prompt"),
         ({"max_length": 64}, "--max-length .*has no effect under --objective distill"),
         ({"objective": "sft"}, "--teacher .*has no effect under --objective sft"),
     ):

@@ -89,7 +89,9 @@ export function openForm(page, { started }) {
       const given = settings();
       try {
         if (!given.model && !given.adapter) throw new Error("--model is missing: a family such as qwen2, a Hub id or a folder");
-        drawPlan(await post("/api/plan", { settings: given }));
+        const made = await post("/api/plan", { settings: given });
+        if (made.refused) throw new Error(made.refused);
+        drawPlan(made);
         refuse(null);
       } catch (error) {
         refuse(error.message, given);

@@ -31,7 +31,7 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
-from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts
 from ligermodels.layers.short_conv import ShortConv
 from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
@@ -154,6 +154,9 @@ def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, SplitIntoView
         yield split_by_ratio(weight_of(module.out_proj), 1)
     elif isinstance(module, GatedMLP):
         yield split_by_ratio(weight_of(module.gate_up_proj), 1, 1)
+        yield split_by_ratio(weight_of(module.down_proj), 1)
+    elif isinstance(module, MLP):
+        yield split_by_ratio(weight_of(module.up_proj), 1)
         yield split_by_ratio(weight_of(module.down_proj), 1)
     elif isinstance(module, Experts):
         yield split_by_ratio(module.gate_up_proj, 1, 1)

@@ -15,6 +15,7 @@ from ligermodels.generation.engine import DEFAULT_ROWS, Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.generation.requests import GeneratedSample
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory import gathered_bytes
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.preferences import GroupPrompt
 from ligermodels.training.scaling import fsdp
@@ -51,7 +52,7 @@ class EngineSize(NamedTuple):
     def step_bytes(self, model: CausalLM, *, gathered: bool) -> int:
         """Of the logits of all rows, in the model's dtype and in fp32, and of gathered weights."""
         size = model.dtype.itemsize
-        weights = sum(parameter.numel() for parameter in model.parameters()) * size if gathered else 0
+        weights = gathered_bytes(model, size) if gathered else 0
         return weights + self.rows * model.config.vocab_size * (size + 4)
 
 

@@ -11,13 +11,17 @@ its row, which doubles the attention FLOPs.
 Must not know how a run is trained.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
 
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
+from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
+from ligermodels.layers.vision_positions import Grid, patch_layout
 from ligermodels.memory import decoder_blocks
+from ligermodels.weights.module import named_weights
 
 # Dense TFLOP/s (bfloat16 with fp32 accumulation, tf32) by the driver's device name, from the vendors' data sheets and
 # architecture white papers. Where those state only the figure with sparsity, half of it.
@@ -77,17 +81,38 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> int:
 def matrix_flops(model: CausalLM) -> int:
     """Returns the FLOPs per token of the matrix products. Of a mixture of experts, k of E experts count."""
     routed = {
-        id(weight): (moe.experts_per_token, moe.gate.num_experts)
-        for moe in model.modules()
+        f"{prefix}.experts.{name}": (moe.experts_per_token, moe.gate.num_experts)
+        for prefix, moe in model.model.layers.named_modules()
         if isinstance(moe, MoE)
-        for weight in moe.experts.parameters()
+        for name in named_weights(moe.experts)
     }
     flops = 0
-    blocks = (weight for name, weight in model.model.layers.named_parameters() if not name.endswith("bias"))
-    for weight in (*blocks, model.head.weight):
+    blocks = {name: w for name, w in named_weights(model.model.layers).items() if not name.endswith("bias")}
+    for name, weight in (*blocks.items(), ("head", model.head.weight)):
         if weight.ndim >= 2:
-            active, experts = routed.get(id(weight), (1, 1))
+            active, experts = routed.get(name, (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
+    return flops
+
+
+def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
+    """Returns the model FLOPs per patch of a training step on images with these grids: of the tower and the projector.
+
+    A tower of which nothing is trained has no backward pass.
+    """
+    tower, backward = model.visual, is_trained(model.visual)
+    flops = 0.0
+    for part, to_input in ((tower.patch_embed, False), (tower.blocks, backward), (model.projector, backward)):
+        weights = (weight for weight in part.parameters() if weight.ndim >= 2)
+        of_part = sum(weight.numel() * (2 + 2 * to_input + 2 * weight.requires_grad) for weight in weights)
+        flops += of_part / (tower.patches_per_feature if part is model.projector else 1)
+    vision = model.config.vision
+    layout, _ = patch_layout(grids, vision.spatial_merge_size, model.window_side(vision))
+    patches = layout.positions.shape[1]
+    for index in range(len(tower.blocks)):
+        spans = layout.windows if index in tower.windowed and layout.windows is not None else layout.frames
+        keys = float(spans.cu_seqlens.diff().double().square().sum()) / patches
+        flops += (12 if backward else 4) * vision.hidden_size * keys
     return flops
 
 

@@ -287,7 +287,7 @@ def make_plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
         flops_per_token(model, config.sequence_length), memory, phases, advice, checkpointed_blocks,
-        len(model.model.layers),
+        len(model.blocks),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 

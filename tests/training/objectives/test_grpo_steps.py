@@ -14,7 +14,7 @@ from ligermodels.kernels import launch
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.objectives.grpo import policy_options
+from ligermodels.training.objectives.grpo_options import policy_options
 from ligermodels.training.reinforcement.policy import POLICY_LOSSES
 from ligermodels.training.reinforcement.sampling import Sampler
 from ligermodels.training.runs.preparing import prepare
