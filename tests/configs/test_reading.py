@@ -16,7 +16,7 @@ from tests.configs.small_configs import SIZES, VISION, raw, read, reference_wind
 
 SAVED_BY_4 = Path(__file__).parent.parent / "data" / "saved_by_transformers_4"
 # Fields that the reference names or stores in another way, and fields with tests of their own.
-READ_OTHERWISE = {"raw", "model_type", "sliding_window_pattern"}
+READ_OTHERWISE = {"raw", "model_type", "sliding_window_pattern", "full_attn_idxs"}
 TESTED_ELSEWHERE = {"ropes", "head_dim", "hidden_act", "layer_types", "sliding_window", "no_rope_layers"} | {
     "mlp_layer_types"
 }
