@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels.architectures import ARCHITECTURES
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
@@ -50,11 +51,11 @@ def pictures(tmp_path):
     return [f"pictures/{number}.png" for number in range(len(SIZES))]
 
 
-def opened(file, folder, **settings):
+def opened(file, folder, prepare_inputs=None, **settings):
     held_out = file.with_name("held_out.jsonl")
     held_out.write_text(json.dumps({"messages": asked("held", "out")}))
     config = dataclasses.replace(DEFAULTS, data=(str(file),), validation_data=(str(held_out),), **settings)
-    return open_data(config, folder, VOCABULARY, positions=512)
+    return open_data(config, folder, VOCABULARY, positions=512, prepare_inputs=prepare_inputs)
 
 
 def written(tmp_path, *records):
@@ -162,6 +163,19 @@ def test_a_batch_has_the_inputs_of_its_rows(packing, folder, tmp_path, pictures)
     assert torch.equal(arguments["pixel_values"], torch.cat([by_tokens[count] for count in tokens]))
     assert not (arguments["labels"] == processor.feature_id).any()
     assert (arguments["cu_seqlens"] is not None) == packing
+
+
+def test_images_prepared_with_the_batch_are_those_that_forward_prepares(folder, tmp_path, pictures):
+    """Packed documents: with the loss of each by itself, summed."""
+    tokens = {"vocab_size": VOCABULARY, "image_token_id": 256, "video_token_id": 257}
+    model = ligermodels.create(ARCHITECTURES["qwen2_vl"].SIZES["tiny"] | tokens)
+    file, losses = written(tmp_path, *conversations(pictures)), []
+    for prepare, packing in ((None, True), (model.prepare_images, True), (model.prepare_images, False)):
+        data = opened(file, folder, prepare, packing=packing)
+        batches = data.training.micro_batches(0, len(data.training), 1, CPU)
+        assert any(("images" in batch.arguments()) == (prepare is not None) for batch in batches)
+        losses.append(sum(model(**batch.arguments(), num_items_in_batch=1).loss.item() for batch in batches))
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
 
 
 def test_a_rank_has_the_images_of_its_rows(folder, tmp_path, pictures):
