@@ -22,6 +22,7 @@ ROPE_TYPES = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 OLD_ROPE_TYPES = {"su": "longrope"}
 
@@ -46,6 +47,10 @@ class Rope:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     llama_4_scaling_beta: float = 0.0  # see QueryScale
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated. Proportional RoPE rotates all, some of them by an angle of 0."""
+        return head_dim if self.rope_type == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     @property
     def factor_or_one(self) -> float:

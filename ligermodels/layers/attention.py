@@ -1,7 +1,7 @@
 """Grouped-query self-attention with a packed QKV projection, RoPE and optional QK-norm. Must not know any family."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ class Positions:
     max_seqlen: int | None = None
     shared_keys: SharedKeys | None = None  # where packed documents share prefixes: the keys that each one reads
     query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
+    layer_inputs: Tensor | None = None  # [B, T, layers, size], what each layer reads beside the residual stream
+    # Layer type -> (k, v), each [B, T, Hkv, D]: of the last layer that shares them with later ones, which writes them.
+    keys_and_values: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention within rows or packed documents. options: as those of `attention`."""
@@ -59,6 +62,7 @@ class Attention(PackingModule):
     """
 
     sinks: nn.Parameter | None
+    source: int | None = None  # the layer that it has keys and values from; None for itself
 
     def __init__(
         self,
@@ -109,6 +113,11 @@ class Attention(PackingModule):
         else:
             out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         return apply_linear(self.o_proj, out.flatten(2)), residual
+
+    @property
+    def packed_heads(self) -> tuple[int, ...]:
+        """The heads that qkv_proj packs: of queries, keys and values."""
+        return self.num_heads, self.num_key_value_heads, self.num_key_value_heads
 
     @property
     def cache_width(self) -> int:

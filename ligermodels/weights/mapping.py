@@ -272,6 +272,14 @@ def packed_qkv(config: Config) -> Concat:
     return Concat(layer + "qkv_proj", (layer + "q_proj", layer + "k_proj", layer + "v_proj"), sizes)
 
 
+def packed_heads(layer: int, head_dim: int, heads: Sequence[int]) -> Concat:
+    """self_attn.qkv_proj of one layer is the concatenation of the Hub's q_proj, k_proj and v_proj, or of the first of
+    them. heads: of each."""
+    attention = f"model.layers.{layer}.self_attn."
+    names = tuple(attention + name for name in ("q_proj", "k_proj", "v_proj")[: len(heads)])
+    return Concat(attention + "qkv_proj", names, tuple(count * head_dim for count in heads))
+
+
 def packed_latents(config: LatentAttentionConfig) -> Concat:
     """self_attn.qkv_a_proj is the concatenation of the Hub's q_a_proj, or q_proj, and kv_a_proj_with_mqa."""
     layer, q = "model.layers.{}.self_attn.", "q_proj" if config.q_lora_rank is None else "q_a_proj"

@@ -28,6 +28,9 @@ def raw(model_type, **fields):
     """The content of a config.json with these fields."""
     if model_type == "gemma3":
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION
+    if model_type == "gemma4":
+        tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}
+        return {"model_type": model_type, "text_config": SIZES | fields} | tied
     if model_type == "mistral3":
         return {"model_type": model_type, "text_config": SIZES | {"model_type": "ministral3"} | fields}
     return SIZES | SIZES_OF.get(model_type, {}) | {"model_type": model_type} | fields

@@ -82,8 +82,9 @@ def matrix_flops(model: CausalLM) -> int:
         for weight in moe.experts.parameters()
     }
     flops = 0
-    blocks = (weight for name, weight in model.model.layers.named_parameters() if not name.endswith("bias"))
-    for weight in (*blocks, model.head.weight):
+    named = model.model.named_parameters()
+    weights = (weight for name, weight in named if not (name.endswith("bias") or name.startswith("embed_tokens")))
+    for weight in (*weights, model.head.weight):
         if weight.ndim >= 2:
             active, experts = routed.get(id(weight), (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
