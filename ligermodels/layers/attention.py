@@ -23,6 +23,14 @@ from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import PackingModule
 
 
+class KeysReadLater:
+    """Keys and values that later layers read, by layer type: (k, v), each [B, T, Hkv, D], written by the layer that
+    computes them. Neither a dict nor a dataclass: of those FSDP2 passes copies to a block."""
+
+    def __init__(self) -> None:
+        self.of_type: dict[str, tuple[Tensor, Tensor]] = {}
+
+
 @dataclass(frozen=True)
 class Positions:
     """Positions of the tokens of a batch, with what depends on them alone; computed once for all layers."""
@@ -34,8 +42,7 @@ class Positions:
     shared_keys: SharedKeys | None = None  # where packed documents share prefixes: the keys that each one reads
     query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
     layer_inputs: Tensor | None = None  # [B, T, layers, size], what each layer reads beside the residual stream
-    # Layer type -> (k, v), each [B, T, Hkv, D]: of the last layer that shares them with later ones, which writes them.
-    keys_and_values: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    read_later: KeysReadLater = field(default_factory=KeysReadLater)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention within rows or packed documents. options: as those of `attention`."""

@@ -69,7 +69,7 @@ class NormedHeadsAttention(PackingModule):
         options: dict[str, Any] = {"scale": self.scale, "window": self.window}
         if cache is None:
             if self.is_read:
-                positions.keys_and_values[self.rope] = k, v
+                positions.read_later.of_type[self.rope] = k, v
             out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         else:
             if cache.slots is not None:
@@ -132,7 +132,7 @@ class ReadingAttention(nn.Module):
         q, _, _ = rope_(q, *positions.angles[self.rope], self.num_heads, 0)  # neither keys nor values
         options: dict[str, Any] = {"scale": self.scale, "window": self.window}
         if cache is None:
-            k, v = positions.keys_and_values[self.rope]
+            k, v = positions.read_later.of_type[self.rope]
             out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         else:
             out = cache.attend_again(q, positions.position_ids, **options)
