@@ -33,6 +33,7 @@ def pytest_configure():
 
 # Files whose tests start processes, compile, or train. `-m "not slow"` leaves them out and takes 90 s on two cores.
 SLOW = (
+    *("board/test_browser", "board/test_form", "board/test_processes"),
     *("test_adapters", "test_bench", "test_bench_train_curve", "test_docs", "test_examples", "test_parity"),
     *("test_recipes", "test_round_trip", "test_sabotage", "test_verify"),
     *("kernels/test_compiled_kernels", "kernels/test_contracts", "kernels/test_cross_entropy"),

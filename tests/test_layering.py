@@ -13,6 +13,7 @@ MAY_IMPORT = {
     "errors": set(),
     "units": set(),
     "aliases": set(),
+    "pictures": set(),
     "distributed": {"errors"},
     "kernels": {"losses"},  # a fused op's reference is the loss of the logits
     "losses": {"errors"},
@@ -22,16 +23,17 @@ MAY_IMPORT = {
     "weights": {"errors", "distributed", "configs"},
     "generation": {"errors", "units", "configs", "kernels", "weights"},
     "layers": {"errors", "configs", "kernels", "weights", "generation"},
-    "memory": {"configs", "kernels", "layers", "generation"},
+    "memory": {"configs", "kernels", "layers", "generation", "weights"},
     "architectures": {"configs", "layers", "weights"},
     "tokenizer": {"errors", "weights"},
     "images": {"errors", "weights", "tokenizer"},
     "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer", "images"},
     "training": {
         *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
-        *("tokenizer", "images", "memory", "aliases", "losses"),
+        *("tokenizer", "images", "memory", "aliases", "losses", "pictures"),
     },
-    "verify": {"errors", "layers", "weights", "hub", "generation", "tokenizer"},
+    "verify": {"errors", "pictures", "layers", "weights", "hub", "generation", "tokenizer"},
+    "board": {"errors", "aliases", "hub", "generation", "layers", "tokenizer", "training", "weights"},
     "cli": {
         *(
             "errors",
@@ -45,7 +47,7 @@ MAY_IMPORT = {
             "hub",
             "generation",
         ),
-        *("tokenizer", "memory", "training", "verify", "aliases", "__version__"),
+        *("tokenizer", "memory", "training", "verify", "board", "pictures", "aliases", "__version__"),
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},

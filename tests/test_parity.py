@@ -11,8 +11,8 @@ from ligermodels.weights.mapping import plan_pieces
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import FACTOR, relative_error
+from tests.reference_model import KeepFp64, labels_of, reference_model, save_reference, tokens
 from tests.reference_model import hub_tensors as reference_hub_tensors
-from tests.reference_model import labels_of, reference_model, save_reference, tokens
 
 LEARNING_RATE = 0.5
 # Our fp32 error, against the reference in fp64, may be this many times the reference's own: the order of sums differs.
@@ -22,8 +22,8 @@ FP32_FACTOR = 4.0
 # Cases that together reach every kernel and every option of it; the other cases only change the kernels' inputs.
 ON_KERNELS = [
     "llama", "llama-mlp-bias", "llama-gelu", "qwen2-sliding", "gemma2", "gemma3_text", "olmo2", "glm4",
-    "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers", "gpt_oss", "deepseek_v3",
-    "gemma4_text-moe",
+    "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers", "gpt_oss", "qwen3_5", "qwen3_next",
+    "deepseek_v3", "gemma4_text-moe",
 ]  # fmt: skip
 # Every kind of norm, QK-norm, RoPE and experts. Every token uses all experts: otherwise rounding can flip the choice
 # between two nearly equal experts, an error that cannot be bounded.
@@ -32,8 +32,9 @@ IN_HALF_PRECISION = [
     "olmo3-rope-yarn", "glm", "glm4", "granite", "phi3-longrope-long", "mistral", "smollm3", "ernie4_5", "gemma3",
     "ministral3", "seed_oss", "exaone4", "hunyuan_v1_dense", "cohere2", "olmoe-every-expert", "glm4_moe-every-expert",
     "mixtral-every-expert", "qwen2_moe-every-expert", "qwen3_moe-every-expert", "granitemoe-every-expert",
-    "gpt_oss-every-expert", "deepseek_v3-every-expert", "glm4_moe_lite-every-expert", "gemma4_text",
-    "gemma4_text-keys-are-values", "gemma4_text-every-expert",
+    "gpt_oss-every-expert", "qwen3_5", "qwen3_next-every-expert", "qwen3_5_moe_text-every-expert",
+    "deepseek_v3-every-expert", "glm4_moe_lite-every-expert", "gemma4_text", "gemma4_text-keys-are-values",
+    "gemma4_text-every-expert",
 ]  # fmt: skip
 GENERATING = [
     *(name for name in CASES if "-" not in name), "llama-rope-llama3", "llama-tied", "qwen2-sliding",
@@ -51,7 +52,7 @@ PACKED = [
 def hub_tensors(model):
     """The weights of a model under their Hub names."""
     parameters = dict(model.named_parameters())
-    pieces = plan_pieces({name: p.shape for name, p in parameters.items()}, model.weight_rules())
+    pieces = plan_pieces({name: p.shape for name, p in parameters.items()}, model.export_rules())
     return {piece.tensor: piece.from_box(parameters[piece.parameter].detach()[piece.index]) for piece in pieces}
 
 
@@ -62,7 +63,8 @@ def check_parity(name, folder, device=DEVICE):
     model = ligermodels.load(folder, device=device)
     input_ids = tokens(raw)
     labels = labels_of(input_ids)
-    exact = results(copy.deepcopy(reference).double(), input_ids, labels)
+    with KeepFp64():
+        exact = results(copy.deepcopy(reference).double(), input_ids, labels)
     theirs = results(reference, input_ids, labels)
     ours = results(model, input_ids.to(device), labels.to(device))
     buffers = {name: buffer.shape for name, buffer in model.stored_buffers().items()}

@@ -295,7 +295,7 @@ MODEL = {
 }
 FAMILIES_OF_2025 = {
     "ministral3: queries not scaled": Sabotage(
-        f"{ATTENTION_LAYER}:Attention.forward", "positions.query_scale is not None", "False", "ministral3"
+        f"{ATTENTION_LAYER}:Attention.attend", "positions.query_scale is not None", "False", "ministral3"
     ),
     "ministral3: scale grows at the wrong positions": Sabotage(
         f"{ROPE}:query_scale", "position_ids / scale.length", "(position_ids + 1) / scale.length", "ministral3"
@@ -497,10 +497,75 @@ LATENTS = {
         "glm4_moe_lite-layer-types",
     ),
 }
+DELTA = "ligermodels.layers.gated_delta"
+RULE = "ligermodels.kernels.gated_delta_rule:gated_delta_rule_reference"
+CONV = "ligermodels.kernels.causal_conv:causal_conv_reference"
+STATES = {
+    "decay grows": Sabotage(f"{DELTA}:GatedDeltaNet.forward", "g = -widen", "g = widen", "qwen3_5_text"),
+    "dt_bias dropped": Sabotage(f"{DELTA}:GatedDeltaNet.forward", " + widen(self.dt_bias)", "", "qwen3_5_text"),
+    "beta without its sigmoid": Sabotage(f"{DELTA}:GatedDeltaNet.forward", ".sigmoid()", "", "qwen3_5_text"),
+    "a and b swapped": Sabotage(f"{DELTA}:GatedDeltaNet.forward", "qkv, z, b, a", "qkv, z, a, b", "qwen3_5_text"),
+    "a and b swapped in a group": Sabotage(
+        f"{DELTA}:GroupedGatedDeltaNet.split", "b, a = ba", "a, b = ba", "qwen3_next"
+    ),
+    "values and z swapped in a group": Sabotage(
+        f"{DELTA}:GroupedGatedDeltaNet.split", "q, k, v, z = qkvz", "q, k, z, v = qkvz", "qwen3_next"
+    ),
+    "b and a not by key head": Sabotage(
+        f"{DELTA}:GroupedGatedDeltaNet.split",
+        "(heads, 2, group)).unbind(-2)",
+        "(2, heads * group)).unbind(-2)",
+        "qwen3_next",
+    ),
+    "value heads in turn": Sabotage(RULE, "repeat_interleave(group, 2)", "repeat(1, 1, group, 1)", "qwen3_5_text"),
+    "error of the undecayed state": Sabotage(
+        RULE, "_factor(state, qkv) * k", "_factor(state / decay[:, t, :, None, None], qkv) * k", "qwen3_5_text"
+    ),
+    "queries not scaled": Sabotage(RULE, "(q, key_size**-0.5)", "(q, 1.0)", "qwen3_5_text"),
+    "keys not normalised": Sabotage(
+        "ligermodels.kernels.gated_delta_rule:_unit", "torch.rsqrt(", "torch.ones_like(", "qwen3_5_text"
+    ),
+    "convolution sees the next token": Sabotage(
+        CONV, "torch.cat([past, x], 1)", "torch.cat([past, x], 1).roll(-1, 1)", "qwen3_5_text"
+    ),
+    "convolution without its activation": Sabotage(
+        f"{DELTA}:GatedDeltaNet.__init__", 'activation="silu"', "activation=None", "qwen3_5_text"
+    ),
+    "gate before the norm": Sabotage(
+        "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference",
+        "wide = widen(x)",
+        "wide = widen(x) * F.silu(widen(z))",
+        "qwen3_5_text",
+    ),
+    "norm behind the rule with weight + 1": Sabotage(
+        "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference", "widen(weight)", "(1 + widen(weight))", "qwen3_5"
+    ),
+    "other norms without it": Sabotage(
+        "ligermodels.kernels.rms_norm:rms_norm_reference", " + offset", "", "qwen3_5_text"
+    ),
+    "output gate dropped": Sabotage(
+        f"{ATTENTION_LAYER}:GatedQKNormAttention.attend", " * torch.sigmoid(gate.flatten(2))", "", "qwen3_5_text"
+    ),
+    "queries and gates as halves": Sabotage(
+        f"{ATTENTION_LAYER}:GatedQKNormAttention.attend",
+        "(self.num_heads, 2, self.head_dim)).unbind(-2)",
+        "(2, self.num_heads, self.head_dim)).unbind(-3)",
+        "qwen3_5_text",
+    ),
+    "every layer_types ignored": Sabotage(
+        "ligermodels.configs.hybrid:GatedDeltaConfig.is_linear", "is not None", "is False", "qwen3_5_text-layer-types"
+    ),
+    "interval shifted": Sabotage(
+        "ligermodels.configs.hybrid:GatedDeltaConfig.is_linear", "(layer + 1)", "layer", "qwen3_5_text"
+    ),
+    "qwen3_5_moe: weights not normalised": Sabotage(
+        f"{FAMILIES}.qwen3_5_moe:Qwen3_5MoeText.layer", "normalize=True", "normalize=False", "qwen3_5_moe"
+    ),
+}
 GLU = "ligermodels.kernels.expert_product:expert_glu_reference"
 GPT_OSS = {
     "sinks dropped": Sabotage(
-        f"{ATTENTION_LAYER}:Attention.forward", "if self.sinks is None else", "if True else", "gpt_oss"
+        f"{ATTENTION_LAYER}:Attention.attend", "if self.sinks is None else", "if True else", "gpt_oss"
     ),
     "sinks of other heads": Sabotage(f"{ATTENTION}:masked_attention", "sinks.to(", "sinks.flip(0).to(", "gpt_oss"),
     "gate not clamped": Sabotage(GLU, "gate.clamp(max=GLU_LIMIT)", "gate", "gpt_oss"),
@@ -529,7 +594,7 @@ GPT_OSS = {
     ),
     "gpt_oss: truncated YaRN": Sabotage(f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "gpt_oss"),
 }
-BREAKS = GEMMA4 | LATENTS | GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
+BREAKS = GEMMA4 | STATES | LATENTS | GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
 
 
 @pytest.mark.parametrize("name", BREAKS)

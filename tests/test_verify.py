@@ -1,6 +1,7 @@
 """`ligermodels verify`: a valid checkpoint gets its certificate, and each check detects its kind of fault."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from ligermodels.cli import main
 from ligermodels.generation.rows import DecodeLayer
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.verify import parity, reference, round_trip
-from ligermodels.verify.certificate import file_name
+from ligermodels.verify.certificate import BAR, Check, as_picture, file_name, parts_of_allowed
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import CASES
 from tests.reference_model import save_reference
@@ -159,3 +160,21 @@ def test_without_transformers_or_a_checkpoint_no_certificate_is_written(folder, 
     assert "config.json" in refused(tmp_path / "empty")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'transformers" in refused(folder)
+
+
+def test_the_page_draws_errors_as_parts_of_what_is_allowed():
+    checks = [
+        Check("fp32 logits", True, "", "", {"error": 1e-7, "allowed": 1e-6}),
+        Check(
+            "fp32 gradients", False, "", "", {"a": {"error": 1.0, "allowed": 4.0}, "b": {"error": 3.0, "allowed": 2.0}}
+        ),
+        Check("<b>", False, "", "", {"error": float("nan"), "allowed": 1.0}),
+        Check("bf16 logits", True, "", "", {"error": 0.0, "allowed": 0.0}),
+        Check("greedy tokens", True, "", "", {"ours": [1], "reference": [1]}),
+    ]
+    parts = parts_of_allowed(checks)
+    assert parts == {"fp32 logits": pytest.approx(0.1), "fp32 gradients": 1.5, "<b>": float("inf"), "bf16 logits": 0}
+    picture = as_picture(parts)
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', picture)]
+    assert widths == [pytest.approx(BAR / 2), pytest.approx(BAR * (3 + 0.1761) / 4, abs=0.1), BAR, 2]
+    assert "&lt;b&gt;" in picture and "<b>" not in picture

@@ -26,9 +26,14 @@ from ligermodels.architectures.olmo3 import Olmo3
 from ligermodels.architectures.olmoe import Olmoe
 from ligermodels.architectures.phi3 import Phi3
 from ligermodels.architectures.qwen2 import Qwen2
+from ligermodels.architectures.qwen2_5_vl import Qwen25VL
 from ligermodels.architectures.qwen2_moe import Qwen2Moe
+from ligermodels.architectures.qwen2_vl import Qwen2VL
 from ligermodels.architectures.qwen3 import Qwen3
+from ligermodels.architectures.qwen3_5 import Qwen3_5, Qwen3_5Text
+from ligermodels.architectures.qwen3_5_moe import Qwen3_5Moe, Qwen3_5MoeText
 from ligermodels.architectures.qwen3_moe import Qwen3Moe
+from ligermodels.architectures.qwen3_next import Qwen3Next
 from ligermodels.architectures.seed_oss import SeedOss
 from ligermodels.architectures.smollm3 import SmolLM3
 from ligermodels.layers.decoder import CausalLM
@@ -62,9 +67,16 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "olmoe": Olmoe,
     "phi3": Phi3,
     "qwen2": Qwen2,
+    "qwen2_5_vl": Qwen25VL,
     "qwen2_moe": Qwen2Moe,
+    "qwen2_vl": Qwen2VL,
     "qwen3": Qwen3,
+    "qwen3_5": Qwen3_5,
+    "qwen3_5_moe": Qwen3_5Moe,
+    "qwen3_5_moe_text": Qwen3_5MoeText,
+    "qwen3_5_text": Qwen3_5Text,
     "qwen3_moe": Qwen3Moe,
+    "qwen3_next": Qwen3Next,
     "seed_oss": SeedOss,
     "smollm3": SmolLM3,
 }

@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "generate",
     "export": "export",
     "verify": "verify",
+    "board": "board",
 }
 
 

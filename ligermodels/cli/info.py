@@ -1,17 +1,31 @@
 """`ligermodels info`: shows a model's parameters, files and memory, without loading its weights."""
 
 import argparse
+import copy
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ligermodels.cli.flags import Commands, add_command, positive
 from ligermodels.cli.parsing import add_dtype, add_revision, print_line
 from ligermodels.configs.features import MoEConfig
+from ligermodels.errors import InputError
 from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora
-from ligermodels.memory import count_parameters, decoder_blocks, inference_memory, training_memory
+from ligermodels.layers.quantising import quantisable, quantise
+from ligermodels.memory import (
+    InferenceMemory,
+    TrainingMemory,
+    count_parameters,
+    decoder_blocks,
+    inference_memory,
+    training_memory,
+)
 from ligermodels.units import byte_size, counted, memory_size
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_to(commands: Commands) -> None:
@@ -27,22 +41,32 @@ def add_to(commands: Commands) -> None:
         "--activation-checkpointing", choices=["none", "full"], default="none", help="full: keep only block inputs"
     )
     parser.add_argument("--lora-rank", type=positive, default=16, help="rank of LoRA on all projections")
+    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw the memory too: a new .png, .svg or .pdf")
     add_revision(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.plot is not None and args.plot.suffix.lower() not in PICTURES:
+        raise InputError(f"--plot {args.plot}: must end with {', '.join(PICTURES)}")
     described = describe(args.model, dtype=args.dtype, revision=args.revision)
     print_line(args.model)
     attention = "attention", attention_line(described, args.dtype)
-    for label, value in (*fact_lines(described), attention, *memory_lines(described, args)):
+    memory = memory_of(described, args)
+    for label, value in (*fact_lines(described), attention, *memory_lines(described, args, memory)):
         print_line(f"  {label:12} {value}".rstrip())
+    if args.plot is not None:
+        from ligermodels.cli.info_plot import draw_memory
+
+        draw_memory(memory.peaks, args.plot, f"{args.model}: {setting_of(described, args)}")
+        print_line(f"  {'plot':12} {args.plot}")
 
 
 def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
     """(label, value) of the model's shape, parameters and files."""
     config, count, files = described.model.config, count_parameters(described.model), described.files
     query_heads = counted(config.num_attention_heads, "query head")
-    head_dim = decoder_blocks(described.model)[0].self_attn.head_dim
+    mixers = [block.mixer for block in decoder_blocks(described.model)]
+    head_dim = next((mixer.head_dim for mixer in mixers if mixer.score_width), config.head_dim)
     heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {head_dim}"
     yield "family", config.raw["model_type"]
     layers = counted(config.num_hidden_layers, "layer")
@@ -60,26 +84,61 @@ def attention_line(described: Description, dtype: torch.dtype | None) -> str:
     """What computes the attention of training on this machine, and what would be faster to install."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)  # as training chooses it
-    implementation = decoder_blocks(described.model)[0].self_attn.implementation(device, dtype)
+    implementation = described.model.attention_implementation(device, dtype)
     return f"in training, {str(dtype).removeprefix('torch.')} on {device.type}: {implementation}"
 
 
-def memory_lines(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """(label, value) of the memory for full training, LoRA training and generation."""
+class Memory(NamedTuple):
+    """training: of full training and of adapters, by what it is called. generating: of generation."""
+
+    training: dict[str, TrainingMemory]
+    generating: InferenceMemory
+
+    @property
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """By use, the parts that its peak has."""
+        training = {label: at_peak(step) for label, step in self.training.items()}
+        return training | {"generate": dict(vars(self.generating))}
+
+
+def at_peak(step: TrainingMemory) -> dict[str, int]:
+    """The parts that are in memory at the peak of a step on one device."""
+    at_start = step.backward_start >= step.backward_end
+    moving = {"activations": step.activations, "loss": step.loss}
+    if not at_start:
+        moving = {"gradients": step.gradients, "block": step.block}
+    return {"weights": step.weights, "optimizer states": step.optimizer_states, **moving}
+
+
+def setting_of(described: Description, args: argparse.Namespace) -> str:
+    return f"{args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
+
+
+def memory_of(described: Description, args: argparse.Namespace) -> Memory:
     batch = args.batch_size, args.sequence_length, described.dtype
     model = described.model.to(described.dtype)
     checkpointing = args.activation_checkpointing == "full"
-    checkpointed = model.config.num_hidden_layers if checkpointing else 0
-    setting = f"{args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
-    yield "memory", f"for {setting}, {'full' if checkpointing else 'no'} activation checkpointing"
+    checkpointed = len(model.blocks) if checkpointing else 0
     generating = inference_memory(model, *batch)
+    base = copy.deepcopy(model)
     training = training_memory(model, *batch, checkpointed_blocks=checkpointed)
     add_lora(model, rank=args.lora_rank)
-    adapting = training_memory(model, *batch, checkpointed_blocks=checkpointed)
-    for label, step in (("  train", training), ("  LoRA", adapting)):
+    steps = {"train": training, "LoRA": training_memory(model, *batch, checkpointed_blocks=checkpointed)}
+    if quantisable(base):
+        quantise(base, "nf4")
+        add_lora(base, rank=args.lora_rank)
+        steps["QLoRA"] = training_memory(base, *batch, checkpointed_blocks=checkpointed)
+    return Memory(steps, generating)
+
+
+def memory_lines(described: Description, args: argparse.Namespace, memory: Memory) -> Iterator[tuple[str, str]]:
+    """(label, value) of the memory for full training, LoRA training and generation."""
+    checkpointing = "full" if args.activation_checkpointing == "full" else "no"
+    yield "memory", f"for {setting_of(described, args)}, {checkpointing} activation checkpointing"
+    for label, step in memory.training.items():
         at_loss = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
         at_end = f"gradients {memory_size(step.gradients)} + block {memory_size(step.block)}"
         lasting = f"weights {memory_size(step.weights)} + optimizer states {memory_size(step.optimizer_states)}"
-        yield label, f"{memory_size(step.peak):>10} = {lasting} + max({at_loss}, {at_end})"
-    parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(generating).items())
-    yield "  generate", f"{memory_size(generating.peak):>10} = {parts}"
+        yield f"  {label}", f"{memory_size(step.peak):>10} = {lasting} + max({at_loss}, {at_end})"
+    parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(memory.generating).items())
+    yield "  generate", f"{memory_size(memory.generating.peak):>10} = {parts}"

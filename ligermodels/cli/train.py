@@ -12,7 +12,7 @@ from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
 from ligermodels.cli.listing import architecture_list
 from ligermodels.errors import InputError
 from ligermodels.training import plan, train
-from ligermodels.training.config import FIELDS, TrainConfig, choices_of, parsed_item, type_of
+from ligermodels.training.config import FIELDS, TrainConfig, choices_of, help_text, parsed_item, type_of
 from ligermodels.training.runs.settings import config_from_file, config_of_run
 
 EXAMPLES = """\
@@ -26,8 +26,8 @@ examples:
 """
 GROUP_NOTES = {
     "data": "SPEC is a .txt, .jsonl, .json, .csv or .tsv file (also .gz or .zst), a .parquet, .arrow or token file, a\n"
-    "folder, one of save_to_disk also as FOLDER:SPLIT, a glob, hub:NAME[:SPLIT], stories, chats or random; =WEIGHT\n"
-    "behind it where several are mixed"
+    "folder, one of save_to_disk also as FOLDER:SPLIT, a glob, hub:NAME[:SPLIT], stories, chats, shapes or random;\n"
+    "=WEIGHT behind it where several are mixed"
 }
 
 
@@ -54,7 +54,8 @@ def flag_options(field: Field) -> dict[str, Any]:
     kind, several = type_of(field.name)
     choices = choices_of(kind)
     options: dict[str, Any] = {
-        "type": reader_of(field), "default": argparse.SUPPRESS, "help": help_of(field),
+        "type": reader_of(field), "default": argparse.SUPPRESS,
+        "help": help_text(field).replace("%", "%%"),
         "metavar": field.metadata["metavar"] or names_of(choices) or NAMES_OF_VALUES.get(kind, field.name.upper()),
     }  # fmt: skip
     if several:
@@ -76,14 +77,6 @@ def reader_of(field: Field) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return read
-
-
-def help_of(field: Field) -> str:
-    default = field.metadata["shown"] or field.default
-    if default is None or default is False or default == ():
-        return field.metadata["help"]
-    shown = "on" if default is True else " ".join(default) if isinstance(default, tuple) else default
-    return f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
 
 
 def run(args: argparse.Namespace) -> int | None:

@@ -4,14 +4,34 @@
 the engine have (prefill.py, rows.py) are the others. Must not know any family.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ligermodels.configs.base import Config
 from ligermodels.kernels.cache_write import CacheSlots
+
+
+class PerToken(NamedTuple):
+    """A layer keeps something of every token, as attention its keys and values: `elements` in the model's dtype.
+
+    window: how many tokens a token looks back on, its own included; None for all.
+    """
+
+    elements: int
+    window: int | None
+
+
+class PerRow(NamedTuple):
+    """A layer keeps states of a whole row, however long it is: `elements` in the model's dtype, and `fp32_elements`."""
+
+    elements: int
+    fp32_elements: int = 0
+
+
+Kept = PerToken | PerRow
 
 
 class LatentHeads(Protocol):
@@ -37,7 +57,7 @@ class LatentHeads(Protocol):
 
 
 class LayerCache(Protocol):
-    """The cache of one layer.
+    """The cache of a layer that keeps something of every token.
 
     slots: where the caller writes keys and values before it calls `attend`; None if `attend` stores them.
     """
@@ -66,16 +86,58 @@ class LayerCache(Protocol):
         ...
 
 
+class StateStep(NamedTuple):
+    """A call with one token of each row, which updates the states in place.
+
+    pools: by the layer's number of the state, [R, ...]. rows: int64 [B], the place of each row in them.
+    """
+
+    pools: Mapping[int, Tensor]
+    rows: Tensor
+
+
+class StateCall(Protocol):
+    """A call with tokens of sequences: the states after them follow from those before.
+
+    cu_seqlens: int32 [sequences + 1], the sequences' offsets in the flattened batch; None if every row is one.
+    """
+
+    @property
+    def cu_seqlens(self) -> Tensor | None: ...
+
+    def before(self, number: int) -> Tensor | None:
+        """A state of every sequence before the call, [sequences, ...]; None for zeros."""
+        ...
+
+    def store(self, number: int, states: Tensor) -> None:
+        """Keeps a state of every sequence after the call."""
+        ...
+
+
+class LayerStates(Protocol):
+    """The states of a layer."""
+
+    def begin(self, shape: tuple[int, int], padding: Tensor | None) -> StateStep | StateCall:
+        """What a call of shape (B, T) does. padding: int64 [B], how many places at the end of each row are no tokens;
+        None for none."""
+        ...
+
+
 class Cache(Protocol):
     """The cache of a model."""
 
     @property
-    def layers(self) -> Sequence[LayerCache]: ...
+    def layers(self) -> Sequence[LayerCache | LayerStates]: ...
 
     @property
     def sequence_lengths(self) -> Tensor | None:
         """The length of each token's sequence, [B, T], on which scalings of RoPE may depend; None for what the
         positions of the call say."""
+        ...
+
+    @property
+    def rope_offsets(self) -> Tensor | None:
+        """[B, 1], added to each row's positions for RoPE: images take fewer positions than tokens. None for 0."""
         ...
 
     def next_positions(self, count: int) -> Tensor:
@@ -88,7 +150,11 @@ class Cache(Protocol):
 
 
 class GenerativeModel(Protocol):
-    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper."""
+    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper.
+
+    One that takes images also has `prepare_images`, of ids [1, T] and pixel inputs, and `encode_prompt` of its result,
+    which returns `PromptImages`.
+    """
 
     config: Config
     generation_config: dict[str, Any]
@@ -99,12 +165,11 @@ class GenerativeModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def attention_windows(self) -> list[int | None]:
-        """The window of each layer, None for full attention."""
-        ...
+    @property
+    def takes_images(self) -> bool: ...
 
-    def cache_widths(self) -> list[int]:
-        """Elements that the cache of each layer keeps of a token."""
+    def kept_by_layers(self) -> list[Kept]:
+        """What each layer keeps of the tokens before."""
         ...
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]: ...

@@ -35,6 +35,8 @@ NAMES_BY_OWNER = {
         Mistral-Small-3.1-24B-Instruct-2503 Devstral-Small-2-24B-Instruct-2512 Devstral-2-123B-Instruct-2512
         Mixtral-8x7B-v0.1 Mixtral-8x7B-Instruct-v0.1 Mixtral-8x22B-v0.1 Mixtral-8x22B-Instruct-v0.1""",
     "Qwen": """
+        Qwen3-Next-80B-A3B-Instruct Qwen3-Next-80B-A3B-Thinking
+        Qwen3.5-0.8B Qwen3.5-2B Qwen3.5-4B Qwen3.5-9B Qwen3.5-27B Qwen3.5-35B-A3B Qwen3.5-122B-A10B Qwen3.5-397B-A17B
         Qwen1.5-0.5B Qwen1.5-0.5B-Chat Qwen1.5-1.8B Qwen1.5-1.8B-Chat Qwen1.5-4B Qwen1.5-4B-Chat
         Qwen1.5-7B Qwen1.5-7B-Chat Qwen1.5-14B Qwen1.5-14B-Chat Qwen1.5-32B Qwen1.5-32B-Chat
         Qwen1.5-72B Qwen1.5-72B-Chat Qwen1.5-110B Qwen1.5-110B-Chat Qwen1.5-MoE-A2.7B Qwen1.5-MoE-A2.7B-Chat

@@ -8,7 +8,7 @@ from ligermodels.errors import suggest
 from ligermodels.images import placeholders
 from ligermodels.images.placeholders import Placeholder
 from ligermodels.images.processors import ClipImages, Gemma3Images, ImageProcessor, PixtralImages, QwenImages
-from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE, ImageSettings
+from ligermodels.images.settings import ImageSettings
 from ligermodels.images.tiled import MllamaImages, SmolVlmImages
 
 
@@ -31,11 +31,6 @@ IMAGE_FAMILIES = {
     "SmolVLMImageProcessor": SMOLVLM,
     "Idefics3ImageProcessor": SMOLVLM,
 }
-
-
-def has_image_processor(folder: Path) -> bool:
-    """Whether a folder has a file that `read_image_family` reads, valid or not."""
-    return any((folder / file).exists() for file in (IMAGE_PROCESSOR_FILE, PROCESSOR_FILE))
 
 
 def read_image_family(folder: Path) -> tuple[ImageProcessor, Placeholder]:

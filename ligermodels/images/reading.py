@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 89_478_485  # Pillow's MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
 # Pillow reads more formats, some by running other programs.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 PHOTO_AND_PREVIEWS = "MPO"  # a JPEG file of a camera, followed by smaller copies
 ORIENTATION = 0x0112  # EXIF's tag
 # The transposition that shows an image upright, by its EXIF orientation, as names of PIL.Image.Transpose.
@@ -71,22 +71,34 @@ def opened(source: ImageSource, place: str) -> Iterator["Image"]:
     module = pillow()
     try:
         if isinstance(source, module.Image):
-            yield checked(source)
+            with decoding():
+                yield checked(source)
         elif isinstance(source, bytes):
-            yield checked(module.open(BytesIO(source), formats=FORMATS))
+            with decoding():
+                yield checked(module.open(BytesIO(source), formats=IMAGE_FORMATS))
         elif isinstance(source, str | Path):
-            with open_for_reading(Path(source)) as stream:
-                yield checked(module.open(stream, formats=FORMATS))
+            with open_for_reading(Path(source)) as stream, decoding():
+                yield checked(module.open(stream, formats=IMAGE_FORMATS))
         else:
             raise InputError(f"is {type(source).__name__}; must be the bytes of a file, its path, or a PIL image")
-    except module.UnidentifiedImageError:
-        raise InputError(f"{place}: is not an image in one of the formats {', '.join(FORMATS)}") from None
-    except module.DecompressionBombError as error:
-        raise InputError(f"{place}: {first_line(error)}") from None
     except InputError as error:
         raise InputError(f"{place}: {error}") from None
-    except Exception as error:  # decoders raise errors of any kind
-        raise InputError(f"{place}: cannot be decoded: {first_line(error)}; restore the image") from error
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Makes an InputError of whatever Pillow raises: its decoders raise errors of any kind."""
+    module = pillow()
+    try:
+        yield
+    except InputError:
+        raise
+    except module.UnidentifiedImageError:
+        raise InputError(f"is not an image in one of the formats {', '.join(IMAGE_FORMATS)}") from None
+    except module.DecompressionBombError as error:
+        raise InputError(first_line(error)) from None
+    except Exception as error:
+        raise InputError(f"cannot be decoded: {first_line(error)}; restore the image") from error
 
 
 def checked(image: "Image") -> "Image":

@@ -209,6 +209,8 @@ def masked_attention(
 def attention_by_document(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> Tensor:
     """Attention computed document by document. Reads the offsets on the host: not for GPU tensors or tracing."""
     lengths, lengths_k = (offsets.diff().tolist() for offsets in mask.offsets if offsets is not None)
+    if len(lengths) == 1:
+        return attention(q, k, v, **options)
     documents = zip(q.split(lengths, 1), k.split(lengths_k, 1), v.split(lengths_k, 1), strict=True)
     return torch.cat([attention(*document, **options) for document in documents], dim=1)
 

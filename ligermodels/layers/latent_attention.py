@@ -13,19 +13,18 @@ from torch import Tensor, nn
 
 from ligermodels.configs.features import LatentAttentionConfig
 from ligermodels.configs.rope import FULL_ATTENTION
-from ligermodels.generation.cache import LayerCache
+from ligermodels.generation.cache import LayerCache, PerToken
 from ligermodels.kernels.attention import packed_attention_name
 from ligermodels.kernels.rope import rope_
-from ligermodels.layers.attention import Positions
 from ligermodels.layers.fused import apply_linear, effective_weight, norm_then_linear
+from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.norm import PreNorm, RMSNorm
-from ligermodels.layers.packed import PackingModule
 from ligermodels.layers.rope import score_factor
 
 LATENT_NORM_EPS = 1e-6  # whatever the config's rms_norm_eps is
 
 
-class LatentAttention(PackingModule):
+class LatentAttention(Mixer):
     """Multi-head latent attention with N + R dimensions of each query and key head, V of each value head.
 
     Weights: qkv_a_proj [Q + L + R, hidden], the rows of the queries' latent first, then c, then k_rope; without a
@@ -33,14 +32,14 @@ class LatentAttention(PackingModule):
     key's rows of a head before its value's; o_proj [hidden, H V].
     """
 
-    window = None
+    name_in_block = "self_attn"
     scales_queries = False
-    source: int | None = None
     sinks = None
 
     def __init__(self, config: LatentAttentionConfig) -> None:
         super().__init__()
         rope, bias = config.ropes[FULL_ATTENTION], config.attention_bias
+        self.hidden_size = config.hidden_size
         self.num_heads = heads = config.num_attention_heads
         self.nope_size, self.rope_size, self.value_size = (
             config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim,
@@ -63,7 +62,6 @@ class LatentAttention(PackingModule):
     def forward(
         self, norm: PreNorm | None, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [B, T, hidden] -> (output [B, T, hidden], residual stream x + residual)."""
         packed, residual = norm_then_linear(norm, self.qkv_a_proj, x, residual)
         q, latent, k_rope = packed.split([self.query_input_size, self.latent_size, self.rope_size], -1)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
@@ -116,16 +114,12 @@ class LatentAttention(PackingModule):
         keys, values = heads.split(sizes, 1)
         return keys, values
 
-    @property
-    def cache_width(self) -> int:
-        """Elements that a cache keeps of a token."""
-        return self.latent_size + self.rope_size
+    def kept(self) -> PerToken:
+        return PerToken(self.latent_size + self.rope_size, None)
 
     @property
     def score_width(self) -> int:
-        """Columns of all queries and of all values together: what a query costs for each key."""
         return self.num_heads * (self.head_dim + self.value_size)
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What computes the attention of packed documents there, for reports."""
         return packed_attention_name(device, dtype, max(self.head_dim, self.value_size), None)

@@ -6,18 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.generation.cache import LayerCache
+from ligermodels.generation.cache import LayerCache, PerToken
 from ligermodels.kernels.attention import packed_attention_name
 from ligermodels.kernels.cache_write import write_cache
 from ligermodels.kernels.rms_norm import rms_norm
 from ligermodels.kernels.rope import rope_
-from ligermodels.layers.attention import Positions
 from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
+from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.norm import PreNorm, RMSNorm
-from ligermodels.layers.packed import PackingModule
 
 
-class NormedHeadsAttention(PackingModule):
+class NormedHeadsAttention(Mixer):
     """Grouped-query attention with an RMSNorm over each query, key and value head; that of values has no weight.
 
     Weights: qkv_proj, the rows of all query heads first, then all keys, then all values; o_proj [H, Hq D].
@@ -29,10 +28,8 @@ class NormedHeadsAttention(PackingModule):
     is_read: whether later layers read the keys and values.
     """
 
+    name_in_block = "self_attn"
     scale = 1.0
-    scales_queries = False
-    source: int | None = None  # the layer that it has keys and values from; None for itself
-    sinks = None
 
     def __init__(
         self,
@@ -46,6 +43,7 @@ class NormedHeadsAttention(PackingModule):
         is_read: bool = False,
     ) -> None:
         super().__init__()
+        self.hidden_size = config.hidden_size
         self.num_heads, self.num_key_value_heads = config.num_attention_heads, num_key_value_heads
         self.head_dim, self.window, self.rope = head_dim, window, rope
         self.keys_are_values, self.is_read = keys_are_values, is_read
@@ -83,22 +81,18 @@ class NormedHeadsAttention(PackingModule):
         packed = self.num_heads, self.num_key_value_heads, self.num_key_value_heads
         return packed[:2] if self.keys_are_values else packed
 
-    @property
-    def cache_width(self) -> int:
-        """Elements that a cache keeps of a token."""
-        return 2 * self.num_key_value_heads * self.head_dim
+    def kept(self) -> PerToken:
+        return PerToken(2 * self.num_key_value_heads * self.head_dim, self.window)
 
     @property
     def score_width(self) -> int:
-        """Columns of all queries and of all values together: what a query costs for each key."""
         return 2 * self.num_heads * self.head_dim
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What computes the attention of packed documents there, for reports."""
         return packed_attention_name(device, dtype, self.head_dim, None)
 
 
-class ReadingAttention(nn.Module):
+class ReadingAttention(Mixer):
     """Attention of normed query heads over the keys and values of the last layer before it with the same `rope` that
     has its own.
 
@@ -106,14 +100,12 @@ class ReadingAttention(nn.Module):
     `NormedHeadsAttention`.
     """
 
+    name_in_block = "self_attn"
     scale = 1.0
-    scales_queries = False
-    sinks = None
-    cache_width = 0  # of its own
 
     def __init__(self, config: Config, *, head_dim: int, window: int | None, rope: str, source: int) -> None:
         super().__init__()
-        self.num_heads = config.num_attention_heads
+        self.hidden_size, self.num_heads = config.hidden_size, config.num_attention_heads
         self.head_dim, self.window, self.rope, self.source = head_dim, window, rope, source
         self.dropout = config.attention_dropout
         self.q_proj = nn.Linear(config.hidden_size, self.num_heads * head_dim, bias=config.attention_bias)
@@ -138,11 +130,13 @@ class ReadingAttention(nn.Module):
             out = cache.attend_again(q, positions.position_ids, **options)
         return apply_linear(self.o_proj, out.flatten(2)), residual
 
+    def kept(self) -> PerToken:
+        """Nothing of its own."""
+        return PerToken(0, self.window)
+
     @property
     def score_width(self) -> int:
-        """Columns of all queries and of all values together: what a query costs for each key."""
         return 2 * self.num_heads * self.head_dim
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What computes the attention of packed documents there, for reports."""
         return packed_attention_name(device, dtype, self.head_dim, None)

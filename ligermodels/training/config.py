@@ -186,6 +186,8 @@ class TrainConfig:
     reference: str | None = setting("preferences", None, "the model that the policy is compared with: base, adapter, "
         "precomputed, model, model:FOLDER, or ema:ALPHA/STEPS", metavar="KIND",
         shown="base with LoRA, the adapter with --adapter, else precomputed", objectives=WITH_REFERENCE)
+    mean_logits: bool = setting("preferences", False, "log the mean logit of each side's tokens, as logits/chosen and "
+        "logits/rejected", objectives=(*PAIR_POLICIES, *ON_EXAMPLES))
 
     center_rewards: float | None = setting("preferences", None, "weight of the squared sum of a pair's rewards, which "
         "keeps them around 0", NOT_NEGATIVE, shown="0", objectives=REWARD_ALONE)
@@ -194,19 +196,23 @@ class TrainConfig:
         "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE)
     divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
         "cosine", metavar="KIND", objectives=DISTILL_ALONE)
-    temperature: float | None = setting("distillation", None, "divides the logits: of both models; grpo: of sampling "
-        "and of the loss", ABOVE_ZERO, shown="1", objectives=(*DISTILL_ALONE, *RL))
+    temperature: float | None = setting("distillation", None, "divides the logits: of both models, and of sampling; "
+        "grpo: of sampling and of the loss", ABOVE_ZERO, shown="1", objectives=(*DISTILL_ALONE, *RL))
     ce_weight: float = setting("distillation", 0.0, "weight of the cross-entropy of the data beside the divergence",
         NOT_NEGATIVE, objectives=DISTILL_ALONE)
+    on_policy: float = setting("distillation", 0.0, "fraction of the steps on completions that the student samples",
+        FROM_0_TO_1, objectives=DISTILL_ALONE)
 
     prompts: int | None = setting("reinforcement", None, "prompts of a step, over all ranks", POSITIVE,
         shown="16; tiny: 4", objectives=RL)
     generations: int = setting("reinforcement", 8, "completions that are sampled of each prompt", LENGTH, objectives=RL)
-    max_completion_length: int = setting("reinforcement", 512, "most tokens of a completion", POSITIVE, objectives=RL)
+    max_completion_length: int = setting("reinforcement", 512, "most tokens of a completion that is sampled", POSITIVE,
+        objectives=(*RL, *DISTILL_ALONE))
     stop: tuple[str, ...] = setting("reinforcement", (), "texts that end a completion, beside the model's stop tokens",
         metavar="TEXT", objectives=RL)
     reward: tuple[str, ...] | None = setting("reinforcement", None, "reward functions, each with a weight or without: "
-        "FILE.py:FUNCTION=1.0, or the built-in exact, number, format:REGEX, length[:TOKENS]", metavar="NAME",
+        "FILE.py:FUNCTION=1.0, model:FOLDER of a reward model, or the built-in exact, number, format:REGEX, "
+        "length[:TOKENS]", metavar="NAME",
         objectives=RL)
     reward_timeout: float = setting("reinforcement", 300.0, "seconds that a reward function may take", ABOVE_ZERO,
         objectives=RL)
@@ -254,6 +260,8 @@ class TrainConfig:
         "lm_head, norm", metavar="NAME")
     adapter: str | None = setting("LoRA", None, "continue this adapter in PEFT's format, with its rank, alpha, targets "
         "and base model", metavar="FOLDER")
+    quantize: Literal["nf4"] | None = setting("LoRA", None, "QLoRA: store the frozen linears of the blocks in 4 bits",
+        shown="as they are stored")
     lora_export: Literal["merged", "adapter"] | None = setting("LoRA", None, "a whole model, or an adapter in PEFT's "
         "format", shown="merged; with --adapter: adapter")
 
@@ -405,6 +413,15 @@ def parsed_item(field: dataclasses.Field, text: str) -> Any:
     if value is None or (rule is not None and not rule.holds(value)):
         raise ValueError(f"is {text!r}; must be {words_of(kind, rule)}")
     return value
+
+
+def help_text(field: dataclasses.Field) -> str:
+    """What a field is, and its default."""
+    default = field.metadata["shown"] or field.default
+    if default is None or default is False or default == ():
+        return field.metadata["help"]
+    shown = "on" if default is True else " ".join(default) if isinstance(default, tuple) else default
+    return f"{field.metadata['help']} (default: {shown})"
 
 
 def not_a_choice(value: Any, choices: Sequence[str]) -> str:

@@ -18,10 +18,8 @@ import torch
 
 from ligermodels import distributed
 from ligermodels.errors import InputError
-from ligermodels.hub import export, export_adapter, load_adapter
+from ligermodels.hub import export, export_adapter
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.lora import initialize_lora
-from ligermodels.layers.reward_model import initialize_new_parameters
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import TrainConfig
@@ -35,24 +33,26 @@ from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
+from ligermodels.training.reporting.notebook import notebook_plots
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
 from ligermodels.training.runs.defaults import TORCH_DTYPES
 from ligermodels.training.runs.determinism import deterministic_algorithms
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
 from ligermodels.training.runs.intervals import checkpoint_due, validation_due
+from ligermodels.training.runs.model_weights import give_initial_weights
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.publishing import publish
 from ligermodels.training.runs.rescue import rescued
 from ligermodels.training.runs.resuming import refuse_other_data
 from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
+from ligermodels.training.runs.status import RunStatus
 from ligermodels.training.runs.stopping import signals
 from ligermodels.training.runs.validations import Validations, validation_losses
 from ligermodels.training.scaling import float8, fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.host_reads import read_async
 from ligermodels.training.scaling.out_of_memory import out_of_memory_advice
-from ligermodels.weights.loading import load_weights
 from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import failure
 
@@ -111,16 +111,7 @@ def train(config: TrainConfig) -> TrainResult:
         fsdp.shard(
             model, world, compute_dtype, dp_replicate=config.dp_replicate, reshard_after_forward=reshard_after_forward
         )
-        model.to_empty(device=world.device)
-        if pretrained is None:
-            model.initialize(config.seed)
-        else:
-            load_weights(model, pretrained)
-            initialize_new_parameters(model, config.seed)
-            initialize_lora(model, torch.Generator(world.device).manual_seed(config.seed))
-            model.source = pretrained
-            if adapter:
-                load_adapter(model, adapter)
+        give_initial_weights(model, pretrained, adapter, config.seed, world.device)
         model.generation_config = generation_config(
             data.tokenizer, model.generation_config, model.config.raw, chats=chats
         )
@@ -137,22 +128,28 @@ def train(config: TrainConfig) -> TrainResult:
 
         peak_of_one = peak_flops(world.device, config.dtype)
         loggers = open_loggers(config.log_to, output, settings(config), progress.step) if world.is_first else []
+        plots = notebook_plots(output, progress.step, say) if world.is_first else []
         if config.resume and world.is_first:
             write_settings(config, output / SETTINGS_FILE)
         metrics = held.enter_context(
             Metrics(
                 output, steps=config.steps, done=progress.step, device=world.device, flops_per_token=run.flops,
-                peak=peak_of_one and peak_of_one * world.size, loggers=loggers, enabled=world.is_first,
+                peak=peak_of_one and peak_of_one * world.size, loggers=[*loggers, *plots], enabled=world.is_first,
+                prints_steps=not plots,
             )
         )  # fmt: skip
         traced = config.profile if world.is_first else None
         profiler = held.enter_context(StepProfiler(traced, output / "trace.json.gz", world.device, metrics.say))
-        for line in (run.line, *run.notes, *(f"warning: {warning}" for warning in run.warnings)):
+        resume = resume_command(output, world)
+        facts = {"resume": resume, "ranks": world.size, "tokens_per_step": run.tokens_per_step, "plan": run.line}
+        status = held.enter_context(RunStatus(output, facts, say=metrics.say, enabled=world.is_first))
+        for line in (run.line, *run.notes):
             metrics.say(line)
+        for warning in run.warnings:
+            status.warn(progress.step, warning)
         if config.resume:
             begins = f"resumes after step {progress.step}" if progress.step else "has no checkpoint, starts again"
             metrics.say(f"{output}: {begins}")
-        resume = resume_command(output, world)
         losses, saved = distributed.from_first((validation_losses(metrics.records()), checkpoints.steps()))
         validations = Validations(config, losses, saved)
         checkpoints.protected = validations.best
@@ -193,7 +190,6 @@ def train(config: TrainConfig) -> TrainResult:
             set_learning_rate(optimizer, rate)
             clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
             optimizer.zero_grad()
-            objective.finish_step(model, progress.step + 1)
             norm_value, *values = read()
             (loss_value, told_to_stop, failed, overdue), sums, maxima = step.named(values, len(signs))
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
@@ -203,7 +199,7 @@ def train(config: TrainConfig) -> TrainResult:
                 skipped=not finite,
             )  # fmt: skip
             for warning in objective.warnings(measured):
-                metrics.say(f"warning: {warning}")
+                status.warn(progress.step + 1, warning)
             profiler.end(last=progress.step + 1 == config.steps)
             if not finite:
                 places = data.training.places(progress.rows, work.units)
@@ -217,6 +213,8 @@ def train(config: TrainConfig) -> TrainResult:
                         f"update; {output / METRICS_FILE} names the step's documents; lower --learning-rate, or "
                         f"continue without such steps: {resume} --on-nan skip"
                     )
+            else:
+                objective.finish_step(model, progress.step + 1)
 
             progress = replace(
                 progress, step=progress.step + 1, rows=progress.rows + work.units,
@@ -256,6 +254,7 @@ def train(config: TrainConfig) -> TrainResult:
         if world.is_first:
             draw_curves(metrics.records(), output / "curves.png", str(output), metrics.say)
         publish(config, exported, exported_step, validations.losses.get(exported_step), world, metrics.say)
+        status.end("stopped" if stopped else "finished")
         distributed.wait_for_all()
         records = distributed.from_first(metrics.records())
     return TrainResult(model, exported_step, records, output, exported)
@@ -276,7 +275,7 @@ def export_run(
     template = data.tokenizer.chat_template if data.tokenizer and config.chat_template else None
     also = partial(
         write_tokenizer, source=adapter if adapter and has_tokenizer(adapter) else None, new=data.new_tokenizer,
-        template=template, generation_config=model.generation_config,
+        template=template, generation_config=model.generation_config, images=data.new_images,
     )  # fmt: skip
     if config.exports_adapter:
         export_adapter(model, output / ADAPTER, also=also, overwrite=True)

@@ -13,14 +13,18 @@ from typing import Any
 import torch
 
 import ligermodels
+from ligermodels.pictures import BLUE, GREEN, GREY, GRID, INK, RED
 from ligermodels.verify import reference
 
-PAGE_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 3em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; width: 100% } td, th { text-align: left; vertical-align: top; padding: .4em .8em;
-border-bottom: 1px solid #ddd } .passed { color: #17692f } .failed { color: #b00020; font-weight: bold }
-.skipped { color: #777 }
+PAGE_STYLE = f"""
+body {{ font: 14px/1.5 system-ui, sans-serif; max-width: 62em; margin: 3em auto; padding: 0 1em; color: {INK} }}
+h1 {{ font-size: 1.4em }} h2 {{ font-size: 1em; margin: 2em 0 .4em }} th {{ color: {GREY}; font-weight: 500 }}
+table {{ border-collapse: collapse; width: 100% }} td, th {{ text-align: left; vertical-align: top;
+padding: .4em .8em .4em 0; border-bottom: 1px solid {GRID} }} .passed {{ color: {GREEN} }}
+.failed {{ color: {RED}; font-weight: bold }} .skipped {{ color: {GREY} }} svg {{ width: 100%; font-size: 12px }}
 """
+BAR, ROW, LABELS, PICTURE = 480, 26, 130, 700  # widths and heights of the picture, in its units
+ORDERS = 3  # of magnitude below what is allowed, where the bars begin
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,48 @@ def rounded(value: Any) -> Any:
     return value
 
 
+def parts_of_allowed(checks: Sequence[Check]) -> dict[str, float]:
+    """The error of each check that measures errors, as a part of what is allowed; the worst of several."""
+    found = {}
+    for check in checks:
+        pairs = [check.measured, *(value for value in check.measured.values() if isinstance(value, Mapping))]
+        parts = [part_of(pair["error"], pair["allowed"]) for pair in pairs if {"error", "allowed"} <= pair.keys()]
+        if parts:
+            found[check.name] = max(parts)
+    return found
+
+
+def part_of(error: float, allowed: float) -> float:
+    """error / allowed; infinite where the error is not finite, or nothing is allowed and there is an error."""
+    if not math.isfinite(error):
+        return math.inf
+    return error / allowed if allowed else math.inf if error else 0.0
+
+
+def as_picture(parts: Mapping[str, float]) -> str:
+    """Bars from 10^-ORDERS of the allowed error to ten times it, as SVG."""
+    marks = {exponent: LABELS + BAR * (exponent + ORDERS) / (ORDERS + 1) for exponent in range(-ORDERS, 2)}
+    height = ROW * (len(parts) + 1)
+    lines = [
+        f'<line x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="{height - ROW}" stroke="{INK if exponent == 0 else GRID}"/>'
+        f'<text x="{x:.0f}" y="{height - 8}" fill="{GREY}" text-anchor="middle">'
+        f"{'allowed' if exponent == 0 else f'{10.0**exponent:g}'}</text>"
+        for exponent, x in marks.items()
+    ]
+    for number, (name, part) in enumerate(parts.items()):
+        width = BAR * (min(max(math.log10(max(part, 10.0**-ORDERS)), -ORDERS), 1) + ORDERS) / (ORDERS + 1)
+        y, colour = ROW * number, BLUE if part <= 1 else RED
+        lines.append(
+            f'<text x="0" y="{y + 17}" fill="{INK}">{html.escape(name)}</text>'
+            f'<rect x="{LABELS}" y="{y + 6}" width="{max(width, 2):.1f}" height="{ROW - 12}" rx="3" fill="{colour}"/>'
+            f'<text x="{LABELS + BAR + 12}" y="{y + 17}" fill="{colour}">{part:.2g}</text>'
+        )
+    return (
+        f'<svg viewBox="0 0 {PICTURE} {height}" role="img" aria-label="errors as parts of what is allowed">'
+        f"{''.join(lines)}</svg>"
+    )
+
+
 def as_page(certificate: Certificate) -> str:
     """The content of the HTML page."""
     verdict = "passed" if certificate.passed else "failed"
@@ -118,10 +164,12 @@ def as_page(certificate: Certificate) -> str:
         f"<td>{html.escape(check.result)}<td>{html.escape(check.criterion)}"
         for check in certificate.checks
     )
+    parts = parts_of_allowed(certificate.checks)
+    picture = f"<h2>Errors, as parts of what is allowed</h2>\n{as_picture(parts)}\n" if parts else ""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{PAGE_STYLE}</style>\n'
         f'<h1>{title}: <span class="{verdict}">{verdict}</span></h1>\n'
-        f"<table><tr><th>check<th>outcome<th>result<th>criterion{rows}</table>\n"
+        f"<table><tr><th>check<th>outcome<th>result<th>criterion{rows}</table>\n{picture}"
         f"<p>Errors are relative: ‖x − truth‖ / ‖truth‖. All numbers are in {html.escape(certificate.json.name)}.</p>\n"
         f"<table>{facts}</table>\n"
     )

@@ -262,7 +262,7 @@ def bf16_checks(ours: Errors, plain: Errors, routed: bool) -> Iterator[Check]:
         yield Check(
             f"bf16 {what}", error <= BF16_FACTOR * own, f"error {error:.1e}, the reference's {own:.1e}",
             f"{where[what]}: at most {BF16_FACTOR:g} times the reference's own error in bf16",
-            {"error": error, "reference": own},
+            {"error": error, "reference": own, "allowed": BF16_FACTOR * own},
         )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ligermodels.configs.base import Config
 from ligermodels.configs.features import LatentAttentionConfig
+from ligermodels.configs.hybrid import GatedDeltaConfig
 from ligermodels.weights.boxes import Shape
 
 # A linear that LoRA wraps becomes the wrapper's `base_layer`. Rules use the names without it.
@@ -266,9 +267,13 @@ def packed_projections(config: Config) -> tuple[Rule, ...]:
     return packed_qkv(config), packed_gate_up()
 
 
-def packed_qkv(config: Config) -> Concat:
-    """self_attn.qkv_proj is the concatenation of the Hub's q_proj, k_proj and v_proj."""
-    layer, sizes = "model.layers.{}.self_attn.", (config.query_size, config.key_value_size, config.key_value_size)
+def packed_qkv(config: Config, query_parts: int = 1) -> Concat:
+    """self_attn.qkv_proj is the concatenation of the Hub's q_proj, k_proj and v_proj.
+
+    query_parts: 2 if q_proj has a gate behind each head's query.
+    """
+    layer = "model.layers.{}.self_attn."
+    sizes = (query_parts * config.query_size, config.key_value_size, config.key_value_size)
     return Concat(layer + "qkv_proj", (layer + "q_proj", layer + "k_proj", layer + "v_proj"), sizes)
 
 
@@ -278,6 +283,15 @@ def packed_heads(layer: int, head_dim: int, heads: Sequence[int]) -> Concat:
     attention = f"model.layers.{layer}.self_attn."
     names = tuple(attention + name for name in ("q_proj", "k_proj", "v_proj")[: len(heads)])
     return Concat(attention + "qkv_proj", names, tuple(count * head_dim for count in heads))
+
+
+def packed_delta_projections(config: GatedDeltaConfig) -> tuple[Rule, ...]:
+    """The rules of models with the gated delta rule: those of `packed_projections`, with a gate in q_proj, and
+    linear_attn.in_proj as the concatenation of the Hub's in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
+    layer, heads, values = "model.layers.{}.linear_attn.", config.linear_num_value_heads, config.linear_value_size
+    parts = tuple(f"{layer}in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+    linear = Concat(layer + "in_proj", parts, (2 * config.linear_key_size + values, values, heads, heads))
+    return packed_qkv(config, query_parts=2), linear, packed_gate_up()
 
 
 def packed_latents(config: LatentAttentionConfig) -> Concat:

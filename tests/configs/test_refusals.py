@@ -11,11 +11,12 @@ from ligermodels.errors import ConfigError, HubError
 from tests.configs.small_configs import LINEAR, NESTED, SIZES, raw
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "qwen3_next", "qwen3_5_moe_text")
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 GEMMA4 = ("gemma4", "gemma4_text")
 TWO_ROPES = ("gemma3", "gemma3_text", "olmo3", *GEMMA4)  # by layer type
-PARTIAL = ("glm", "glm4", "glm4_moe", "phi3")
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+PARTIAL = ("glm", "glm4", "glm4_moe", "phi3", *DELTA)
 
 
 def refusals():
@@ -92,6 +93,24 @@ def refusals():
     yield "glm4_moe_lite", {"first_k_dense_replace": 2}, ["first_k_dense_replace", "2", "must be one of 1"]
     yield "glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "1", "must have one per layer", "8"]
     yield "glm4_moe_lite", {"mlp_layer_types": ["moe"] * 8}, ["mlp_layer_types", "'moe'", "'sparse'"]
+    for name in DELTA:
+        yield name, {"layer_types": [FULL_ATTENTION] * 7}, ["layer_types", "7", "must have one per layer", "8"]
+        yield (
+            name,
+            {"layer_types": [SLIDING_ATTENTION] * 8},
+            ["layer_types", repr(SLIDING_ATTENTION), "linear_attention"],
+        )
+        yield name, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]
+        yield name, {"attn_output_gate": False}, ["attn_output_gate", "False", "must be one of True"]
+        yield name, {"use_sliding_window": True}, ["use_sliding_window", "True", "remove it"]
+        yield name, {"linear_conv_kernel_dim": 5}, ["linear_conv_kernel_dim", "5", "must be one of 2, 3, 4"]
+        yield name, {"linear_key_head_dim": 512}, ["linear_key_head_dim", "512", "at most 256"]
+        yield (
+            name,
+            {"linear_num_key_heads": 3, "linear_num_value_heads": 4},
+            ["linear_num_key_heads", "3", "must divide"],
+        )
+    yield "qwen3_5", {"model_type": "qwen3_5_moe_text"}, ["text_config: model_type", "'qwen3_5_text'"]
     for name in MOE:
         experts = "num_experts" if name.startswith("qwen") else "num_local_experts"
         yield name, {experts: 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", "5", experts, "4"]

@@ -1,83 +1,32 @@
 """Texts and messages with images become the inputs of the processors of transformers: ids, masks, pixels."""
 
 import base64
-import io
 import json
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers
-from PIL import Image
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.images.families import IMAGE_FAMILIES
 from ligermodels.images.settings import ImageSettings
+from tests.images.folders import QWEN_TEMPLATE, byte_tokenizer, picture, png, write_folder
 from tests.images.reference import SMALL, their_processor, with_torchvision
 
 __all__ = ["with_torchvision"]
 HUB_FILES = Path(__file__).parents[1] / "data" / "image_processors"
-TAGS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-TOKENS = {
-    "Qwen2VL": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>"],
-    "Gemma3": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
-    "Mllama": ["<|image|>", "<|python_tag|>"],
-    "Pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
-    "Llava": ["<image>"],
-    "Idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TAGS],
-}
 GEMMA3_NAMES = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-QWEN_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|>"
-    "<|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)  # fmt: skip
 PARTS_ONLY_TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}{% if part is mapping %}"
     "{{ '<|image_pad|>' if part.type == 'image' else part.text }}{% endif %}{% endfor %};{% endfor %}"
 )
 
 
-def byte_tokenizer(kind):
-    """A token for each byte, and the family's."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([*TOKENS[kind], "<bos>", "<pad>"])
-    return tokenizer
-
-
-def write_folder(folder, kind, image, text, template=None):
-    byte_tokenizer(kind).save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<bos>", "pad_token": "<pad>"} | ({"chat_template": template} if template else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps(image | {"image_processor_type": f"{kind}ImageProcessor"})
-    )
-    (folder / "processor_config.json").write_text(json.dumps(text))
-    return folder
-
-
 def qwen_processor(folder, template=QWEN_TEMPLATE):
     return ligermodels.load_processor(write_folder(folder, *SMALL["qwen2"], template))
-
-
-def picture(height, width, seed=0):
-    pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    return Image.fromarray(pixels.numpy())
-
-
-def png(image):
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
 
 
 # case, the placeholder that users write

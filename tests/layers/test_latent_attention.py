@@ -46,7 +46,7 @@ def check_generation(model):
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3-no-query-latent", "glm4_moe_lite"])
 def test_tokens_fed_in_pieces_to_rows_of_any_length_give_the_logits_of_one_pass(name):
     model, rows = build(name), tokens(CASES[name], 2, 20).to(DEVICE)
-    cache = KVCache(model.config.num_hidden_layers, 2, 20, rows.device)
+    cache = KVCache(model.kept_by_layers(), 2, 20, rows.device)
     first = model(rows[:, :9], cache=cache).logits
     cache.lengths[1] = 5  # the second row goes back to its fifth token
     rest = torch.stack([rows[0, 9:18], rows[1, 5:14]])
@@ -61,7 +61,7 @@ def test_tokens_fed_in_pieces_to_rows_of_any_length_give_the_logits_of_one_pass(
 def test_caches_hold_a_latent_and_a_rotated_key_for_each_token():
     model = build()
     rows = tokens(RAW, 2, 7).to(DEVICE)
-    cache = KVCache(3, 2, 7, rows.device)
+    cache = KVCache(model.kept_by_layers(), 2, 7, rows.device)
     model(rows, cache=cache)
     engine = Engine(model, max_tokens=4 * PAGE_SIZE, max_length=2 * PAGE_SIZE, max_rows=2)
     engine.submit(range(5, 70), max_new_tokens=4)

@@ -28,7 +28,7 @@ SHORT = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval
 SMALL = [*SHORT, "--checkpoint-every", "0"]
 LLAMA = ["--model", "llama", "--data", "own.txt", *SMALL]
 LORA = ["--lora-rank", "4", "--learning-rate", "1e-3"]
-LEFT = {"train.toml", "metrics.jsonl", "curves.png", "lock", "model", "checkpoints"}
+LEFT = {"train.toml", "run.json", "metrics.jsonl", "curves.png", "lock", "model", "checkpoints"}
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,6 @@ class Checkpoints:
         self.folder, self.keep, self.settings = folder, keep, settings
         self.objective = objective or state.NothingKept()
         self.group = distributed.new_group(backend="gloo") if distributed.is_initialized() else None
-        self.ranks: dict[str, Any] = {"process_group": self.group, "no_dist": self.group is None}
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.copies = state.HostCopies()
@@ -162,7 +161,7 @@ class Checkpoints:
     ) -> None:
         """Leaves no files if it fails. If one rank fails, the library raises the same error on all ranks."""
         try:
-            dcp.save(tensors, storage_writer=writer, planner=files.HostCopyPlanner(copies), **self.ranks)
+            dcp.save(tensors, storage_writer=writer, planner=files.HostCopyPlanner(copies), **of_ranks(self.group))
         except CheckpointException as failure:
             if is_first():
                 shutil.rmtree(writer.temporary, ignore_errors=True)
@@ -228,7 +227,8 @@ class Checkpoints:
         random = state.random_states(self.device) if exact else {}
         kept = self.kept_of_objective(checkpoint) if exact else {}
         shared = state.trained_weights(model) | state.optimizer_state(model, optimizer)
-        self.load(checkpoint, shared | state.objective_tensors(self.objective), random | kept)
+        tensors = shared | state.objective_tensors(self.objective)
+        load_tensors(checkpoint, tensors, random | kept, group=self.group)
         self.objective.restore({name.removeprefix(state.own_prefix()): tensor for name, tensor in kept.items()})
         if exact:
             state.set_random_states(random, self.device)
@@ -249,7 +249,7 @@ class Checkpoints:
         checkpoint = files.step_folder(self.folder, step)
         self.verified_record(checkpoint)
         reshard(model)
-        self.load(checkpoint, state.trained_weights(model), part="weights.")
+        load_tensors(checkpoint, state.trained_weights(model), part="weights.", group=self.group)
 
     def kept_of_objective(self, checkpoint: Path) -> dict[str, Tensor]:
         """Tensors in host memory for what the objective of this rank had saved."""
@@ -265,20 +265,32 @@ class Checkpoints:
         same_on_all(files.verify_files, checkpoint, rank(), world_size(), group=self.group)
         return files.read_record(checkpoint)
 
-    def load(
-        self, checkpoint: Path, tensors: dict[str, Tensor], random: Mapping[str, Tensor] | None = None, part: str = ""
-    ) -> None:
-        """Fills tensors from a checkpoint, whose tensors with names that begin with `part` they must be.
 
-        random: states of this rank's random number generators, which are filled too.
-        """
-        reader = HuggingFaceStorageReader(str(checkpoint))
-        stored = {name: x for name, x in reader.read_metadata().state_dict_metadata.items() if name.startswith(part)}
-        same_on_all(check_tensors_match, checkpoint, stored, tensors, group=self.group)
-        try:
-            dcp.load(tensors | dict(random or {}), storage_reader=reader, **self.ranks)
-        except CheckpointException as failure:
-            raise read_error(checkpoint, first_failure(failure)) from failure
+def load_tensors(
+    checkpoint: Path,
+    tensors: dict[str, Tensor],
+    random: Mapping[str, Tensor] | None = None,
+    *,
+    part: str = "",
+    group: distributed.ProcessGroup | None = None,
+) -> None:
+    """Fills tensors from a checkpoint, whose tensors with names that begin with `part` they must be.
+
+    random: states of this rank's random number generators, which are filled too. group: of all ranks that load. Raises
+    CheckpointError on all of them.
+    """
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    stored = {name: x for name, x in reader.read_metadata().state_dict_metadata.items() if name.startswith(part)}
+    same_on_all(check_tensors_match, checkpoint, stored, tensors, group=group)
+    try:
+        dcp.load(tensors | dict(random or {}), storage_reader=reader, **of_ranks(group))
+    except CheckpointException as failure:
+        raise read_error(checkpoint, first_failure(failure)) from failure
+
+
+def of_ranks(group: distributed.ProcessGroup | None) -> dict[str, Any]:
+    """The arguments by which torch.distributed.checkpoint knows the ranks."""
+    return {"process_group": group, "no_dist": group is None}
 
 
 def read_progress(checkpoint: Path, values: Mapping[str, Any]) -> Progress:

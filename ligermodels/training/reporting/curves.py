@@ -7,19 +7,13 @@ optional (the extra `plot`) and imported only to draw. Must not know how the run
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, BinaryIO
 
-INK, GREY, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-BLUE, ORANGE, GREEN, PURPLE, TEAL = "#2f6fde", "#e8590c", "#2b8a3e", "#7048e8", "#0b7285"
+from ligermodels.pictures import BLUE, GREEN, GREY, ORANGE, PLOT_STYLE, PURPLE, TEAL
+
 WINDOWS = 60  # number of disjoint median windows in a run
 MAX_LINEAR_RATIO = 4  # of the highest to the lowest loss; above it the axis is logarithmic
 SMOOTHED_FROM = 150  # points; from this number on a running median is drawn
-PLOT_STYLE: Any = {
-    "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": GREY, "axes.titlecolor": INK, "axes.titlesize": 10,
-    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "xtick.color": GREY,
-    "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0, "grid.color": GRID, "grid.linewidth": 0.8,
-    "axes.grid": True, "axes.axisbelow": True, "legend.frameon": False, "legend.labelcolor": INK, "text.color": INK,
-}  # fmt: skip
 Series = tuple[list[int], list[float]]
 
 
@@ -28,16 +22,20 @@ def draw_curves(records: Sequence[dict[str, Any]], picture: Path, title: str, sa
 
     records: of metrics.jsonl. say: receives one line if matplotlib is missing.
     """
-    losses = series(records, "loss")
-    if not losses[0]:
+    if not series(records, "loss")[0]:
         return
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
+        save_curves(records, picture, title)
     except ImportError:
         say(f"{picture.name} not drawn: pip install matplotlib")
-        return
 
+
+def save_curves(records: Sequence[dict[str, Any]], target: Path | BinaryIO, title: str, dpi: int = 140) -> None:
+    """Writes a PNG of the curves of at least one step. Raises ImportError without matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    losses = series(records, "loss")
     with matplotlib.rc_context(PLOT_STYLE):
         figure = Figure(figsize=(10, 7), layout="constrained")
         panels = figure.subplot_mosaic([["loss"] * 3, ["rate", "norm", "speed"]], height_ratios=[2.2, 1])
@@ -46,7 +44,7 @@ def draw_curves(records: Sequence[dict[str, Any]], picture: Path, title: str, sa
         draw_small(panels["norm"], series(records, "grad_norm"), "gradient norm", GREEN)
         draw_small(panels["speed"], series(records, "tokens_per_second"), "tokens per second", TEAL)
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-        figure.savefig(picture, dpi=140, bbox_inches="tight", pad_inches=0.2)
+        figure.savefig(target, format="png", dpi=dpi, bbox_inches="tight", pad_inches=0.2)
 
 
 def series(records: Sequence[dict[str, Any]], name: str) -> Series:

@@ -65,7 +65,8 @@ class Metrics:
     done: steps already completed when a run is resumed; later records in the metrics file are removed.
     flops_per_token, peak: model FLOPs per token, and peak FLOP/s of all devices together, as in `flops`; MFU is shown
     if both are known.
-    loggers: get every record, and are closed at the end. enabled: False on all ranks but the first, where nothing is
+    loggers: get every record, and are closed at the end. prints_steps: whether each step is a line where there is no
+    progress bar. enabled: False on all ranks but the first, where nothing is
     printed or written.
     """
 
@@ -79,12 +80,13 @@ class Metrics:
         flops_per_token: int | None = None,
         peak: float | None = None,
         loggers: Sequence[Logger] = (),
+        prints_steps: bool = True,
         enabled: bool = True,
     ) -> None:
         self.steps = steps
         self.device = device
         self.mfu_at_one_token_per_second = flops_per_token / peak if flops_per_token and peak else None
-        self.loggers = loggers
+        self.loggers, self.prints_steps = loggers, prints_steps
         self.file: TextIO | None = None
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +154,7 @@ class Metrics:
         if not self.bar.disable:
             self.bar.set_postfix_str(self.longest_that_fits(status, [*short, *self.costs()], short), refresh=False)
             self.bar.update()
-        else:
+        elif self.prints_steps:
             self.say(f"step {step}/{self.steps}, {', '.join(status)}")
         self.clock = now
 

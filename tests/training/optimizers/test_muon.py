@@ -93,7 +93,7 @@ def test_muon_updates_all_matrices_of_the_blocks_except_routers_and_splits_packe
             assert sum(view.numel() for view in views) == parameter.numel()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2_moe", "deepseek_v3", "qwen3_5_text", "qwen3_next"])
 def test_packed_matrices_are_split_into_the_tensors_of_the_hub(architecture):
     model = ligermodels.create(architecture, size="tiny", device="meta")
     for name, parameter in model.named_parameters():

@@ -86,9 +86,9 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "experts, no reshard after forward": ({"model": config("mixtral", False)}, {"reshard_after_forward": False}),
     "bf16 on fp32 parameters": ({"model": config("llama", False)} | HALF, {"checkpointed_blocks": 2}),
     "bf16 on bf16 parameters": ({"model": config("llama", False), "param_dtype": "bfloat16"} | HALF, {}),
-    "latent attention": ({"model": config("deepseek_v3", False) | LATENTS, "steps": 2}, {"checkpointed_blocks": 1}),
+    "latent attention": ({"model": config("deepseek_v3", False) | LATENTS}, {"checkpointed_blocks": 1}),
     "keys that other layers read, per-layer embeddings": (
-        {"model": config("gemma4_text", True) | SHARED_KEYS, "steps": 2},
+        {"model": config("gemma4_text", True) | SHARED_KEYS},
         {"checkpointed_blocks": 3},
     ),
     "fp32 LoRA on bf16 experts": (

@@ -1,0 +1,34 @@
+"""`ligermodels board`: a page over the runs of a folder, on the standard library's HTTP server.
+
+folders.py      which files may be read, and what the folders hold
+series.py       the numbers of a metrics.jsonl in blocks: bounded memory, and fast to draw
+runs.py  library.py         a run: state, settings, texts, checkpoints; all runs, kept up to date by a thread
+access.py       which requests are answered
+server.py       the HTTP server
+routes.py  actions.py       what each address answers: those that read; those that do something
+form.py  processes.py       the form of TrainConfig; starting, stopping and resuming runs
+models.py       the models that can be talked to
+workers.py  planner.py  talker.py      the processes that plan runs and that chat
+static/         the page: HTML, CSS and ES modules, without a build step
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ligermodels.board.access import Access
+from ligermodels.board.actions import Actions
+from ligermodels.board.folders import open_folders
+from ligermodels.board.library import Library
+from ligermodels.board.routes import run_routes
+from ligermodels.board.server import listen
+
+
+def open_board(folders: Sequence[Path], host: str, port: int, say: Callable[[str], Any]) -> None:
+    """Serves the board until it is interrupted. folders: the first has the runs. say: gets its address.
+
+    Raises InputError for a folder that is none, and an address where it cannot listen.
+    """
+    opened = open_folders(folders)
+    with Library(opened[:1]) as library, Actions(library, opened) as actions:
+        listen(Access.at(host, port), run_routes(library) | actions.routes(), say)

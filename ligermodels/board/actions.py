@@ -1,0 +1,183 @@
+"""What the page does besides reading runs: it plans, starts, stops and resumes them, and talks to their models."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ligermodels.board.access import Refusal
+from ligermodels.board.form import (
+    RUN_NAME,
+    checked_name,
+    form_fields,
+    given_settings,
+    refuse_links_outside,
+    refuse_outside,
+)
+from ligermodels.board.library import Library
+from ligermodels.board.models import find_models
+from ligermodels.board.processes import Processes
+from ligermodels.board.runs import WatchedRun
+from ligermodels.board.server import Events, PageRequest, Route
+from ligermodels.board.workers import Answerer
+from ligermodels.errors import InputError
+from ligermodels.generation.sampling import SamplingOptions
+from ligermodels.training.checkpoints.files import step_folder
+from ligermodels.training.config import TrainConfig
+from ligermodels.training.runs.continuing import with_base_of_adapter
+from ligermodels.training.runs.contradictions import refuse_contradictions
+from ligermodels.training.runs.folder import CHECKPOINTS
+from ligermodels.training.runs.settings import SETTINGS_FILE, as_json_value, config_from_file
+
+MAX_MESSAGES, MAX_NEW_TOKENS = 1000, 32_768
+TALKERS = 2  # models that answer side by side, each in a process of its own
+SAMPLING = ("temperature", "top_p", "top_k", "seed")
+SPEAKERS = ("system", "user", "assistant")
+
+
+class Actions:
+    """A context manager: the processes that plan and chat end with it, those that train do not.
+
+    folders: of the board; new runs go into the first.
+    """
+
+    def __init__(self, library: Library, folders: Sequence[Path]) -> None:
+        self.library, self.folders = library, list(folders)
+        self.processes = Processes(self.folders[0])
+        self.planner = Answerer("ligermodels.board.planner", {"HF_HUB_OFFLINE": "1"})  # a plan downloads nothing
+        self.talkers = [Answerer("ligermodels.board.talker") for _ in range(TALKERS)]
+
+    def __enter__(self) -> "Actions":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in (self.planner, *self.talkers):
+            worker.end()
+
+    def routes(self) -> dict[tuple[str, str], Route]:
+        return {
+            ("GET", "/api/form"): lambda request: {"fields": form_fields(), "folder": str(self.folders[0])},
+            ("POST", "/api/plan"): self.show_plan,
+            ("POST", "/api/start"): self.start,
+            ("POST", "/api/resume"): self.resume,
+            ("POST", "/api/stop"): self.stop,
+            ("GET", "/api/process"): lambda request: self.processes.seen(request.query.get("name", "")),
+            ("GET", "/api/models"): lambda request: self.models(),
+            ("POST", "/api/chat"): self.chat,
+        }
+
+    # -- runs
+
+    def settings(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a form; none of them names anything outside the folders."""
+        values = body.get("settings")
+        if not isinstance(values, dict):
+            raise Refusal(400, "settings are missing")
+        settings = given_settings(values)
+        refuse_outside(TrainConfig(**settings), self.folders)
+        return settings
+
+    def show_plan(self, request: PageRequest) -> dict[str, Any]:
+        """The plan, or why there is none: while one types, that is no error."""
+        try:
+            return self.plan(self.settings(request.body))
+        except InputError as error:
+            return {"refused": str(error)}
+
+    def plan(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The plan of `train --dry-run`. Raises InputError where that would."""
+        question = {"settings": {name: as_json_value(value) for name, value in settings.items()}}
+        (made,) = self.planner.ask(question)
+        return dict(made)
+
+    def start(self, request: PageRequest) -> dict[str, Any]:
+        name, settings = checked_name(request.body.get("name")), self.settings(request.body)
+        if request.body.get("unplanned"):  # a model of the Hub, which a plan does not download
+            refuse_contradictions(with_base_of_adapter(TrainConfig(**settings)))
+        else:
+            self.plan(settings)
+        self.processes.start(settings, name)
+        self.library.look_again()
+        return {"run": f"0:{name}", "process": name}
+
+    def run_of(self, request: PageRequest) -> WatchedRun:
+        run = self.library.runs.get(str(request.body.get("run")))
+        if run is None:
+            raise Refusal(404, "there is no such run")
+        return run
+
+    def resume(self, request: PageRequest) -> dict[str, Any]:
+        run = self.run_of(request)
+        if run.held:
+            raise InputError(f"{run.name}: is running")
+        for part in (run.place.path, run.place.path / CHECKPOINTS):
+            refuse_links_outside(part, self.folders)
+        refuse_outside(config_from_file(run.place.path / SETTINGS_FILE), self.folders)
+        return {"process": self.processes.resume(run.place)}
+
+    def stop(self, request: PageRequest) -> dict[str, Any]:
+        """Stops a run; one that was started here and is none yet, by the name of its process."""
+        name = request.body.get("process")
+        if isinstance(name, str) and RUN_NAME.fullmatch(name):
+            self.processes.cancel(name)
+        else:
+            self.processes.stop(self.run_of(request).place)
+        return {}
+
+    # -- chat
+
+    def models(self) -> list[dict[str, Any]]:
+        found = find_models(self.folders).values()
+        return [
+            {"id": model.id, "name": model.place.name, "kind": model.kind, "step": model.step}
+            for model in found
+        ]  # fmt: skip
+
+    def chat(self, request: PageRequest) -> Events:
+        body = request.body
+        model, slot = find_models(self.folders).get(str(body.get("model"))), body.get("slot")
+        if model is None:
+            raise Refusal(404, "there is no such model")
+        if type(slot) is not int or not 0 <= slot < TALKERS:
+            raise Refusal(400, f"slot is a number below {TALKERS}")
+        if model.step is None:
+            refuse_outside(TrainConfig(model=str(model.place.path)), self.folders)
+        else:
+            for part in (model.place.path, step_folder(model.place.path / CHECKPOINTS, model.step)):
+                refuse_links_outside(part, self.folders)
+        most = body.get("max_new_tokens", 256)
+        if type(most) is not int or not 1 <= most <= MAX_NEW_TOKENS:
+            raise InputError(f"max_new_tokens is {most!r}; must be a whole number from 1 to {MAX_NEW_TOKENS:,}")
+        sampling = {
+            name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if body.get(name) is not None
+        }
+        SamplingOptions(**sampling)
+        question = {
+            "folder": str(model.place.path), "step": model.step, "folders": [str(folder) for folder in self.folders],
+            "messages": given_messages(body), "prompt": str(body.get("prompt", "")), "max_new_tokens": most,
+            "sampling": sampling,
+        }  # fmt: skip
+        return Events(answer_pieces(self.talkers[slot], question))
+
+
+def given_messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of a request. Raises Refusal for what is no conversation."""
+    messages = body.get("messages", [])
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
+        raise Refusal(400, f"messages is a list of at most {MAX_MESSAGES}")
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in SPEAKERS
+            or type(message.get("content")) is not str
+        ):
+            raise Refusal(400, "a message has a content, a text")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def answer_pieces(talker: Answerer, question: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The pieces of an answer; what is wrong, as the last of them: the stream has begun by then."""
+    try:
+        yield from talker.ask(question)
+        yield {"end": True}
+    except InputError as error:
+        yield {"error": str(error)}

@@ -1,0 +1,208 @@
+"""A run as its files tell of it: what is known of it, read anew where something has changed.
+
+A run trains while a process holds the lock of its folder. One whose run.json says that it trains, with nobody at the
+lock, has died. Must not know HTTP, nor how a run is started.
+"""
+
+import fcntl
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside
+from ligermodels.board.series import MetricSeries, noted, parse_lines
+from ligermodels.training.checkpoints.files import STEP
+from ligermodels.training.reinforcement.completions_file import COMPLETIONS_FILE
+from ligermodels.training.reporting.metrics import METRICS_FILE
+from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL
+from ligermodels.training.runs.settings import SETTINGS_FILE
+from ligermodels.training.runs.settings_file import MAX_SETTINGS_BYTES
+from ligermodels.training.runs.status import STATUS_FILE
+
+MAX_STATUS_BYTES = 2**18
+MAX_TEXTS, MAX_TEXT_CHARACTERS = 200, 4000  # samples of a run that are shown; characters of one
+MAX_COMPLETIONS = 64  # of a step
+TALLIED = ("loss", "validation_loss", "tokens_per_second", "mfu", "peak_memory_gib", "reward", "rewards/margins")
+
+
+@dataclass
+class WatchedRun:
+    """A run as its files tell of it. id: what requests name it by. name: shown to people."""
+
+    id: str
+    name: str
+    place: Place
+    metrics: MetricSeries = field(init=False)
+    completions: MetricSeries = field(init=False)
+    status: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    held: bool = False
+    times: dict[str, tuple[int, int]] = field(default_factory=dict)  # of files when they were read: inode, mtime
+    free_since: tuple[int, int] | None = None
+    changed: int = 0  # the library's version of the last change
+    newest: float = 0.0  # seconds, when it last wrote
+    fault: str | None = None  # why it is read no more
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricSeries(self.place.inside(METRICS_FILE), text="sample")
+        self.completions = MetricSeries(self.place.inside(COMPLETIONS_FILE))
+
+    def update(self, most: int) -> bool:
+        """Reads what has changed; of the metrics at most `most` blocks. Returns whether anything has."""
+        before = self.held, self.status, self.settings
+        self.held = self.lock_is_held()
+        if self.has_changed(STATUS_FILE):
+            self.status = parsed(json.loads, self.place.inside(STATUS_FILE), MAX_STATUS_BYTES)
+        if self.has_changed(SETTINGS_FILE):
+            self.settings = parsed(tomllib.loads, self.place.inside(SETTINGS_FILE), MAX_SETTINGS_BYTES)
+        return self.metrics.update(most) | ((self.held, self.status, self.settings) != before)
+
+    def has_changed(self, name: str) -> bool:
+        """Whether a file is another one than at the last call."""
+        stamp = self.stamp(name)
+        changed = stamp != self.times.get(name, (0, 0))
+        self.times[name] = stamp
+        return changed
+
+    def stamp(self, name: str) -> tuple[int, int]:
+        try:
+            status = (self.place.path / name).lstat()
+        except OSError:
+            return 0, 0
+        self.newest = max(self.newest, status.st_mtime)
+        return status.st_ino, status.st_mtime_ns
+
+    def lock_is_held(self) -> bool:
+        """Whether a process holds the lock. Who takes it writes it: one found free is not tried again until then."""
+        stamp = self.stamp(LOCK)
+        if stamp == (0, 0) or stamp == self.free_since:
+            return False
+        try:
+            with descriptor_of(self.place.inside(LOCK)) as descriptor:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.free_since = stamp
+        return False
+
+    @property
+    def state(self) -> str:
+        """running, finished, stopped, failed, died; ended for a run without a run.json."""
+        if self.held:
+            return "running"
+        said = self.status.get("state")
+        if said in ("finished", "stopped", "failed"):
+            return str(said)
+        if said == "running":
+            return "died"
+        return "finished" if self.exports else "ended"
+
+    @property
+    def exports(self) -> list[str]:
+        return [name for name in (MODEL, ADAPTER) if names_inside(self.place.inside(name))]
+
+    @property
+    def steps(self) -> int | None:
+        return whole(self.settings.get("steps"))
+
+    def summary(self) -> dict[str, Any]:
+        """What the list of runs shows."""
+        step, latest = self.metrics.last_step, self.metrics.latest()
+        values = {name: latest.get(name) for name in TALLIED}
+        return {
+            "id": self.id, "name": self.name, "state": self.state, "step": step, "steps": self.steps,
+            "model": text(self.settings.get("model")), "objective": text(self.settings.get("objective")) or "sft",
+            "eta": self.eta(step, values["tokens_per_second"]), "newest": self.newest, "values": values,
+            "names": [*latest], "version": self.metrics.version, "read": round(self.metrics.done, 3),
+            "warnings": len(self.warnings()),
+        }  # fmt: skip
+
+    def eta(self, step: int | None, speed: float | None) -> float | None:
+        """Seconds of training that are left, without validations, while the run trains."""
+        tokens = whole(self.status.get("tokens_per_step"))
+        if not (self.held and step and self.steps and speed and tokens):
+            return None
+        return (self.steps - step) * tokens / speed
+
+    def warnings(self) -> list[dict[str, Any]]:
+        """Those of the run, and what is wrong with its files."""
+        said = self.status.get("warnings")
+        found = [
+            {"step": whole(entry.get("step")), "text": text(entry.get("text"))}
+            for entry in (said if isinstance(said, list) else []) if isinstance(entry, dict)
+        ]  # fmt: skip
+        if self.fault is not None:
+            found.append({"step": None, "text": self.fault})
+        if lines := self.metrics.unreadable:
+            found.append({"step": None, "text": f"{METRICS_FILE}: {lines:,} lines cannot be read and are left out"})
+        return found
+
+    def details(self) -> dict[str, Any]:
+        """All that is known of the run besides its curves and texts."""
+        saved = [name for name in names_inside(self.place.inside(CHECKPOINTS)) if STEP.fullmatch(name)]
+        folder = str(self.place.path)
+        resume = text(self.status.get("resume")) or f"ligermodels train --resume {folder}"
+        return self.summary() | {
+            "folder": folder, "settings": self.settings, "plan": text(self.status.get("plan")),
+            "checkpoints": sorted(saved, key=lambda name: int(name.removeprefix("step-"))), "exports": self.exports,
+            "warnings": self.warnings(), "error": text(self.status.get("error")), "resume": resume,
+            "resumable": self.state not in ("running", "finished") and bool(self.settings),
+            "began": self.status.get("began"), "ended": self.status.get("ended"),
+            "has_completions": self.completions_range() is not None,
+        }  # fmt: skip
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The samples of the validations, at most MAX_TEXTS of them, evenly spaced."""
+        found = []
+        with suppress(OSError), open_inside(self.metrics.place) as stream:
+            for step, place in noted(self.metrics, MAX_TEXTS):
+                stream.seek(place)
+                (record,), _ = parse_lines([stream.readline(2**20).rstrip(b"\n")])
+                if record is not None and record["step"] == step:
+                    found.append({"step": step, "text": text(record.get("sample"))})
+        return found
+
+    def completions_range(self) -> tuple[int, int] | None:
+        """The first and the last step with completions."""
+        self.completions.update(2)  # the last block and the first
+        blocks = self.completions.in_order(-math.inf, math.inf)
+        return (blocks[0][1].first, blocks[-1][1].last) if blocks else None
+
+    def completions_at(self, step: int) -> list[dict[str, Any]]:
+        """The completions of a step, or of the last one before it that has some."""
+        self.completions.update(10**6)
+        blocks = self.completions.in_order(-math.inf, step)
+        records = [record for number, _ in blocks[-2:] for record in self.completions.records_of(number)]
+        last = max((record["step"] for record in records if record["step"] <= step), default=None)
+        shown = [record for record in records if record["step"] == last][:MAX_COMPLETIONS]
+        return [{name: bounded_value(value) for name, value in record.items()} for record in shown]
+
+
+def parsed(parse: Any, place: Place, at_most: int) -> Mapping[str, Any]:
+    """The content of a small file; empty for one that is none, or is damaged."""
+    try:
+        value = parse(read_inside(place, at_most).decode())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def whole(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**53 else None
+
+
+def text(value: Any) -> str | None:
+    return value[:MAX_TEXT_CHARACTERS] if isinstance(value, str) else None
+
+
+def bounded_value(value: Any) -> Any:
+    """A value of a line of a file, within bounds."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | None) else str(value)[:MAX_TEXT_CHARACTERS]

@@ -1,0 +1,126 @@
+"""The form of a run: every flag, plans of what train would do, refusals of the same, and nothing from outside."""
+
+import pytest
+
+from ligermodels.aliases import flag_of
+from ligermodels.board.form import NOT_IN_FORM, form_fields, given_settings
+from ligermodels.cli.train import flag_options
+from ligermodels.training import TrainConfig, plan
+from ligermodels.training.config import FIELDS
+from tests.board.serving import serving
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folder")
+    for name in ("runs", "data", "outside"):
+        (folder / name).mkdir()
+    for name in ("data/own.jsonl", "outside/own.jsonl"):
+        lines = [f'{{"text": "the number {number} and {number * 7}"}}\n' for number in range(200)]
+        (folder / name).write_text("".join(lines))
+    (folder / "data/linked.jsonl").symlink_to(folder / "outside/own.jsonl")
+    (folder / "data/mixed").mkdir()
+    (folder / "data/mixed/a.jsonl").symlink_to(folder / "outside/own.jsonl")
+    (folder / "outside/model").mkdir()
+    (folder / "outside/model/config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "data/adapter").mkdir()
+    config = {"base_model_name_or_path": str(folder / "outside/model"), "peft_type": "LORA", "r": 4}
+    config |= {"target_modules": ["q_proj"], "lora_alpha": 8}
+    (folder / "data/adapter/adapter_config.json").write_text(repr(config).replace("'", '"'))
+    (folder / "outside/rewards.py").write_text("def one(**_): return []\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def board(folder):
+    with serving(folder / "runs", folder / "data") as board:
+        yield board
+
+
+def test_the_form_has_every_flag_with_its_help(board):
+    fields = board.get("/api/form")["fields"]
+    assert [field["name"] for field in fields] == [name for name in FIELDS if name not in NOT_IN_FORM]
+    for field in fields:
+        options = flag_options(FIELDS[field["name"]])
+        assert field["flag"] == flag_of(field["name"]) and field["help"] == options["help"].replace("%%", "%")
+    by_name = {field["name"]: field for field in form_fields()}
+    assert by_name["packing"]["kind"] == "switch" and by_name["steps"]["kind"] == "number"
+    assert by_name["schedule"]["choices"] == ("cosine", "linear", "wsd") and by_name["data"]["several"]
+
+
+def test_values_are_read_as_flags_are():
+    values = {
+        "model": "qwen2",
+        "steps": "7",
+        "learning_rate": "1e-3",
+        "packing": "off",
+        "data": ["a", "b=0.5"],
+        "size": "",
+    }
+    assert given_settings(values) == {
+        "model": "qwen2", "steps": 7, "learning_rate": 1e-3, "packing": False, "data": ("a", "b=0.5"),
+    }  # fmt: skip
+
+
+def test_a_plan_is_that_of_train_dry_run(board):
+    settings = {"model": "llama", "steps": "30", "batch_size": "2"}
+    status, made = board.post("/api/plan", {"settings": settings})
+    expected = plan(TrainConfig(model="llama", steps=30, batch_size=2))
+    assert status == 200 and made["table"] == [list(row) for row in expected.table()]
+    assert made["parts"] == {part: size for part, size in expected.memory.parts.items() if size}
+    assert made["peaks"] == dict(expected.phases)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "--model is missing"), ({"model": "qwen2", "steps": "0"}, "--steps is '0'; must be a whole number above"),
+        ({"model": "qwen2", "steps": "3", "epochs": "1"}, "both set the length"),
+        ({"steps": [1]}, "--steps: must be text"),
+        ({"model": "qwen2", "schedule": "x"}, "--schedule is 'x'; must be one of cosine"),
+        ({"model": "qwen2", "beta": "1"}, "--beta"),
+        ({"model": "qwen2", "output": "/tmp/x"}, "'output': is no setting"),
+        ({"model": "qwen2", "resume": "/tmp"}, "'resume': is no setting"), ({"model": "x" * 5000}, "must be text"),
+        ({"model": "qwen2", "data": ["data/none.jsonl"]}, "outside of the folders"),
+        ({"model": "qwen2:nosuch"}, "nosuch"),
+        ({"model": "some/where", "data": ["stories"]}, "some/where"),
+        ({"model": "qwen2", "data": ["own.txt"]}, "outside"),
+    ],
+)  # fmt: skip
+def test_what_train_would_refuse_is_refused(board, settings, words):
+    for path, body in (("/api/plan", {}), ("/api/start", {"name": "new"})):
+        assert words in board.refused(path, {"settings": settings, **body})
+    assert not board.actions.processes.started
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", ".", "a/b", "/tmp/x", ".hidden", "-x", "a\0", "x" * 101, None, 3, "a\n", "é"]
+)
+def test_a_run_has_a_plain_name(board, name):
+    assert "name: must be letters" in board.refused("/api/start", {"name": name, "settings": {"model": "qwen2"}})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data": ["outside/own.jsonl"]}, {"data": ["data/linked.jsonl"]}, {"data": ["data/mixed"]},
+        {"data": ["data/../outside/*.jsonl=0.5"]}, {"data": ["data/*/a.jsonl"]}, {"validation_data": ["/etc/passwd"]},
+        {"model": "outside/model"}, {"model": "data/../outside/model", "lora_rank": "2"},
+        {"adapter": "data/adapter", "model": "", "data": ["stories"]}, {"chat_template": "outside/own.jsonl"},
+        {"objective": "distill", "teacher": "outside/model", "data": ["stories"]},
+        {"objective": "dpo", "reference": "model:outside/model"},
+        {"objective": "grpo", "reward": ["outside/rewards.py:one=1.0"]}, {"model": "../x/y"}, {"model": "/nowhere"},
+    ],
+)  # fmt: skip
+def test_nothing_outside_the_folders_is_named(board, folder, monkeypatch, settings):
+    monkeypatch.chdir(folder)
+    words = board.refused("/api/plan", {"settings": {"model": "qwen2", **settings}})
+    assert "outside of the folders" in words or "neither a folder that exists nor a name" in words
+
+
+def test_what_lies_inside_is_planned(board, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    settings = {"model": "qwen2", "data": [str(folder / "data/own.jsonl")], "steps": "2", "batch_size": "1"}
+    status, made = board.post("/api/plan", {"settings": settings})
+    assert status == 200 and "table" in made, made
+    assert "own.jsonl" in dict(made["table"])["data"]

@@ -1,0 +1,173 @@
+"""What the board says of runs: their state from lock and run.json, their texts, and nothing from outside."""
+
+import fcntl
+import json
+
+import pytest
+
+from ligermodels.board.folders import Place
+from ligermodels.board.library import Library
+from ligermodels.board.runs import WatchedRun
+from ligermodels.training.runs.status import RunStatus
+from ligermodels.weights.locking import lock_file
+from tests.board.serving import serving, write_run
+
+
+def watched(folder):
+    run = WatchedRun("0:x", "x", Place(folder.parent, folder.name))
+    while run.update(10**6):
+        pass
+    return run
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
+def test_a_run_that_has_ended_says_how(tmp_path, state):
+    write_run(tmp_path / "run", status={"state": state, "error": "loss is nan"})
+    run = watched(tmp_path / "run")
+    assert run.state == state and run.details()["error"] == "loss is nan"
+    assert run.details()["resumable"] == (state != "finished")
+
+
+def test_a_run_trains_while_its_lock_is_held_and_has_died_when_it_is_free(tmp_path):
+    folder = write_run(tmp_path / "run", status={"state": "running", "tokens_per_step": 100, "resume": "torchrun x"})
+    with lock_file(folder / "lock"):
+        assert watched(folder).state == "running"
+    run = watched(folder)
+    assert run.state == "died" and run.details()["resume"] == "torchrun x" and run.details()["resumable"]
+
+
+def test_a_lock_that_was_found_free_is_not_taken_again_until_it_was_held(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", status={"state": "running"})
+    lock_file(folder / "lock").close()
+    taken = []
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: taken.append(arguments))
+    run = watched(folder)
+    assert run.state == "died" and len(taken) == 1
+    run.update(1)
+    assert len(taken) == 1
+    monkeypatch.undo()
+    with lock_file(folder / "lock"):
+        run.update(1)
+        assert run.state == "running"
+
+
+def test_a_run_of_before_run_json_is_finished_if_it_has_an_export(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert watched(folder).state == "ended"
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    assert watched(folder).state == "finished"
+    assert watched(folder).details()["resume"] == f"ligermodels train --resume {folder}"
+
+
+def test_the_time_that_is_left_follows_from_speed_and_steps(tmp_path):
+    folder = write_run(tmp_path / "run", settings="steps = 105\n", status={"state": "running", "tokens_per_step": 300},
+                       lines=['{"step": 5, "tokens_per_second": 50}'])  # fmt: skip
+    assert watched(folder).summary()["eta"] is None  # it does not train
+    with lock_file(folder / "lock"):
+        assert watched(folder).summary()["eta"] == 100 * 300 / 50
+
+
+def test_warnings_are_those_of_the_run_and_of_lines_that_cannot_be_read(tmp_path):
+    status = {"state": "finished", "warnings": [{"step": 3, "text": "many epochs"}, "x", {"step": [], "text": 1}]}
+    run = watched(write_run(tmp_path / "run", status=status, lines=["{"]))
+    assert run.warnings() == [
+        {"step": 3, "text": "many epochs"}, {"step": None, "text": None},
+        {"step": None, "text": "metrics.jsonl: 1 lines cannot be read and are left out"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 10**5, "[1, 2]", '{"state": 3, "warnings": 7, "resume": {}}', "\0", "x" * 10**6]
+)
+def test_a_hostile_run_json_and_train_toml_break_nothing(tmp_path, content):
+    folder = write_run(tmp_path / "run", settings=content)
+    (folder / "run.json").write_text(content)
+    with serving(tmp_path) as board:
+        assert board.summary("0:run")["state"] == "ended"
+        assert board.get("/api/run?run=0:run")["settings"] == {}
+
+
+def test_settings_that_json_lacks_are_texts(tmp_path):
+    write_run(tmp_path / "run", settings="max_grad_norm = inf\nat = 2026-01-01\nnan = nan\nmodel = 3\n")
+    with serving(tmp_path) as board:
+        board.summary("0:run")
+        settings = board.get("/api/run?run=0:run")["settings"]
+        assert settings == {"max_grad_norm": "inf", "at": "2026-01-01", "nan": "nan", "model": 3}
+
+
+def test_samples_and_completions_are_read_by_step(tmp_path):
+    samples = [json.dumps({"step": n, "validation_loss": 1.0, "sample": f"<script>{n}</script>"}) for n in (2, 4)]
+    folder = write_run(tmp_path / "run", lines=samples)
+    lines = [
+        {"step": step, "prompt": "p", "completion": f"c{step}{i}", "rewards/x": i + 0.5, "advantage": None}
+        for step in (1, 3) for i in range(2)
+    ]  # fmt: skip
+    (folder / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving(tmp_path) as board:
+        board.summary("0:run")
+        assert board.get("/api/samples?run=0:run") == [{"step": n, "text": f"<script>{n}</script>"} for n in (2, 4)]
+        found = board.get("/api/completions?run=0:run&step=2")
+        assert found["range"] == [1, 3] and [c["completion"] for c in found["completions"]] == ["c10", "c11"]
+        assert board.get("/api/completions?run=0:run")["completions"][1] == lines[3]
+
+
+def test_runs_that_come_and_go_are_noticed(tmp_path):
+    write_run(tmp_path / "a")
+    with serving(tmp_path) as board:
+        board.summary("0:a")
+        write_run(tmp_path / "deep/b")
+        write_run(tmp_path / "deep/b/checkpoints/no")
+        write_run(tmp_path / ".hidden/c")
+        assert board.summary("0:deep/b")["step"] == 5
+        assert set(board.library.runs) == {"0:a", "0:deep/b"}
+
+
+def test_a_run_that_breaks_the_reader_says_so_and_others_go_on(tmp_path, monkeypatch, capfd):
+    original = WatchedRun.update
+
+    def update(self, most):
+        if self.name == "bad":
+            raise ZeroDivisionError("why")
+        return original(self, most)
+
+    monkeypatch.setattr(WatchedRun, "update", update)
+    write_run(tmp_path / "bad")
+    write_run(tmp_path / "good")
+    with serving(tmp_path) as board:
+        board.summary("0:good", lambda run: run["step"] == 5)
+        warned = board.summary("0:bad", lambda run: run["warnings"] == 1)
+        assert warned["step"] is None
+        assert board.get("/api/run?run=0:bad")["warnings"][0]["text"] == "cannot be read: ZeroDivisionError: why"
+
+
+def test_only_the_newest_runs_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("ligermodels.board.library.MAX_RUNS", 3)
+    for number in range(5):
+        write_run(tmp_path / f"run-{number}")
+    library = Library([tmp_path])
+    library.scan()
+    assert len(library.runs) == 3
+
+
+def test_run_json_says_how_a_run_ends(tmp_path):
+    said = []
+
+    def content():
+        return json.loads((tmp_path / "run.json").read_text())
+
+    with RunStatus(tmp_path, {"resume": "x"}, say=said.append) as status:
+        assert content()["state"] == "running" and content()["resume"] == "x"
+        status.warn(3, "slow")
+        assert content()["warnings"] == [{"step": 3, "text": "slow"}] and said == ["warning: slow"]
+        status.end("stopped")
+    assert content()["state"] == "stopped"
+    with pytest.raises(ZeroDivisionError), RunStatus(tmp_path, {}, say=said.append):
+        _ = 1 / 0
+    assert content()["state"] == "failed" and content()["error"] == "division by zero"
+    with RunStatus(tmp_path / "gone", {}, say=said.append):
+        pass
+    assert "not written" in said[-1]
+    with RunStatus(tmp_path, {}, say=said.append, enabled=False) as silent:
+        silent.end("finished")
+    assert content()["state"] == "failed"
