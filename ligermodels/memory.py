@@ -20,7 +20,7 @@ from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.kernels.delta_chunks import SPAN
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
-from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
+from ligermodels.layers.block import Block, LayerInputLayer, ParallelLayer, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.latent_attention import LatentAttention
@@ -30,6 +30,7 @@ from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
 from ligermodels.layers.norm import LayerNorm, RMSNorm
+from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttention
 from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.layers.short_conv import ShortConv
@@ -283,7 +284,19 @@ def saved_by_block(block: Block, size: int) -> int:
     masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
     low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
     saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks
+    if isinstance(block, LayerInputLayer):
+        saved += saved_beside_mlp(block, hidden, size)
     return saved + saved_by_mixer(block.mixer, size) + saved_by_mlp(block.mlp, hidden, size)
+
+
+def saved_beside_mlp(block: LayerInputLayer, hidden: int, size: int) -> int:
+    """Bytes per token of a block's experts and its layer input."""
+    saved = 0
+    if block.moe is not None:  # its norm and its router read what the MLP's norm has saved; the router saves its input
+        saved += saved_by_mlp(block.moe, hidden, size) + FP32_BYTES
+    if block.has_layer_input:  # the stream, and the gate beside the input, then their product
+        saved += (hidden + 3 * block.per_layer_projection.in_features) * size
+    return saved
 
 
 def saved_by_mixer(mixer: Mixer, size: int) -> int:
@@ -294,6 +307,8 @@ def saved_by_mixer(mixer: Mixer, size: int) -> int:
         return saved_by_delta_rule(mixer, size)
     if isinstance(mixer, ShortConv):
         return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
+    if isinstance(mixer, NormedHeadsAttention | ReadingAttention):
+        return saved_by_normed_heads(mixer, size)
     return saved_by_attention(cast(Attention, mixer), size)
 
 
@@ -330,6 +345,15 @@ def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
     heads = 2 * attention.head_dim + (attention.nope_size + attention.value_size) + attention.value_size
     saved = width(attention.qkv_a_proj) + attention.num_heads * heads
     return saved * size + (norms + attention.num_heads) * FP32_BYTES
+
+
+def saved_by_normed_heads(attention: NormedHeadsAttention | ReadingAttention, size: int) -> int:
+    """Bytes per token: the heads before and after their norms, the output, rstd and log-sum-exp."""
+    heads, others = attention.num_heads, 0
+    if isinstance(attention, NormedHeadsAttention):
+        others = 2 * attention.num_key_value_heads
+    saved = (2 * (heads + others) + heads) * attention.head_dim
+    return saved * size + (heads + others // 2) * FP32_BYTES
 
 
 def saved_by_patch(model: CausalLM, size: int) -> int:

@@ -27,6 +27,8 @@ def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> 
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
 
 

@@ -30,6 +30,10 @@ LATENTS = {
     "n_routed_experts": 6, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 160, "num_experts_per_tok": 2,
     "first_k_dense_replace": 0,
 }  # fmt: skip
+GEMMA4 = {
+    "model_type": "gemma4_text", "layer_types": ["full_attention"] * 2, "global_head_dim": 64, "head_dim": 64,
+    "num_hidden_layers": 2, "vocab_size_per_layer_input": 99, "rope_parameters": None,
+}  # fmt: skip
 MODELS = {
     "dense": BASE,
     "sandwich norms and QK-norm": BASE | {"model_type": "gemma3_text", "head_dim": 64},
@@ -44,6 +48,17 @@ MODELS = {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
         "q_lora_rank": None,
+    },
+    "layer inputs and shared keys": BASE | GEMMA4 | {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 64},
+    "experts beside the MLP, keys that are values": BASE
+    | GEMMA4
+    | {
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 160,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
     },
     "sinks and biased experts": BASE | SINKS | {"model_type": "gpt_oss", "head_dim": 64, "sliding_window": 64},
     "short convolutions": BASE | {"model_type": "lfm2", "full_attn_idxs": [1]},

@@ -24,7 +24,7 @@ ON_KERNELS = [
     "llama", "llama-mlp-bias", "llama-gelu", "qwen2-sliding", "gemma2", "gemma3_text", "olmo2", "glm4",
     "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers", "gpt_oss", "qwen3_5_text",
     "qwen3_next",
-    "deepseek_v3", "lfm2",
+    "deepseek_v3", "lfm2", "gemma4_text-moe",
 ]  # fmt: skip
 # Every kind of norm, QK-norm, RoPE and experts. Every token uses all experts: otherwise rounding can flip the choice
 # between two nearly equal experts, an error that cannot be bounded.
@@ -35,13 +35,15 @@ IN_HALF_PRECISION = [
     "mixtral-every-expert", "qwen2_moe-every-expert", "qwen3_moe-every-expert", "granitemoe-every-expert",
     "gpt_oss-every-expert", "qwen3_5", "qwen3_next-every-expert", "qwen3_5_moe_text-every-expert",
     "lfm2", "lfm2_moe-every-expert",
-    "deepseek_v3-every-expert", "glm4_moe_lite-every-expert",
+    "deepseek_v3-every-expert", "glm4_moe_lite-every-expert", "gemma4_text", "gemma4_text-keys-are-values",
+    "gemma4_text-every-expert",
 ]  # fmt: skip
 GENERATING = [
     *(name for name in CASES if "-" not in name), "llama-rope-llama3", "llama-tied", "qwen2-sliding",
     "qwen2-layer-types", "qwen3-sliding", "mistral-no-window", "mixtral-window", "qwen2_moe-sliding",
     "qwen3_moe-sliding", "phi3-window", "smollm3-sliding", "olmo3-rope-yarn", "gemma2-untied", "gemma3_text-untied",
-    "deepseek_v3-no-query-latent", "deepseek_v3-rope-yarn",
+    "deepseek_v3-no-query-latent", "deepseek_v3-rope-yarn", "gemma4_text-own-keys", "gemma4_text-keys-are-values",
+    "gemma4_text-moe",
 ]  # fmt: skip
 PACKED = [
     *(name for name in CASES if "-" not in name), "llama-tied", "qwen2-sliding", "smollm3-sliding", "olmo3-rope-yarn",

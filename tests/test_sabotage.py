@@ -371,6 +371,76 @@ FAMILIES_OF_2025 = {
         "glm4_moe",
     ),
 }
+NORMED_HEADS = "ligermodels.layers.normed_heads"
+GEMMA4_CONFIG = "ligermodels.configs.gemma4:Gemma4Config"
+LAYER_INPUTS = "ligermodels.layers.layer_inputs:LayerInputDecoder.layer_inputs"
+LAYER_INPUT_LAYER = f"{BLOCK}:LayerInputLayer.forward_block"
+GEMMA4 = {
+    "values not normed": Sabotage(
+        f"{NORMED_HEADS}:NormedHeadsAttention.forward", "v = rms_norm(v, ", "_ = rms_norm(v, ", "gemma4_text"
+    ),
+    "values are normed keys": Sabotage(
+        f"{NORMED_HEADS}:NormedHeadsAttention.forward",
+        "v = rms_norm(v, ",
+        "v = rms_norm(k, ",
+        "gemma4_text-keys-are-values",
+    ),
+    "scores scaled": Sabotage(
+        f"{NORMED_HEADS}:NormedHeadsAttention.forward", '"scale": self.scale', '"scale": 0.3', "gemma4_text"
+    ),
+    "queries of readers not normed": Sabotage(
+        f"{NORMED_HEADS}:ReadingAttention.forward",
+        "self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim)))",
+        "q.unflatten(-1, (self.num_heads, self.head_dim))",
+        "gemma4_text",
+    ),
+    "keys of the first layer of a type": Sabotage(f"{GEMMA4_CONFIG}.source", "max(", "min(", "gemma4_text"),
+    "keys are values in sliding layers too": Sabotage(
+        f"{GEMMA4_CONFIG}.keys_are_values",
+        " and self.layer_type(layer) == FULL_ATTENTION",
+        "",
+        "gemma4_text-keys-are-values",
+    ),
+    "key heads of full layers ignored": Sabotage(
+        f"{GEMMA4_CONFIG}.key_value_heads",
+        "self.keys_are_values(layer) and",
+        "False and",
+        "gemma4_text-keys-are-values",
+    ),
+    "last layer with a window": Sabotage(
+        f"{GEMMA4_CONFIG}.layer_type", "layer == self.num_hidden_layers - 1", "False", "gemma4_text-last-layer-forced"
+    ),
+    "gemma4: pattern shifted": Sabotage(
+        f"{GEMMA4_CONFIG}.is_sliding", "(layer + 1)", "layer", "gemma4_text-default-layer-types"
+    ),
+    "proportional RoPE on all pairs": Sabotage(f"{ROPE}:proportional_frequencies", "= 0.0", "*= 1.0", "gemma4_text"),
+    "proportional RoPE with the exponents of its share": Sabotage(
+        f"{ROPE}:proportional_frequencies",
+        "default_frequencies(rope, rotary_dim, max_position_embeddings)",
+        "default_frequencies(rope, rotary_dim, 0) ** 4",
+        "gemma4_text",
+    ),
+    "per-layer embeddings unscaled": Sabotage(LAYER_INPUTS, "size**0.5", "1.0", "gemma4_text"),
+    "projection of the embedding unscaled": Sabotage(
+        LAYER_INPUTS, " * embeddings.shape[-1] ** -0.5", "", "gemma4_text"
+    ),
+    "per-layer inputs summed": Sabotage(LAYER_INPUTS, " * 2**-0.5", "", "gemma4_text"),
+    "input of another layer": Sabotage(
+        LAYER_INPUT_LAYER, "[:, :, self.index]", "[:, :, self.index - 1]", "gemma4_text"
+    ),
+    "layer_scalar on the branch alone": Sabotage(
+        LAYER_INPUT_LAYER, "residual * scalar", "residual", "gemma4_text-no-layer-inputs"
+    ),
+    "layer_scalar ignored": Sabotage(LAYER_INPUT_LAYER, "x * scalar, residual * scalar", "x, residual", "gemma4_text"),
+    "router reads what the experts read": Sabotage(
+        f"{MOE}:MoE.forward", "if router.norms_input", "if False", "gemma4_text-moe"
+    ),
+    "router input unscaled": Sabotage(f"{MOE}:NormedRouter.forward", " * x.shape[-1] ** -0.5", "", "gemma4_text-moe"),
+    "per_expert_scale ignored": Sabotage(
+        f"{MOE}:NormedRouter.choose", "weight * self.per_expert_weight[index]", "weight", "gemma4_text-moe"
+    ),
+    "MLP of readers not wide": Sabotage(f"{GEMMA4_CONFIG}.mlp_width", "2 if self", "1 if self", "gemma4_text-wide-mlp"),
+}
 LATENT = "ligermodels.layers.latent_attention"
 LATENTS = {
     "rotated part of the queries first": Sabotage(
@@ -551,7 +621,7 @@ GPT_OSS = {
     ),
     "gpt_oss: truncated YaRN": Sabotage(f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "gpt_oss"),
 }
-BREAKS = STATES | LATENTS | GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
+BREAKS = GEMMA4 | STATES | LATENTS | GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -7,6 +7,7 @@ from ligermodels.architectures.exaone4 import Exaone4
 from ligermodels.architectures.gemma import Gemma
 from ligermodels.architectures.gemma2 import Gemma2
 from ligermodels.architectures.gemma3 import Gemma3, Gemma3Text
+from ligermodels.architectures.gemma4 import Gemma4, Gemma4Text
 from ligermodels.architectures.glm import Glm
 from ligermodels.architectures.glm4 import Glm4
 from ligermodels.architectures.glm4_moe import Glm4Moe
@@ -50,6 +51,8 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "gemma2": Gemma2,
     "gemma3": Gemma3,
     "gemma3_text": Gemma3Text,
+    "gemma4": Gemma4,
+    "gemma4_text": Gemma4Text,
     "glm": Glm,
     "glm4": Glm4,
     "glm4_moe": Glm4Moe,

@@ -150,8 +150,8 @@ class Config:
             raise ConfigError(
                 f"config.json: pad_token_id {self.pad_token_id} must be less than vocab_size {self.vocab_size}, or null"
             )
-        for rope in self.ropes.values():
-            self.validate_rope(rope)
+        for kind, rope in self.ropes.items():
+            self.validate_rope(rope, self.rope_head_dim(kind))
 
     def reject_if_set(self, *names: str) -> None:
         """Raises ConfigError if one of these fields is set; each would change the maths."""
@@ -167,17 +167,21 @@ class Config:
                 f"config.json: {name} has {len(values)} entries; must have one per layer, {self.num_hidden_layers}"
             )
 
-    def validate_rope(self, rope: Rope) -> None:
-        """Raises ConfigError if a rotary embedding does not fit the heads."""
-        if rope.partial_rotary_factor != 1.0 and not self.partial_rotary:
+    def rope_head_dim(self, kind: str) -> int:
+        """The size of the heads that the rotary embedding of this layer type rotates."""
+        return self.head_dim
+
+    def validate_rope(self, rope: Rope, head_dim: int) -> None:
+        """Raises ConfigError if a rotary embedding does not fit heads of this size."""
+        if rope.partial_rotary_factor != 1.0 and not self.partial_rotary and rope.rope_type != "proportional":
             raise ConfigError(
                 f"config.json: partial_rotary_factor {rope.partial_rotary_factor} must be 1: "
                 f"{self.model_type} rotates whole heads"
             )
-        rotary_dim = int(self.head_dim * rope.partial_rotary_factor)
-        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
+        rotary_dim = rope.rotary_dim(head_dim)
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise ConfigError(
-                f"config.json: head_dim {self.head_dim} * partial_rotary_factor {rope.partial_rotary_factor} must be "
+                f"config.json: head_dim {head_dim} * partial_rotary_factor {rope.partial_rotary_factor} must be "
                 "even, positive and at most head_dim: RoPE rotates pairs"
             )
         for name in ("short_factor", "long_factor"):

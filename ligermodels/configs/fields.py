@@ -12,6 +12,7 @@ MAY_BE_ZERO = (
     "pad_token_id", "attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "max_window_layers",
     "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "mscale_all_dim",
     "llama_4_scaling_beta", "residual_dropout",
+    "num_kv_shared_layers", "hidden_size_per_layer_input",
     "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers",
 )  # fmt: skip
 MAY_BE_NEGATIVE = ("pad_token_id",)  # old files write -1 for none
@@ -31,6 +32,10 @@ MAXIMUM = {
     "num_local_experts": 2**12,
     "n_routed_experts": 2**12,
     "n_shared_experts": 2**12,
+    "global_head_dim": 2**12,
+    "num_global_key_value_heads": 2**12,
+    "vocab_size_per_layer_input": 2**24,
+    "hidden_size_per_layer_input": 2**16,
     "q_lora_rank": 2**16,
     "kv_lora_rank": 2**16,
     "qk_nope_head_dim": 2**12,

@@ -54,8 +54,8 @@ class MRopeConfig(MultimodalConfig):
         section = rope.mrope_section or cls.default_mrope_section
         return {FULL_ATTENTION: replace(rope, mrope_section=section, mrope_interleaved=cls.mrope_interleaved)}
 
-    def validate_rope(self, rope: Rope) -> None:
-        super().validate_rope(rope)
+    def validate_rope(self, rope: Rope, head_dim: int) -> None:
+        super().validate_rope(rope, head_dim)
         check_choice("rope_scaling: type", rope.rope_type, ["default", "linear", "yarn", "llama3"])
         section = rope.mrope_section
         if len(section) != len(POSITION_AXES) or sum(section) != self.head_dim // 2:

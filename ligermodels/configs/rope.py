@@ -22,6 +22,7 @@ ROPE_TYPES = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 OLD_ROPE_TYPES = {"su": "longrope"}
 MULTIMODAL_ROPE_TYPES = OLD_ROPE_TYPES | {"mrope": "default"}  # of families whose positions have several axes
@@ -62,6 +63,10 @@ class Rope:
             return tuple(axis for axis in axes for _ in range(self.mrope_section[axis]))
         turns = (pair % len(axes) for pair in range(sum(self.mrope_section)))
         return tuple(axis if pair < len(axes) * self.mrope_section[axis] else 0 for pair, axis in enumerate(turns))
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated. Proportional RoPE rotates all, some of them by an angle of 0."""
+        return head_dim if self.rope_type == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     @property
     def factor_or_one(self) -> float:

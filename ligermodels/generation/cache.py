@@ -65,11 +65,18 @@ class LayerCache(Protocol):
     @property
     def slots(self) -> CacheSlots | None: ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, is_read: bool = False, **options: Any
+    ) -> Tensor:
         """Attention of q [B, T, Hq, D] at position_ids [B, T] over earlier tokens and their own k, v [B, T, Hkv, D].
 
+        is_read: whether `attend_again` follows.
         options: scale, window, softcap, sinks, as those of `kernels.attention.attention`. Returns [B, T, Hq, D].
         """
+        ...
+
+    def attend_again(self, q: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
+        """The same over the keys and values of the `attend` of this call of the model, by queries of another layer."""
         ...
 
     def attend_latents(

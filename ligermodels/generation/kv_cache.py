@@ -27,9 +27,15 @@ class KVLayer:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, is_read: bool = False, **options: Any
+    ) -> Tensor:
         keys, values = self.update(k, v, position_ids)
         return attention(q, keys, values, position_ids=position_ids, **options)
+
+    def attend_again(self, q: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
+        assert self.keys is not None and self.values is not None
+        return attention(q, self.keys, self.values, position_ids=position_ids, **options)
 
     def attend_latents(
         self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float

@@ -71,32 +71,37 @@ class PrefillLayer:
 
     def __init__(self, layer: PagedLayer, plan: KeyPlan, cu_seqlens: Tensor, max_seqlen: int) -> None:
         self.layer, self.plan = layer, plan
+        self.attended: tuple[Tensor, ...] = ()  # keys and values that `attend_again` reads
         self.queries: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, is_read: bool = False, **options: Any
+    ) -> Tensor:
         plan, (key_pool, value_pool) = self.plan, self.layer.pools(k, v)
-        if plan.earlier is None:
-            out = attention(q, k, v, **self.queries, **options)
-        else:
-            keys, values = (plan.with_earlier(pool, new) for pool, new in ((key_pool, k), (value_pool, v)))
-            out = attention(
-                q, keys, values, cu_seqlens_k=plan.offsets, max_seqlen_k=plan.longest, **self.queries, **options
-            )
+        keys, values = k, v
+        if plan.earlier is not None:
+            keys, values = plan.with_earlier(key_pool, k), plan.with_earlier(value_pool, v)
+        if is_read:
+            self.attended = keys, values
         key_pool[plan.slots], value_pool[plan.slots] = k[0], v[0]
-        return out
+        return self.attend_to(q, keys, values, **options)
+
+    def attend_again(self, q: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
+        return self.attend_to(q, *self.attended, **options)
+
+    def attend_to(self, q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+        """Attention over the keys and values of whole sequences."""
+        if self.plan.earlier is not None:
+            options |= {"cu_seqlens_k": self.plan.offsets, "max_seqlen_k": self.plan.longest}
+        return attention(q, keys, values, **self.queries, **options)
 
     def attend_latents(
         self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
     ) -> Tensor:
         plan, (pool, _) = self.plan, self.layer.pools(latents, latents[..., :0])
-        if plan.earlier is None:
-            k, v = heads.expand(latents)
-            out = attention(q, k, v, scale=scale, **self.queries)
-        else:
-            k, v = heads.expand(plan.with_earlier(pool, latents))
-            out = attention(q, k, v, scale=scale, cu_seqlens_k=plan.offsets, max_seqlen_k=plan.longest, **self.queries)
+        every = latents if plan.earlier is None else plan.with_earlier(pool, latents)
         pool[plan.slots] = latents[0]
-        return out
+        return self.attend_to(q, *heads.expand(every), scale=scale)
 
 
 class PrefillStates:

@@ -187,13 +187,20 @@ class DecodeLayer:
     def __init__(
         self, layer: PagedLayer, slots: Tensor, table: Tensor, lengths: Tensor, seen: VisibleKeys | None
     ) -> None:
-        assert layer.keys is not None and layer.values is not None  # since the prefill
-        self.slots, self.table = CacheSlots(layer.keys, layer.values, slots), table
+        self.layer, self.new, self.table = layer, slots, table
         self.lengths, self.seen = lengths, seen
 
+    @property
+    def slots(self) -> CacheSlots:
+        assert self.layer.keys is not None and self.layer.values is not None  # since the prefill
+        return CacheSlots(self.layer.keys, self.layer.values, self.new)
+
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, window: int | None, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, is_read: bool = False, **options: Any
     ) -> Tensor:
+        return self.attend_again(q, position_ids, **options)
+
+    def attend_again(self, q: Tensor, position_ids: Tensor, *, window: int | None, **options: Any) -> Tensor:
         query, (keys, values, _) = q[:, 0], self.slots
         if self.seen is not None:
             return attend_visible_reference(query, keys, values, self.seen, **options)[:, None]

@@ -87,6 +87,11 @@ class Attention(Mixer):
             return cache.attend(q, k, v, positions.position_ids, **options).flatten(2)
         return positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options).flatten(2)
 
+    @property
+    def packed_heads(self) -> tuple[int, ...]:
+        """The heads that qkv_proj packs: of queries, keys and values."""
+        return self.query_parts * self.num_heads, self.num_key_value_heads, self.num_key_value_heads
+
     def kept(self) -> PerToken:
         return PerToken(2 * self.num_key_value_heads * self.head_dim, self.window)
 

@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         self.query_scale = config.query_scale
         self.rotary_emb = nn.ModuleDict(
             {
-                name: rotary_embedding(rope, config.head_dim, config.max_position_embeddings)
+                name: rotary_embedding(rope, config.rope_head_dim(name), config.max_position_embeddings)
                 for name, rope in config.ropes.items()
             }
         )
@@ -134,12 +134,17 @@ class Decoder(nn.Module):
         lengths = None if cache is None else cache.sequence_lengths
         angles = {name: rotary(rope_ids, lengths) for name, rotary in self.rotary_emb.items()}
         scale = None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype)
-        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding)
+        positions = Positions(
+            position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding,
+            layer_inputs=self.layer_inputs(input_ids, x),
+        )  # fmt: skip
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
                 states.append(x if residual is None else x + residual)
-            x, residual, router_logits = layer(x, residual, positions, None if cache is None else cache.layers[index])
+            source = cast(Block, layer).mixer.source
+            layer_cache = None if cache is None else cache.layers[index if source is None else source]
+            x, residual, router_logits = layer(x, residual, positions, layer_cache)
             if router_logits is not None:
                 routers.append(router_logits)
             if features is not None and index < len(features.deepstack):
@@ -148,6 +153,13 @@ class Decoder(nn.Module):
             cache.advance(x.shape[1] if padding is None else x.shape[1] - padding)
         hidden, _ = add_then_norm(self.norm, x, residual)
         return DecoderOutput(hidden, routers, [*states, hidden] if output_hidden_states else states)
+
+    def layer_inputs(self, input_ids: Tensor | None, embeddings: Tensor) -> Tensor | None:
+        """What each layer reads beside the residual stream, [B, T, layers, size]; None for nothing.
+
+        embeddings: [B, T, H], scaled.
+        """
+        return None
 
     def scale(self, embeddings: Tensor) -> Tensor:
         """Embeddings [B, T, H] times the family's scale, which is rounded to their dtype as in the models' training."""
@@ -180,7 +192,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
 
     def __init__(self, config: AnyConfig) -> None:
         super().__init__(config)
-        self.model = Decoder(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
+        self.model = self.decoder(config, [self.layer(config, index) for index in range(config.num_hidden_layers)])
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
         name_parts(self, self.weight_rules())
@@ -248,6 +260,10 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     @abstractmethod
     def layer(self, config: Any, index: int) -> Block:
         """Builds block number `index`."""
+
+    def decoder(self, config: Any, layers: list[Block]) -> Decoder:
+        """Embeddings and the final norm around the blocks."""
+        return Decoder(config, layers)
 
     def weight_rules(self) -> tuple[Rule, ...]:
         """How parameters are built from checkpoint tensors; by default q, k, v and gate, up are separate there."""

@@ -34,7 +34,6 @@ class LatentAttention(Mixer):
 
     name_in_block = "self_attn"
     scales_queries = False
-    source: int | None = None
     sinks = None
 
     def __init__(self, config: LatentAttentionConfig) -> None:

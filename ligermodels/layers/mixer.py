@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,14 @@ from ligermodels.kernels.attention import attention
 from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.packed import PackingModule
+
+
+class KeysReadLater:
+    """Keys and values that later layers read, by layer type: (k, v), each [B, T, Hkv, D], written by the layer that
+    computes them. Neither a dict nor a dataclass: of those FSDP2 passes copies to a block."""
+
+    def __init__(self) -> None:
+        self.of_type: dict[str, tuple[Tensor, Tensor]] = {}
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ class Positions:
     query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
     causal: bool = True
     padding: Tensor | None = None  # int64 [B], with a cache: how many places at the end of each row are no tokens
+    layer_inputs: Tensor | None = None  # [B, T, layers, size], what each layer reads beside the residual stream
+    read_later: KeysReadLater = field(default_factory=KeysReadLater)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention within rows or packed documents. options: as those of `attention`."""
@@ -44,12 +54,14 @@ class Mixer(PackingModule, ABC):
 
     name_in_block: the module's name in a block. dropout: of attention's probabilities.
     window: how many keys a query attends to, its own included; None for all.
+    source: the layer that it has keys and values from; None for itself.
     """
 
     name_in_block: ClassVar[str]
     hidden_size: int
     dropout: float = 0.0
     window: int | None = None
+    source: int | None = None
 
     @abstractmethod
     def forward(

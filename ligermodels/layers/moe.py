@@ -15,7 +15,7 @@ from ligermodels.kernels.experts import experts, route, route_by_sigmoid
 from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.norm import PreNorm
+from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import is_intercepted
 
 
@@ -87,6 +87,7 @@ class Router(nn.Module):
     quantise with all others."""
 
     bias: nn.Parameter | None
+    norms_input = False  # whether it reads the residual stream, not what the experts read
 
     def __init__(self, config: Config, num_experts: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -107,6 +108,25 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, num_experts={self.num_experts}"
+
+
+class NormedRouter(Router):
+    """Router that norms the residual stream itself, and multiplies each expert's routing weight by a learnt number,
+    per_expert_weight [E]."""
+
+    norms_input = True
+
+    def __init__(self, config: Config, num_experts: int) -> None:
+        super().__init__(config, num_experts)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.per_expert_weight = nn.Parameter(torch.ones(num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x) * x.shape[-1] ** -0.5, self.weight)
+
+    def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+        weight, index = route(logits, k, normalize)
+        return weight * self.per_expert_weight[index], index
 
 
 class SigmoidRouter(Router):
@@ -182,8 +202,8 @@ class MoE(nn.Module):
         """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual, router logits [B T, E])."""
         normed, residual = add_then_norm(norm.module, x, residual)  # router and experts both read it
         tokens = normed.flatten(0, -2)
-        router_logits = self.gate(tokens)
         router = getattr(self.gate, "base_layer", self.gate)  # PEFT wraps the router
+        router_logits = self.gate(residual.flatten(0, -2) if router.norms_input else tokens)
         expert_weight, expert_index = router.choose(router_logits, self.experts_per_token, self.normalize)
         out = self.experts(tokens, expert_index, expert_weight)
         out = torch.ops.aten._unsafe_view(out, normed.shape)  # FSDP2 warns about views that leave a block

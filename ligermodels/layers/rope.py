@@ -25,7 +25,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, rope: Rope, head_dim: int, max_position_embeddings: int) -> None:
         super().__init__()
         self.rope = rope
-        self.rotary_dim = int(head_dim * rope.partial_rotary_factor)
+        self.rotary_dim = rope.rotary_dim(head_dim)
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = attention_factor(rope, max_position_embeddings)
         self.register_buffer("inv_freq", self.initial_frequencies(), persistent=False)
@@ -163,6 +163,13 @@ def longrope_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: i
     return default_frequencies(rope, rotary_dim, max_position_embeddings) / factors
 
 
+def proportional_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
+    """Of a whole head: the first pairs, a share of partial_rotary_factor, as without scaling; 0 for the others."""
+    inv_freq = default_frequencies(rope, rotary_dim, max_position_embeddings) / rope.factor_or_one
+    inv_freq[int(rope.partial_rotary_factor * rotary_dim // 2) :] = 0.0
+    return inv_freq
+
+
 def attention_factor(rope: Rope, max_position_embeddings: int) -> float:
     """The attention temperature of YaRN and LongRoPE, a factor of cos and sin; 1 for other scalings."""
     if rope.rope_type not in ("yarn", "longrope"):
@@ -198,5 +205,6 @@ SCALINGS = {
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
     "longrope": longrope_frequencies,
+    "proportional": proportional_frequencies,
     "axial": axial_frequencies,
 }

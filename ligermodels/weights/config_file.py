@@ -29,7 +29,7 @@ from ligermodels.weights.reading import read_json, safe_file
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-PARTS = ("text_config", "vision_config")  # sub-configurations of a multimodal model
+PARTS = ("text_config", "vision_config", "audio_config")  # sub-configurations of a multimodal model
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -76,7 +76,7 @@ def both_spellings(raw: dict[str, Any], alternative_names: Mapping[str, str] | N
     if "dtype" in raw:
         old["torch_dtype"] = raw["dtype"]
     both = raw | {key: value for key, value in old.items() if raw.get(key) is None}
-    both |= {part: both_spellings(raw[part]) for part in PARTS if part in raw}
+    both |= {part: both_spellings(raw[part]) for part in PARTS if raw.get(part) is not None}
     return dict(sorted(both.items())) if list(raw) == sorted(raw) else both
 
 
@@ -86,7 +86,7 @@ def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(parameters.get("full_attention", parameters))
     sliding = parameters.get("sliding_attention", {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "axial":  # of a vision tower: transformers 4 has no field for it
+    if kind in ("axial", "proportional"):  # transformers 4 has no field for them
         return {}
     if kind == "longrope":
         # Phi-3 in transformers 4 refuses a scaling with other keys than type, short_factor and long_factor.
@@ -104,6 +104,6 @@ def with_dtype(raw: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     The fields that exist are set; if `raw` has none, `torch_dtype` is added.
     """
     keys = [key for key in DTYPE_KEYS if key in raw] or ["torch_dtype"]
-    parts = [part for part in PARTS if any(key in raw.get(part, ()) for key in DTYPE_KEYS)]
+    parts = [part for part in PARTS if any(key in (raw.get(part) or ()) for key in DTYPE_KEYS)]
     both = raw | {part: with_dtype(raw[part], dtype) for part in parts}
     return both | dict.fromkeys(keys, str(dtype).removeprefix("torch."))

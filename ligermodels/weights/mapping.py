@@ -277,6 +277,14 @@ def packed_qkv(config: Config, query_parts: int = 1) -> Concat:
     return Concat(layer + "qkv_proj", (layer + "q_proj", layer + "k_proj", layer + "v_proj"), sizes)
 
 
+def packed_heads(layer: int, head_dim: int, heads: Sequence[int]) -> Concat:
+    """self_attn.qkv_proj of one layer is the concatenation of the Hub's q_proj, k_proj and v_proj, or of the first of
+    them. heads: of each."""
+    attention = f"model.layers.{layer}.self_attn."
+    names = tuple(attention + name for name in ("q_proj", "k_proj", "v_proj")[: len(heads)])
+    return Concat(attention + "qkv_proj", names, tuple(count * head_dim for count in heads))
+
+
 def packed_delta_projections(config: GatedDeltaConfig) -> tuple[Rule, ...]:
     """The rules of models with the gated delta rule: those of `packed_projections`, with a gate in q_proj, and
     linear_attn.in_proj as the concatenation of the Hub's in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""

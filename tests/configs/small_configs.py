@@ -29,6 +29,9 @@ def raw(model_type, **fields):
     """The content of a config.json with these fields."""
     if model_type == "gemma3":
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION
+    if model_type == "gemma4":
+        tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}
+        return {"model_type": model_type, "text_config": SIZES | fields} | tied
     if model_type in ("qwen3_5", "qwen3_5_moe"):
         tied = {key: fields.pop(key) for key in ("tie_word_embeddings", "quantization_config") if key in fields}
         return {"model_type": model_type, "text_config": SIZES | {"model_type": f"{model_type}_text"} | fields} | tied

@@ -18,12 +18,13 @@ SAVED_BY_4 = Path(__file__).parent.parent / "data" / "saved_by_transformers_4"
 # Fields that the reference names or stores in another way, and fields with tests of their own.
 READ_OTHERWISE = {"raw", "model_type", "sliding_window_pattern", "full_attn_idxs"}
 TESTED_ELSEWHERE = {"ropes", "head_dim", "hidden_act", "layer_types", "sliding_window", "no_rope_layers"} | {
-    "mlp_layer_types"
+    "mlp_layer_types",
+    "global_head_dim",
 }
 
 
 # Families whose text model has a configuration of its own inside that of the file.
-NESTED = {"gemma3", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
+NESTED = {"gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 # What has no default in every file: a head_dim that hidden_size does not give, and the text model of Mistral 3.
 GIVEN = {"glm4_moe": {"head_dim": 128}, "mistral3": {"text_config": {"model_type": "ministral3"}}}
 
@@ -33,6 +34,7 @@ def test_defaults_are_those_of_the_reference(model_type):
     given = GIVEN.get(model_type, {})
     ours = ARCHITECTURES[model_type].Config.from_dict({"model_type": model_type} | VISION | given)
     reference = AutoConfig.for_model(model_type, **given).get_text_config()
+    reference.allow_global_per_layer_attribute_access = True  # of Gemma 4: those of its sliding layers
     for field in dataclasses.fields(ours):
         # That the text model of Qwen3-VL-MoE is tied by default has no effect: the field outside of it decides.
         ignored = {"tie_word_embeddings"} if model_type == "qwen3_vl_moe" else set()

@@ -13,7 +13,8 @@ from tests.configs.small_configs import LINEAR, NESTED, SIZES, raw
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "qwen3_next", "qwen3_5_moe_text")
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
-TWO_ROPES = ("gemma3", "gemma3_text", "olmo3")  # by layer type
+GEMMA4 = ("gemma4", "gemma4_text")
+TWO_ROPES = ("gemma3", "gemma3_text", "olmo3", *GEMMA4)  # by layer type
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 PARTIAL = ("glm", "glm4", "glm4_moe", "phi3", *DELTA)
 
@@ -38,7 +39,7 @@ def refusals():
             rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
             rope = {FULL_ATTENTION: rope, SLIDING_ATTENTION: rope} if name in TWO_ROPES else rope
             yield name, {"rope_parameters": rope}, ["partial_rotary_factor", "0.5", "must be 1"]
-        activation = "hidden_activation" if name in ("gemma2", "gemma3", "gemma3_text") else "hidden_act"
+        activation = "hidden_activation" if name in ("gemma2", "gemma3", "gemma3_text", *GEMMA4) else "hidden_act"
         yield name, {activation: "relu"}, [activation, "'relu'", "'silu'"]
     yield "llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings", "add"]
     fp8 = {"quant_method": "fp8"}
@@ -69,6 +70,19 @@ def refusals():
     yield "gpt_oss", {"attention_dropout": 0.1}, ["attention_dropout", "0.1", "remove it"]
     yield "glm4_moe", {"n_routed_experts": 6, "n_group": 4}, ["n_group", "4", "n_routed_experts", "6"]
     yield "glm4_moe", {"n_group": 64, "topk_group": 3}, ["topk_group", "3", "num_experts_per_tok", "8"]
+    moe = {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3, "moe_intermediate_size": 8}
+    sizes = {"3": {"head_dim": 16}, "7": {"head_dim": 32}}
+    for name in GEMMA4:
+        yield name, {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "'all'", "remove it"]
+        yield name, {"num_global_key_value_heads": 2}, ["num_global_key_value_heads", "2", "must divide", "3"]
+        yield name, {"num_kv_shared_layers": 3}, ["num_kv_shared_layers", "3", "a layer of each type", "8 layers"]
+        yield name, {"num_kv_shared_layers": 8}, ["num_kv_shared_layers", "8", "a layer of each type", "8 layers"]
+        yield name, {"enable_moe_block": True}, ["enable_moe_block", "num_experts", "missing", "add it"]
+        yield name, moe, ["top_k_experts", "3", "at most num_experts", "2"]
+        yield name, {"per_layer_config": sizes}, ["per_layer_config", "equal in all its layers"]
+        yield name, {"per_layer_config": {"7": {"sliding_window": 3}}}, ["per_layer_config", "head_dim"]
+        yield name, {"vocab_size_per_layer_input": 31}, ["vocab_size_per_layer_input 31", "at least vocab_size, 32"]
+        yield name, {"global_head_dim": 7}, ["head_dim 7", "must be even"]
     for name in ("deepseek_v3", "glm4_moe_lite"):
         yield name, {"num_key_value_heads": 1}, ["num_key_value_heads 1", "num_attention_heads, 3", "leave it out"]
         yield name, {"head_dim": 16}, ["head_dim 16", "must be qk_rope_head_dim, 8"]

@@ -28,11 +28,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligermodels.errors import InputError
 from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import LayerInputLayer
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts
+from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttention
 from ligermodels.layers.short_conv import ShortConv
 from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
 
@@ -136,10 +138,15 @@ def matrix_views(model: nn.Module) -> dict[nn.Parameter, SplitIntoViews]:
 
 def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, SplitIntoViews]]:
     """Yields the matrix parameters of a module itself and of its projections."""
-    if isinstance(module, Attention):
-        query, key = module.query_parts * module.num_heads, module.num_key_value_heads
-        yield split_by_ratio(weight_of(module.qkv_proj), query, key, key)
+    if isinstance(module, Attention | NormedHeadsAttention):
+        yield split_by_ratio(weight_of(module.qkv_proj), *module.packed_heads)
         yield split_by_ratio(weight_of(module.o_proj), 1)
+    elif isinstance(module, ReadingAttention):
+        yield split_by_ratio(weight_of(module.q_proj), 1)
+        yield split_by_ratio(weight_of(module.o_proj), 1)
+    elif isinstance(module, LayerInputLayer) and module.has_layer_input:
+        yield split_by_ratio(weight_of(module.per_layer_input_gate), 1)
+        yield split_by_ratio(weight_of(module.per_layer_projection), 1)
     elif isinstance(module, LatentAttention):
         q, kv = module.query_input_size, module.latent_size + module.rope_size
         yield weight_of(module.qkv_a_proj), split_by_rows([q, kv])

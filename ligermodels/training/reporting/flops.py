@@ -83,13 +83,17 @@ def matrix_flops(model: CausalLM) -> int:
     """Returns the FLOPs per token of the matrix products. Of a mixture of experts, k of E experts count."""
     routed = {
         f"{prefix}.experts.{name}": (moe.experts_per_token, moe.gate.num_experts)
-        for prefix, moe in model.model.layers.named_modules()
+        for prefix, moe in model.model.named_modules()
         if isinstance(moe, MoE)
         for name in named_weights(moe.experts)
     }
     flops = 0
-    blocks = {name: w for name, w in named_weights(model.model.layers).items() if not name.endswith("bias")}
-    for name, weight in (*blocks.items(), ("head", model.head.weight)):
+    weights = {
+        name: weight
+        for name, weight in named_weights(model.model).items()
+        if not (name.endswith("bias") or name.startswith("embed_tokens"))
+    }
+    for name, weight in (*weights.items(), ("head", model.head.weight)):
         if weight.ndim >= 2:
             active, experts = routed.get(name, (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts

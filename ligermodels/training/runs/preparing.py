@@ -143,4 +143,7 @@ def take_special_ids(model: CausalLM) -> None:
     """Gives the model the special tokens of a new tokenizer, in place of those that its configuration has."""
     model.generation_config = GENERATION_CONFIG
     model.config.raw = {**model.config.raw, **SPECIAL_IDS}
-    model.config.pad_token_id = model.model.embed_tokens.padding_idx = None
+    model.config.pad_token_id = None
+    for module in model.model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from ligermodels.distributed import World, backend_of
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.layer_inputs import LayerInputDecoder
 from ligermodels.memory import decoder_blocks
 from ligermodels.weights.sharding import reshard
 
@@ -28,7 +29,7 @@ from ligermodels.weights.sharding import reshard
 def shard(
     model: CausalLM, world: World, dtype: torch.dtype, *, dp_replicate: int = 1, reshard_after_forward: bool = True
 ) -> None:
-    """Applies `fully_shard` to every block, the embedding, the head and the model, in place.
+    """Applies `fully_shard` to every block, the embeddings, the head and the model, in place.
 
     model: on the meta device, or with equal values on every rank. dtype: the compute dtype; parameters keep their own
     dtype. If the two differ, a single process uses FSDP2 too, for its mixed precision.
@@ -55,6 +56,8 @@ def shard(
     if embedding.weight is not head.weight:
         unit(embedding).set_unshard_in_backward(False)
         unit(head, reshard_after_forward=False)
+    if isinstance(model.model, LayerInputDecoder):
+        unit(model.model.embed_tokens_per_layer).set_unshard_in_backward(False)
     root = unit(model, reshard_after_forward=False, ignored_params=set(model.replicated_parameters()))
     root.set_modules_to_forward_prefetch([*fsdp_modules(embedding), cast(FSDPModule, blocks[0])])
     for each in fsdp_modules(model):
@@ -76,6 +79,8 @@ def shard_frozen(model: CausalLM, world: World, dtype: torch.dtype, *, dp_replic
         unit(block)
     if model.model.embed_tokens.weight is not model.head.weight:
         unit(model.head)
+    if isinstance(model.model, LayerInputDecoder):
+        unit(model.model.embed_tokens_per_layer)
     unit(model)
     register_fsdp_forward_method(model, "final_hidden")
 

@@ -68,6 +68,16 @@ def on_cpu(monkeypatch):
     distributed.stop()
 
 
+LATENTS = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+SHARED_KEYS = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 4,
+    "rope_parameters": None, "rope_theta": None,
+}  # fmt: skip
 HALF = {"dtype": "bfloat16", "steps": 3}
 RUNS = {  # name: (settings of both runs, further settings of the run on two ranks)
     "untied": ({"model": config("llama", False)}, {}),
@@ -76,6 +86,11 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "experts, no reshard after forward": ({"model": config("mixtral", False)}, {"reshard_after_forward": False}),
     "bf16 on fp32 parameters": ({"model": config("llama", False)} | HALF, {"checkpointed_blocks": 2}),
     "bf16 on bf16 parameters": ({"model": config("llama", False), "param_dtype": "bfloat16"} | HALF, {}),
+    "latent attention": ({"model": config("deepseek_v3", False) | LATENTS}, {"checkpointed_blocks": 1}),
+    "keys that other layers read, per-layer embeddings": (
+        {"model": config("gemma4_text", True) | SHARED_KEYS},
+        {"checkpointed_blocks": 3},
+    ),
     "fp32 LoRA on bf16 experts": (
         {"model": config("mixtral", False), "lora": "float32"} | HALF,
         {"checkpointed_blocks": 1},
