@@ -23,6 +23,7 @@ HOMES = {
     "list_architectures": "hub",
     "load": "hub",
     "load_adapter": "hub",
+    "load_processor": "hub",
     "load_tokenizer": "hub",
     "stream": "generation",
 }

@@ -16,6 +16,7 @@ from ligermodels.hub import export_adapter as export_adapter
 from ligermodels.hub import list_architectures as list_architectures
 from ligermodels.hub import load as load
 from ligermodels.hub import load_adapter as load_adapter
+from ligermodels.hub import load_processor as load_processor
 from ligermodels.hub import load_tokenizer as load_tokenizer
 from ligermodels.layers.lora_targets import add_lora as add_lora
 

@@ -72,13 +72,14 @@ ALL_CORES = "all cores are used; leave it out"
 FUSED = "the kernels are always fused; leave it out"
 TORCHRUN = "start one process per GPU: torchrun --nproc-per-node N train.py ...; FSDP2 shards the model over them"
 CHATS = "of chats and prompts only the answers are trained on, of texts every token; leave it out"
-QUANTISED = "quantised base models cannot be trained; LoRA over a base in bfloat16: --lora-rank 16 --dtype bfloat16"
+QUANTISED = "goes with --lora-rank; a checkpoint of bitsandbytes in NF4 needs no flag"
 TRAIN_ALIASES = (
     # The model
     Alias("model_name_or_path base_model model_name model_id model_path pretrained_model_name_or_path", "model"),
     Alias("model_revision revision_of_model", "revision"),
     Alias("trust_remote_code", note="remote code is never run; leave it out"),
-    Alias("load_in_4bit load_in_8bit qlora quantization_bit quantization use_qlora", note=QUANTISED),
+    Alias("load_in_4bit qlora quantization_bit quantization use_qlora", "quantize", constant("nf4"), QUANTISED),
+    Alias("load_in_8bit", note="8-bit integers are not supported; --quantize nf4 with --lora-rank takes less memory"),
     # Data
     Alias("dataset datasets dataset_name dataset_path train_dataset", "data", hub_source),
     Alias("train_data train_file train_files data_path data_files training_data", "data", " ".join),
@@ -218,6 +219,7 @@ TRAIN_ALIASES = (
     Alias("teacher_model_name_or_path teacher_model teacher_name_or_path", "teacher"),
     Alias("kd_temperature", "temperature"),
     Alias("kd_ce_alpha hard_loss_weight", "ce_weight"),
+    Alias("lmbda", "on_policy"),
     Alias("gkd_beta kd_beta", "divergence", no_value, "beta 0 is forward_kl, 1 is reverse_kl, b between is jsd:b"),
     Alias("config_file config_path", "config"),
     # Monitoring
@@ -259,7 +261,8 @@ GENERATE_ALIASES = (
     Alias("gpu", "device", constant("cuda")),
     Alias("model model_name model_name_or_path base_model model_id", note="the model is an argument without a flag"),
     Alias("stream", note="text is always printed as it is generated; leave it out"),
-    Alias("load_in_4bit load_in_8bit quantization", note="quantised weights are not read; take --dtype bfloat16"),
+    Alias("load_in_4bit quantization", "quantize", constant("nf4")),
+    Alias("load_in_8bit", note="8-bit integers are not supported; --quantize nf4 takes less memory"),
     Alias("num_beams use_beam_search typical_p",
         note="decoding is greedy, or samples with --temperature, --top-k and --top-p"),
 )  # fmt: skip

@@ -6,6 +6,7 @@ libraries themselves (the CUDA context takes about half a GiB) and the fragmenta
 The model may be on the meta device. Must not know any family or file.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -16,15 +17,23 @@ from torch import Tensor, nn
 from ligermodels.generation.capacity import cache_bytes
 from ligermodels.generation.engine import PREFILL_TOKENS
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
+from ligermodels.kernels.delta_chunks import SPAN
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
-from ligermodels.layers.attention import Attention, QKNormAttention
+from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
 from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import LoRALinear, lora_modules
-from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.mixer import Mixer
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
+from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear
+from ligermodels.layers.quantised import QuantisedLinear
+from ligermodels.layers.short_conv import ShortConv
+from ligermodels.weights.module import QuantisedModule, named_weights
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
 
@@ -48,8 +57,9 @@ class TrainingMemory:
     activations: tensors that all blocks save for backward.
     loss: additional memory at the start of backward: both gradients of the head in fp32 and a chunk of logits, or the
     recomputation of the last block, whichever is larger.
-    block: additional memory at the end of backward: the largest block while it is recomputed or runs backward.
-    reference: weights beside the model's, of a reference or a teacher.
+    block: additional memory at the end of backward: the largest block while it is recomputed or runs backward, and a
+    quantised weight of it while it is dequantised.
+    beside: what stays beside the model: weights of a reference or a teacher, the cache of an engine.
     unsharded_at_start, unsharded_at_end: memory that sharding takes besides the shards, at the start and the end of
     backward: unsharded parameters and gradients, and communication buffers.
     """
@@ -62,7 +72,7 @@ class TrainingMemory:
     block: int
     unsharded_at_start: int = 0
     unsharded_at_end: int = 0
-    reference: int = 0
+    beside: int = 0
 
     @property
     def backward_start(self) -> int:
@@ -82,12 +92,12 @@ class TrainingMemory:
         peak is never between: the backward of a block frees its activations and adds its gradients, and the blocks with
         activation checkpointing come last.
         """
-        return self.weights + self.reference + self.optimizer_states + max(self.backward_start, self.backward_end)
+        return self.weights + self.beside + self.optimizer_states + max(self.backward_start, self.backward_end)
 
     @property
     def forward_peak(self) -> int:
         """The peak of a pass without gradients, before the optimizer has states."""
-        return self.weights + self.reference + self.loss + self.block + self.unsharded_at_start
+        return self.weights + self.beside + self.loss + self.block + self.unsharded_at_start
 
     @property
     def parts(self) -> dict[str, int]:
@@ -95,7 +105,7 @@ class TrainingMemory:
         at_start = self.backward_start >= self.backward_end
         return {
             "weights": self.weights,
-            "reference": self.reference,
+            "beside the model": self.beside,
             "gradients": self.gradients,
             "optimizer states": self.optimizer_states,
             "activations": self.activations,
@@ -121,12 +131,12 @@ class InferenceMemory:
 
 def count_parameters(model: CausalLM) -> Parameters:
     """Tied parameters count once."""
-    total = elements(model.parameters())
+    total = elements(named_weights(model).values())
     inactive = 0
     for module in model.modules():
         if isinstance(module, MoE):
-            num_experts = module.gate.num_experts
-            inactive += elements(module.experts.parameters()) * (num_experts - module.experts_per_token) // num_experts
+            num_experts, weights = module.gate.num_experts, named_weights(module.experts).values()
+            inactive += elements(weights) * (num_experts - module.experts_per_token) // num_experts
     return Parameters(total, total - inactive, model.model.embed_tokens.weight.numel())
 
 
@@ -140,7 +150,8 @@ def training_memory(
     shards: int = 1,
     optimizer_states: int | None = None,
     keep_unsharded: bool = False,
-    reference: int = 0,
+    beside: int = 0,
+    patches: int = 0,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -150,31 +161,37 @@ def training_memory(
     optimizer_states: bytes of the optimizer states of the whole model; None for AdamW's in the parameters' dtypes.
     keep_unsharded: blocks keep their unsharded parameters from forward to backward (FSDP2's reshard_after_forward is
     False).
-    reference: bytes of a rank's weights of a reference model.
+    beside: bytes of a rank that stay beside the model.
+    patches: of the images of a micro-batch.
     """
     tokens, size = batch_size * sequence_length, dtype.itemsize
-    blocks, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
+    text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
+    tower = model.blocks[: -len(text)]
     hidden = tokens * model.config.hidden_size * size
-    saved = [tokens * saved_by_block(block, size) for block in blocks]
-    largest, last = max(saved), saved[-1]
-    saved[:checkpointed_blocks] = [2 * hidden for _ in saved[:checkpointed_blocks]]  # the pair (x, residual)
-    if checkpointed_blocks:
-        saved[0] = hidden  # the first block has no residual, only x
+    saved, inputs = [], []
+    for blocks, rows in ((tower, patches), (text, tokens)):
+        saved += [rows * saved_by_block(block, size) for block in blocks]
+        # With activation checkpointing the pair (x, residual); the first block has no residual, only x.
+        pairs = [2 * rows * block.mixer.hidden_size * size for block in blocks]
+        inputs += [pairs[0] // 2, *pairs[1:]] if pairs else []
+    largest, last, last_input = max(saved), saved[-1], inputs[-1]
+    saved[:checkpointed_blocks] = inputs[:checkpointed_blocks]
     loss = loss_bytes(model, tokens, dtype)
-    if checkpointed_blocks == len(blocks):
+    if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
-        loss = max(loss, head_gradient + last - saved[-1])
+        loss = max(loss, head_gradient + last - last_input)
     unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded)
     return TrainingMemory(
         weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
         gradients=sum(shard_bytes(parameter, shards) for parameter in trained),
         optimizer_states=(adamw_states(trained, shards) if optimizer_states is None else optimizer_states // shards),
-        activations=sum(saved) + hidden + tokens * FP32_BYTES,  # the final norm saves its input and rstd
+        # The final norm saves its input and rstd.
+        activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
         loss=loss,
-        block=largest,
+        block=largest + largest_dequantised(model),
         unsharded_at_start=unsharded_at_start,
         unsharded_at_end=unsharded_at_end,
-        reference=reference,
+        beside=beside,
     )
 
 
@@ -204,17 +221,29 @@ def unsharded_bytes(
     """
     if shards == 1 and all(parameter.dtype.itemsize == size for parameter in trained):
         return 0, 0
-    layers = decoder_blocks(model)
+    layers = model.blocks
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
     kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case
-    start = copies * model.head.weight.numel() + sum(elements(block.parameters()) for block in kept)
+    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size) for block in kept)
     ids = {id(parameter) for parameter in trained}
     end = 0
     for block in layers:
         # The next all-gather is prefetched meanwhile; gradients are reduced in the wider dtype of the two.
         gradients = sum(p.numel() * (size + max(size, p.itemsize)) for p in block.parameters() if id(p) in ids)
-        end = max(end, 2 * elements(block.parameters()) * size + gradients)
-    return start * size, end
+        end = max(end, 2 * gathered_bytes(block, size) + gradients)
+    return start, end
+
+
+def gathered_bytes(module: nn.Module, size: int) -> int:
+    """Bytes of a module's whole parameters as they are gathered: floats with `size` bytes each, others as they are."""
+    return sum(p.numel() * (size if p.is_floating_point() else p.itemsize) for p in module.parameters())
+
+
+def largest_dequantised(model: CausalLM) -> int:
+    """Bytes of the largest quantised weight in the dtype in which it is used."""
+    quantised = (module for module in model.modules() if isinstance(module, QuantisedModule))
+    weights = (weight for module in quantised for weight in module.quantised_weights().values())
+    return max((math.prod(weight.shape) * weight.dtype.itemsize for weight in weights), default=0)
 
 
 def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype) -> InferenceMemory:
@@ -226,55 +255,101 @@ def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dty
     paged = batch_size * pages_for(sequence_length) * PAGE_SIZE
     largest = max(saved_by_block(block, dtype.itemsize) for block in decoder_blocks(model))
     return InferenceMemory(
-        weights=elements(model.parameters()) * dtype.itemsize,
+        weights=gathered_bytes(model, dtype.itemsize),
         cache=cache_bytes(model, paged, batch_size, sequence_length, dtype),
-        prompt=min(batch_size * sequence_length, PREFILL_TOKENS) * largest,
+        prompt=min(batch_size * sequence_length, PREFILL_TOKENS) * largest + largest_dequantised(model),
     )
 
 
 def decoder_blocks(model: CausalLM) -> list[Block]:
-    """The blocks of a model, from the first to the last."""
+    """The blocks of the text model, from the first to the last."""
     return [cast(Block, block) for block in model.model.layers]
 
 
 def trained_parameters(model: CausalLM) -> list[Tensor]:
-    """The parameters that get a gradient; the vision tower of a multimodal model is not computed."""
-    text = {id(parameter) for part in (model.model, model.head) for parameter in part.parameters()}
-    return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) in text]
+    """The parameters that get a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def saved_by_block(block: Block, size: int) -> int:
     """Bytes per token that a block saves for backward; elements have `size` bytes."""
-    hidden = width(block.self_attn.o_proj)
+    hidden = block.mixer.hidden_size
     children = list(block.children())
     norms = sum(isinstance(child, RMSNorm | LayerNorm) for child in children)
-    statistics = norms + sum(isinstance(child, LayerNorm) for child in children)  # rstd, of a LayerNorm the mean too
+    layer_norms = sum(isinstance(child, LayerNorm) for child in children)
+    statistics = norms + layer_norms  # rstd, of a LayerNorm the mean too
     # Attention and MLP save their inputs, where no norm is fused with them; parallel branches have the same one.
-    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else 0
+    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else layer_norms
     masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
     low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
     saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks
-    return saved + saved_by_attention(block.self_attn, size) + saved_by_mlp(block.mlp, hidden, size)
+    return saved + saved_by_mixer(block.mixer, size) + saved_by_mlp(block.mlp, hidden, size)
+
+
+def saved_by_mixer(mixer: Mixer, size: int) -> int:
+    """Bytes per token that attention, or what stands for it, saves."""
+    if isinstance(mixer, LatentAttention):
+        return saved_by_latent_attention(mixer, size)
+    if isinstance(mixer, GatedDeltaNet):
+        return saved_by_delta_rule(mixer, size)
+    if isinstance(mixer, ShortConv):
+        return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
+    return saved_by_attention(cast(Attention, mixer), size)
 
 
 def saved_by_attention(attention: Attention, size: int) -> int:
     """Bytes per token: queries, keys and values, the output, its log-sum-exp.
 
-    With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones.
+    With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones; with an output gate
+    the gate, the gated output, and values where queries and keys are normed.
     """
-    head_dim = width(attention.qkv_proj) // (attention.num_heads + 2 * attention.num_key_value_heads)
-    saved = width(attention.qkv_proj) + attention.num_heads * head_dim
+    heads, key_value_heads = attention.num_heads, attention.num_key_value_heads
+    rows = 2 * (heads + key_value_heads)
     if isinstance(attention, QKNormAttention):
-        saved += (attention.num_heads + attention.num_key_value_heads) * head_dim
+        rows += heads + key_value_heads
+    if isinstance(attention, GatedQKNormAttention):
+        rows += 2 * heads + key_value_heads
     if attention.scales_queries:
-        saved += attention.num_heads * head_dim
-    return saved * size + attention.num_heads * FP32_BYTES
+        rows += heads
+    return rows * attention.head_dim * size + heads * FP32_BYTES
 
 
-def saved_by_mlp(mlp: GatedMLP | MoE, hidden: int, size: int) -> int:
-    """Bytes per token: gate_up; for experts gate_up of each of a token's k experts, their input and the routing."""
-    if isinstance(mlp, GatedMLP):
-        return width(mlp.gate_up_proj) * size
+def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
+    """Bytes per token: the projection, queries, keys and values behind the convolution, the output before and after its
+    norm, and of each value head a row of a chunk's inverse. In fp32 of each value head g, three steps to it and beta;
+    the norms of queries and keys."""
+    values = mixer.value_heads * mixer.value_size
+    wide = width(mixer.in_proj) + mixer.channels + 2 * values + mixer.value_heads * SPAN.value
+    return wide * size + (5 * mixer.value_heads + 2 * mixer.key_heads) * FP32_BYTES
+
+
+def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
+    """Bytes per token: the latents and rstd of their norms; queries, keys, what the values are a part of, the output
+    and its log-sum-exp."""
+    norms = 1 if attention.q_b_proj is None else 2
+    heads = 2 * attention.head_dim + (attention.nope_size + attention.value_size) + attention.value_size
+    saved = width(attention.qkv_a_proj) + attention.num_heads * heads
+    return saved * size + (norms + attention.num_heads) * FP32_BYTES
+
+
+def saved_by_patch(model: CausalLM, size: int) -> int:
+    """Bytes per patch outside of the blocks: of the patch embedding its input, of the projector its norm's input and
+    output, which fc1 reads, and fc1's output; the features, which insertion keeps."""
+    if not isinstance(model, VisionLanguageModel):
+        return 0
+    vision = model.config.vision
+    embedding = vision.pixels_per_patch * size if model.visual.patch_embed.weight.requires_grad else 0
+    if not (is_trained(model.projector) or is_trained(model.visual)):
+        return 0
+    features = model.config.hidden_size * size // vision.patches_per_feature
+    return embedding + (1 + len(model.deepstack)) * (3 * vision.hidden_size * size + features)
+
+
+def saved_by_mlp(mlp: GatedMLP | MLP | MoE, hidden: int, size: int) -> int:
+    """Bytes per token: gate_up, without a gate the activation's input; for experts gate_up of each of a token's k
+    experts, their input and the routing."""
+    if isinstance(mlp, GatedMLP | MLP):
+        return width(mlp.gate_up_proj if isinstance(mlp, GatedMLP) else mlp.up_proj) * size
     experts, low_rank = mlp.experts, 0
     if isinstance(experts, LoRAExperts):
         experts, low_rank = experts.base_layer, experts.gate_up_proj.rank + experts.down_proj.rank
@@ -307,7 +382,7 @@ def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
 def width(projection: nn.Module) -> int:
     """Output features of a linear, with or without LoRA."""
     base = projection.base_layer if isinstance(projection, LoRALinear) else projection
-    assert isinstance(base, nn.Linear | PackedLinear)
+    assert isinstance(base, nn.Linear | PackedLinear | QuantisedLinear)
     return base.out_features
 
 

@@ -17,7 +17,11 @@
 | `gated_activation`     | the same with the activation named by a string, and with multipliers              |
 | `norm_linear`          | residual add, RMSNorm and the linear after it as one autograd node                |
 | `gated_linear`         | gated activation and the linear after it as one autograd node                     |
+| `plain_activation`     | gelu, gelu_tanh, quick_gelu, silu without a gate                                  |
+| `activated_linear`     | activation and the linear after it as one autograd node                           |
 | `low_rank_linear`      | linear with a LoRA update (`LowRank`) as one autograd node                        |
+| `frozen_linear`        | linear of a `QuantisedWeight`, which is dequantised forward and backward          |
+| `nf4_weight`           | a `QuantisedWeight` in NF4 with double quantisation, as bitsandbytes quantises it |
 | `route`                | top-k router: probabilities and indices of a token's experts                      |
 | `experts`              | mixture of gated experts by grouped GEMM, with optional LoRA (`GroupedLowRank`)   |
 | `attention`            | attention over SDPA, FlashAttention and FlexAttention, causal by default          |
@@ -56,6 +60,7 @@ Must not know any model. `docs/kernels.md` has examples, `ligermodels.nn` the mo
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.activated_linear import activated_linear
 from ligermodels.kernels.adamw import adamw_
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.cache_write import CacheSlots, write_cache
@@ -81,8 +86,11 @@ from ligermodels.kernels.linear_divergence import DivergenceOutput, linear_diver
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 from ligermodels.kernels.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
 from ligermodels.kernels.logprobs_of_logits import LogProbs
+from ligermodels.kernels.nf4 import nf4_weight
 from ligermodels.kernels.norm_linear import norm_linear
+from ligermodels.kernels.plain_activation import plain_activation
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.quantised_weight import QuantisedWeight, frozen_linear
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.kernels.rope import rope_
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
@@ -97,6 +105,8 @@ __all__ = [
     "LogProbs",
     "LogProbsLoss",
     "LowRank",
+    "QuantisedWeight",
+    "activated_linear",
     "adamw_",
     "add_rms_norm",
     "apply_rope",
@@ -109,6 +119,7 @@ __all__ = [
     "cross_entropy_with_metrics",
     "decode_attention",
     "experts",
+    "frozen_linear",
     "gated_activation",
     "gated_delta_rule",
     "gated_delta_step_",
@@ -123,7 +134,9 @@ __all__ = [
     "linear_logprobs",
     "linear_logprobs_loss",
     "low_rank_linear",
+    "nf4_weight",
     "norm_linear",
+    "plain_activation",
     "qk_norm_rope",
     "qk_norm_rope_write_cache",
     "rms_norm",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,15 +25,28 @@ def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> 
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.3 * noise)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
 
 
+class KeepFp64(TorchFunctionMode):
+    """Norms, softmaxes and scans of the reference cast to fp32. In this mode, fp64 tensors stay fp64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        options = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            options = {key: torch.float64 if value is torch.float32 else value for key, value in options.items()}
+        return func(*args, **options)
+
+
 def auto_class(config: PreTrainedConfig) -> type:
     """The class that builds the model of a config: text models with an image side are not always causal ones there."""
-    causal = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    with_images = hasattr(config, "vision_config")
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
 def save_reference(raw: dict[str, Any], folder: Path) -> nn.Module:
@@ -46,9 +60,7 @@ def save_reference(raw: dict[str, Any], folder: Path) -> nn.Module:
 def hub_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a reference model under their Hub names, which differ from its names in memory."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    outer = "vision_tower.vision_model." if model.config.model_type == "gemma3" else "vision_tower."
-    stored = revert_weight_conversion(model, state)
-    return {name.replace("vision_tower.", outer): value for name, value in stored.items()}
+    return revert_weight_conversion(model, state)
 
 
 def tokens(raw: dict[str, Any], batch: int = 2, length: int = 23, seed: int = 3) -> Tensor:

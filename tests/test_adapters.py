@@ -58,13 +58,15 @@ def base(tmp_path_factory):
     return folder
 
 
+LATENT = ("deepseek_v3", "glm4_moe_lite")
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss")
 
 
 @pytest.mark.parametrize(
     ("family", "targets"),
-    # PEFT 0.21 gives the experts of GLM-4.5 adapters too, if dense layers have projections of the same names.
-    [(family, "all-linear") for family in FAMILIES if family != "glm4_moe"]
+    # PEFT 0.21 gives the experts of these adapters too, if dense layers have projections of the same names.
+    [(family, "all-linear") for family in FAMILIES if family not in ("glm4_moe", *LATENT)]
+    + [(family, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]) for family in LATENT]
     + [(family, ["all-linear", "experts"]) for family in WITH_EXPERTS],
 )
 def test_peft_and_the_merged_export_give_the_logits_of_our_adapter(family, targets, tmp_path):

@@ -23,13 +23,14 @@ MAY_IMPORT = {
     "weights": {"errors", "distributed", "configs"},
     "generation": {"errors", "units", "configs", "kernels", "weights"},
     "layers": {"errors", "configs", "kernels", "weights", "generation"},
-    "memory": {"configs", "kernels", "layers", "generation"},
+    "memory": {"configs", "kernels", "layers", "generation", "weights"},
     "architectures": {"configs", "layers", "weights"},
     "tokenizer": {"errors", "weights"},
-    "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer"},
+    "images": {"errors", "weights", "tokenizer"},
+    "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer", "images"},
     "training": {
         *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
-        *("tokenizer", "memory", "aliases", "losses", "pictures"),
+        *("tokenizer", "images", "memory", "aliases", "losses", "pictures"),
     },
     "verify": {"errors", "pictures", "layers", "weights", "hub", "generation", "tokenizer"},
     "board": {"errors", "aliases", "hub", "generation", "layers", "tokenizer", "training", "weights"},
@@ -139,7 +140,7 @@ def top_level_names(path):
 
 # Each command has both of its functions; the presets of architectures are made from constants of these names; `T` and
 # names that begin with an underscore mean nothing outside their file.
-MAY_REPEAT = {"main", "add_to", "run", "BASE", "HUB", "TINY", "SMALL", "MULTIPLIERS", "T"}
+MAY_REPEAT = {"main", "add_to", "run", "BASE", "HUB", "TINY", "SMALL", "TEXT", "TOWER", "MULTIPLIERS", "T"}
 
 
 def test_a_name_has_one_meaning():

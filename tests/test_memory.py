@@ -20,7 +20,16 @@ BASE = LLAMA | {
 }  # fmt: skip
 SHARED = {"num_experts": 6, "moe_intermediate_size": 160, "shared_expert_intermediate_size": 192}
 SINKS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 160}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
+    "full_attention_interval": 2,
+}  # fmt: skip
 ROUTED = {"n_routed_experts": 6, "moe_intermediate_size": 160, "num_experts_per_tok": 2}
+LATENTS = {
+    "q_lora_rank": 160, "kv_lora_rank": 96, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
+    "n_routed_experts": 6, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 160, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+}  # fmt: skip
 MODELS = {
     "dense": BASE,
     "sandwich norms and QK-norm": BASE | {"model_type": "gemma3_text", "head_dim": 64},
@@ -28,7 +37,17 @@ MODELS = {
     "QK-norm after RoPE": BASE | {"model_type": "hunyuan_v1_dense", "head_dim": 64},
     "parallel branches": BASE | {"model_type": "cohere2", "head_dim": 64, "sliding_window": 64},
     "sigmoid router": BASE | ROUTED | {"model_type": "glm4_moe", "head_dim": 64, "first_k_dense_replace": 0},
+    "latent attention": BASE | LATENTS | {"model_type": "deepseek_v3", "num_key_value_heads": 4},
+    "latent attention without a latent of the queries": BASE
+    | LATENTS
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+    },
     "sinks and biased experts": BASE | SINKS | {"model_type": "gpt_oss", "head_dim": 64, "sliding_window": 64},
+    "short convolutions": BASE | {"model_type": "lfm2", "full_attn_idxs": [1]},
+    "gated delta rule": BASE | DELTA | {"model_type": "qwen3_5_text", "head_dim": 64},
     "routed experts and a shared one": BASE | SHARED | {"model_type": "qwen2_moe", "num_experts_per_tok": 2},
 }
 
@@ -43,7 +62,7 @@ def test_activations_match_the_tensors_that_autograd_saves(name, lora):
         if lora:
             ligermodels.add_lora(model, rank=16)
         for block in model.model.layers if DEVICE == "cpu" else ():
-            block.self_attn.sinks = None  # with them the CPU saves all scores
+            block.mixer.sinks = None  # with them the CPU saves all scores
 
     raw, dtype = MODELS[name], torch.bfloat16 if DEVICE == "cuda" else torch.float32
     saved = saved_bytes(raw, LAYERS, dtype, change, 1, TOKENS)

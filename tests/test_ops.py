@@ -12,7 +12,16 @@ from ligermodels import ops
 from tests.conftest import DEVICE
 
 TUPLES = {
-    *("CacheSlots", "CrossEntropyOutput", "DivergenceOutput", "GroupedLowRank", "LogProbs", "LogProbsLoss", "LowRank")
+    *(
+        "CacheSlots",
+        "CrossEntropyOutput",
+        "DivergenceOutput",
+        "GroupedLowRank",
+        "LogProbs",
+        "LogProbsLoss",
+        "LowRank",
+        "QuantisedWeight",
+    )
 }
 
 

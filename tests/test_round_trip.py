@@ -24,6 +24,8 @@ from tests.reference_model import auto_class, reference_model, save_reference, t
 
 FAMILIES = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # the first case of each model_type
 MAY_BE_FILLED = ("rope_theta", "rope_scaling", "rope_local_base_freq")  # an export fills these if they are null
+# The file's rope_type, possibly with a former name; and what concerns images alone.
+NOT_IN_OLD_ROPES = ("type", "mrope_section", "mrope_interleaved")
 NEW_FIELDS = (
     "rope_parameters",
     "dtype",
@@ -99,7 +101,9 @@ def test_a_config_of_transformers_5_gives_the_same_model(name, tmp_path):
 def read_by_version_5(folder):
     """The fields as read by transformers 5, without those that it ignores."""
     fields = AutoConfig.from_pretrained(folder).to_dict()
-    fields.get("rope_parameters", {}).pop("type", None)  # the file's rope_type, possibly with a former name
+    for part in (fields, fields.get("text_config", {})):
+        for key in NOT_IN_OLD_ROPES:
+            part.get("rope_parameters", {}).pop(key, None)
     return fields | {"_name_or_path": None}
 
 
@@ -222,16 +226,22 @@ def test_every_spelling_that_is_read_is_written_back(family, number, tmp_path):
 def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
     assert {family for family, number in SPELLINGS if number} == {
         *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe"),
+        *("deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "lfm2_moe"),
     }
     for family in {family for family, number in SPELLINGS if number}:
         model = ligermodels.create(CASES[FAMILIES[family]], device="meta")
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        names = [{piece.tensor for piece in plan_pieces(shapes, rules)} for rules in layouts(model)]
+        names = [{(piece.tensor, piece.shape) for piece in plan_pieces(shapes, rules)} for rules in layouts(model)]
         assert all(a != b for a, b in itertools.combinations(names, 2)), family
 
 
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe"]
+    "family",
+    [
+        *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe", "deepseek_v3"),
+        *("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen2_vl", "qwen2_5_vl", "lfm2_moe"),
+    ],
 )
 def test_the_in_memory_names_of_transformers_5_load_the_same_model_and_are_kept(family, tmp_path):
     """save_pretrained(save_original_format=False) writes stacked experts and other prefixes."""
@@ -289,6 +299,29 @@ def test_glm4_moe_keeps_its_fp32_bias_and_the_layer_behind_the_last_one(tmp_path
     save_file(stored | {"model.layers.4.x": torch.zeros(1)}, tmp_path / "in" / "model.safetensors")
     with pytest.raises(InputError, match=r"1 unexpected: model\.layers\.4\.x"):
         ligermodels.load(tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_models_with_states_keep_fp32_tensors_and_layers_of_further_tokens(name, tmp_path):
+    """In a bf16 checkpoint: A_log and the norm behind the rule in fp32, mtp.* and the image side not computed."""
+    reference_model(CASES[name], torch.bfloat16).save_pretrained(tmp_path / "in")
+    stored = weights(tmp_path / "in")
+    wide = [key for key in stored if key.endswith(("A_log", "linear_attn.norm.weight"))]
+    stored |= {key: torch.randn(stored[key].shape) for key in wide}
+    stored |= {f"mtp.{x}": torch.randn(5, 7).bfloat16() for x in ("fc.weight", "layers.0.self_attn.q_proj.weight")}
+    save_file(stored, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    model = ligermodels.load(tmp_path / "in")
+    assert model.dtype == torch.bfloat16 and len(wide) == 4
+    assert not any("mtp" in key or "visual" in key for key in model.state_dict())
+    ligermodels.export(model, tmp_path / "out")
+    assert bits(tmp_path / "out") == bits(tmp_path / "in")
+    changed = next(block.mixer for block in model.model.layers if hasattr(block.mixer, "A_log"))
+    with torch.no_grad():
+        changed.A_log += 1
+    ligermodels.export(model, tmp_path / "changed")
+    before, after = bits(tmp_path / "in"), bits(tmp_path / "changed")
+    (key,) = (key for key in before if after[key] != before[key])
+    assert key.endswith("0.linear_attn.A_log")
 
 
 def test_an_fp8_checkpoint_has_the_values_that_the_reference_reads(tmp_path):

@@ -146,9 +146,11 @@ ROTATIONS = {
     "yarn ramp reversed": Sabotage(
         f"{ROPE}:yarn_frequencies", "* ramp + inv_freq", "* (1 - ramp) + inv_freq", "llama-rope-yarn"
     ),
-    "yarn attention factor dropped": Sabotage(f"{ROPE}:attention_factor", "mscale(1.0)", "1.0", "llama-rope-yarn"),
+    "yarn attention factor dropped": Sabotage(
+        f"{ROPE}:attention_factor", "yarn_mscale(1.0, factor)", "1.0", "llama-rope-yarn"
+    ),
     "yarn mscale_all_dim ignored": Sabotage(
-        f"{ROPE}:attention_factor", " / mscale(rope.mscale_all_dim)", "", "llama-rope-yarn-mscale"
+        f"{ROPE}:attention_factor", " / yarn_mscale(rope.mscale_all_dim, factor)", "", "llama-rope-yarn-mscale"
     ),
     "yarn always truncated": Sabotage(
         f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "llama-rope-yarn-mscale"
@@ -293,7 +295,7 @@ MODEL = {
 }
 FAMILIES_OF_2025 = {
     "ministral3: queries not scaled": Sabotage(
-        f"{ATTENTION_LAYER}:Attention.forward", "positions.query_scale is not None", "False", "ministral3"
+        f"{ATTENTION_LAYER}:Attention.attend", "positions.query_scale is not None", "False", "ministral3"
     ),
     "ministral3: scale grows at the wrong positions": Sabotage(
         f"{ROPE}:query_scale", "position_ids / scale.length", "(position_ids + 1) / scale.length", "ministral3"
@@ -360,16 +362,167 @@ FAMILIES_OF_2025 = {
     "sigmoid weights not normalised": Sabotage(SIGMOID, "if normalize:", "if False:", "glm4_moe"),
     "routed_scaling_factor ignored": Sabotage(SIGMOID, "weight * scale", "weight", "glm4_moe"),
     "glm4_moe: dense layers shifted": Sabotage(
-        f"{FAMILIES}.glm4_moe:Glm4Moe.layer", "index < config", "index <= config", "glm4_moe"
+        f"{FEATURES}:GroupedRoutingConfig.is_sparse", "layer >= self", "layer > self", "glm4_moe"
     ),
     "glm4_moe: shared expert gated": Sabotage(
-        f"{FAMILIES}.glm4_moe:Glm4Moe.layer", "shared_gate=False", "shared_gate=True", "glm4_moe"
+        "ligermodels.layers.grouped_routing:GroupedRoutingLM.feed_forward",
+        "shared_gate=False",
+        "shared_gate=True",
+        "glm4_moe",
+    ),
+}
+LATENT = "ligermodels.layers.latent_attention"
+LATENTS = {
+    "rotated part of the queries first": Sabotage(
+        f"{LATENT}:LatentAttention.rotate", "[q_nope, q_rope]", "[q_rope, q_nope]", "deepseek_v3"
+    ),
+    "rotation of the keys lost": Sabotage(
+        f"{LATENT}:LatentAttention.rotate",
+        "q_rope, k_rope = rotated",
+        "k_rope = k_rope[:, :, None]\n    q_rope, _ = rotated",
+        "deepseek_v3",
+    ),
+    "pairs of RoPE half-split": Sabotage(
+        f"{LATENT}:LatentAttention.rotate", "0, self.interleaved", "0, False", "deepseek_v3"
+    ),
+    "pairs of RoPE always neighbours": Sabotage(
+        f"{LATENT}:LatentAttention.rotate", "0, self.interleaved", "0, True", "deepseek_v3-rope-half-split"
+    ),
+    "values before keys in kv_b_proj": Sabotage(
+        f"{LATENT}:LatentAttention.keys_and_values",
+        "k_nope, v = heads.split([self.nope_size, self.value_size], -1)",
+        "v, k_nope = heads.split([self.value_size, self.nope_size], -1)",
+        "deepseek_v3",
+    ),
+    "mscale not in the scale": Sabotage(f"{ROPE}:score_factor", "** 2", "* 0 + 1", "deepseek_v3-rope-yarn"),
+    "mscale once in the scale": Sabotage(f"{ROPE}:score_factor", " ** 2", "", "deepseek_v3-rope-yarn"),
+    "mscale for mscale_all_dim": Sabotage(
+        f"{ROPE}:score_factor",
+        "yarn_mscale(rope.mscale_all_dim",
+        "yarn_mscale(rope.mscale",
+        "deepseek_v3-rope-yarn-mscale",
+    ),
+    "scale of the value's size": Sabotage(
+        f"{LATENT}:LatentAttention.forward",
+        "scale=self.scale, dropout",
+        "scale=self.value_size**-0.5, dropout",
+        "deepseek_v3",
+    ),
+    "latent of the keys not normed": Sabotage(
+        f"{LATENT}:LatentAttention.forward",
+        "norm_then_linear(PreNorm(self.kv_a_layernorm)",
+        "norm_then_linear(None",
+        "glm4_moe_lite",
+    ),
+    "latent of the queries not normed": Sabotage(
+        f"{LATENT}:LatentAttention.forward",
+        "norm_then_linear(PreNorm(self.q_a_layernorm)",
+        "norm_then_linear(None",
+        "glm4_moe_lite",
+    ),
+    "glm4_moe_lite: mlp_layer_types ignored": Sabotage(
+        f"{FAMILIES}.glm4_moe_lite:Glm4MoeLiteConfig.is_sparse",
+        "self.mlp_layer_types is None",
+        "True",
+        "glm4_moe_lite-layer-types",
+    ),
+}
+DELTA = "ligermodels.layers.gated_delta"
+RULE = "ligermodels.kernels.gated_delta_rule:gated_delta_rule_reference"
+CONV = "ligermodels.kernels.causal_conv:causal_conv_reference"
+STATES = {
+    "decay grows": Sabotage(f"{DELTA}:GatedDeltaNet.forward", "g = -widen", "g = widen", "qwen3_5_text"),
+    "dt_bias dropped": Sabotage(f"{DELTA}:GatedDeltaNet.forward", " + widen(self.dt_bias)", "", "qwen3_5_text"),
+    "beta without its sigmoid": Sabotage(f"{DELTA}:GatedDeltaNet.forward", ".sigmoid()", "", "qwen3_5_text"),
+    "a and b swapped": Sabotage(f"{DELTA}:GatedDeltaNet.forward", "qkv, z, b, a", "qkv, z, a, b", "qwen3_5_text"),
+    "a and b swapped in a group": Sabotage(
+        f"{DELTA}:GroupedGatedDeltaNet.split", "b, a = ba", "a, b = ba", "qwen3_next"
+    ),
+    "values and z swapped in a group": Sabotage(
+        f"{DELTA}:GroupedGatedDeltaNet.split", "q, k, v, z = qkvz", "q, k, z, v = qkvz", "qwen3_next"
+    ),
+    "b and a not by key head": Sabotage(
+        f"{DELTA}:GroupedGatedDeltaNet.split",
+        "(heads, 2, group)).unbind(-2)",
+        "(2, heads * group)).unbind(-2)",
+        "qwen3_next",
+    ),
+    "value heads in turn": Sabotage(RULE, "repeat_interleave(group, 2)", "repeat(1, 1, group, 1)", "qwen3_5_text"),
+    "error of the undecayed state": Sabotage(
+        RULE, "_factor(state, qkv) * k", "_factor(state / decay[:, t, :, None, None], qkv) * k", "qwen3_5_text"
+    ),
+    "queries not scaled": Sabotage(RULE, "(q, key_size**-0.5)", "(q, 1.0)", "qwen3_5_text"),
+    "keys not normalised": Sabotage(
+        "ligermodels.kernels.gated_delta_rule:_unit", "torch.rsqrt(", "torch.ones_like(", "qwen3_5_text"
+    ),
+    "convolution sees the next token": Sabotage(
+        CONV, "torch.cat([past, x], 1)", "torch.cat([past, x], 1).roll(-1, 1)", "qwen3_5_text"
+    ),
+    "convolution without its activation": Sabotage(
+        "ligermodels.layers.states:CausalConv.forward", "self.activation", "None", "qwen3_5_text"
+    ),
+    "gate before the norm": Sabotage(
+        "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference",
+        "wide = widen(x)",
+        "wide = widen(x) * F.silu(widen(z))",
+        "qwen3_5_text",
+    ),
+    "norm behind the rule with weight + 1": Sabotage(
+        "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference", "widen(weight)", "(1 + widen(weight))", "qwen3_5"
+    ),
+    "other norms without it": Sabotage(
+        "ligermodels.kernels.rms_norm:rms_norm_reference", " + offset", "", "qwen3_5_text"
+    ),
+    "output gate dropped": Sabotage(
+        f"{ATTENTION_LAYER}:GatedQKNormAttention.attend", " * torch.sigmoid(gate.flatten(2))", "", "qwen3_5_text"
+    ),
+    "queries and gates as halves": Sabotage(
+        f"{ATTENTION_LAYER}:GatedQKNormAttention.attend",
+        "(self.num_heads, 2, self.head_dim)).unbind(-2)",
+        "(2, self.num_heads, self.head_dim)).unbind(-3)",
+        "qwen3_5_text",
+    ),
+    "every layer_types ignored": Sabotage(
+        "ligermodels.configs.hybrid:GatedDeltaConfig.is_linear", "is not None", "is False", "qwen3_5_text-layer-types"
+    ),
+    "interval shifted": Sabotage(
+        "ligermodels.configs.hybrid:GatedDeltaConfig.is_linear", "(layer + 1)", "layer", "qwen3_5_text"
+    ),
+    "lfm2: gates swapped": Sabotage(
+        "ligermodels.layers.short_conv:ShortConv.forward", "b, c, u = projected", "c, b, u = projected", "lfm2"
+    ),
+    "lfm2: gated after the convolution": Sabotage(
+        "ligermodels.layers.short_conv:ShortConv.forward", "self.conv(b * u, ", "b * self.conv(u, ", "lfm2"
+    ),
+    "lfm2: size of the feed-forward layer not adjusted": Sabotage(
+        f"{FAMILIES}.lfm2:Lfm2Config.feed_forward_size",
+        "int(2 * self.intermediate_size / 3)",
+        "self.intermediate_size",
+        "lfm2",
+    ),
+    "lfm2: w1 and w3 swapped": Sabotage(
+        f"{MAPPING}:packed_short_conv_layers", '(mlp + "w1", mlp + "w3")', '(mlp + "w3", mlp + "w1")', "lfm2"
+    ),
+    "lfm2: norms swapped": Sabotage(
+        f"{MAPPING}:packed_short_conv_layers",
+        'operator_norm": "input_layernorm"',
+        'ffn_norm": "input_layernorm", "operator_norm": "post_attention_layernorm"',
+        "lfm2",
+    ),
+    "lfm2: full_attn_idxs ignored": Sabotage(
+        "ligermodels.configs.hybrid:conv_layers", "layer in attention", "layer == 0", "lfm2"
+    ),
+    "lfm2_moe: dense layers shifted": Sabotage(
+        f"{FAMILIES}.lfm2_moe:Lfm2Moe.layer", "index < config", "index <= config", "lfm2_moe"
+    ),
+    "qwen3_5_moe: weights not normalised": Sabotage(
+        f"{FAMILIES}.qwen3_5_moe:Qwen3_5MoeText.layer", "normalize=True", "normalize=False", "qwen3_5_moe"
     ),
 }
 GLU = "ligermodels.kernels.expert_product:expert_glu_reference"
 GPT_OSS = {
     "sinks dropped": Sabotage(
-        f"{ATTENTION_LAYER}:Attention.forward", "if self.sinks is None else", "if True else", "gpt_oss"
+        f"{ATTENTION_LAYER}:Attention.attend", "if self.sinks is None else", "if True else", "gpt_oss"
     ),
     "sinks of other heads": Sabotage(f"{ATTENTION}:masked_attention", "sinks.to(", "sinks.flip(0).to(", "gpt_oss"),
     "gate not clamped": Sabotage(GLU, "gate.clamp(max=GLU_LIMIT)", "gate", "gpt_oss"),
@@ -398,7 +551,7 @@ GPT_OSS = {
     ),
     "gpt_oss: truncated YaRN": Sabotage(f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "gpt_oss"),
 }
-BREAKS = GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
+BREAKS = STATES | LATENTS | GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Self
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import SoftcapConfig
 from ligermodels.configs.rope import Rope, object_or_empty, read_ropes_by_layer_type
-from ligermodels.configs.vision import read_vision_config
+from ligermodels.configs.vision import read_siglip_sizes
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.vision import SiglipProjector, SiglipTower
+from ligermodels.layers.siglip import SiglipProjector, SiglipTower
 from ligermodels.weights.mapping import Rename, Rule, packed_projections
 
 
@@ -75,7 +75,7 @@ class Gemma3(Gemma3Text):
 
     def __init__(self, config: Gemma3MultimodalConfig) -> None:
         super().__init__(config)
-        sizes = read_vision_config(config.raw)
+        sizes = read_siglip_sizes(config.raw)
         self.vision_tower, self.multi_modal_projector = SiglipTower(sizes), SiglipProjector(sizes, config.hidden_size)
 
     def weight_rules(self) -> tuple[Rule, ...]:

@@ -10,10 +10,7 @@ from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import GroupedRoutingConfig
 from ligermodels.layers.attention import Attention, QKNormAttention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.moe import MoE, SigmoidRouter
-from ligermodels.weights.mapping import Rename, Rule, packed_gate_up, packed_projections, stacked_experts
+from ligermodels.layers.grouped_routing import GroupedRoutingLM
 
 
 @dataclass(kw_only=True)
@@ -36,7 +33,7 @@ TINY = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size"
 HUB = BASE | {"rope_theta": 1000000.0, "head_dim": 128, "attention_bias": True, "vocab_size": 151552}
 
 
-class Glm4Moe(CausalLM):
+class Glm4Moe(GroupedRoutingLM):
     config: Glm4MoeConfig
     Config = Glm4MoeConfig
     hub_class = "Glm4MoeForCausalLM"
@@ -50,32 +47,4 @@ class Glm4Moe(CausalLM):
 
     def layer(self, config: Glm4MoeConfig, index: int) -> DecoderLayer:
         attention = (QKNormAttention if config.use_qk_norm else Attention)(config, qkv_bias=config.attention_bias)
-        if index < config.first_k_dense_replace:
-            return DecoderLayer(config, attention, GatedMLP(config))
-        router = SigmoidRouter(
-            config, config.n_routed_experts, groups=config.n_group, top_groups=config.topk_group,
-            scale=config.routed_scaling_factor,
-        )  # fmt: skip
-        experts = MoE(
-            config, intermediate_size=config.moe_intermediate_size, num_experts=config.n_routed_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob, router=router,
-            shared_intermediate_size=config.moe_intermediate_size * config.n_shared_experts or None, shared_gate=False,
-        )  # fmt: skip
-        return DecoderLayer(config, attention, experts)
-
-    def shared_rules(self) -> tuple[Rule, ...]:
-        """The rules of everything but the routed experts."""
-        hub, ours = "model.layers.{}.mlp.shared_experts", "model.layers.{}.mlp.shared_expert"
-        return (*packed_projections(self.config), Rename(hub, ours, (packed_gate_up("mlp.shared_expert"),)))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return (*self.shared_rules(), *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
-        return (self.shared_rules(),)
-
-    def kept_tensors(self) -> tuple[str, ...]:
-        """The layers that predict further tokens."""
-        first, count = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
-        return tuple(f"model.layers.{first + number}" for number in range(count))
+        return DecoderLayer(config, attention, self.feed_forward(config, index))

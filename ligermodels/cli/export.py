@@ -9,11 +9,13 @@ from ligermodels.cli.flags import Commands, add_command
 from ligermodels.cli.parsing import (
     add_adapter,
     add_dtype,
+    add_quantize,
     add_revision,
     load_with_adapter,
     print_line,
     resolve_model,
 )
+from ligermodels.errors import InputError
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.units import byte_size, counted
 from ligermodels.weights.exporting import EXPORTED_FILES, MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes
@@ -31,14 +33,21 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--max-shard-size", default=MAX_SHARD_SIZE, help="bytes per file, such as 500MB or 2GiB")
     parser.add_argument("--overwrite", action="store_true", help="replace the model that is in the output folder")
     add_adapter(parser, "to merge into the weights")
+    add_quantize(parser, "write a checkpoint of bitsandbytes in NF4; an adapter cannot be merged into it")
     add_revision(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.quantize and args.dtype is not None:
+        raise InputError("--quantize and --dtype both say how weights are written; leave one out")
     refuse_in_use(args.output.absolute(), EXPORTED_FILES if args.overwrite else ())  # before the weights are read
     size_in_bytes(args.max_shard_size)
     folder, adapter = resolve_model(args.source, args)
-    model = load_with_adapter(folder, adapter)
+    if args.quantize and adapter:
+        raise InputError(
+            f"--quantize {args.quantize}: an adapter is merged in full precision: export it merged, then quantise that"
+        )
+    model = load_with_adapter(folder, adapter, quantize=args.quantize)
     also = functools.partial(replace_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
     options = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "overwrite": args.overwrite}
     hub.export(model, args.output, also=also, **options)

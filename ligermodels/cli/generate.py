@@ -16,6 +16,7 @@ from ligermodels.cli.parsing import (
     add_adapter,
     add_device,
     add_dtype,
+    add_quantize,
     add_revision,
     load_with_adapter,
     resolve_model,
@@ -76,6 +77,7 @@ def add_to(commands: Commands) -> None:
         f"memory holds, of a conversation at most what the model was trained for; on a CPU {CACHE_TOKENS})")
     # fmt: on
     add_dtype(parser, "compute dtype (default: the dtype of the weights)")
+    add_quantize(parser, "store the linears of the blocks in this format while they are loaded")
     add_device(parser)
     add_revision(parser)
 
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
     if args.chat:  # raises errors of the template before the weights are loaded
         tokenizer.render_chat_template(first_messages(args, "…"), add_generation_prompt=True)
-    model = load_with_adapter(folder, adapter, dtype=args.dtype, device=args.device)
+    model = load_with_adapter(folder, adapter, dtype=args.dtype, device=args.device, quantize=args.quantize)
     with warnings.catch_warnings(record=True) as caught:
         if args.file is not None:
             return run_file(model, tokenizer, args, sampling)

@@ -1,6 +1,7 @@
 """`ligermodels info`: shows a model's parameters, files and memory, without loading its weights."""
 
 import argparse
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
 from ligermodels.hub.description import Description, describe
 from ligermodels.layers.lora_targets import add_lora
+from ligermodels.layers.quantising import quantisable, quantise
 from ligermodels.memory import (
     InferenceMemory,
     TrainingMemory,
@@ -63,7 +65,9 @@ def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
     """(label, value) of the model's shape, parameters and files."""
     config, count, files = described.model.config, count_parameters(described.model), described.files
     query_heads = counted(config.num_attention_heads, "query head")
-    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {config.head_dim}"
+    mixers = [block.mixer for block in decoder_blocks(described.model)]
+    head_dim = next((mixer.head_dim for mixer in mixers if mixer.score_width), config.head_dim)
+    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {head_dim}"
     yield "family", config.raw["model_type"]
     layers = counted(config.num_hidden_layers, "layer")
     yield "shape", f"{layers}, hidden size {config.hidden_size:,}, {heads}"
@@ -80,23 +84,21 @@ def attention_line(described: Description, dtype: torch.dtype | None) -> str:
     """What computes the attention of training on this machine, and what would be faster to install."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)  # as training chooses it
-    implementation = decoder_blocks(described.model)[0].self_attn.implementation(device, dtype)
+    implementation = described.model.attention_implementation(device, dtype)
     return f"in training, {str(dtype).removeprefix('torch.')} on {device.type}: {implementation}"
 
 
 class Memory(NamedTuple):
-    """Of full training, of LoRA training and of generation."""
+    """training: of full training and of adapters, by what it is called. generating: of generation."""
 
-    training: TrainingMemory
-    adapting: TrainingMemory
+    training: dict[str, TrainingMemory]
     generating: InferenceMemory
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
         """By use, the parts that its peak has."""
-        return {
-            "train": at_peak(self.training), "LoRA": at_peak(self.adapting), "generate": dict(vars(self.generating))
-        }  # fmt: skip
+        training = {label: at_peak(step) for label, step in self.training.items()}
+        return training | {"generate": dict(vars(self.generating))}
 
 
 def at_peak(step: TrainingMemory) -> dict[str, int]:
@@ -116,21 +118,27 @@ def memory_of(described: Description, args: argparse.Namespace) -> Memory:
     batch = args.batch_size, args.sequence_length, described.dtype
     model = described.model.to(described.dtype)
     checkpointing = args.activation_checkpointing == "full"
-    checkpointed = model.config.num_hidden_layers if checkpointing else 0
+    checkpointed = len(model.blocks) if checkpointing else 0
     generating = inference_memory(model, *batch)
+    base = copy.deepcopy(model)
     training = training_memory(model, *batch, checkpointed_blocks=checkpointed)
     add_lora(model, rank=args.lora_rank)
-    return Memory(training, training_memory(model, *batch, checkpointed_blocks=checkpointed), generating)
+    steps = {"train": training, "LoRA": training_memory(model, *batch, checkpointed_blocks=checkpointed)}
+    if quantisable(base):
+        quantise(base, "nf4")
+        add_lora(base, rank=args.lora_rank)
+        steps["QLoRA"] = training_memory(base, *batch, checkpointed_blocks=checkpointed)
+    return Memory(steps, generating)
 
 
 def memory_lines(described: Description, args: argparse.Namespace, memory: Memory) -> Iterator[tuple[str, str]]:
     """(label, value) of the memory for full training, LoRA training and generation."""
     checkpointing = "full" if args.activation_checkpointing == "full" else "no"
     yield "memory", f"for {setting_of(described, args)}, {checkpointing} activation checkpointing"
-    for label, step in (("  train", memory.training), ("  LoRA", memory.adapting)):
+    for label, step in memory.training.items():
         at_loss = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
         at_end = f"gradients {memory_size(step.gradients)} + block {memory_size(step.block)}"
         lasting = f"weights {memory_size(step.weights)} + optimizer states {memory_size(step.optimizer_states)}"
-        yield label, f"{memory_size(step.peak):>10} = {lasting} + max({at_loss}, {at_end})"
+        yield f"  {label}", f"{memory_size(step.peak):>10} = {lasting} + max({at_loss}, {at_end})"
     parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(memory.generating).items())
     yield "  generate", f"{memory_size(memory.generating.peak):>10} = {parts}"

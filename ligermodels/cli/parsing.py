@@ -9,6 +9,7 @@ import torch
 from ligermodels import hub
 from ligermodels.errors import printable
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.quantising import FORMATS
 from ligermodels.units import counted
 
 DTYPE_CHOICES = ("float32", "bfloat16", "float16")
@@ -68,6 +69,11 @@ def load_with_adapter(model: Path, adapter: Path | None, **options: Any) -> Caus
 def add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Adds --dtype. meaning: its help."""
     parser.add_argument("--dtype", type=parse_dtype, metavar="{" + ",".join(DTYPE_CHOICES) + "}", help=meaning)
+
+
+def add_quantize(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Adds --quantize. meaning: its help."""
+    parser.add_argument("--quantize", choices=FORMATS, help=meaning)
 
 
 def parse_dtype(name: str) -> torch.dtype:

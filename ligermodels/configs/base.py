@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from ligermodels.configs.fields import read_field
+from ligermodels.configs.fields import check_choice, read_field
 from ligermodels.configs.quantisation import read_quantisation
 from ligermodels.configs.rope import FULL_ATTENTION, QueryScale, Rope, read_rope
 from ligermodels.errors import ConfigError
 
 # The Hub's name of an activation -> the kernels' name.
 KERNEL_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+PLAIN_ACTIVATIONS = KERNEL_ACTIVATIONS | {"quick_gelu": "quick_gelu"}  # of feed-forward layers without a gate
 
 
 @dataclass(kw_only=True)
@@ -57,6 +58,8 @@ class Config:
     alternative_names: ClassVar[Mapping[str, str]] = {}  # field -> its name in the other version of transformers
     norm_offset: ClassVar[float] = 0.0  # added to the weight of every norm
     layer_norms: ClassVar[bool] = False  # whether the residual stream has LayerNorms instead of RMSNorms
+    norm_bias: ClassVar[bool] = False  # whether these have a bias
+    activations: ClassVar[Mapping[str, str]] = KERNEL_ACTIVATIONS  # the supported values of hidden_act
 
     @property
     def norm_eps(self) -> float:
@@ -96,10 +99,15 @@ class Config:
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = values["num_attention_heads"]
         if values.get("head_dim") is None:
-            values["head_dim"] = default_head_dim(values["hidden_size"], values["num_attention_heads"])
+            values["head_dim"] = cls.default_head_dim(values)
         config = cls(**values, ropes=cls.read_ropes(raw), raw=dict(raw))
         config.validate()
         return config
+
+    @classmethod
+    def default_head_dim(cls, values: Mapping[str, Any]) -> int:
+        """head_dim of a file that does not name it, from the other fields. Raises ConfigError."""
+        return default_head_dim(values["hidden_size"], values["num_attention_heads"])
 
     def to_dict(self) -> dict[str, Any]:
         """config.json as it was read, with the present values of the fields and the defaults that it omits.
@@ -132,7 +140,7 @@ class Config:
     def validate(self) -> None:
         """Raises ConfigError for settings that are not supported and for sizes that contradict each other."""
         read_quantisation(self.raw)
-        kernel_activation("hidden_act", self.hidden_act)
+        kernel_activation("hidden_act", self.hidden_act, self.activations)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"config.json: num_key_value_heads {self.num_key_value_heads} must divide "
@@ -193,7 +201,7 @@ class Config:
     @property
     def activation(self) -> str:
         """The kernels' name of the activation."""
-        return kernel_activation("hidden_act", self.hidden_act)
+        return kernel_activation("hidden_act", self.hidden_act, self.activations)
 
     @property
     def trained_length(self) -> int:
@@ -214,13 +222,10 @@ class Config:
         return longropes[0].original_max_position_embeddings or self.max_position_embeddings
 
 
-def kernel_activation(name: str, value: str) -> str:
-    """The kernels' name of the activation `value` of field `name`. Raises ConfigError if it is not supported."""
-    if value not in KERNEL_ACTIVATIONS:
-        raise ConfigError(
-            f"config.json: {name} {value!r} is not supported; must be one of {', '.join(map(repr, KERNEL_ACTIVATIONS))}"
-        )
-    return KERNEL_ACTIVATIONS[value]
+def kernel_activation(name: str, value: str, known: Mapping[str, str] = KERNEL_ACTIVATIONS) -> str:
+    """The kernels' name of the activation `value` of field `name`. Raises ConfigError if it is not in `known`."""
+    check_choice(name, value, known)
+    return known[value]
 
 
 def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:

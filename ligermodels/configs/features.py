@@ -4,8 +4,9 @@ Each class is one feature: its fields under the Hub's names, and their meaning. 
 it has. Must not know which families do.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ligermodels.configs.base import Config, kernel_activation
 from ligermodels.configs.fields import check_choice
@@ -203,6 +204,10 @@ class GroupedRoutingConfig(Config):
         "num_nextn_predict_layers": "num_mtp_layers",
     }
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer has experts."""
+        return layer >= self.first_k_dense_replace
+
     def validate(self) -> None:
         super().validate()
         if self.n_routed_experts % self.n_group or self.n_routed_experts < 2 * self.n_group:
@@ -216,6 +221,46 @@ class GroupedRoutingConfig(Config):
                 f"config.json: topk_group {self.topk_group} of n_group {self.n_group} groups must have "
                 f"num_experts_per_tok {self.num_experts_per_tok} experts or more"
             )
+
+
+@dataclass(kw_only=True)
+class LatentAttentionConfig(Config):
+    """Multi-head latent attention (MLA): queries from a latent or, if q_lora_rank is null, from the residual stream;
+    keys and values from another latent. Each head has a part without RoPE and one with; the latter's key is shared by
+    all heads. head_dim is the size of the rotated part."""
+
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    rope_interleave: bool = True  # RoPE rotates neighbouring pairs
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+
+    @classmethod
+    def default_head_dim(cls, values: Mapping[str, Any]) -> int:
+        return values["qk_rope_head_dim"]
+
+    @property
+    def query_size(self) -> int:
+        return self.num_attention_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+
+    @property
+    def query_input_size(self) -> int:
+        """Width of the queries' latent; without one, of all query heads together."""
+        return self.q_lora_rank or self.query_size
+
+    def validate(self) -> None:
+        super().validate()
+        check_choice("scoring_func", self.scoring_func, ["sigmoid"])
+        check_choice("topk_method", self.topk_method, ["noaux_tc"])
+        for name, value in {"qk_rope_head_dim": self.head_dim, "num_attention_heads": self.num_key_value_heads}.items():
+            if getattr(self, name) != value:
+                other = "head_dim" if name == "qk_rope_head_dim" else "num_key_value_heads"
+                raise ConfigError(f"config.json: {other} {value} must be {name}, {getattr(self, name)}; leave it out")
+        if self.attention_bias and self.q_lora_rank is None:
+            raise ConfigError("config.json: attention_bias true is not supported if q_lora_rank is null; set it false")
 
 
 @dataclass(kw_only=True)

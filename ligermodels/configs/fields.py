@@ -31,10 +31,27 @@ MAXIMUM = {
     "num_local_experts": 2**12,
     "n_routed_experts": 2**12,
     "n_shared_experts": 2**12,
+    "q_lora_rank": 2**16,
+    "kv_lora_rank": 2**16,
+    "qk_nope_head_dim": 2**12,
+    "qk_rope_head_dim": 2**12,
+    "v_head_dim": 2**12,
     "num_nextn_predict_layers": 2**10,
+    "linear_num_key_heads": 2**12,
+    "linear_num_value_heads": 2**12,
+    "linear_key_head_dim": 2**8,  # what the kernels support
+    "linear_value_head_dim": 2**12,
     "num_channels": 2**8,
     "image_size": 2**12,
     "patch_size": 2**12,
+    "depth": 2**10,
+    "embed_dim": 2**20,
+    "out_hidden_size": 2**20,
+    "num_heads": 2**12,
+    "in_channels": 2**8,
+    "temporal_patch_size": 2**8,
+    "spatial_merge_size": 2**8,
+    "window_size": 2**20,
 }
 
 

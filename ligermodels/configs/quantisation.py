@@ -1,4 +1,5 @@
-"""The quantization_config of a config.json: FP8 weights with one scale or a scale for each block; MXFP4 weights.
+"""The quantization_config of a config.json: FP8 weights with one scale or a scale for each block; MXFP4 weights; NF4
+weights of bitsandbytes.
 
 Must not know tensors or files.
 """
@@ -10,7 +11,17 @@ from typing import Any
 from ligermodels.errors import ConfigError
 
 FIELD = "quantization_config"
-SUPPORTED = {"quant_method": ("fp8", "mxfp4"), "fmt": ("e4m3", None), "activation_scheme": ("static", "dynamic", None)}
+BITSANDBYTES = {
+    "load_in_4bit": (True,),
+    "bnb_4bit_quant_type": ("nf4",),
+    "bnb_4bit_use_double_quant": (True,),
+    "bnb_4bit_quant_storage": ("uint8", None),
+}
+SUPPORTED = {
+    "quant_method": ("fp8", "mxfp4", "bitsandbytes"),
+    "fmt": ("e4m3", None),
+    "activation_scheme": ("static", "dynamic", None),
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,13 @@ class Mxfp4:
     """4-bit weights in blocks of 32 columns with a power of two as scale (OCP microscaling)."""
 
 
-Quantisation = Fp8 | Mxfp4
+@dataclass(frozen=True)
+class Nf4Weights:
+    """4-bit weights of bitsandbytes with double quantisation."""
+
+
+Scaled = Fp8 | Mxfp4
+Quantisation = Scaled | Nf4Weights
 
 
 def read_quantisation(raw: Mapping[str, Any]) -> Quantisation | None:
@@ -35,6 +52,14 @@ def read_quantisation(raw: Mapping[str, Any]) -> Quantisation | None:
         return None
     if not isinstance(fields, Mapping):
         raise ConfigError(f"config.json: {FIELD} is {fields!r}; must be an object or null")
+    if fields.get("quant_method") == "bitsandbytes":
+        for name, values in BITSANDBYTES.items():
+            if fields.get(name) not in values:
+                raise ConfigError(
+                    f"config.json: {FIELD}: {name} is {fields.get(name)!r}; of bitsandbytes only NF4 with double "
+                    "quantisation is supported: load the original with quantize='nf4'"
+                )
+        return Nf4Weights()
     for name, values in SUPPORTED.items():
         if fields.get(name) not in values:
             raise ConfigError(
@@ -49,3 +74,9 @@ def read_quantisation(raw: Mapping[str, Any]) -> Quantisation | None:
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         raise ConfigError(f"config.json: {FIELD}: weight_block_size is {block!r}; must be null or two positive numbers")
     return Fp8((block[0], block[1]))
+
+
+def read_scaled(raw: Mapping[str, Any]) -> Scaled | None:
+    """As `read_quantisation`, of weights that are read as values and their scales alone."""
+    found = read_quantisation(raw)
+    return None if isinstance(found, Nf4Weights) else found

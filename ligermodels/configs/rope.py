@@ -24,6 +24,7 @@ ROPE_TYPES = {
     "longrope": ("short_factor", "long_factor"),
 }
 OLD_ROPE_TYPES = {"su": "longrope"}
+MULTIMODAL_ROPE_TYPES = OLD_ROPE_TYPES | {"mrope": "default"}  # of families whose positions have several axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,21 @@ class Rope:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     llama_4_scaling_beta: float = 0.0  # see QueryScale
+    mrope_section: tuple[int, ...] = ()  # see `position_axes`
+    mrope_interleaved: bool = False
+
+    @property
+    def position_axes(self) -> tuple[int, ...]:
+        """Of each rotated pair, the axis of the positions that it turns with; empty if positions have one axis.
+
+        mrope_section is the number of pairs of each axis. They stand in blocks, or interleaved: pair j then turns with
+        axis j % 3 as long as that has pairs left, and with the first axis behind them.
+        """
+        axes = range(len(self.mrope_section))
+        if not self.mrope_interleaved:
+            return tuple(axis for axis in axes for _ in range(self.mrope_section[axis]))
+        turns = (pair % len(axes) for pair in range(sum(self.mrope_section)))
+        return tuple(axis if pair < len(axes) * self.mrope_section[axis] else 0 for pair, axis in enumerate(turns))
 
     @property
     def factor_or_one(self) -> float:

@@ -1,12 +1,15 @@
-"""The vision_config of a multimodal config.json. Must not know layers."""
+"""The vision_config of a multimodal config.json: a transformer over the patches of images. Must not know layers."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
-from ligermodels.configs.fields import read_field
+from ligermodels.configs.base import Config
+from ligermodels.configs.fields import check_choice, read_field
+from ligermodels.configs.rope import FULL_ATTENTION, Rope, object_or_empty
 from ligermodels.errors import ConfigError
 
-VISION_DEFAULTS = {
+SIGLIP_DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
@@ -15,15 +18,82 @@ VISION_DEFAULTS = {
     "patch_size": 16,
     "vision_use_head": True,
 }
+AXIAL = "axial"  # RoPE over the rows and columns of an image
 
 
-def read_vision_config(raw: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes in the vision_config of `raw`, a whole config.json. Raises ConfigError."""
+@dataclass(kw_only=True)
+class VisionConfig(Config):
+    """The blocks have the fields of any transformer here; those of a vocabulary have no meaning.
+
+    spatial_merge_size: the side of the square of patches that becomes one feature of the text model.
+    """
+
+    model_type: str = "vision"
+    in_channels: int = 3
+    patch_size: int = 14
+    temporal_patch_size: int = 1
+    spatial_merge_size: int = 1
+
+    alternative_names: ClassVar = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+
+    @classmethod
+    def of_model(cls, raw: Mapping[str, Any]) -> Self:
+        """Reads the vision_config of `raw`, a whole config.json. Raises ConfigError."""
+        return cls.from_dict(vision_fields(raw))
+
+    def check_features(self, hidden_size: int) -> None:
+        """Raises ConfigError if the features do not have the width of the text model."""
+
+    @property
+    def pixels_per_patch(self) -> int:
+        """Values of a patch: channels, frames, rows, columns."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def patches_per_feature(self) -> int:
+        return self.spatial_merge_size**2
+
+
+@dataclass(kw_only=True)
+class AxialVisionConfig(VisionConfig):
+    """With 2-D RoPE: half of a head turns with a patch's row, half with its column."""
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
+        given = object_or_empty("vision_config: rope_parameters", raw.get("rope_parameters"))
+        check_choice("vision_config: rope_type", given.get("rope_type", AXIAL), [AXIAL])
+        theta = read_field("rope_theta", given.get("rope_theta", cls.default_rope_theta), float)
+        return {FULL_ATTENTION: Rope(rope_theta=theta, rope_type=AXIAL)}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        config = super().from_dict(raw)
+        half = (config.head_dim // 4,) * 2  # pairs of each axis
+        config.ropes = {kind: replace(rope, mrope_section=half) for kind, rope in config.ropes.items()}
+        return config
+
+    def validate(self) -> None:
+        super().validate()
+        if self.head_dim % 4:
+            raise ConfigError(
+                f"config.json: vision_config: heads of size {self.head_dim} must be a multiple of 4: half of their"
+                " pairs rotate with rows, half with columns"
+            )
+
+
+def vision_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The vision_config of a whole config.json. Raises ConfigError if it has none."""
     vision = raw.get("vision_config")
     if not isinstance(vision, Mapping):
         raise ConfigError(f"config.json: vision_config is {vision!r}; must be an object")
+    return vision
+
+
+def read_siglip_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes in the vision_config of `raw`, a whole config.json. Raises ConfigError."""
+    vision = vision_fields(raw)
     sizes = {
-        name: read_field(name, vision.get(name, default), type(default)) for name, default in VISION_DEFAULTS.items()
+        name: read_field(name, vision.get(name, default), type(default)) for name, default in SIGLIP_DEFAULTS.items()
     }
     if sizes["vision_use_head"]:
         raise ConfigError("config.json: vision_config: vision_use_head must be false; a pooling head is not supported")

@@ -4,8 +4,8 @@
 the engine have (prefill.py, rows.py) are the others. Must not know any family.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,50 @@ from ligermodels.configs.base import Config
 from ligermodels.kernels.cache_write import CacheSlots
 
 
+class PerToken(NamedTuple):
+    """A layer keeps something of every token, as attention its keys and values: `elements` in the model's dtype.
+
+    window: how many tokens a token looks back on, its own included; None for all.
+    """
+
+    elements: int
+    window: int | None
+
+
+class PerRow(NamedTuple):
+    """A layer keeps states of a whole row, however long it is: `elements` in the model's dtype, and `fp32_elements`."""
+
+    elements: int
+    fp32_elements: int = 0
+
+
+Kept = PerToken | PerRow
+
+
+class LatentHeads(Protocol):
+    """How the heads of latent attention read what a cache keeps of a token, [latent | rotated key] [B, S, 1, L + R].
+
+    Keys and values of all heads can be computed from it, or queries and outputs be moved to the latents.
+    """
+
+    @property
+    def latent_size(self) -> int: ...
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [B, S, 1, L + R] -> keys [B, S, H, D] and values [B, S, H, V]."""
+        ...
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries [B, T, H, D] -> queries of the latents, [B, T, H, L + R]."""
+        ...
+
+    def restore(self, out: Tensor) -> Tensor:
+        """Weighted latents [B, T, H, L] -> weighted values [B, T, H, V]."""
+        ...
+
+
 class LayerCache(Protocol):
-    """The cache of one layer.
+    """The cache of a layer that keeps something of every token.
 
     slots: where the caller writes keys and values before it calls `attend`; None if `attend` stores them.
     """
@@ -30,17 +72,65 @@ class LayerCache(Protocol):
         """
         ...
 
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        """The same of latent attention, whose keys and values the cache keeps as latents [B, T, 1, L + R]."""
+        ...
+
+
+class StateStep(NamedTuple):
+    """A call with one token of each row, which updates the states in place.
+
+    pools: by the layer's number of the state, [R, ...]. rows: int64 [B], the place of each row in them.
+    """
+
+    pools: Mapping[int, Tensor]
+    rows: Tensor
+
+
+class StateCall(Protocol):
+    """A call with tokens of sequences: the states after them follow from those before.
+
+    cu_seqlens: int32 [sequences + 1], the sequences' offsets in the flattened batch; None if every row is one.
+    """
+
+    @property
+    def cu_seqlens(self) -> Tensor | None: ...
+
+    def before(self, number: int) -> Tensor | None:
+        """A state of every sequence before the call, [sequences, ...]; None for zeros."""
+        ...
+
+    def store(self, number: int, states: Tensor) -> None:
+        """Keeps a state of every sequence after the call."""
+        ...
+
+
+class LayerStates(Protocol):
+    """The states of a layer."""
+
+    def begin(self, shape: tuple[int, int], padding: Tensor | None) -> StateStep | StateCall:
+        """What a call of shape (B, T) does. padding: int64 [B], how many places at the end of each row are no tokens;
+        None for none."""
+        ...
+
 
 class Cache(Protocol):
     """The cache of a model."""
 
     @property
-    def layers(self) -> Sequence[LayerCache]: ...
+    def layers(self) -> Sequence[LayerCache | LayerStates]: ...
 
     @property
     def sequence_lengths(self) -> Tensor | None:
         """The length of each token's sequence, [B, T], on which scalings of RoPE may depend; None for what the
         positions of the call say."""
+        ...
+
+    @property
+    def rope_offsets(self) -> Tensor | None:
+        """[B, 1], added to each row's positions for RoPE: images take fewer positions than tokens. None for 0."""
         ...
 
     def next_positions(self, count: int) -> Tensor:
@@ -53,7 +143,11 @@ class Cache(Protocol):
 
 
 class GenerativeModel(Protocol):
-    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper."""
+    """What generation uses of a model; a `CausalLM` has it, also inside PEFT's wrapper.
+
+    One that takes images also has `prepare_images`, of ids [1, T] and pixel inputs, and `encode_prompt` of its result,
+    which returns `PromptImages`.
+    """
 
     config: Config
     generation_config: dict[str, Any]
@@ -64,8 +158,11 @@ class GenerativeModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def attention_windows(self) -> list[int | None]:
-        """The window of each layer, None for full attention."""
+    @property
+    def takes_images(self) -> bool: ...
+
+    def kept_by_layers(self) -> list[Kept]:
+        """What each layer keeps of the tokens before."""
         ...
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]: ...

@@ -5,7 +5,7 @@ from bisect import bisect_right
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.generation.cache import GenerativeModel
+from ligermodels.generation.cache import GenerativeModel, Kept, PerRow
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, layer_groups
 from ligermodels.generation.requests import Request
 from ligermodels.units import counted, memory_size
@@ -18,10 +18,16 @@ def cache_bytes(
     model: GenerativeModel, max_tokens: int, max_rows: int, max_length: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> int:  # fmt: skip
-    """The memory of a paged cache; sizes as those of `Engine`. dtype: of keys and values; None for the model's."""
-    groups = layer_groups(model.attention_windows(), max_tokens, max_length or max_tokens, max_rows)
-    slots = sum(group.slots * len(group.layers) for group in groups)
-    return slots * 2 * model.config.key_value_size * (dtype or model.dtype).itemsize
+    """The memory of a paged cache; sizes as those of `Engine`. dtype: of what layers keep; None for the model's."""
+    kept, size = model.kept_by_layers(), (dtype or model.dtype).itemsize
+    groups = layer_groups(kept, max_tokens, max_length or max_tokens, max_rows)
+    return sum(group.slots * slot_bytes(kept[layer], size) for group in groups for layer in group.layers)
+
+
+def slot_bytes(kept: Kept, size: int) -> int:
+    """What a layer keeps of a token, or of a row; elements of the model's dtype have `size` bytes."""
+    states = kept.fp32_elements if isinstance(kept, PerRow) else 0
+    return kept.elements * size + states * torch.float32.itemsize
 
 
 def tokens_that_fit(model: GenerativeModel, max_rows: int) -> int:
@@ -56,10 +62,8 @@ def check_room(cache: PagedCache, request: Request, max_rows: int) -> None:
     samples, prompt_length = request.options.n, len(request.ids)
     if samples > max_rows:
         raise InputError(f"generate: n is {samples}, but the engine runs {counted(max_rows, 'sample')} at a time")
-    longest = max(group.width for group in cache.groups) * PAGE_SIZE
     size = f"{counted(prompt_length, 'token')} and {request.max_new_tokens:,} new ones"
-    if all(group.window is not None for group in cache.groups):
-        longest = request.length
+    longest = min((group.longest for group in cache.groups if group.longest is not None), default=request.length)
     if request.length > longest:
         raise InputError(
             f"generate: a prompt of {size} is longer than the {longest:,} that the engine holds for one request; lower "

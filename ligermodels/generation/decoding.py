@@ -1,11 +1,12 @@
 """Generation for a batch of prompts: all at once, or step by step. Must not know any family."""
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from typing import Unpack, overload
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Unpack, overload
 
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import tokens_that_fit
 from ligermodels.generation.engine import DEFAULT_ROWS, Drawn, Engine, check_prompt
@@ -23,6 +24,7 @@ def generate(
     max_new_tokens: int,
     tokenizer: TextTokenizer | None = None,
     stop_tokens: Collection[int] | None = None,
+    images: Sequence[Mapping[str, Any] | None] | None = None,
     **sampling: Unpack[Sampling],
 ) -> list[list[int]]: ...
 @overload
@@ -33,6 +35,7 @@ def generate(
     max_new_tokens: int,
     tokenizer: TextTokenizer,
     stop_tokens: Collection[int] | None = None,
+    images: Sequence[Mapping[str, Any] | None] | None = None,
     **sampling: Unpack[Sampling],
 ) -> list[str]: ...
 def generate(
@@ -42,6 +45,7 @@ def generate(
     max_new_tokens: int,
     tokenizer: TextTokenizer | None = None,
     stop_tokens: Collection[int] | None = None,
+    images: Sequence[Mapping[str, Any] | None] | None = None,
     **sampling: Unpack[Sampling],
 ) -> list[list[int]] | list[str]:
     """Generates a continuation of every prompt; returns what is new in each row.
@@ -50,6 +54,7 @@ def generate(
     token. Or texts, with the `tokenizer` of `load_tokenizer`: returns texts, without the stop token. With n > 1, the n
     completions of a prompt are consecutive rows.
     stop_tokens: tokens that end a row; None for the end-of-text tokens of the checkpoint and of the tokenizer.
+    images: of each prompt the pixel inputs of its images, see `Engine.submit`, or None.
     sampling: see `Sampling`; greedy decoding without it. Stop strings need the tokenizer for token ids, too.
     Each call has a cache of its own; `Engine` keeps one, takes requests with different options, and returns
     log-probabilities. Warns when a row exceeds the length that the model was trained for.
@@ -63,7 +68,7 @@ def generate(
     if stop_tokens is None:
         stop_tokens = model_stop_tokens(model, tokenizer)
     reader = tokenizer if sampling.get("stop") else decoder
-    engine = engine_for(model, reader, ids, max_new_tokens, stop_tokens, sampling)
+    engine = engine_for(model, reader, ids, max_new_tokens, stop_tokens, sampling, images=images)
     completions = sorted(engine, key=lambda completion: (completion.request, completion.sample))
     if decoder is not None:
         return [completion.text or "" for completion in completions]
@@ -77,6 +82,7 @@ def stream(
     max_new_tokens: int,
     *,
     tokenizer: None = None,
+    images: Sequence[Mapping[str, Any] | None] | None = None,
     **sampling: Unpack[Sampling],
 ) -> Iterator[list[int]]: ...
 @overload
@@ -86,6 +92,7 @@ def stream(
     max_new_tokens: int,
     *,
     tokenizer: TextTokenizer,
+    images: Sequence[Mapping[str, Any] | None] | None = None,
     **sampling: Unpack[Sampling],
 ) -> Iterator[list[str]]: ...
 def stream(
@@ -94,6 +101,7 @@ def stream(
     max_new_tokens: int,
     *,
     tokenizer: TextTokenizer | None = None,
+    images: Sequence[Mapping[str, Any] | None] | None = None,
     **sampling: Unpack[Sampling],
 ) -> Iterator[list[int]] | Iterator[list[str]]:
     """Yields what is new in every row, one step at a time. Arguments as those of `generate`.
@@ -104,7 +112,8 @@ def stream(
     ids, decoder = encode_prompts(prompts, tokenizer)
     if max_new_tokens == 0 or not ids:
         return iter(())
-    engine = engine_for(model, decoder, ids, max_new_tokens, () if decoder is None else None, sampling)
+    stop_tokens = () if decoder is None else None
+    engine = engine_for(model, decoder, ids, max_new_tokens, stop_tokens, sampling, images=images)
     if decoder is None:
         return ([drawn.token for drawn in row if drawn] for row in steps(engine))
     return ([drawn.text if drawn else "" for drawn in row] for row in steps(engine))
@@ -118,9 +127,12 @@ def engine_for(
     stop_tokens: Collection[int] | None,
     sampling: Sampling,
     shown: Sequence[int] | None = None,
+    images: Sequence[Mapping[str, Any] | None] | None = None,
 ) -> Engine:
     """An engine with these requests, and a cache for all of them if the GPU has the memory; see `Engine.submit`."""
-    options = SamplingOptions(**sampling)
+    options, images = SamplingOptions(**sampling), [None] * len(prompts) if images is None else images
+    if len(images) != len(prompts):
+        raise InputError(f"generate: images has {len(images)} entries for {len(prompts)} prompts; None stands for none")
     for prompt in prompts:
         check_prompt(prompt, max_new_tokens, model.config.vocab_size)
     lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
@@ -129,8 +141,10 @@ def engine_for(
     if model.device.type == "cuda":
         tokens = min(tokens, tokens_that_fit(model, rows))
     engine = Engine(model, tokenizer=tokenizer, max_tokens=tokens, max_length=max(lengths), max_rows=rows)
-    for prompt in prompts:
-        engine.submit(prompt, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, shown=shown, **sampling)
+    for prompt, pixels in zip(prompts, images, strict=True):
+        engine.submit(
+            prompt, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, shown=shown, images=pixels, **sampling
+        )
     return engine
 
 

@@ -1,14 +1,14 @@
 """The generation engine: requests on a paged cache, which enter and leave the running batch as there is room.
 
-Of a model it uses forward, config, parameters and the windows of its layers; must not know any family.
+Of a model it uses forward, config, parameters and what its layers keep; must not know any family.
 """
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -17,10 +17,11 @@ from ligermodels.errors import InputError
 from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import check_room, tokens_that_fit
 from ligermodels.generation.graphs import StepGraphs, ranks_of, rows_of_graph, uses_graphs
+from ligermodels.generation.image_features import PromptImages
 from ligermodels.generation.paged_cache import PagedCache
 from ligermodels.generation.prefill import PrefillStep, PromptPiece
 from ligermodels.generation.requests import GeneratedSample, Request, Sample
-from ligermodels.generation.rows import NO_TOKEN, Drawing, RowStates, decode_step
+from ligermodels.generation.rows import NO_TOKEN, Drawing, RowStates, decode_step, only_first
 from ligermodels.generation.sampling import Sampling, SamplingOptions
 from ligermodels.generation.stop_strings import StopStrings
 from ligermodels.generation.stop_tokens import model_stop_tokens
@@ -41,10 +42,14 @@ class Drawn:
 
 @dataclass(eq=False)
 class AdmittedRequest:
-    """An admitted request, whose samples wait until its tokens are in the cache. done: how many are."""
+    """An admitted request, whose samples wait until its tokens are in the cache. done: how many are.
+
+    images: those of its prompt, None without.
+    """
 
     request: Request
     samples: list[Sample]
+    images: PromptImages | None = None
     done: int = 0
 
 
@@ -71,6 +76,7 @@ class Engine:
     prompts and results that are texts.
     max_tokens: tokens that the cache holds, of all requests together; None for what 80 % of the GPU's free memory
     holds. max_length: tokens of one request; None for max_tokens. max_rows: samples that run at a time.
+    vocab_size: only token ids below it are drawn, where a head is padded beyond those of a text; None for all.
 
     Raises InputError for a model that has no weights in memory, for a size below 1, and on the CPU without max_tokens.
     """
@@ -83,6 +89,7 @@ class Engine:
         max_tokens: int | None = None,
         max_length: int | None = None,
         max_rows: int = DEFAULT_ROWS,
+        vocab_size: int | None = None,
     ) -> None:
         if model.device.type == "meta":
             raise InputError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")
@@ -90,10 +97,10 @@ class Engine:
             if size is not None and size < 1:
                 raise InputError(f"generate: {name} is {size}; must be at least 1")
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
-        self.max_rows = max_rows
+        self.max_rows, self.vocab_size = max_rows, vocab_size
         self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
-        self.cache = PagedCache(model.attention_windows(), self.max_tokens, max_length or self.max_tokens, max_rows)
-        self.rows = RowStates.allocate(self.cache, max_rows, model.config.vocab_size, self.device)
+        self.cache = PagedCache(model.kept_by_layers(), self.max_tokens, max_length or self.max_tokens, max_rows)
+        self.rows = RowStates.allocate(self.cache, max_rows, model.config.vocab_size, self.device, model.takes_images)
         self.ranks = ranks_of(model)
         self.graphs = StepGraphs() if uses_graphs(model) else None
         self.waiting: deque[Request] = deque()
@@ -113,6 +120,7 @@ class Engine:
         stop_tokens: Collection[int] | None = None,
         shown: Sequence[int] | None = None,
         stream: int | None = None,
+        images: Mapping[str, Any] | None = None,
         **sampling: Unpack[Sampling],
     ) -> int:
         """Adds a request and returns its number. It runs while the engine is iterated over.
@@ -120,11 +128,12 @@ class Engine:
         prompt: token ids, or a text if the engine has a tokenizer. stop_tokens: what ends a sample; None for the
         end-of-text tokens of the checkpoint and of the tokenizer, () for none. shown: tokens whose text the results
         continue; None for those of the prompt. stream: which of the seed's sequences of random numbers; None for the
-        request's number.
+        request's number. images: pixel_values, image_grid_thw and so on, as the model's forward takes them, of the
+        images whose tokens the prompt has; None for none.
         sampling: see `Sampling`.
 
         Raises InputError for an empty prompt, a token id outside the vocabulary, options out of range, and a request
-        that the cache cannot hold.
+        that the cache cannot hold, and images that do not fit the prompt.
         """
         vocab_size = self.model.config.vocab_size
         ids = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
@@ -147,12 +156,19 @@ class Engine:
         number = self.submitted
         request = Request(
             number, number if stream is None else stream, ids, max_new_tokens, frozenset(stops),
-            options, seed, ids if shown is None else shown,
+            options, seed, ids if shown is None else shown, self.prepare_images(ids, images),
         )  # fmt: skip
         check_room(self.cache, request, self.max_rows)
         self.waiting.append(request)
         self.submitted += 1
         return number
+
+    def prepare_images(self, ids: Sequence[int], images: Mapping[str, Any] | None) -> Any:
+        if not images:
+            return None
+        if not self.model.takes_images:
+            raise InputError("generate: the model takes no images; leave them out")
+        return cast(Any, self.model).prepare_images(torch.tensor(ids)[None], **images)
 
     def encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -228,8 +244,10 @@ class Engine:
         """Computes up to PREFILL_TOKENS tokens of the admitted prompts; samples whose prompt is complete get rows."""
         pieces, complete, room = [], [], PREFILL_TOKENS
         for prompt in self.prompts:
-            ids = prompt.request.ids
-            piece = PromptPiece(ids[prompt.done : prompt.done + room], prompt.done, len(ids), prompt.samples[0].tables)
+            ids, tables = prompt.request.ids, prompt.samples[0].tables
+            if prompt.request.images is not None and prompt.images is None:
+                prompt.images = cast(Any, self.model).encode_prompt(prompt.request.images)
+            piece = PromptPiece(ids[prompt.done : prompt.done + room], prompt.done, len(ids), tables, prompt.images)
             pieces.append(piece)
             complete.append(piece.stop == len(ids))
             prompt.done, room = piece.stop, room - len(piece.ids)
@@ -244,10 +262,11 @@ class Engine:
         """Fills the cache with pieces of sequences; returns the logits [pieces, V] after the last token of each."""
         step = PrefillStep(self.cache, pieces, self.device)
         self.warn_beyond(max(piece.stop for piece in pieces) - 1)
-        return self.model(
+        logits = self.model(
             step.input_ids, position_ids=step.position_ids, cu_seqlens=step.cu_seqlens, max_seqlen=step.max_seqlen,
-            cache=step, logits_to_keep=step.last,
+            cache=step, logits_to_keep=step.last, **step.image_inputs,
         ).logits[0]  # fmt: skip
+        return only_first(logits, self.vocab_size)
 
     def start(self, prompts: Sequence[AdmittedRequest], logits: Tensor) -> None:
         """Gives the samples of complete prompts rows behind those in use, and draws their first tokens.
@@ -263,15 +282,17 @@ class Engine:
         counts = torch.tensor([len(prompt.samples) for prompt in prompts])
         repeated = torch.arange(len(prompts)).repeat_interleave(counts).to(self.device)
         rows = self.rows.view(begin, len(self.samples))
-        rows.assign([sample.new_row() for sample in new])
+        offsets = [prompt.images.rope_offset if prompt.images else 0 for prompt in prompts for _ in prompt.samples]
+        rows.assign([sample.new_row(offset) for sample, offset in zip(new, offsets, strict=True)])
         rows.append(logits[repeated], drawing_of(new))
         self.note_launched(new, rows)
 
     def decode_all(self) -> None:
         """Launches a decode step of all rows in use."""
-        self.refill()
-        position = max(sample.position for sample in self.samples)
-        self.warn_beyond(position)
+        positions = [sample.position for sample in self.samples]
+        if self.model.config.longrope_switch_length in positions:
+            self.refill()
+        self.warn_beyond(max(positions))
         count = len(self.samples)
         drawing = drawing_of(self.samples)
         if self.graphs is None:
@@ -282,7 +303,7 @@ class Engine:
 
     def decode(self, count: int, drawing: Drawing) -> None:
         """A decode step of the first `count` rows."""
-        decode_step(self.model, self.cache, self.rows.view(0, count), drawing)
+        decode_step(self.model, self.cache, self.rows.view(0, count), drawing, self.vocab_size)
 
     def refill(self) -> None:
         """Computes the keys of samples anew whose next token makes LongRoPE change its frequencies for all tokens."""

@@ -1,19 +1,24 @@
-"""A preallocated key-value cache for a batch whose rows may differ in length, for calls of a model's forward.
+"""A cache for a batch whose rows may differ in length, for calls of a model's forward: keys and values, and states.
 
 Generation uses the paged cache instead. Must not know models.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.generation.cache import Kept, LatentHeads, PerRow, StateStep
 from ligermodels.kernels.attention import attention
 
 
 class KVLayer:
-    """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use."""
+    """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use.
+
+    Of latent attention the keys are the latents, and the values have no columns.
+    """
 
     slots = None
 
@@ -26,14 +31,21 @@ class KVLayer:
         keys, values = self.update(k, v, position_ids)
         return attention(q, keys, values, position_ids=position_ids, **options)
 
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        latents, _ = self.update(latents, latents[..., :0], position_ids)
+        values = latents[..., : heads.latent_size]
+        return heads.restore(attention(heads.absorb(q), latents, values, scale=scale, position_ids=position_ids))
+
     def update(self, k: Tensor, v: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k, v [B, T, Hkv, D] at position_ids [B, T] and returns all keys and values of the cache.
 
         The entries after a row's last position are not valid and must be masked by the caller.
         """
         if self.keys is None or self.values is None:
-            shape = (k.shape[0], self.max_length, *k.shape[2:])
-            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+            rows = k.shape[0], self.max_length
+            self.keys, self.values = (x.new_zeros(*rows, *x.shape[2:]) for x in (k, v))
         row = torch.arange(k.shape[0], device=k.device)[:, None]
         self.keys[row, position_ids] = k
         self.values[row, position_ids] = v
@@ -52,14 +64,61 @@ class KVLayer:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
+class StateLayer:
+    """States of one layer, [B, ...] each by their number."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, Tensor] = {}
+
+    def begin(self, shape: tuple[int, int], padding: Tensor | None) -> "StateStep | RowSequences":
+        batch, length = shape
+        if padding is None and length == 1 and self.states and not torch.is_grad_enabled():
+            return StateStep(self.states, torch.arange(batch, device=self.states[0].device))
+        return RowSequences(self.states, None if padding is None else offsets_with_padding(length, padding))
+
+    def reserve(self, max_length: int) -> None:
+        """States need no more room for more positions."""
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Replaces the rows by these, which are indices [B] of the present ones."""
+        self.states = {number: states[rows] for number, states in self.states.items()}
+
+
+class RowSequences(NamedTuple):
+    """A call in which every row is a sequence; with `cu_seqlens`, its tokens are one and its padding is another."""
+
+    states: dict[int, Tensor]
+    cu_seqlens: Tensor | None
+
+    def before(self, number: int) -> Tensor | None:
+        states = self.states.get(number)
+        if states is None or self.cu_seqlens is None:
+            return states
+        return torch.stack([states, torch.zeros_like(states)], 1).flatten(0, 1)
+
+    def store(self, number: int, states: Tensor) -> None:
+        self.states[number] = states if self.cu_seqlens is None else states[::2].contiguous()
+
+
+def offsets_with_padding(length: int, padding: Tensor) -> Tensor:
+    """Offsets of the tokens and of the padding behind them of each row, int32 [2 B + 1]. padding: int64 [B]."""
+    ends = torch.arange(1, len(padding) + 1, device=padding.device) * length
+    return F.pad(torch.stack([ends - padding, ends], 1).flatten(), (1, 0)).int()
+
+
 class KVCache:
-    """One KVLayer for each layer, and the number of filled positions of each row: `lengths`, int64 [B]."""
+    """A KVLayer or a StateLayer for each layer, and the number of tokens of each row: `lengths`, int64 [B].
+
+    kept: what each layer keeps, as a model's `kept_by_layers` says.
+    rope_offsets: int64 [B, 1], see `Cache`; None as long as no row has images.
+    """
 
     sequence_lengths = None
 
-    def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device) -> None:
-        self.layers = [KVLayer(max_length) for _ in range(num_layers)]
+    def __init__(self, kept: Sequence[Kept], batch_size: int, max_length: int, device: torch.device) -> None:
+        self.layers = [StateLayer() if isinstance(each, PerRow) else KVLayer(max_length) for each in kept]
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.rope_offsets: Tensor | None = None
 
     def next_positions(self, count: int) -> Tensor:
         """Positions [B, count] of the next tokens of every row."""
@@ -67,6 +126,15 @@ class KVCache:
 
     def advance(self, count: int | Tensor) -> None:
         self.lengths += count
+
+    def extend_rope(self, rope_ids: Tensor, offsets: Tensor) -> Tensor:
+        """Positions for RoPE of the next tokens, as if they began a sequence -> those that continue the rows.
+
+        rope_ids [axes, B, T]; offsets [B, 1]: what they change `rope_offsets` by, for all tokens after them.
+        """
+        before = torch.zeros_like(offsets) if self.rope_offsets is None else self.rope_offsets
+        self.rope_offsets = before + offsets
+        return rope_ids + self.lengths[:, None] + before
 
     def reserve(self, max_length: int) -> None:
         """Makes room for this many positions."""
@@ -76,5 +144,7 @@ class KVCache:
     def select_rows(self, rows: Tensor) -> None:
         """Replaces the rows by these, which are indices [B] of the present ones; one may be repeated."""
         self.lengths = self.lengths[rows]
+        if self.rope_offsets is not None:
+            self.rope_offsets = self.rope_offsets[rows]
         for layer in self.layers:
             layer.select_rows(rows)

@@ -1,9 +1,10 @@
-"""The paged key-value cache of the generation engine: pools of pages that rows of different lengths share.
+"""The paged cache of the generation engine: pools of pages that rows of different lengths share.
 
 Every layer has a pool of pages of PAGE_SIZE slots, [slots, Hkv, D] for keys and for values. A row has a table of pages
 in each group of layers with equal windows: position p lies in page table[p // PAGE_SIZE % len(table)]. The table of a
-windowed group has just the pages of a window, and is used as a ring. Page 0 belongs to nobody: what has no place of its
-own is written there. Knows tensors and attention; must not know models or requests.
+windowed group has just the pages of a window, and is used as a ring. Layers with states are a group too: a row has one
+page there, its states. Page 0 belongs to nobody: what has no place of its own is written there. Knows tensors and
+attention; must not know models or requests.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ligermodels.generation.cache import Kept, PerToken
 
 PAGE_SIZE = 64  # tokens; one tile of keys in the decode kernel
 
@@ -21,7 +24,10 @@ def pages_for(tokens: int) -> int:
 
 
 class PagedLayer:
-    """Keys and values of one layer, [slots, Hkv, D] each. Allocated on first use."""
+    """Keys and values of one layer, [slots, Hkv, D] each. Allocated on first use.
+
+    Of latent attention the keys are the latents, and the values have no columns.
+    """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -40,6 +46,25 @@ class PagedLayer:
             if pool is not None:
                 pages = pool.unflatten(0, (-1, PAGE_SIZE))
                 pages[targets] = pages[sources]
+
+
+class StatePool:
+    """States of one layer, [slots, ...] each: a row's are at its only page. Allocated on first use."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.states: dict[int, Tensor] = {}
+
+    def store(self, number: int, pages: Tensor, states: Tensor) -> None:
+        """Writes state `number` of rows, [n, ...], at their pages, int64 [n]."""
+        if number not in self.states:
+            self.states[number] = states.new_zeros(self.slots, *states.shape[1:])
+        self.states[number][pages] = states
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies the states of rows, int64 [n] each."""
+        for states in self.states.values():
+            states[targets] = states[sources]
 
 
 class PagePool:
@@ -99,6 +124,34 @@ class LayerGroup:
         is_ring = pages_for(length) > self.width
         return 0 if is_ring else prompt_length // PAGE_SIZE
 
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a row; None for no limit."""
+        return self.width * PAGE_SIZE if self.window is None else None
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """Layers with states, whose rows have one page each. pages: of all rows together."""
+
+    layers: tuple[int, ...]
+    pages: int
+    width = 1
+    longest = None
+
+    @property
+    def slots(self) -> int:
+        """Of a layer, with page 0."""
+        return self.pages + 1
+
+    def pages_of(self, length: int) -> int:
+        """How many pages a row of `length` tokens needs."""
+        return 1
+
+    def shared_pages(self, prompt_length: int, length: int) -> int:
+        """None: every token changes the states of its row."""
+        return 0
+
 
 Tables = list[list[int]]  # the pages of a row in each group
 
@@ -106,17 +159,15 @@ Tables = list[list[int]]  # the pages of a row in each group
 class PagedCache:
     """The pools and groups of a model.
 
-    windows: of each layer, None for full attention. max_tokens: tokens that all rows together may hold.
-    max_length: those of one row. max_rows: rows at a time.
+    kept: what each layer keeps. max_tokens: tokens that all rows together may hold. max_length: those of one row.
+    max_rows: rows at a time.
     """
 
-    def __init__(self, windows: Sequence[int | None], max_tokens: int, max_length: int, max_rows: int) -> None:
-        self.groups = layer_groups(windows, max_tokens, max_length, max_rows)
+    def __init__(self, kept: Sequence[Kept], max_tokens: int, max_length: int, max_rows: int) -> None:
+        self.groups = layer_groups(kept, max_tokens, max_length, max_rows)
         self.pools = [PagePool(group.pages) for group in self.groups]
-        self.group_of = [
-            next(i for i, group in enumerate(self.groups) if n in group.layers) for n in range(len(windows))
-        ]
-        self.layers = [PagedLayer(self.groups[index].slots) for index in self.group_of]
+        self.group_of = [next(i for i, group in enumerate(self.groups) if n in group.layers) for n in range(len(kept))]
+        self.layers = [paged_layer(self.groups[index]) for index in self.group_of]
 
     def pages_needed(self, prompt_length: int, length: int, samples: int) -> list[int]:
         """How many pages of each group a request needs: `samples` rows of at most `length` tokens with one prompt."""
@@ -153,7 +204,7 @@ class PagedCache:
             pool.release_all()
 
     def copy_prompt(self, prompt_length: int, length: int, rows: Sequence[Tables], device: torch.device) -> None:
-        """Copies the keys and values of a prompt, which the first row has, to the pages that others do not share."""
+        """Copies what the first row has of a prompt to the pages that others do not share."""
         for index, group in enumerate(self.groups):
             used = range(group.shared_pages(prompt_length, length), group.pages_of(prompt_length))
             sources = [rows[0][index][page] for _ in rows[1:] for page in used]
@@ -164,17 +215,29 @@ class PagedCache:
                     self.layers[layer].copy_pages(pages[0], pages[1])
 
 
-def layer_groups(windows: Sequence[int | None], max_tokens: int, max_length: int, max_rows: int) -> list[LayerGroup]:
-    """A group for each window, full attention first; arguments as those of `PagedCache`."""
-    groups = []
-    for window in sorted(set(windows), key=lambda window: window or 0):
-        layers = tuple(index for index, other in enumerate(windows) if other == window)
+def paged_layer(group: LayerGroup | StateGroup) -> PagedLayer | StatePool:
+    """The memory of one layer of a group."""
+    return PagedLayer(group.slots) if isinstance(group, LayerGroup) else StatePool(group.slots)
+
+
+def layer_groups(
+    kept: Sequence[Kept], max_tokens: int, max_length: int, max_rows: int
+) -> list[LayerGroup | StateGroup]:
+    """A group for each window, full attention first, then that of the layers with states; arguments as those of
+    `PagedCache`."""
+    groups: list[LayerGroup | StateGroup] = []
+    windows = {index: each.window for index, each in enumerate(kept) if isinstance(each, PerToken)}
+    for window in sorted(set(windows.values()), key=lambda window: window or 0):
+        layers = tuple(index for index, other in windows.items() if other == window)
         width, pages = pages_for(max_length), pages_for(max_tokens)
         if window is not None:
             # A query sees window - 1 earlier positions and its own.
             width = min(width, pages_for(window - 1) + 1)
             pages = min(pages, max_rows * width)
         groups.append(LayerGroup(window, layers, width, pages))
+    with_states = tuple(index for index in range(len(kept)) if index not in windows)
+    if with_states:
+        groups.append(StateGroup(with_states, max_rows))
     return groups
 
 

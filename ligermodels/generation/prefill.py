@@ -4,7 +4,7 @@ A piece that does not begin its sequence attends to the earlier keys in the cach
 of training, so that nothing grows with the square of the length. Knows the paged cache; must not know models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables, slots_of
+from ligermodels.generation.cache import LatentHeads
+from ligermodels.generation.image_features import PromptImages, features_of_pieces, rope_of_pieces
+from ligermodels.generation.paged_cache import (
+    PAGE_SIZE,
+    PagedCache,
+    PagedLayer,
+    StateGroup,
+    StatePool,
+    Tables,
+    slots_of,
+)
 from ligermodels.kernels.attention import attention
 
 
@@ -20,13 +30,14 @@ from ligermodels.kernels.attention import attention
 class PromptPiece:
     """Consecutive tokens of a sequence, from position `start`. length: of the whole sequence that is prefilled.
 
-    tables: of the row that they are written for.
+    tables: of the row that they are written for. images: those of the sequence, None without.
     """
 
     ids: Sequence[int]
     start: int
     length: int
     tables: Tables
+    images: PromptImages | None = None
 
     @property
     def stop(self) -> int:
@@ -74,13 +85,53 @@ class PrefillLayer:
         key_pool[plan.slots], value_pool[plan.slots] = k[0], v[0]
         return out
 
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        plan, (pool, _) = self.plan, self.layer.pools(latents, latents[..., :0])
+        if plan.earlier is None:
+            k, v = heads.expand(latents)
+            out = attention(q, k, v, scale=scale, **self.queries)
+        else:
+            k, v = heads.expand(plan.with_earlier(pool, latents))
+            out = attention(q, k, v, scale=scale, cu_seqlens_k=plan.offsets, max_seqlen_k=plan.longest, **self.queries)
+        pool[plan.slots] = latents[0]
+        return out
+
+
+class PrefillStates:
+    """The states of a layer during a prefill, of a sequence for each piece.
+
+    pages: int64 [pieces]. continued: bool [pieces], whether a piece continues its sequence; None if none does.
+    """
+
+    def __init__(self, layer: StatePool, pages: Tensor, continued: Tensor | None, cu_seqlens: Tensor) -> None:
+        self.layer, self.pages, self.continued, self.cu_seqlens = layer, pages, continued, cu_seqlens
+
+    def begin(self, shape: tuple[int, int], padding: Tensor | None) -> "PrefillStates":
+        return self
+
+    def before(self, number: int) -> Tensor | None:
+        if self.continued is None:
+            return None
+        states = self.layer.states[number][self.pages]
+        return states.where(self.continued.view(-1, *[1] * (states.ndim - 1)), 0)
+
+    def store(self, number: int, states: Tensor) -> None:
+        self.layer.store(number, self.pages, states)
+
 
 class PrefillStep:
     """The cache as a model sees it in a prefill, and the other arguments of its forward.
 
+    rope_offsets: None, because the call says all positions.
+
     input_ids, position_ids: int64 [1, N]. cu_seqlens: int32 [pieces + 1], their offsets; max_seqlen: the longest.
-    last: int64 [pieces], the place of each piece's last token.
+    last: int64 [pieces], the place of each piece's last token. image_inputs: features and
+    rope_ids, if a prompt has images.
     """
+
+    rope_offsets = None
 
     def __init__(self, cache: PagedCache, pieces: Sequence[PromptPiece], device: torch.device) -> None:
         lengths = torch.tensor([len(piece.ids) for piece in pieces])
@@ -93,11 +144,25 @@ class PrefillStep:
         self.cu_seqlens = F.pad(ends, (1, 0)).int().to(device)
         self.max_seqlen = int(lengths.max())
         self.last = (ends - 1).to(device)
-        plans = [key_plan(pieces, index, group.window, device) for index, group in enumerate(cache.groups)]
-        self.layers = [
-            PrefillLayer(layer, plans[group], self.cu_seqlens, self.max_seqlen)
-            for layer, group in zip(cache.layers, cache.group_of, strict=True)
-        ]
+        views = [self.view_of_group(cache, group, pieces, device) for group in range(len(cache.groups))]
+        self.layers = [views[group](layer) for layer, group in zip(cache.layers, cache.group_of, strict=True)]
+        images, spans = [piece.images for piece in pieces], [(piece.start, piece.stop) for piece in pieces]
+        self.image_inputs = {} if not any(images) else {
+            "features": features_of_pieces(images, spans, device), "rope_ids": rope_of_pieces(images, spans).to(device),
+        }  # fmt: skip
+
+    def view_of_group(
+        self, cache: PagedCache, index: int, pieces: Sequence[PromptPiece], device: torch.device
+    ) -> Callable[[Any], PrefillLayer | PrefillStates]:
+        """What makes a layer of a group into what the model sees."""
+        group, offsets = cache.groups[index], self.cu_seqlens
+        if isinstance(group, StateGroup):
+            pages = torch.tensor([piece.tables[index][0] for piece in pieces]).to(device)
+            begun = torch.tensor([piece.start > 0 for piece in pieces])
+            continued = begun.to(device) if begun.any() else None
+            return lambda layer: PrefillStates(layer, pages, continued, offsets)
+        plan = key_plan(pieces, index, group.window, device)
+        return lambda layer: PrefillLayer(layer, plan, offsets, self.max_seqlen)
 
     def next_positions(self, count: int) -> Tensor:
         return self.position_ids

@@ -5,7 +5,7 @@ Must not know models, devices or the cache's memory.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ligermodels.generation.paged_cache import Tables
 from ligermodels.generation.rows import NewRow
@@ -40,7 +40,7 @@ class Request:
     """A prompt and how it is continued.
 
     number: of the request. seed, stream: of its random numbers. shown: tokens whose text the text
-    of the results continues.
+    of the results continues. images: what the model's `prepare_images` returned, None without.
     """
 
     number: int
@@ -51,6 +51,7 @@ class Request:
     options: SamplingOptions
     seed: int
     shown: Sequence[int]
+    images: Any = None
 
     @property
     def length(self) -> int:
@@ -82,12 +83,12 @@ class Sample:
         """The position of the token that the next step feeds."""
         return len(self.request.ids) + self.launched - 1
 
-    def new_row(self) -> NewRow:
+    def new_row(self, rope_offset: int) -> NewRow:
         """The row that continues the prompt."""
         request = self.request
         return NewRow(
             request.ids, request.length, request.seed, request.stream << 32 | self.number, request.options.row,
-            request.stop_tokens, self.tables,
+            request.stop_tokens, self.tables, rope_offset,
         )  # fmt: skip
 
     def append(self, token: int, logprob: float) -> str:

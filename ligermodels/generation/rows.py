@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, PagedLayer, Tables
+from ligermodels.generation.cache import LatentHeads, StateStep
+from ligermodels.generation.paged_cache import (
+    PAGE_SIZE,
+    LayerGroup,
+    PagedCache,
+    PagedLayer,
+    StateGroup,
+    StatePool,
+    Tables,
+)
 from ligermodels.generation.sampling import SamplingRow
 from ligermodels.kernels.cache_write import CacheSlots
 from ligermodels.kernels.decode_attention import (
@@ -29,7 +38,10 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class NewRow:
-    """What a row begins with, behind its prompt; fields as those of `RowStates`. tables: its pages in each group."""
+    """What a row begins with, behind its prompt; fields as those of `RowStates`. tables: its pages in each group.
+
+    rope_offset: what its positions for RoPE are ahead of the number of its tokens.
+    """
 
     prompt: Sequence[int]
     ends: int
@@ -38,6 +50,7 @@ class NewRow:
     sampling: SamplingRow
     stop_tokens: Collection[int]
     tables: Tables
+    rope_offset: int = 0
 
 
 class Drawing(NamedTuple):
@@ -56,7 +69,8 @@ class RowStates:
     top_k, top_p, min_p, seeds, streams: arguments of `kernels.sample.sample`, whose counters are (stream, position).
     repetition_penalty, presence_penalty, frequency_penalty, history: those of `kernels.penalties.penalize`; history is
     [R, 0] until a row has penalties. drawn: int64, what the last step drew, NO_TOKEN for a row that had ended.
-    logprobs: fp32, its log-probability. tables: int32 [R, width] of each group of the cache.
+    logprobs: fp32, its log-probability. rope_offsets: int64 [R, 1], see `Cache`; [R, 0] of a model without images.
+    tables: int32 [R, width] of each group of the cache.
     """
 
     tokens: Tensor
@@ -76,10 +90,13 @@ class RowStates:
     streams: Tensor
     drawn: Tensor
     logprobs: Tensor
+    rope_offsets: Tensor
     tables: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, cache: PagedCache, count: int, vocab_size: int, device: torch.device) -> "RowStates":
+    def allocate(
+        cls, cache: PagedCache, count: int, vocab_size: int, device: torch.device, takes_images: bool = False
+    ) -> "RowStates":
         """RowStates that are not in use."""
 
         def whole() -> Tensor:
@@ -94,6 +111,7 @@ class RowStates:
             temperature=real(), top_k=whole().int(), top_p=real(), min_p=real(), repetition_penalty=real(),
             presence_penalty=real(), frequency_penalty=real(), history=whole().int()[:, None][:, :0],
             seeds=whole(), streams=whole(), drawn=whole(), logprobs=real(),
+            rope_offsets=whole()[:, None][:, : int(takes_images)],
             tables=tuple(torch.zeros(count, group.width, dtype=torch.int32, device=device) for group in cache.groups),
         )  # fmt: skip
 
@@ -125,6 +143,8 @@ class RowStates:
         for group, table in enumerate(self.tables):
             pages = [row.tables[group] for row in rows]
             table.copy_(torch.tensor([[*own, *[0] * (table.shape[1] - len(own))] for own in pages]))
+        if self.rope_offsets.shape[1]:
+            self.rope_offsets.copy_(torch.tensor([[row.rope_offset] for row in rows]))
         self.running.fill_(True)
         for index, row in enumerate(rows if self.history.shape[1] else ()):
             start_penalty_row(self.history, index, torch.tensor(row.prompt).to(self.history.device))
@@ -180,6 +200,30 @@ class DecodeLayer:
         options |= {"window": window, "page_size": PAGE_SIZE}
         return decode_attention(query, keys, values, self.table, self.lengths, **options)[:, None]
 
+    def attend_latents(
+        self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
+    ) -> Tensor:
+        query, (pool, _, slots) = heads.absorb(q)[:, 0], self.slots
+        pool.index_copy_(0, slots, latents[:, 0])
+        if self.seen is not None:
+            out = attend_visible_reference(query, pool, pool[..., : heads.latent_size], self.seen, scale=scale)
+        else:
+            out = decode_attention(
+                query, pool, None, self.table, self.lengths, scale=scale, page_size=PAGE_SIZE,
+                value_size=heads.latent_size,
+            )  # fmt: skip
+        return heads.restore(out[:, None])
+
+
+class DecodeStates:
+    """The states of a layer during a decode step. rows: int64 [B], the page of each row."""
+
+    def __init__(self, layer: StatePool, rows: Tensor) -> None:
+        self.layer, self.rows = layer, rows
+
+    def begin(self, shape: tuple[int, int], padding: Tensor | None) -> StateStep:
+        return StateStep(self.layer.states, self.rows)
+
 
 class DecodeCache:
     """The paged cache as a model sees it in a decode step of these rows: a token of each, at `positions`.
@@ -191,18 +235,21 @@ class DecodeCache:
 
     def __init__(self, cache: PagedCache, rows: RowStates) -> None:
         self.positions = rows.positions[:, None]
-        lengths = (rows.positions + 1).where(rows.running, 0)
-        slots = [next_slots(table, rows.positions).where(rows.running, 0) for table in rows.tables]
-        seen: list[VisibleKeys | None] = [None] * len(cache.groups)
-        if not runs_kernels(lengths):
-            seen = [
-                visible_keys(table, lengths, group.window, PAGE_SIZE)
-                for table, group in zip(rows.tables, cache.groups, strict=True)
-            ]
-        self.layers = [
-            DecodeLayer(layer, slots[group], rows.tables[group], lengths, seen[group])
-            for layer, group in zip(cache.layers, cache.group_of, strict=True)
-        ]
+        self.rope_offsets = rows.rope_offsets if rows.rope_offsets.shape[1] else None
+        self.lengths = (rows.positions + 1).where(rows.running, 0)
+        views = [self.view_of_group(*pair, rows) for pair in zip(cache.groups, rows.tables, strict=True)]
+        self.layers = [views[group](layer) for layer, group in zip(cache.layers, cache.group_of, strict=True)]
+
+    def view_of_group(
+        self, group: LayerGroup | StateGroup, table: Tensor, rows: RowStates
+    ) -> Callable[[Any], DecodeLayer | DecodeStates]:
+        """What makes a layer of a group into what the model sees. table: of the group, int32 [R, width]."""
+        if isinstance(group, StateGroup):
+            pages = table[:, 0].long().where(rows.running, 0)
+            return lambda layer: DecodeStates(layer, pages)
+        slots, lengths = next_slots(table, rows.positions).where(rows.running, 0), self.lengths
+        seen = None if runs_kernels(lengths) else visible_keys(table, lengths, group.window, PAGE_SIZE)
+        return lambda layer: DecodeLayer(layer, slots, table, lengths, seen)
 
     def next_positions(self, count: int) -> Tensor:
         return self.positions
@@ -217,7 +264,18 @@ def next_slots(table: Tensor, positions: Tensor) -> Tensor:
     return pages.long() * PAGE_SIZE + positions % PAGE_SIZE
 
 
-def decode_step(model: Callable[..., Any], cache: PagedCache, rows: RowStates, drawing: Drawing) -> None:
-    """Feeds the last token of every row, and draws the next."""
+def decode_step(
+    model: Callable[..., Any], cache: PagedCache, rows: RowStates, drawing: Drawing, vocab_size: int | None = None
+) -> None:
+    """Feeds the last token of every row, and draws the next, below `vocab_size`."""
     view = DecodeCache(cache, rows)
-    rows.append(model(rows.tokens[:, None], position_ids=view.positions, cache=view).logits[:, -1], drawing)
+    logits = model(rows.tokens[:, None], position_ids=view.positions, cache=view).logits[:, -1]
+    rows.append(only_first(logits, vocab_size), drawing)
+
+
+def only_first(logits: Tensor, vocab_size: int | None) -> Tensor:
+    """The logits [R, V], of which all but the first `vocab_size` of each row are minus infinity; None for as they are.
+    Writes into them."""
+    if vocab_size is not None:
+        logits[:, vocab_size:] = -torch.inf
+    return logits

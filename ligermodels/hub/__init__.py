@@ -8,7 +8,16 @@ from ligermodels.hub.adapters import (
     resolve_with_adapter,
 )
 from ligermodels.hub.download import adapter_folder
-from ligermodels.hub.models import create, export, list_architectures, load, load_tokenizer, resolve
+from ligermodels.hub.models import (
+    create,
+    export,
+    list_architectures,
+    load,
+    load_processor,
+    load_tokenizer,
+    quantise_on_meta,
+    resolve,
+)
 
 __all__ = [
     "adapter_folder",
@@ -20,7 +29,9 @@ __all__ = [
     "list_architectures",
     "load",
     "load_adapter",
+    "load_processor",
     "load_tokenizer",
+    "quantise_on_meta",
     "resolve",
     "resolve_with_adapter",
 ]

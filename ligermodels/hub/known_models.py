@@ -23,10 +23,11 @@ NAMES_BY_OWNER = {
         SmolLM-135M SmolLM-135M-Instruct SmolLM-360M SmolLM-360M-Instruct SmolLM-1.7B SmolLM-1.7B-Instruct
         SmolLM2-135M SmolLM2-135M-Instruct SmolLM2-360M SmolLM2-360M-Instruct SmolLM2-1.7B SmolLM2-1.7B-Instruct
         SmolLM3-3B SmolLM3-3B-Base""",
+    "LiquidAI": "LFM2-350M LFM2-700M LFM2-1.2B LFM2-2.6B LFM2-8B-A1B",
     "deepseek-ai": """
         DeepSeek-R1-Distill-Llama-8B DeepSeek-R1-Distill-Llama-70B
         DeepSeek-R1-Distill-Qwen-1.5B DeepSeek-R1-Distill-Qwen-7B DeepSeek-R1-Distill-Qwen-14B
-        DeepSeek-R1-Distill-Qwen-32B""",
+        DeepSeek-R1-Distill-Qwen-32B DeepSeek-R1 DeepSeek-V3 DeepSeek-V3.1""",
     "mistralai": """
         Mistral-7B-v0.1 Mistral-7B-v0.3 Mistral-7B-Instruct-v0.1 Mistral-7B-Instruct-v0.2 Mistral-7B-Instruct-v0.3
         Mistral-Nemo-Base-2407 Mistral-Nemo-Instruct-2407 Mistral-Small-Instruct-2409
@@ -35,6 +36,8 @@ NAMES_BY_OWNER = {
         Mistral-Small-3.1-24B-Instruct-2503 Devstral-Small-2-24B-Instruct-2512 Devstral-2-123B-Instruct-2512
         Mixtral-8x7B-v0.1 Mixtral-8x7B-Instruct-v0.1 Mixtral-8x22B-v0.1 Mixtral-8x22B-Instruct-v0.1""",
     "Qwen": """
+        Qwen3-Next-80B-A3B-Instruct Qwen3-Next-80B-A3B-Thinking
+        Qwen3.5-0.8B Qwen3.5-2B Qwen3.5-4B Qwen3.5-9B Qwen3.5-27B Qwen3.5-35B-A3B Qwen3.5-122B-A10B Qwen3.5-397B-A17B
         Qwen1.5-0.5B Qwen1.5-0.5B-Chat Qwen1.5-1.8B Qwen1.5-1.8B-Chat Qwen1.5-4B Qwen1.5-4B-Chat
         Qwen1.5-7B Qwen1.5-7B-Chat Qwen1.5-14B Qwen1.5-14B-Chat Qwen1.5-32B Qwen1.5-32B-Chat
         Qwen1.5-72B Qwen1.5-72B-Chat Qwen1.5-110B Qwen1.5-110B-Chat Qwen1.5-MoE-A2.7B Qwen1.5-MoE-A2.7B-Chat
@@ -82,7 +85,7 @@ NAMES_BY_OWNER = {
     "LGAI-EXAONE": "EXAONE-4.0-1.2B EXAONE-4.0-32B",
     "openai": "gpt-oss-20b gpt-oss-120b",
     "tencent": "Hunyuan-1.8B-Instruct Hunyuan-7B-Instruct",
-    "zai-org": "GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7",
+    "zai-org": "GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7 GLM-4.7-Flash",
     "baidu": "ERNIE-4.5-0.3B-PT ERNIE-4.5-0.3B-Base-PT",
     "THUDM": """
         glm-4-9b-hf glm-4-9b-chat-hf glm-4-9b-chat-1m-hf

@@ -13,10 +13,13 @@ import torch
 
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
-from ligermodels.errors import CheckpointError, HubError, suggest
+from ligermodels.configs.quantisation import Nf4Weights, read_quantisation
+from ligermodels.errors import CheckpointError, HubError, InputError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
+from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.quantising import quantise
 from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
@@ -26,6 +29,7 @@ from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
 from ligermodels.weights.files import Checkpoint, open_checkpoint
 from ligermodels.weights.loading import (
     DTYPES_BY_NAME,
+    LoadPlan,
     fill_weights,
     float_dtype,
     most_common_dtype,
@@ -49,6 +53,7 @@ def load(
     token: str | None = None,
     allow_unexpected: bool = False,
     reward_model: bool = False,
+    quantize: str | None = None,
 ) -> CausalLM:
     """Loads a model with the weights of a Hub repository or a folder, in evaluation mode.
 
@@ -60,11 +65,13 @@ def load(
     allow_unexpected: ignore tensors that the model has no place for, with a warning, instead of raising an error.
     reward_model: the checkpoint of a language model becomes a `RewardModel` too, with a new score head: a warning says
     so. Its head is left out, its values are those of seed 0.
+    quantize: a format for the linears of the blocks, "nf4": they are frozen and quantised while they are read, one at a
+    time; `add_lora` trains on them. The other weights have `dtype`, in which all are used.
     Raises HubError, ConfigError or CheckpointError (all are InputError) before memory for the weights is allocated.
     """
     wanted = None if dtype is None else float_dtype(dtype)
     folder = resolve(name_or_folder, revision=revision, token=token)
-    return load_folder(folder, read_config(folder), wanted, device, allow_unexpected, reward_model)
+    return load_folder(folder, read_config(folder), wanted, device, allow_unexpected, reward_model, quantize)
 
 
 def load_folder(
@@ -74,6 +81,7 @@ def load_folder(
     device: int | str | torch.device = "cpu",
     allow_unexpected: bool = False,
     reward_model: bool = False,
+    quantize: str | None = None,
 ) -> CausalLM:
     """`load` of a folder, with `raw` in place of the content of its config.json."""
     generation_config = read_generation_config(folder)
@@ -82,12 +90,40 @@ def load_folder(
     refuse_layers_without_tensors(config, checkpoint)
     model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
     plan = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
+    quantise_as_stored(model, plan, quantize)
     fill_weights(model.to_empty(device=device), plan)
     if model.new_parameters:
         initialize_new_parameters(model, seed=0)
         warnings.warn(f"{folder}: has no score head; the reward model gets a new one, to be trained", stacklevel=3)
     model.source, model.generation_config = folder, generation_config
     return model.eval()
+
+
+def quantise_as_stored(model: CausalLM, plan: LoadPlan, quantize: str | None) -> None:
+    """Quantises the linears of a model that is still on the meta device: as `quantize` says, or as they are stored.
+
+    Raises InputError if a checkpoint in 4 bits is to be quantised otherwise.
+    """
+    stored = plan.quantised_parameters
+    if stored and quantize not in (None, "nf4"):
+        raise InputError(
+            f"{plan.checkpoint.folder}: is in NF4 already; leave out quantize={quantize!r}, or load the original"
+        )
+    if stored or quantize is not None:
+        quantise(model, quantize or "nf4", stored or None)
+
+
+def quantise_on_meta(model: CausalLM, folder: Path, quantize: str | None) -> bool:
+    """Quantises the linears of a model on the meta device, whose weights `load_weights` will read from `folder`.
+
+    Returns whether it has quantised any: as `quantize` says, or as the folder stores them. Raises InputError.
+    """
+    if isinstance(read_quantisation(model.config.raw), Nf4Weights):
+        quantise_as_stored(model, plan_loading(model, open_checkpoint(folder)), quantize)
+        return True
+    if quantize is not None:
+        quantise(model, quantize)
+    return quantize is not None
 
 
 def load_tokenizer(
@@ -115,6 +151,15 @@ def load_tokenizer(
         if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
             check_vocabulary(tokenizer, part["vocab_size"], folder / CONFIG_FILE)
     return tokenizer
+
+
+def load_processor(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Processor:
+    """Loads the tokenizer and the image processor of a vision-language model, of a Hub repository or a folder.
+
+    Raises HubError; CheckpointError, which names the file and the field, if one of them is missing or not supported.
+    """
+    folder = local_model_folder(name_or_folder, revision) or fetch_all_but_weights(str(name_or_folder), revision, token)
+    return Processor.from_folder(folder, load_tokenizer(folder))
 
 
 def create(

@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from ligermodels.errors import InputError
-from ligermodels.generation.kv_cache import KVCache
+from ligermodels.generation.kv_cache import KVCache, StateLayer
 from ligermodels.layers.decoder import CausalLM
 
 CACHES_OF_OTHER_NUMBERS = ("offloaded", "offloaded_static", "quantized")
@@ -28,7 +28,7 @@ class GenerationCache(Cache):
         """The cache with room for `length` more columns, which now count as seen."""
         self.length += length
         if self.kv is None:
-            self.kv = KVCache(model.config.num_hidden_layers, batch, self.max_length, model.device)
+            self.kv = KVCache(model.kept_by_layers(), batch, self.max_length, model.device)
         if self.length > self.max_length:
             self.max_length = max(self.length, 2 * self.max_length)
             self.kv.reserve(self.max_length)
@@ -49,6 +49,8 @@ class GenerationCache(Cache):
         if tokens_to_remove > 0:
             raise ValueError("crop: pass the number of tokens to remove as a negative number")
         if self.kv is not None:
+            if any(isinstance(layer, StateLayer) for layer in self.kv.layers):
+                raise ValueError("crop: the states of this model cannot go back to an earlier token")
             self.length += tokens_to_remove
             self.kv.lengths += tokens_to_remove
 

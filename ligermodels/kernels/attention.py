@@ -1,7 +1,8 @@
 """Attention: dispatch to the fastest existing implementation. This module has no kernel of its own.
 
 out = softmax(mask(softcap(scale * q kᵀ))) v, where query head h reads key-value head h // (Hq / Hkv).
-q [B, T, Hq, D], k, v [B, S, Hkv, D] -> [B, T, Hq, D]. Which keys a query sees is in attention_mask.py.
+q [B, T, Hq, D], k, v [B, S, Hkv, D] -> [B, T, Hq, D]. Values may have another size than keys; where a kernel needs
+equal ones, the smaller are padded with zeros. Which keys a query sees is in attention_mask.py.
 
 Implementations:
 - rows without a window, softcap or sinks: SDPA, on the GPU with cuDNN first (fastest on Hopper), then FlashAttention;
@@ -54,7 +55,8 @@ def attention(
     position_ids: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of q [B, T, Hq, D] over k, v [B, S, Hkv, D] -> [B, T, Hq, D]; any strides, unit stride along D.
+    """Attention of q [B, T, Hq, D] over k [B, S, Hkv, D], v [B, S, Hkv, V] -> [B, T, Hq, V]; any strides, unit stride
+    along D and V.
 
     The last query stands at the position of the last key, also within each packed document: with T queries over S keys,
     query i is at position i + S - T. A query that sees no key gets zeros.
@@ -119,6 +121,10 @@ def attention_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, mask: Mask,
     dropout: float,
 ) -> Tensor:  # fmt: skip
+    size, value_size = q.shape[-1], v.shape[-1]
+    if size != value_size:
+        q, k, v = (F.pad(x, (0, max(size, value_size) - x.shape[-1])) for x in (q, k, v))
+        return attention_on_gpu(q, k, v, sinks, scale, softcap, mask, dropout)[..., :value_size]
     if not dropout and runs_kernels(q) and runs_flash_attention(q):
         return flash_attention(q, k, v, sinks, scale, softcap, mask)
     if softcap is None and runs_flash_attention_2(q, mask):
@@ -203,6 +209,8 @@ def masked_attention(
 def attention_by_document(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> Tensor:
     """Attention computed document by document. Reads the offsets on the host: not for GPU tensors or tracing."""
     lengths, lengths_k = (offsets.diff().tolist() for offsets in mask.offsets if offsets is not None)
+    if len(lengths) == 1:
+        return attention(q, k, v, **options)
     documents = zip(q.split(lengths, 1), k.split(lengths_k, 1), v.split(lengths_k, 1), strict=True)
     return torch.cat([attention(*document, **options) for document in documents], dim=1)
 

@@ -147,7 +147,7 @@ def refuse_gradients(op: str, *inputs: Tensor | None) -> None:
 
 def widen(x: Tensor) -> Tensor:
     """`x` in the dtype that references compute in: fp32 for half precision, otherwise its own dtype."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def promoted_dtype(a: Tensor, b: Tensor) -> torch.dtype:

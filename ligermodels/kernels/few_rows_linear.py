@@ -8,6 +8,7 @@ Every program multiplies some rows of W by all of x. The norm needs no pass of i
 1 / rms(h), is constant along K, so that a program sums h² beside the products and multiplies at the end. The input,
 which is small and stays in the cache, is computed anew by each program. All in fp32, rounded once (h before the norm,
 because the residual stream goes on with it): more exact than norm or activation, and then a linear.
+W may be in NF4 (nf4.py): its tiles are dequantised where they are multiplied, and rounded to W's dtype before that.
 Moves N K elements: bound by memory bandwidth. Products are not by tensor cores, whose tiles have more rows. From about
 eight rows on that would be the limit.
 """
@@ -15,7 +16,6 @@ eight rows on that would be the limit.
 import functools
 
 import torch
-import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
@@ -23,9 +23,12 @@ from ligermodels.kernels.dispatch import autocast, promoted_dtype, refuse_gradie
 from ligermodels.kernels.gated_activation import activate, check_gate_up
 from ligermodels.kernels.gated_linear import gated_linear_reference
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
+from ligermodels.kernels.linear import low_rank_linear_reference
+from ligermodels.kernels.nf4 import Nf4, nf4_tile, sections
 from ligermodels.kernels.norm_linear import norm_linear_reference
 from ligermodels.kernels.norm_tiles import check_weights, to_fp32
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
+from ligermodels.kernels.quantised_weight import Weight, autocast_weight, operand
 from ligermodels.kernels.rms_norm import check_offset
 
 FEW_ROWS = 2  # up to so many, layers take these kernels instead of cuBLAS, which is faster from four on (H200)
@@ -40,15 +43,19 @@ LINEAR_PROGRAMS_PER_MULTIPROCESSOR = 2  # at least, if there are enough rows of 
 @kernel()
 def _linear_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, hidden_ptr, y_ptr, x_stride, residual_stride, weight_stride,
-    columns, eps, offset, ROWS: tl.constexpr, DEPTH: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
-    SCALE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr,
-    DOWN_MULTIPLIER: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    columns, eps, offset, nested_scale, nested_offset, scales, codes, NF4: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program computes COLUMNS columns of all ROWS rows of y. ADD: there is a residual; SCALE: a norm's weight."""
+    """One program computes COLUMNS columns of all ROWS rows of y. ADD: there is a residual; SCALE: a norm's weight.
+
+    NF4: weight_ptr has the bytes of a quantised weight, whose sections begin at nested_scale to codes.
+    """
     wait_for_previous_kernel(PDL)
     launch_dependents(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    weight_ptr += column.to(tl.int64)[:, None] * weight_stride
+    row_ptr = weight_ptr if NF4 else weight_ptr + column.to(tl.int64)[:, None] * weight_stride
     total = ()
     squares = ()
     for _row in tl.static_range(ROWS):
@@ -57,8 +64,14 @@ def _linear_kernel(
     for start in tl.range(0, DEPTH, STEP, num_stages=STAGES):
         k = start + tl.arange(0, STEP)
         inside = k < DEPTH
-        mask = (column < columns)[:, None] & inside[None, :]
-        weight = to_fp32(tl.load(weight_ptr + k[None, :], mask, other=0.0, eviction_policy="evict_first"))
+        if NF4:
+            weight = nf4_tile(
+                weight_ptr, column, column < columns, start, nested_scale, nested_offset, scales, codes,
+                y_ptr.dtype.element_ty, DEPTH, STEP,
+            )  # fmt: skip
+        else:
+            mask = (column < columns)[:, None] & inside[None, :]
+            weight = to_fp32(tl.load(row_ptr + k[None, :], mask, other=0.0, eviction_policy="evict_first"))
         scale = tl.load(norm_ptr + k, inside, other=0.0).to(tl.float32) + offset if SCALE else 1.0
         new_total = ()
         new_squares = ()
@@ -89,12 +102,12 @@ def _linear_kernel(
 @functools.cache
 def _launcher(
     rows: int, columns: int, depth: int, itemsize: int, norm: bool, add: bool, scale: bool, bias: bool,
-    activation: str | None, gate_multiplier: float, down_multiplier: float, device: torch.device,
+    activation: str | None, gate_multiplier: float, down_multiplier: float, nf4: bool, device: torch.device,
 ) -> tuple[Launcher, int]:  # fmt: skip
     """The launcher, and how many programs it takes."""
     tile = columns_of_program(rows, columns, device)
     launch = _linear_kernel.bind(
-        ROWS=rows, DEPTH=depth, NORM=norm, ADD=add, SCALE=scale, BIAS=bias, ACTIVATION=activation,
+        NF4=nf4, ROWS=rows, DEPTH=depth, NORM=norm, ADD=add, SCALE=scale, BIAS=bias, ACTIVATION=activation,
         GATE_MULTIPLIER=gate_multiplier, DOWN_MULTIPLIER=down_multiplier, COLUMNS=tile, STEP=STEP_BYTES // itemsize,
         STAGES=STAGES, num_warps=WARPS, **pdl_constants(device),
     )  # fmt: skip
@@ -110,103 +123,121 @@ def columns_of_program(rows: int, columns: int, device: torch.device) -> int:
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, norm: bool,
-    eps: float, offset: float, activation: str | None, gate_multiplier: float, down_multiplier: float,
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Tensor, columns: int, depth: int,
+    groups: int, dtype: torch.dtype, bias: Tensor | None, norm: bool, eps: float, offset: float, activation: str | None,
+    gate_multiplier: float, down_multiplier: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(y, hidden); hidden is None without a residual."""
+    """(y, hidden); hidden is None without a residual. groups: of scales of a weight in NF4; 0 for any other."""
     y, hidden = _fake(
-        x, residual, norm_weight, weight, bias, norm, eps, offset, activation, gate_multiplier, down_multiplier
-    )
-    columns, depth = weight.shape
+        x, residual, norm_weight, weight, columns, depth, groups, dtype, bias, norm, eps, offset, activation,
+        gate_multiplier, down_multiplier,
+    )  # fmt: skip
     if not y.numel():
         return y, hidden
-    x, weight = as_rows(x), as_rows(weight)
+    x, weight = as_rows(x), weight.contiguous() if groups else as_rows(weight)
+    at = sections(columns, depth, groups)
     residual = None if residual is None else as_rows(residual)
     launch, programs = _launcher(
-        x.shape[0], columns, depth, weight.itemsize, norm, residual is not None, norm_weight is not None,
-        bias is not None, activation, gate_multiplier, down_multiplier, x.device,
+        x.shape[0], columns, depth, dtype.itemsize, norm, residual is not None, norm_weight is not None,
+        bias is not None, activation, gate_multiplier, down_multiplier, groups > 0, x.device,
     )  # fmt: skip
     launch(
         programs, x, x if residual is None else residual, x if norm_weight is None else norm_weight.contiguous(),
         weight, x if bias is None else bias.contiguous(), y if hidden is None else hidden, y,
         x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0), columns, float(eps),
-        float(offset),
+        float(offset), at.nested_scale, at.nested_offset, at.scale, at.codes,
     )  # fmt: skip
     return y, hidden
 
 
-def _fake(x, residual, norm_weight, weight, bias, norm, eps, offset, activation, gate_multiplier, down_multiplier):
-    y = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=weight.dtype)
+def _fake(
+    x, residual, norm_weight, weight, columns, depth, groups, dtype, bias, norm, eps, offset, activation,
+    gate_multiplier, down_multiplier,
+):  # fmt: skip
+    y = x.new_empty(*x.shape[:-1], columns, dtype=dtype)
     return y, None if residual is None else x.new_empty(x.shape, dtype=promoted_dtype(x, residual))
 
 
 _linear = register_op(
-    "few_rows_linear(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor weight, Tensor? bias, bool norm,"
-    " float eps, float offset, str? activation, float gate_multiplier, float down_multiplier)"
+    "few_rows_linear(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor weight, int columns, int depth,"
+    " int groups, ScalarType dtype, Tensor? bias, bool norm, float eps, float offset, str? activation,"
+    " float gate_multiplier, float down_multiplier)"
     " -> (Tensor y, Tensor hidden)",
     _launch,
     _fake,
 )
 
 
-def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def few_rows_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """F.linear of at most MAX_ROWS rows.
 
-    x [..., K], weight [N, K], bias [N] or None -> [..., N] in weight's dtype. Raises ValueError for more rows and for
-    shapes that disagree, RuntimeError if a gradient is needed.
+    x [..., K], weight [N, K], a tensor or in NF4, bias [N] or None -> [..., N] in weight's dtype. Raises ValueError for
+    more rows and for shapes that disagree, RuntimeError if a gradient is needed.
     """
-    refuse_gradients("few_rows_linear", x, weight, bias)
+    refuse_gradients("few_rows_linear", x, operand(weight)[0], bias)
     _check("few_rows_linear", x, weight, bias, x.shape[-1])
-    x, weight, bias = autocast(x, weight, bias)
+    x, bias = autocast(x, bias)
+    weight = autocast_weight(weight)
     if not runs_kernels(x):
-        return F.linear(x, weight, bias)
-    y, _ = _linear(x, None, None, weight, bias, False, 0.0, 0.0, None, 1.0, 1.0)
+        return low_rank_linear_reference(x, weight, bias, None)
+    y, _ = _linear(x, None, None, *_numbers(weight), bias, False, 0.0, 0.0, None, 1.0, 1.0)
     return y
 
 
 def few_rows_norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Weight, bias: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`norm_linear` of at most MAX_ROWS rows: arguments, results and errors as there; hidden is x without a residual.
 
     Raises ValueError for more rows too, RuntimeError if a gradient is needed.
     """
-    refuse_gradients("few_rows_norm_linear", x, residual, norm_weight, weight, bias)
+    refuse_gradients("few_rows_norm_linear", x, residual, norm_weight, operand(weight)[0], bias)
     _check("few_rows_norm_linear", x, weight, bias, x.shape[-1])
     check_weights("few_rows_norm_linear", x.shape[-1], norm_weight)
     if norm_weight is None:
         check_offset("few_rows_norm_linear", offset)
-    weight, bias = autocast(weight, bias)
+    (bias,) = autocast(bias)
+    weight = autocast_weight(weight)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset)
-    y, hidden = _linear(x, residual, norm_weight, weight, bias, True, eps, offset, None, 1.0, 1.0)
+    y, hidden = _linear(x, residual, norm_weight, *_numbers(weight), bias, True, eps, offset, None, 1.0, 1.0)
     return y, x if residual is None else hidden
 
 
 def few_rows_gated_linear(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu", *,
+    gate_up: Tensor, weight: Weight, bias: Tensor | None = None, activation: str = "silu", *,
     gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """`gated_linear` of at most MAX_ROWS rows: arguments, result and errors as there.
 
     Raises ValueError for more rows too, RuntimeError if a gradient is needed.
     """
-    refuse_gradients("few_rows_gated_linear", gate_up, weight, bias)
+    refuse_gradients("few_rows_gated_linear", gate_up, operand(weight)[0], bias)
     check_gate_up(gate_up, activation)
     _check("few_rows_gated_linear", gate_up, weight, bias, gate_up.shape[-1] // 2)
-    gate_up, weight, bias = autocast(gate_up, weight, bias)
+    gate_up, bias = autocast(gate_up, bias)
+    weight = autocast_weight(weight)
     if not runs_kernels(gate_up):
         return gated_linear_reference(
             gate_up, weight, bias, activation, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier
         )
     y, _ = _linear(
-        gate_up, None, None, weight, bias, False, 0.0, 0.0, activation, gate_multiplier, down_multiplier
+        gate_up, None, None, *_numbers(weight), bias, False, 0.0, 0.0, activation, gate_multiplier, down_multiplier
     )  # fmt: skip
     return y
 
 
-def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, depth: int) -> None:
+def _numbers(weight: Weight) -> tuple[Tensor, int, int, int, torch.dtype]:
+    """What the op takes in place of a weight, which may be in NF4."""
+    columns, depth = weight.shape
+    if isinstance(weight, Tensor):
+        return weight, columns, depth, 0, weight.dtype
+    assert isinstance(weight.layout, Nf4)
+    return weight.data, columns, depth, weight.layout.groups, weight.dtype
+
+
+def _check(op: str, x: Tensor, weight: Weight, bias: Tensor | None, depth: int) -> None:
     rows = x.shape[:-1].numel()
     if rows > MAX_ROWS:
         raise ValueError(f"{op}: {rows} rows; at most {MAX_ROWS} are supported, use F.linear")

@@ -83,7 +83,7 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _locate_tile(COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def locate_tile(COLUMNS: tl.constexpr, TILE: tl.constexpr):
     """Row, columns and column mask of this program. Consecutive programs share a row, for locality in memory."""
     tiles: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -110,7 +110,7 @@ def _forward_kernel(
     DOWN_MULTIPLIER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program computes TILE columns of one row."""
-    row, column, mask = _locate_tile(COLUMNS, TILE)
+    row, column, mask = locate_tile(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + COLUMNS, mask, other=0.0).to(tl.float32)
@@ -125,7 +125,7 @@ def _separate_forward_kernel(
     GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program computes TILE columns of one row."""
-    row, column, mask = _locate_tile(COLUMNS, TILE)
+    row, column, mask = locate_tile(COLUMNS, TILE)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask, other=0.0).to(tl.float32)
     activated, _ = activate(_scale(gate, GATE_MULTIPLIER), ACTIVATION)
@@ -141,7 +141,7 @@ def _backward_kernel(
 ):  # fmt: skip
     """One program computes TILE columns of one row of dgate and dup and, if EMIT, of y."""
     wait_for_previous_kernel(PDL)
-    row, column, mask = _locate_tile(COLUMNS, TILE)
+    row, column, mask = locate_tile(COLUMNS, TILE)
     gate_ptr = gate_up_ptr + row * gate_up_stride + column
     dgate_ptr = dgate_up_ptr + row * (2 * COLUMNS) + column
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
@@ -163,7 +163,7 @@ def _separate_backward_kernel(
 ):  # fmt: skip
     """One program computes TILE columns of one row of dgate, dup or both."""
     wait_for_previous_kernel(PDL)
-    row, column, mask = _locate_tile(COLUMNS, TILE)
+    row, column, mask = locate_tile(COLUMNS, TILE)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.delta_chunks import L2_EPS, delta_shape, fit_columns
-from ligermodels.kernels.dispatch import register_op, runs_kernels
+from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
 from ligermodels.kernels.gated_delta_rule import gated_delta_rule_reference
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
 
@@ -98,9 +98,9 @@ def gated_delta_step_(
     """One token of each of B rows of the gated delta rule, whose states it moves on in place.
 
     qkv [B, 2 Hk hk + Hv hv], g, beta [B, Hv], key_heads, key_size, eps: as in `gated_delta_rule`, without the length.
-    pool fp32 [R, Hv, hk, hv] contiguous: states. row int32 or int64 [B]: the state of each token, no two the same
-    -> o [B, Hv, hv] in the dtype of qkv. Shapes are static and nothing waits for the device: a CUDA graph can hold it.
-    Not differentiable. Raises ValueError if the shapes disagree.
+    pool fp32 [R, Hv, hk, hv] contiguous, fp64 if qkv is: states. row int32 or int64 [B]: the state of each token, no
+    two the same -> o [B, Hv, hv] in the dtype of qkv. Shapes are static and nothing waits for the device: a CUDA graph
+    can hold it. Not differentiable. Raises ValueError if the shapes disagree.
     """
     shape = delta_shape(qkv, g, key_heads, key_size)
     needed = shape.value_heads, key_size, shape.value_size
@@ -109,7 +109,7 @@ def gated_delta_step_(
             f"gated_delta_step_: qkv {list(qkv.shape)}, g {list(g.shape)}, beta {list(beta.shape)}, row"
             f" {list(row.shape)}; needed [B, columns], twice [B, Hv], and [B]"
         )
-    if pool.shape[1:] != needed or pool.dtype != torch.float32 or not pool.is_contiguous():
+    if pool.shape[1:] != needed or pool.dtype != widen(qkv[:0]).dtype or not pool.is_contiguous():
         raise ValueError(
             f"gated_delta_step_: pool is {pool.dtype} {list(pool.shape)}; needed contiguous float32 [R, Hv, hk, hv],"
             f" here [R, {', '.join(map(str, needed))}]"

@@ -26,11 +26,12 @@ from ligermodels.kernels.linear import (
     up_gradient,
     weight_gradient,
 )
+from ligermodels.kernels.quantised_weight import Weight, autocast_weight, dense, operand
 
 
 def gated_linear_reference(
     gate_up: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     activation: str = "silu",
     low_rank: LowRank | None = None,
@@ -44,33 +45,34 @@ def gated_linear_reference(
 class _GatedLinear(Node):
     @staticmethod
     def forward(
-        ctx, gate_up, weight, bias, a, b, columns, scale, activation, gate_multiplier, down_multiplier, inplace
+        ctx, gate_up, weight, layout, bias, a, b, columns, scale, activation, gate_multiplier, down_multiplier, inplace
     ):
         product = gated_activation_forward(gate_up, activation, gate_multiplier, down_multiplier)
-        y, low = linear_forward(product, weight, bias, a, b, columns, scale)
+        y, low = linear_forward(product, dense(weight, layout), bias, a, b, columns, scale)
         ctx.save_for_backward(gate_up, weight, a, b, low)
-        ctx.update = columns, scale
+        ctx.layout, ctx.update = layout, (columns, scale)
         ctx.activation, ctx.multipliers, ctx.inplace = activation, (gate_multiplier, down_multiplier), inplace
         return y
 
     @staticmethod
     def backward(ctx, dy):
         gate_up, weight, a, b, low = ctx.saved_tensors
-        needs_gate_up, needs_weight, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
+        needs_gate_up, needs_weight, _, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
         reads_product = needs_weight or needs_a
         dgate_up = product = dlow = None
         if a is not None and (needs_gate_up or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
         if needs_gate_up:  # dproduct is not bound to a name: its memory is freed before dW is computed
             dgate_up, product = backward_from_saved(
-                input_gradient(dy, weight, dlow, a), gate_up, ctx.activation, reads_product, *ctx.multipliers,
-                ctx.inplace,
+                input_gradient(dy, dense(weight, ctx.layout), dlow, a), gate_up, ctx.activation, reads_product,
+                *ctx.multipliers, ctx.inplace,
             )  # fmt: skip
         elif reads_product:
             product = gated_activation_forward(gate_up, ctx.activation, *ctx.multipliers)
         return (
             dgate_up,
             weight_gradient(dy, product) if needs_weight else None,
+            None,
             bias_gradient(dy) if needs_bias else None,
             weight_gradient(dlow, product) if needs_a else None,
             up_gradient(dy, low, b, *ctx.update) if needs_b else None,
@@ -85,7 +87,7 @@ class _GatedLinear(Node):
 
 def gated_linear(
     gate_up: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     activation: str = "silu",
     low_rank: LowRank | None = None,
@@ -97,15 +99,23 @@ def gated_linear(
     """linear(down_multiplier * activation(gate_multiplier * gate) * up, weight, bias), where gate is the first half of
     gate_up's columns, up the second.
 
-    gate_up [..., 2 I] float, weight [N, I], bias [N] or None, activation "silu", "gelu_tanh" or "gelu", low_rank: the
-    linear's update -> [..., N]. The multipliers are constants of a model, as in `gated_activation`.
+    gate_up [..., 2 I] float, weight [N, I], a tensor or quantised, bias [N] or None, activation "silu", "gelu_tanh" or
+    "gelu", low_rank: the linear's update -> [..., N]. The multipliers are constants of a model: see `gated_activation`.
     inplace: as in `gated_activation`; the recomputed product also takes the memory of its gradient.
     Frozen arguments cost no gradient. Raises ValueError for any other activation and for an odd width.
     """
     check_gate_up(gate_up, activation)
-    gate_up, weight, bias, low_rank = autocast(gate_up, weight, bias, low_rank)
+    gate_up, bias, low_rank = autocast(gate_up, bias, low_rank)
+    weight = autocast_weight(weight)
     if not runs_kernels(gate_up):
         return gated_linear_reference(gate_up, weight, bias, activation, low_rank, gate_multiplier, down_multiplier)
     return _GatedLinear.apply(
-        gate_up, weight, bias, *(low_rank or NO_LOW_RANK), activation, gate_multiplier, down_multiplier, inplace
+        gate_up,
+        *operand(weight),
+        bias,
+        *(low_rank or NO_LOW_RANK),
+        activation,
+        gate_multiplier,
+        down_multiplier,
+        inplace,
     )

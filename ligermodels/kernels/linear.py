@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
 from ligermodels.kernels.launch import as_matrix
+from ligermodels.kernels.quantised_weight import Weight, autocast_weight, dense, frozen_linear, operand
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -47,8 +48,8 @@ def low_rank_update(x: Tensor, low_rank: LowRank, width: int) -> Tensor:
     return scale * F.linear(F.linear(x, a), blocks)
 
 
-def low_rank_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None) -> Tensor:
-    y = F.linear(x, weight, bias)
+def low_rank_linear_reference(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None) -> Tensor:
+    y = F.linear(x, weight, bias) if isinstance(weight, Tensor) else frozen_linear(x, weight, bias)
     return y if low_rank is None else y + low_rank_update(x, low_rank, weight.shape[0])
 
 
@@ -124,20 +125,21 @@ def up_gradient(dy: Tensor, low: Tensor, b: Tensor, columns: Columns, scale: flo
 
 class _LowRankLinear(Node):
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, columns, scale):
-        y, low = linear_forward(x, weight, bias, a, b, columns, scale)
+    def forward(ctx, x, weight, layout, bias, a, b, columns, scale):
+        y, low = linear_forward(x, dense(weight, layout), bias, a, b, columns, scale)
         ctx.save_for_backward(x, weight, a, b, low)
-        ctx.update = columns, scale
+        ctx.layout, ctx.update = layout, (columns, scale)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, a, b, low = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, needs_a, needs_b, _, _ = ctx.needs_input_grad
+        needs_x, needs_weight, _, needs_bias, needs_a, needs_b, _, _ = ctx.needs_input_grad
         dlow = low_gradient(dy, a, b, *ctx.update) if needs_x or needs_a else None
         return (
-            input_gradient(dy, weight, dlow, a) if needs_x else None,
+            input_gradient(dy, dense(weight, ctx.layout), dlow, a) if needs_x else None,
             weight_gradient(dy, x) if needs_weight else None,
+            None,
             bias_gradient(dy) if needs_bias else None,
             weight_gradient(dlow, x) if needs_a else None,
             up_gradient(dy, low, b, *ctx.update) if needs_b else None,
@@ -146,13 +148,14 @@ class _LowRankLinear(Node):
         )
 
 
-def low_rank_linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank) -> Tensor:
+def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank) -> Tensor:
     """linear(x, weight, bias) plus the low-rank update.
 
-    x [..., K] float, weight [N, K], bias [N] or None, low_rank.a [P r, K], low_rank.b [Σ (stop - start), r]
-    -> [..., N]. Frozen arguments cost no gradient.
+    x [..., K] float, weight [N, K], a tensor or quantised, bias [N] or None, low_rank.a [P r, K],
+    low_rank.b [Σ (stop - start), r] -> [..., N]. Frozen arguments cost no gradient.
     """
-    x, weight, bias, low_rank = autocast(x, weight, bias, low_rank)
+    x, bias, low_rank = autocast(x, bias, low_rank)
+    weight = autocast_weight(weight)
     if not runs_kernels(x):
         return low_rank_linear_reference(x, weight, bias, low_rank)
-    return _LowRankLinear.apply(x, weight, bias, *low_rank)
+    return _LowRankLinear.apply(x, *operand(weight), bias, *low_rank)

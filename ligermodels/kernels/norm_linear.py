@@ -21,6 +21,7 @@ from ligermodels.kernels.linear import (
     up_gradient,
     weight_gradient,
 )
+from ligermodels.kernels.quantised_weight import Weight, autocast_weight, dense, dense_dtype, operand
 from ligermodels.kernels.rms_norm import (
     add_rms_norm_forward,
     check_offset,
@@ -31,7 +32,7 @@ from ligermodels.kernels.rms_norm import (
 
 
 def norm_linear_reference(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Weight, bias: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     hidden = x if residual is None else x + residual
@@ -41,22 +42,23 @@ def norm_linear_reference(
 
 class _NormLinear(Node):
     @staticmethod
-    def forward(ctx, x, residual, norm_weight, weight, bias, a, b, columns, scale, eps, offset):
+    def forward(ctx, x, residual, norm_weight, weight, layout, bias, a, b, columns, scale, eps, offset):
+        dtype = dense_dtype(weight, layout)
         if residual is None:
-            normed, rstd = rms_norm_forward(x, norm_weight, eps, offset, weight.dtype)
+            normed, rstd = rms_norm_forward(x, norm_weight, eps, offset, dtype)
             hidden = x.view_as(x)  # a new output, so that its gradient arrives at this node
         else:
-            normed, hidden, rstd = add_rms_norm_forward(x, residual, norm_weight, eps, offset, weight.dtype)
-        y, low = linear_forward(normed, weight, bias, a, b, columns, scale)
+            normed, hidden, rstd = add_rms_norm_forward(x, residual, norm_weight, eps, offset, dtype)
+        y, low = linear_forward(normed, dense(weight, layout), bias, a, b, columns, scale)
         ctx.save_for_backward(hidden, rstd, norm_weight, weight, a, b, low)
-        ctx.update = columns, scale
+        ctx.layout, ctx.update = layout, (columns, scale)
         ctx.eps, ctx.offset = eps, offset
         return y, hidden
 
     @staticmethod
     def backward(ctx, dy, dhidden):
         hidden, rstd, norm_weight, weight, a, b, low = ctx.saved_tensors
-        needs_x, needs_residual, needs_norm_weight, needs_weight, needs_bias, needs_a, needs_b, *_ = (
+        needs_x, needs_residual, needs_norm_weight, needs_weight, _, needs_bias, needs_a, needs_b, *_ = (
             ctx.needs_input_grad
         )
         needs_hidden = needs_x or needs_residual
@@ -66,16 +68,17 @@ class _NormLinear(Node):
             dlow = low_gradient(dy, a, b, *ctx.update)
         if needs_normed:  # dnormed is not bound to a name: its memory is freed before the weight gradients are computed
             dx, dnorm_weight, normed = rms_norm_backward(
-                input_gradient(dy, weight, dlow, a), dhidden, hidden, rstd, norm_weight, ctx.offset,
+                input_gradient(dy, dense(weight, ctx.layout), dlow, a), dhidden, hidden, rstd, norm_weight, ctx.offset,
                 needs_hidden, needs_norm_weight, reads_normed,
             )  # fmt: skip
         elif reads_normed:
-            normed, _ = rms_norm_forward(hidden, norm_weight, ctx.eps, ctx.offset, weight.dtype)
+            normed, _ = rms_norm_forward(hidden, norm_weight, ctx.eps, ctx.offset, dense_dtype(weight, ctx.layout))
         return (
             dx if needs_x else None,
             dx if needs_residual else None,
             dnorm_weight if needs_norm_weight else None,
             weight_gradient(dy, normed) if needs_weight else None,
+            None,
             bias_gradient(dy) if needs_bias else None,
             weight_gradient(dlow, normed) if needs_a else None,
             up_gradient(dy, low, b, *ctx.update) if needs_b else None,
@@ -87,19 +90,21 @@ class _NormLinear(Node):
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Weight, bias: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns linear(rms_norm(hidden), weight, bias) and hidden = x + residual, the updated residual stream.
 
-    x, residual [..., H] float (hidden is x if residual is None), norm_weight [H] or None, weight [N, H], bias [N] or
-    None, low_rank: the linear's update -> (y [..., N] in weight's dtype, hidden [..., H] in the dtype of the sum).
+    x, residual [..., H] float (hidden is x if residual is None), norm_weight [H] or None, weight [N, H], a tensor or
+    quantised, bias [N] or None, low_rank: the linear's update -> (y [..., N] in weight's dtype, hidden [..., H] in the
+    dtype of the sum).
     Frozen arguments cost no gradient.
     Raises ValueError if the norm's shapes disagree, if H exceeds 65536, and for an offset without a norm's weight.
     """
     if norm_weight is None:
         check_offset("norm_linear", offset)
-    weight, bias, low_rank = autocast(weight, bias, low_rank)
+    bias, low_rank = autocast(bias, low_rank)
+    weight = autocast_weight(weight)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset, low_rank)
-    return _NormLinear.apply(x, residual, norm_weight, weight, bias, *(low_rank or NO_LOW_RANK), eps, offset)
+    return _NormLinear.apply(x, residual, norm_weight, *operand(weight), bias, *(low_rank or NO_LOW_RANK), eps, offset)

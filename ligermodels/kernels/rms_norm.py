@@ -50,7 +50,9 @@ CHUNKED_WARPS = 16
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     wide = widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed if weight is None else normed * (widen(weight) + offset)).to(x.dtype)
+    if weight is not None:
+        normed = normed * (widen(weight) + offset if offset else widen(weight))
+    return normed.to(x.dtype)
 
 
 def add_rms_norm_reference(

@@ -1,7 +1,5 @@
 """Grouped-query self-attention with a packed QKV projection, RoPE and optional QK-norm. Must not know any family."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,42 +7,20 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.configs.rope import FULL_ATTENTION
-from ligermodels.generation.cache import LayerCache
-from ligermodels.kernels.attention import attention, packed_attention_name
+from ligermodels.generation.cache import LayerCache, PerToken
+from ligermodels.kernels.attention import packed_attention_name
 from ligermodels.kernels.cache_write import CacheSlots, write_cache
-from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
 from ligermodels.layers.fused import (
     apply_linear,
     norm_then_linear,
     qk_norm_then_rope,
     rope_then_write,
 )
+from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.norm import PreNorm, RMSNorm
-from ligermodels.layers.packed import PackingModule
 
 
-@dataclass(frozen=True)
-class Positions:
-    """Positions of the tokens of a batch, with what depends on them alone; computed once for all layers."""
-
-    position_ids: Tensor  # [B or 1, T]
-    angles: Mapping[str, tuple[Tensor, Tensor]]  # layer type -> (cos, sin), each [B * T or T, R / 2] fp32
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int | None = None
-    shared_keys: SharedKeys | None = None  # where packed documents share prefixes: the keys that each one reads
-    query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attention within rows or packed documents. options: as those of `attention`."""
-        shared = self.shared_keys
-        documents: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
-        if shared is not None:
-            k, v = (gather_keys(x, shared.offsets, shared.places) for x in (k, v))
-            documents |= {"cu_seqlens_k": shared.cu_seqlens, "max_seqlen_k": shared.max_seqlen}
-        return attention(q, k, v, **documents, **options)
-
-
-class Attention(PackingModule):
+class Attention(Mixer):
     """Grouped-query attention (GQA) with RoPE.
 
     Weights: qkv_proj [(Hq + 2 Hkv) D, H], the rows of all query heads first, then all keys, then all values;
@@ -58,6 +34,8 @@ class Attention(PackingModule):
     sinks: whether each query head has a learnable score `sinks` [Hq] that joins its softmax without a value.
     """
 
+    name_in_block = "self_attn"
+    query_parts = 1  # what the projection has of each query head: the query
     sinks: nn.Parameter | None
 
     def __init__(
@@ -74,6 +52,7 @@ class Attention(PackingModule):
         sinks: bool = False,
     ) -> None:
         super().__init__()
+        self.hidden_size = config.hidden_size
         self.num_heads = config.num_attention_heads
         self.num_key_value_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -84,7 +63,7 @@ class Attention(PackingModule):
         self.scales_queries = config.query_scale is not None
         self.interleaved = interleaved
         self.dropout = config.attention_dropout
-        packed = config.query_size + 2 * config.key_value_size
+        packed = self.query_parts * config.query_size + 2 * config.key_value_size
         self.qkv_proj = nn.Linear(config.hidden_size, packed, bias=qkv_bias)
         self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias=o_bias)
         self.sinks = None
@@ -94,24 +73,28 @@ class Attention(PackingModule):
     def forward(
         self, norm: PreNorm | None, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual [B, T, H]).
-
-        Attention reads norm(x + residual), or x + residual if norm is None.
-        """
         qkv, residual = norm_then_linear(norm, self.qkv_proj, x, residual)
+        return apply_linear(self.o_proj, self.attend(qkv, positions, cache)), residual
+
+    def attend(self, qkv: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
+        """Packed qkv [B, T, (Hq + 2 Hkv) D] -> the heads' outputs [B, T, Hq D]."""
         q, k, v = self.split_and_rotate(qkv, positions, None if cache is None else cache.slots)
         if positions.query_scale is not None:
             q = q * positions.query_scale
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         options |= {} if self.sinks is None else {"sinks": self.sinks}
         if cache is not None:
-            out = cache.attend(q, k, v, positions.position_ids, **options)
-        else:
-            out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
-        return apply_linear(self.o_proj, out.flatten(2)), residual
+            return cache.attend(q, k, v, positions.position_ids, **options).flatten(2)
+        return positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options).flatten(2)
+
+    def kept(self) -> PerToken:
+        return PerToken(2 * self.num_key_value_heads * self.head_dim, self.window)
+
+    @property
+    def score_width(self) -> int:
+        return 2 * self.num_heads * self.head_dim
 
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What computes the attention of packed documents there, for reports."""
         return packed_attention_name(device, dtype, self.head_dim, self.softcap)
 
     def split_and_rotate(
@@ -142,6 +125,23 @@ class QKNormAttention(Attention):
         heads = self.num_heads, self.num_key_value_heads
         angles = None if self.rope is None else positions.angles[self.rope]
         return qk_norm_then_rope(self.q_norm, self.k_norm, qkv, angles, *heads, self.whole_rows, slots)
+
+
+class GatedQKNormAttention(QKNormAttention):
+    """Attention with QK-norm, whose output a sigmoid gates: o_proj(attention * sigmoid(gate)).
+
+    The gate is in qkv_proj [(2 Hq + 2 Hkv) D, H], as on the Hub: each query head's rows are those of its query, then
+    those of its gate.
+    """
+
+    query_parts = 2
+
+    def attend(self, qkv: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
+        size = 2 * self.num_heads * self.head_dim
+        queries, keys_and_values = qkv[..., :size], qkv[..., size:]
+        q, gate = queries.unflatten(-1, (self.num_heads, 2, self.head_dim)).unbind(-2)  # [B, T, Hq, D]
+        out = QKNormAttention.attend(self, torch.cat([q.flatten(2), keys_and_values], -1), positions, cache)
+        return out * torch.sigmoid(gate.flatten(2))
 
 
 class JointQKNormAttention(QKNormAttention):

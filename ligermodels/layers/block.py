@@ -6,6 +6,7 @@ Must not know any family.
 """
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.configs.base import Config
-from ligermodels.generation.cache import LayerCache
-from ligermodels.layers.attention import Attention, Positions
+from ligermodels.generation.cache import LayerCache, LayerStates
 from ligermodels.layers.fused import add_then_norm
-from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.mixer import Mixer, Positions
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import PreNorm, hidden_norm
 
@@ -24,14 +25,20 @@ BlockOutput = tuple[Tensor, Tensor, Tensor | None]  # x, residual, router logits
 
 
 class Block(nn.Module, ABC):
-    """Base class: attention, a feed-forward layer, and optional activation checkpointing."""
+    """Base class: attention or what stands for it, a feed-forward layer, and optional activation checkpointing."""
 
-    def __init__(self, attention: Attention, mlp: GatedMLP | MoE) -> None:
+    def __init__(self, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
         super().__init__()
-        self.self_attn = attention
+        self.mixer_name = mixer.name_in_block
+        self.add_module(self.mixer_name, mixer)
         self.mlp = mlp
         self.dropout = 0.0  # of both branches, before they join the residual stream
         self.activation_checkpointing = False
+
+    @property
+    def mixer(self) -> Any:
+        """The module that mixes the tokens; a wrapper of it, where a tool has put one in its place."""
+        return self._modules[self.mixer_name]
 
     def checkpoint_activations(self) -> None:
         """Saves only the block's inputs for backward, which recomputes the rest.
@@ -48,22 +55,22 @@ class Block(nn.Module, ABC):
     def set_activation_checkpointing(self, enabled: bool) -> None:
         self.activation_checkpointing = enabled
         for module in self.modules():
-            if isinstance(module, GatedMLP):
+            if isinstance(module, GatedMLP | MLP):
                 module.fused = not enabled
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None = None
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None = None
     ) -> BlockOutput:
         """x, residual [B, T, H] -> (x, residual, router logits), of the same shapes."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            has_dropout = self.self_attn.dropout > 0 or self.dropout > 0
+            has_dropout = self.mixer.dropout > 0 or self.dropout > 0
             inputs = x, residual, positions, cache
             return checkpoint(self.forward_block, *inputs, use_reentrant=False, preserve_rng_state=has_dropout)
         return self.forward_block(x, residual, positions, cache)
 
     @abstractmethod
     def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
     ) -> BlockOutput:
         """The computation of the block, without activation checkpointing."""
 
@@ -71,29 +78,29 @@ class Block(nn.Module, ABC):
 class DecoderLayer(Block):
     """Pre-norm: x = x + attention(norm(x)); x = x + mlp(norm(x))."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
-        super().__init__(attention, mlp)
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
+        super().__init__(mixer, mlp)
         self.input_layernorm = hidden_norm(config)
         self.post_attention_layernorm = hidden_norm(config)
 
     def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
     ) -> BlockOutput:
-        x, residual = self.self_attn(PreNorm(self.input_layernorm), x, residual, positions, cache)
+        x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         return self.mlp(PreNorm(self.post_attention_layernorm), x, residual)
 
 
 class ScaledLayer(DecoderLayer):
     """Pre-norm, with a multiplier m on both branches: x = x + m attention(norm(x)); x = x + m mlp(norm(x))."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE, multiplier: float) -> None:
-        super().__init__(config, attention, mlp)
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE, multiplier: float) -> None:
+        super().__init__(config, mixer, mlp)
         self.multiplier = multiplier
 
     def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
     ) -> BlockOutput:
-        x, residual = self.self_attn(PreNorm(self.input_layernorm), x, residual, positions, cache)
+        x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         x, residual, router_logits = self.mlp(PreNorm(self.post_attention_layernorm), x * self.multiplier, residual)
         return x * self.multiplier, residual, router_logits
 
@@ -101,14 +108,14 @@ class ScaledLayer(DecoderLayer):
 class DropoutLayer(DecoderLayer):
     """Pre-norm, with dropout of both branches in training: x = x + dropout(branch(norm(x))), twice."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE, dropout: float) -> None:
-        super().__init__(config, attention, mlp)
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE, dropout: float) -> None:
+        super().__init__(config, mixer, mlp)
         self.dropout = dropout
 
     def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
     ) -> BlockOutput:
-        x, residual = self.self_attn(PreNorm(self.input_layernorm), x, residual, positions, cache)
+        x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         x = F.dropout(x, self.dropout, self.training)
         x, residual, router_logits = self.mlp(PreNorm(self.post_attention_layernorm), x, residual)
         return F.dropout(x, self.dropout, self.training), residual, router_logits
@@ -117,15 +124,15 @@ class DropoutLayer(DecoderLayer):
 class ParallelLayer(Block):
     """Both branches read one norm: h = norm(x); x = x + attention(h) + mlp(h)."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
-        super().__init__(attention, mlp)
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
+        super().__init__(mixer, mlp)
         self.input_layernorm = hidden_norm(config)
 
     def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
     ) -> BlockOutput:
         normed, residual = add_then_norm(self.input_layernorm, x, residual)
-        attended, _ = self.self_attn(None, normed, None, positions, cache)
+        attended, _ = self.mixer(None, normed, None, positions, cache)
         x, _, router_logits = self.mlp(None, normed, None)
         return attended + x, residual, router_logits
 
@@ -133,15 +140,15 @@ class ParallelLayer(Block):
 class SandwichLayer(DecoderLayer):
     """Norms before and after each branch: x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
-        super().__init__(config, attention, mlp)
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
+        super().__init__(config, mixer, mlp)
         self.pre_feedforward_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
 
     def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
     ) -> BlockOutput:
-        x, residual = self.self_attn(PreNorm(self.input_layernorm), x, residual, positions, cache)
+        x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         x = self.post_attention_layernorm(x)
         x, residual, router_logits = self.mlp(PreNorm(self.pre_feedforward_layernorm), x, residual)
         x = self.post_feedforward_layernorm(x)
@@ -151,15 +158,15 @@ class SandwichLayer(DecoderLayer):
 class PostNormLayer(Block):
     """Post-norm, inside the residual branch: x = x + norm(attention(x)); x = x + norm(mlp(x))."""
 
-    def __init__(self, config: Config, attention: Attention, mlp: GatedMLP | MoE) -> None:
-        super().__init__(attention, mlp)
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP | MLP | MoE) -> None:
+        super().__init__(mixer, mlp)
         self.post_attention_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
 
     def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | None
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
     ) -> BlockOutput:
-        x, residual = self.self_attn(None, x, residual, positions, cache)
+        x, residual = self.mixer(None, x, residual, positions, cache)
         x = self.post_attention_layernorm(x)
         x, residual, router_logits = self.mlp(None, x, residual)
         x = self.post_feedforward_layernorm(x)

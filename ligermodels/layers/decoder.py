@@ -15,19 +15,20 @@ from torch.utils._pytree import _register_namedtuple
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
-from ligermodels.generation.cache import Cache
+from ligermodels.generation.cache import Cache, Kept, PerToken
 from ligermodels.generation.decoding import generate
+from ligermodels.generation.image_features import ImageFeatures
 from ligermodels.generation.sampling import Sampling
 from ligermodels.generation.texts import TextTokenizer
 from ligermodels.kernels.attention_mask import document_ids
 from ligermodels.kernels.linear_divergence import DivergenceOutput
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.kernels.shared_keys import SharedKeys
-from ligermodels.layers.attention import Positions
 from ligermodels.layers.block import Block
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.lm_head import LMHead, divergence_from, logprobs_from, loss_of, select_rows
 from ligermodels.layers.lora import initialize_lora
+from ligermodels.layers.mixer import Positions
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.packed import AdaptableModule, name_parts
@@ -115,15 +116,25 @@ class Decoder(nn.Module):
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
         shared_keys: SharedKeys | None = None,
+        features: ImageFeatures | None = None,
+        rope_ids: Tensor | None = None,
+        padding: Tensor | None = None,
     ) -> DecoderOutput:
-        """Arguments as those of `CausalLM.forward`."""
+        """Arguments as those of `CausalLM.forward`. padding: int64 [B], with a cache: how many places at the end of
+        each row are no tokens; None for none."""
         x = self.scale(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
+        if features is not None:
+            x = features.insert(x)
         if position_ids is None:
             position_ids = default_positions(x, cu_seqlens, cache)
+        if rope_ids is None:
+            rope_ids = position_ids
+            if cache is not None and cache.rope_offsets is not None:
+                rope_ids = position_ids + cache.rope_offsets
         lengths = None if cache is None else cache.sequence_lengths
-        angles = {name: rotary(position_ids, lengths) for name, rotary in self.rotary_emb.items()}
+        angles = {name: rotary(rope_ids, lengths) for name, rotary in self.rotary_emb.items()}
         scale = None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype)
-        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale)
+        positions = Positions(position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding)
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
@@ -131,8 +142,10 @@ class Decoder(nn.Module):
             x, residual, router_logits = layer(x, residual, positions, None if cache is None else cache.layers[index])
             if router_logits is not None:
                 routers.append(router_logits)
+            if features is not None and index < len(features.deepstack):
+                x, residual = features.add(index, x + residual), None
         if cache is not None:
-            cache.advance(x.shape[1])
+            cache.advance(x.shape[1] if padding is None else x.shape[1] - padding)
         hidden, _ = add_then_norm(self.norm, x, residual)
         return DecoderOutput(hidden, routers, [*states, hidden] if output_hidden_states else states)
 
@@ -163,6 +176,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}  # PEFT reads it with the config
     Config: ClassVar[type[AnyConfig]] = AnyConfig
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
+    takes_images: ClassVar[bool] = False
 
     def __init__(self, config: AnyConfig) -> None:
         super().__init__(config)
@@ -194,6 +208,15 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         self.tie_weights()
 
     @property
+    def blocks(self) -> list[Block]:
+        """All blocks through which gradients flow, in the order of the forward pass."""
+        return [cast(Block, block) for block in self.model.layers]
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """Parameters that every rank keeps whole where the others are sharded."""
+        return []
+
+    @property
     def head(self) -> nn.Linear:
         """What reads the decoder's output: the language-model head, of a reward model its score head."""
         return self.lm_head
@@ -208,9 +231,19 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         """The arguments of `forward`; a method that PEFT expects of causal language models."""
         return {"input_ids": input_ids} | inputs
 
-    def attention_windows(self) -> list[int | None]:
-        """The window of each layer's attention, None for full attention; a cache keeps that many keys."""
-        return [cast(Block, block).self_attn.window for block in self.model.layers]
+    def kept_by_layers(self) -> list[Kept]:
+        """What a cache keeps for each layer."""
+        return [cast(Block, block).mixer.kept() for block in self.model.layers]
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether documents can share the keys of a prefix; of states each document would need its own copy."""
+        return all(isinstance(kept, PerToken) for kept in self.kept_by_layers())
+
+    def attention_implementation(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What computes attention and what stands for it there, for reports."""
+        blocks = (cast(Block, block) for block in self.model.layers)
+        return ", ".join(dict.fromkeys(block.mixer.implementation(device, dtype) for block in blocks))
 
     @abstractmethod
     def layer(self, config: Any, index: int) -> Block:
@@ -245,6 +278,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         rows: Tensor | None = None,
         logprobs: Mapping[str, Any] | None = None,
         divergence: Mapping[str, Any] | None = None,
+        features: ImageFeatures | None = None,
+        rope_ids: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
@@ -279,6 +314,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         the loss and the logits: see `CausalLM.logprobs`.
         divergence: options of `ops.linear_divergence`, with `teacher`. The loss is then the divergence from the teacher
         over the tokens whose labels are supervised, divided as the loss without it.
+        features: of images, in place of the embeddings at their places in the batch, which are not scaled.
+        rope_ids: [B or 1, T] or [axes, B or 1, T], the positions for RoPE where they are not those of the tokens.
         options: return_dict, output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
         An attention mask, or position_ids without cu_seqlens, is read on the host.
@@ -291,7 +328,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
         decoded = self.decode(
             input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
-            bool(output_hidden_states), shared_keys,
+            bool(output_hidden_states), shared_keys, features, rope_ids,
         )  # fmt: skip
         output, labels = decoded.output, decoded.labels
         if decoded.layout is not None and not (rows is divergence is None):
@@ -364,6 +401,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
         shared_keys: SharedKeys | None = None,
+        features: ImageFeatures | None = None,
+        rope_ids: Tensor | None = None,
     ) -> Decoded:
         """Runs the decoder on a batch. Arguments as those of `forward`."""
         shape = batch_shape(input_ids, inputs_embeds)
@@ -374,11 +413,15 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             inputs = input_ids, inputs_embeds, labels, position_ids
             input_ids, inputs_embeds, labels, position_ids = (None if x is None else layout.pack(x) for x in inputs)
             cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
+            if rope_ids is not None:  # the axes are last while the tokens move
+                rope_ids = layout.pack(rope_ids.movedim((-2, -1), (0, 1))).movedim((0, 1), (-2, -1))
+            if features is not None:
+                features = features._replace(places=layout.new_places(features.places))
+        padding = layout.padding if isinstance(layout, AlignedRows) else None
         output = self.model(
-            input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states, shared_keys
-        )
-        if cache is not None and isinstance(layout, AlignedRows):
-            cache.advance(-layout.padding)
+            input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states, shared_keys,
+            features, rope_ids, padding,
+        )  # fmt: skip
         return Decoded(output, labels, cu_seqlens, layout)
 
     def balance(self, router_logits: list[Tensor], requested: bool | None) -> Tensor | None:
@@ -435,6 +478,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         max_new_tokens: int,
         tokenizer: TextTokenizer | None = None,
         stop_tokens: Collection[int] | None = None,
+        images: Sequence[Mapping[str, Any] | None] | None = None,
         **sampling: Unpack[Sampling],
     ) -> Tensor:
         """input_ids [B, T] with padding as attention_mask says -> [B n, T + new tokens], padded behind a stop token.
@@ -445,8 +489,9 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         tokens = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, tokens, strict=True)]
         rows = generate(
-            self, prompts, max_new_tokens=max_new_tokens, tokenizer=tokenizer, stop_tokens=stop_tokens, **sampling
-        )
+            self, prompts, max_new_tokens=max_new_tokens, tokenizer=tokenizer, stop_tokens=stop_tokens, images=images,
+            **sampling,
+        )  # fmt: skip
         padding = self.config.pad_token_id if self.config.pad_token_id is not None else 0
         new = input_ids.new_full((len(rows), max(map(len, rows), default=0)), padding)
         for row, generated in enumerate(rows):
@@ -467,8 +512,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             raise ValueError("activation checkpointing: use_reentrant must be False")
         if offload:
             raise ValueError("activation checkpointing: offload is not supported; leave it out")
-        for block in list(self.model.layers)[::every_n_layers]:
-            cast(Block, block).checkpoint_activations()
+        for block in self.blocks[::every_n_layers]:
+            block.checkpoint_activations()
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
@@ -478,8 +523,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
 
     def activation_checkpointing_disable(self) -> None:
         """Undoes `checkpoint_activations`."""
-        for block in self.model.layers:
-            cast(Block, block).keep_activations()
+        for block in self.blocks:
+            block.keep_activations()
 
     def gradient_checkpointing_disable(self) -> None:
         """`activation_checkpointing_disable`, under its older name."""
@@ -490,12 +535,13 @@ class CausalLM(AdaptableModule, HubModule, ABC):
 
         It takes the first blocks because their backward runs last, when the other blocks have freed their activations.
         """
-        for block in list(self.model.layers)[:count]:
-            cast(Block, block).checkpoint_activations()
+        for block in self.blocks[:count]:
+            block.checkpoint_activations()
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Random weights: normal with the config's initializer_range; norms act as weight 1, biases and LoRA B are 0.
+        Buffers that a checkpoint stores have the values that their modules name.
 
         Every rank draws every whole parameter and keeps its shard, so that the weights do not depend on the sharding.
         The weights of the base do not depend on LoRA either.
@@ -506,13 +552,21 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             if is_lora_parameter(name):
                 continue
             value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            if name.endswith("bias"):
+            owner = self.get_submodule(name.rpartition(".")[0])
+            fills = getattr(owner, "initial_values", {})
+            if (leaf := name.rpartition(".")[2]) in fills:
+                fills[leaf](value, generator)
+            elif name.endswith("bias"):
                 value.zero_()
             elif parameter.ndim == 1 and name.endswith("weight"):
-                value.fill_(1.0 - getattr(self.get_submodule(name.rpartition(".")[0]), "offset", 0.0))
+                value.fill_(1.0 - getattr(owner, "offset", 0.0))
             else:
                 value.normal_(0.0, self.config.initializer_range, generator=generator)
             copy_local_shard(parameter, value)
+        for module in self.modules():
+            if module is not self:
+                for name, initial in getattr(module, "stored_buffers", {}).items():
+                    module.get_buffer(name).fill_(initial)
         initialize_lora(self, generator)
 
 

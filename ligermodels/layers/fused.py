@@ -1,9 +1,10 @@
 """Chooses between a fused autograd node, a kernel for few rows and the unfused operations. No other file does.
 
 A fused node reads the weights of a plain `nn.Linear` or a whole `PackedLinear`, with or without LoRA, and of our
-RMSNorm. The unfused operations run where a module was replaced (float8, PEFT, a parametrization), has hooks, has been
-taken apart, has a quantised weight, or has active LoRA dropout: every module is then called, with one tensor. Both
-paths give the same numbers. The kernels for few rows run in inference. Must not know what a projection is used for.
+RMSNorm; of a quantised linear too. The unfused operations run where a module was replaced (float8, PEFT, a
+parametrization), has hooks, has been taken apart, has a quantised weight of another library, or has active LoRA
+dropout: every module is then called, with one tensor. Both paths give the same numbers. The kernels for few rows run in
+inference. Must not know what a projection is used for.
 """
 
 from typing import NamedTuple, TypeGuard
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ligermodels.kernels.activated_linear import activated_linear
 from ligermodels.kernels.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.dispatch import is_traced, runs_kernels
 from ligermodels.kernels.experts import experts
@@ -25,14 +27,18 @@ from ligermodels.kernels.few_rows_linear import (
 from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.kernels.gated_linear import gated_linear
 from ligermodels.kernels.linear import LowRank, low_rank_linear
+from ligermodels.kernels.nf4 import Nf4
 from ligermodels.kernels.norm_linear import norm_linear
+from ligermodels.kernels.plain_activation import plain_activation
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.quantised_weight import Weight, dense, operand
 from ligermodels.kernels.rms_norm import add_rms_norm
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear, is_unmodified
+from ligermodels.layers.quantised import QuantisedLinear
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [B * T or T, R / 2] fp32
 
@@ -40,13 +46,16 @@ Angles = tuple[Tensor, Tensor]  # cos and sin, [B * T or T, R / 2] fp32
 class LinearWeights(NamedTuple):
     """The tensors of a projection that a fused node reads."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
     low_rank: LowRank | None
 
 
-def is_plain(projection: nn.Module) -> TypeGuard[nn.Linear | PackedLinear]:
-    """Whether a projection is one product with its weight: a plain linear, or a packed one that is not taken apart."""
+def is_plain(projection: nn.Module) -> TypeGuard[nn.Linear | PackedLinear | QuantisedLinear]:
+    """Whether a projection is one product with its weight: a plain linear, a quantised one, or a packed one that is not
+    taken apart."""
+    if is_unmodified(projection, QuantisedLinear):
+        return True
     if is_unmodified(projection, PackedLinear):
         return projection.is_whole and not is_quantised(projection.weight)
     return is_unmodified(projection, nn.Linear) and not is_quantised(projection.weight)
@@ -67,9 +76,12 @@ def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights 
     return None
 
 
-def has_few_rows(x: Tensor, weight: Tensor, low_rank: LowRank | None = None, few: int = FEW_ROWS) -> bool:
+def has_few_rows(x: Tensor, weight: Weight, low_rank: LowRank | None = None, few: int = FEW_ROWS) -> bool:
     """Whether a product with `weight` runs by a kernel for few rows: in a step of generation, without LoRA."""
-    if not runs_kernels(x) or torch.is_grad_enabled() or low_rank is not None or is_traced((x, weight)):
+    if not runs_kernels(x) or torch.is_grad_enabled() or low_rank is not None:
+        return False
+    data, layout = operand(weight)
+    if not isinstance(layout, Nf4 | None) or is_traced((x, data)):
         return False
     return x.shape[:-1].numel() <= few
 
@@ -83,6 +95,19 @@ def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:
     if x.dtype == weight.dtype and has_few_rows(x, weight, low_rank):
         return few_rows_linear(x, weight, bias)
     return projection(x) if low_rank is None else low_rank_linear(x, weight, bias, low_rank)
+
+
+def effective_weight(projection: nn.Module, inputs: int) -> Tensor:
+    """The weight [N, inputs] of a projection without a bias, with its LoRA: projection(x) = x @ weightᵀ."""
+    plain = fusible_weights(projection, torch.float32)
+    if plain is None:  # its call is all that is known of it
+        like = next(projection.parameters())
+        return projection(torch.eye(inputs, dtype=like.dtype, device=like.device)).mT
+    weight = dense(*operand(plain.weight))
+    if plain.low_rank is None:
+        return weight
+    a, b, _, scale = plain.low_rank
+    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
 
 
 def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -162,6 +187,14 @@ def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: n
     if has_few_rows(gate_up, weight, low_rank):
         return few_rows_gated_linear(gate_up, weight, bias, activation)
     return gated_linear(gate_up, weight, bias, activation, low_rank, inplace=True)
+
+
+def activation_then_linear(x: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:
+    """x [B, T, I] -> projection(activation(x)) [B, T, H]. fused: as in `gated_activation_then_linear`."""
+    weights = fusible_weights(projection, x.dtype) if fused else None
+    if weights is None:
+        return projection(plain_activation(x, activation))
+    return activated_linear(x, weights.weight, weights.bias, activation, weights.low_rank, inplace=True)
 
 
 def routed_experts(

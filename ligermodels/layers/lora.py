@@ -23,7 +23,7 @@ class LoRALinear(LowRankModule):
 
     Parameters, for P projections in order: lora_A [P rank, in], lora_B [Σ (stop - start), rank].
 
-    base_layer: an `nn.Linear` or its replacement (float8); the caller freezes its parameters.
+    base_layer: an `nn.Linear` or its replacement (float8, quantised); the caller freezes its parameters.
     columns: (start, stop) in the output of each projection with an update, ascending; None for the whole output.
     dropout: probability of dropping an element of the update's input.
     dtype: of lora_A and lora_B; None for the base's.

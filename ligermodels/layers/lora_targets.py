@@ -3,7 +3,7 @@
 Must not know any architecture, or how adapters are stored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, cast
@@ -18,7 +18,9 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.modules_to_save import modules_trained_whole, select_modules, train_whole
 from ligermodels.layers.moe import Experts, LoRAExperts, MoE
+from ligermodels.layers.multimodal import VisionLanguageModel
 from ligermodels.layers.packed import PackedLinear, PackedPart
+from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.weights.adapter_config import (
     ALL_LINEAR,
     adapter_config_from,
@@ -29,9 +31,12 @@ from ligermodels.weights.adapter_config import (
 from ligermodels.weights.adapters import Layout, LoRASettings, Packed
 from ligermodels.weights.boxes import Shape, split_dimensions
 from ligermodels.weights.mapping import Piece, Rule, full_box, pieces_of, plan_pieces
+from ligermodels.weights.module import named_weights
 
 BLOCKS = "model.layers"
+VISION_BLOCKS = "visual.blocks"  # of a model with images
 EXPERTS = "experts"
+VISION = "vision"
 
 
 def add_lora(
@@ -52,8 +57,9 @@ def add_lora(
     alpha: the updates are scaled by alpha / rank; None for 2 * rank.
     targets: names of projections on the Hub, such as ("q_proj", "v_proj"). Use a longer path where several projections
     share a name, as in "shared_expert.up_proj". "all-linear" stands for the projections of attention and of all dense
-    and shared feed-forward layers; "experts" for both projections of all routed experts, which do not support dropout.
-    Routers, embeddings and the head cannot have LoRA.
+    and shared feed-forward layers; "experts" for both projections of all routed experts, which do not support dropout;
+    "vision" for all linears of the vision tower's blocks. A name that the text model has, and "all-linear", select
+    nothing of the tower. Routers, embeddings, the head and the projector cannot have LoRA.
     modules_to_save: modules that are trained as a whole, by the end of their name on the Hub: "embed_tokens",
     "lm_head", norms such as "input_layernorm"; "norm" stands for all of them. A tied embedding and head stay one
     parameter, as with PEFT's ensure_weight_tying.
@@ -174,10 +180,10 @@ def lora_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Pack
 
 
 def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Packed]:
-    """The linears of the blocks whose names end in `_proj`; the names of routers do not."""
+    """The linears of the blocks whose names end in `_proj`; the names of routers do not. Those of a tower are last."""
     found = {}
-    for name, module in model.get_submodule(BLOCKS).named_modules(prefix=BLOCKS):
-        if name.endswith("_proj") and isinstance(module, nn.Linear | PackedLinear | LoRALinear):
+    for name, module in block_modules(model):
+        if name.endswith("_proj") and isinstance(module, nn.Linear | PackedLinear | QuantisedLinear | LoRALinear):
             base = module.base_layer if isinstance(module, LoRALinear) else module
             if isinstance(base, PackedPart) or base.weight is None:
                 continue  # a packed linear has the weight, or its parts have it
@@ -185,6 +191,12 @@ def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Pa
             columns = {p.tensor.removesuffix(".weight"): (p.index[0].start, p.index[0].stop) for p in pieces}
             found[name] = Packed(base.in_features, columns)
     return found
+
+
+def block_modules(model: CausalLM) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside the blocks of the text model, then of a vision tower, by name."""
+    for prefix in (BLOCKS, VISION_BLOCKS) if isinstance(model, VisionLanguageModel) else (BLOCKS,):
+        yield from model.get_submodule(prefix).named_modules(prefix=prefix)
 
 
 def expert_projections(model: CausalLM) -> dict[str, Packed]:
@@ -230,15 +242,20 @@ def output_order(piece: Piece) -> tuple[Shape, tuple[int, ...]]:
 def select_columns(model: CausalLM, targets: str | Sequence[str]) -> dict[str, Columns]:
     """For each module that `targets` select, the selected columns of its output. Raises InputError."""
     stacked, available = expert_projections(model), linear_projections(model, tuple(model.weight_rules()))
-    names = {name for packed in available.values() for name in packed.columns}
+    tower = {name for linear, p in available.items() if linear.startswith(VISION_BLOCKS) for name in p.columns}
+    text = {name for packed in available.values() for name in packed.columns} - tower
     wanted = [targets] if isinstance(targets, str) else list(targets)
-    if EXPERTS in wanted and not stacked:
-        raise InputError(f"targets: {EXPERTS!r}: the model has no routed experts; remove it")
-    named = [target for target in wanted if target not in (ALL_LINEAR, EXPERTS)]
+    for keyword, part in ((EXPERTS, stacked), (VISION, tower)):
+        if keyword in wanted and not part:
+            kind = "routed experts" if keyword == EXPERTS else "vision tower"
+            raise InputError(f"targets: {keyword!r}: the model has no {kind}; remove it")
+    named = [target for target in wanted if target not in (ALL_LINEAR, EXPERTS, VISION)]
+    names = set(text) if ALL_LINEAR in wanted else set()
+    names |= tower if VISION in wanted else set()
     for target in named:
-        check_target(target, names, model)
-    if ALL_LINEAR not in wanted:
-        names = {name for name in names if matches_suffix(name, named)}
+        of_text = {name for name in text if matches_suffix(name, [target])}
+        names |= of_text or {name for name in tower if matches_suffix(name, [target])}
+        check_target(target, text if of_text else text | tower, model)
     if EXPERTS in wanted:
         available |= stacked
         names |= {name for packed in stacked.values() for name in packed.columns}
@@ -258,7 +275,7 @@ def check_target(target: str, names: set[str], model: CausalLM) -> None:
             f"targets: {target!r} is not a projection that can have LoRA; choose from: {available}. "
             "Embeddings, lm_head and routers cannot have LoRA; routed experts are selected by the name 'experts'"
         )
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name.startswith(BLOCKS)}
+    shapes = {name: weight.shape for name, weight in named_weights(model).items() if name.startswith(BLOCKS)}
     others = {piece.tensor.rpartition(".")[0] for piece in plan_pieces(shapes, model.weight_rules())} - names
     unfit = sorted(name for name in others if matches_suffix(name, [target]))
     if unfit:

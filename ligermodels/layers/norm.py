@@ -28,16 +28,19 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """y = (x - mean(x)) * rsqrt(var(x) + eps) * weight."""
+    """y = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias."""
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden_size: int, eps: float, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(hidden_size)) if bias else None)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> the same shape and dtype."""
-        return layer_norm(x, self.weight, eps=self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -57,5 +60,5 @@ class PreNorm:
 def hidden_norm(config: Config) -> RMSNorm | LayerNorm:
     """A norm over the residual stream."""
     if config.layer_norms:
-        return LayerNorm(config.hidden_size, config.norm_eps)
+        return LayerNorm(config.hidden_size, config.norm_eps, config.norm_bias)
     return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)

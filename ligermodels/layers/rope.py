@@ -20,6 +20,7 @@ class RotaryEmbedding(nn.Module):
     """cos and sin at given positions, with frequencies that are fixed when the model is built."""
 
     inv_freq: Tensor
+    axes: Tensor | None
 
     def __init__(self, rope: Rope, head_dim: int, max_position_embeddings: int) -> None:
         super().__init__()
@@ -28,16 +29,23 @@ class RotaryEmbedding(nn.Module):
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = attention_factor(rope, max_position_embeddings)
         self.register_buffer("inv_freq", self.initial_frequencies(), persistent=False)
+        self.register_buffer("axes", self.initial_axes(), persistent=False)
 
     def initial_frequencies(self) -> Tensor:
         """inv_freq as built: [R / 2], or [2, R / 2] for LongRoPE."""
         return SCALINGS[self.rope.rope_type](self.rope, self.rotary_dim, self.max_position_embeddings)
 
+    def initial_axes(self) -> Tensor | None:
+        """int64 [R / 2], of each rotated pair the axis of the positions that it turns with; None if there is one."""
+        axes = self.rope.position_axes
+        return torch.tensor(axes, device="cpu") if axes else None
+
     def _apply(self, fn, recurse=True):
-        """Recomputes inv_freq on the model's device: .to(bfloat16) would round it, to_empty() would lose it."""
+        """Recomputes the buffers on the model's device: .to(bfloat16) would round inv_freq, to_empty() lose both."""
         super()._apply(fn, recurse)
-        device = self.inv_freq.device
+        device, axes = self.inv_freq.device, self.initial_axes()
         self.inv_freq = self.initial_frequencies().to(device)
+        self.axes = None if axes is None else axes.to(device)
         return self
 
     def frequencies(self, position_ids: Tensor, lengths: Tensor | None) -> Tensor:
@@ -46,11 +54,15 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """position_ids [B or 1, T] int -> cos, sin [B * T or T, R / 2] fp32.
+        """position_ids [B or 1, T] int, or [axes, B or 1, T] -> cos, sin [B * T or T, R / 2] fp32.
 
+        With several axes each rotated pair takes the position along its own; without, all take the same.
         lengths: [B or 1, T], of each token's sequence; None if a row of the call is a sequence up to its last position.
         """
-        angle = (position_ids[..., None].float() * self.frequencies(position_ids, lengths)).flatten(0, 1)
+        position = position_ids[..., None]
+        if position_ids.ndim == 3 and self.axes is not None:
+            position = position_ids.movedim(0, -1)[..., self.axes.to(position_ids.device)]  # [B, T, R / 2]
+        angle = (position.float() * self.frequencies(position_ids, lengths)).flatten(0, 1)
         return angle.cos() * self.attention_factor, angle.sin() * self.attention_factor
 
 
@@ -108,6 +120,11 @@ def default_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: in
     return 1.0 / rope.rope_theta ** exponents(rotary_dim)
 
 
+def axial_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
+    """Rows and columns of an image, each with the frequencies of half a head: theta^(-4j/R), twice."""
+    return default_frequencies(rope, rotary_dim // 2, max_position_embeddings).repeat(2)
+
+
 def linear_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
     """Position interpolation: all wavelengths are stretched by the factor."""
     return default_frequencies(rope, rotary_dim, max_position_embeddings) / rope.factor_or_one
@@ -157,12 +174,21 @@ def attention_factor(rope: Rope, max_position_embeddings: int) -> float:
     if rope.rope_type == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
-    def mscale(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(rope.mscale, factor) / yarn_mscale(rope.mscale_all_dim, factor)
+    return yarn_mscale(1.0, factor)
+
+
+def yarn_mscale(scale: float, factor: float) -> float:
+    """How YaRN raises the attention temperature for a context that is `factor` times as long."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def score_factor(rope: Rope) -> float:
+    """What DeepSeek multiplies the attention scores with, where the rotated part of a head is not all of it."""
+    if rope.rope_type == "default" or not rope.mscale_all_dim:
+        return 1.0
+    return yarn_mscale(rope.mscale_all_dim, rope.factor_or_one) ** 2
 
 
 SCALINGS = {
@@ -172,4 +198,5 @@ SCALINGS = {
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
     "longrope": longrope_frequencies,
+    "axial": axial_frequencies,
 }

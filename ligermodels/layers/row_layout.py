@@ -34,6 +34,11 @@ class PackedRows:
         rows = packed.new_zeros(self.shape[0] * self.shape[1], *packed.shape[2:])
         return rows.index_copy(0, self.indices, packed[0]).unflatten(0, self.shape)
 
+    def new_places(self, places: Tensor) -> Tensor:
+        """Places of tokens in the flattened batch, int64 [n] -> those in the flattened row."""
+        inverse = places.new_zeros(self.shape[0] * self.shape[1])
+        return inverse.index_copy(0, self.indices, torch.arange(len(self.indices), device=places.device))[places]
+
 
 @dataclass(frozen=True)
 class AlignedRows:
@@ -55,6 +60,12 @@ class AlignedRows:
     def unpack(self, aligned: Tensor) -> Tensor:
         """[B, T, ...] -> [B, T, ...], in the original order."""
         return torch.empty_like(aligned).scatter(1, self.places(aligned), aligned)
+
+    def new_places(self, places: Tensor) -> Tensor:
+        """Places of tokens in the flattened batch, int64 [n] -> those in the flattened aligned rows."""
+        columns = torch.arange(self.order.shape[1], device=places.device).expand_as(self.order)
+        rows = torch.arange(self.order.numel(), device=places.device).view_as(self.order) - columns
+        return torch.empty_like(self.order).scatter(1, self.order, rows + columns).flatten()[places]
 
     def places(self, rows: Tensor) -> Tensor:
         """`order`, with the shape of `rows`."""

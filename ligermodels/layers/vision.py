@@ -1,71 +1,109 @@
-"""The vision tower of a multimodal checkpoint, kept so that an export can write the whole checkpoint back.
+"""A vision tower: packed patches of images through the blocks of `block.py`, and the merger to the text model's width.
 
-The modules hold parameters only, with the names and shapes of SigLIP (https://arxiv.org/abs/2303.15343). They have no
-forward, because the models here take text only, and their parameters are frozen. Must not know files or any family.
+The patches of all images of a batch are one row [1, P, E]. Attention is not causal, within spans. Must not know any
+family, nor where features go in a text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ligermodels.layers.norm import RMSNorm
+from ligermodels.configs.rope import FULL_ATTENTION
+from ligermodels.configs.vision import VisionConfig
+from ligermodels.kernels.dispatch import widen
+from ligermodels.layers.block import Block
+from ligermodels.layers.fused import activation_then_linear, add_then_norm, apply_linear
+from ligermodels.layers.mixer import Positions
+from ligermodels.layers.norm import LayerNorm, hidden_norm
+from ligermodels.layers.rope import rotary_embedding
+from ligermodels.layers.vision_positions import PatchLayout
 
 
-class SiglipAttention(nn.Module):
-    """The four projections of self-attention."""
+class PatchEmbedding(nn.Module):
+    """A convolution whose stride is its kernel, as a matrix product. weight [E, channels, frames, p, p]."""
 
-    def __init__(self, hidden: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, config: VisionConfig, bias: bool) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(hidden, hidden) for _ in range(4))
+        shape = config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, *shape))
+        self.register_parameter("bias", nn.Parameter(torch.empty(config.hidden_size)) if bias else None)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Patches [P, channels frames p p] -> [1, P, E], in the weight's dtype."""
+        return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1), self.bias)[None]
 
 
-class SiglipMLP(nn.Module):
-    """The two linears of the feed-forward layer."""
+class TowerOutput(NamedTuple):
+    """The pair (x, residual) behind the last block, [1, P, E] each; the hidden states behind the tapped blocks."""
 
-    def __init__(self, hidden: int, intermediate: int) -> None:
+    x: Tensor
+    residual: Tensor | None
+    tapped: list[Tensor]
+
+
+class VisionTower(nn.Module):
+    """Patch embedding and blocks.
+
+    windowed: the indices of the blocks whose attention is within windows; the others attend within frames.
+    table: the number of positions of a learned square table, which is added to the patches; 0 for none.
+    tapped: the indices of the blocks whose hidden states are returned too.
+    """
+
+    def __init__(
+        self, config: VisionConfig, blocks: Sequence[Block], *, patch_bias: bool = False,
+        windowed: Collection[int] = (), table: int = 0, tapped: Collection[int] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.fc1 = nn.Linear(hidden, intermediate)
-        self.fc2 = nn.Linear(intermediate, hidden)
+        self.patch_embed = PatchEmbedding(config, patch_bias)
+        self.pos_embed = nn.Embedding(table, config.hidden_size) if table else None
+        self.blocks = nn.ModuleList(blocks)
+        self.rotary_emb = rotary_embedding(config.ropes[FULL_ATTENTION], config.head_dim, 1)
+        self.patches_per_feature = config.patches_per_feature
+        self.windowed, self.tapped = frozenset(windowed), frozenset(tapped)
 
-
-class SiglipLayer(nn.Module):
-    """One encoder layer."""
-
-    def __init__(self, hidden: int, intermediate: int) -> None:
-        super().__init__()
-        self.layer_norm1, self.layer_norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.self_attn = SiglipAttention(hidden)
-        self.mlp = SiglipMLP(hidden, intermediate)
-
-
-class SiglipTower(nn.Module):
-    """`vision_model`: patch and position embeddings, encoder, final norm. sizes: from `read_vision_config`."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        super().__init__()
-        hidden, patch = sizes["hidden_size"], sizes["patch_size"]
-        layers = (SiglipLayer(hidden, sizes["intermediate_size"]) for _ in range(sizes["num_hidden_layers"]))
-        self.vision_model = nn.ModuleDict(
-            {
-                "embeddings": nn.ModuleDict(
-                    {
-                        "patch_embedding": nn.Conv2d(sizes["num_channels"], hidden, patch, patch),
-                        "position_embedding": nn.Embedding((sizes["image_size"] // patch) ** 2, hidden),
-                    }
-                ),
-                "encoder": nn.ModuleDict({"layers": nn.ModuleList(layers)}),
-                "post_layernorm": nn.LayerNorm(hidden),
-            }
+    def forward(self, pixels: Tensor, layout: PatchLayout) -> TowerOutput:
+        """Patches [P, channels frames p p]; see `TowerOutput`."""
+        x, residual, tapped = self.patch_embed(pixels), None, []
+        if self.pos_embed is not None and layout.table is not None:
+            entries, weights = layout.table  # interpolated in fp32, rounded once
+            table = widen(self.pos_embed.weight)
+            weights = weights.to(table.dtype)
+            x = x + F.embedding_bag(entries, table, per_sample_weights=weights, mode="sum").to(x.dtype)
+        angles = {FULL_ATTENTION: self.rotary_emb(layout.positions[:, None])}
+        frames, windows = (
+            None if spans is None else Positions(layout.positions, angles, *spans, causal=False)
+            for spans in (layout.frames, layout.windows)
         )
-        self.requires_grad_(False)
+        for index, block in enumerate(self.blocks):
+            x, residual, _ = block(x, residual, windows if index in self.windowed else frames)
+            if index in self.tapped:
+                tapped.append(x + residual)
+        return TowerOutput(x, residual, tapped)
 
 
-class SiglipProjector(nn.Module):
-    """The projection from the width of the vision tower to that of the text model."""
+class PatchMerger(nn.Module):
+    """fc2(gelu(fc1(squares of normed patches))): one feature of the text model for the patches of a square.
 
-    def __init__(self, sizes: Mapping[str, int], hidden_size: int) -> None:
+    hidden_size: of the text model, D. fc1 [m² E, m² E], fc2 [D, m² E]. norm_squares: the norm is over the patches of a
+    square together, not over each.
+    """
+
+    def __init__(self, config: VisionConfig, hidden_size: int, *, norm_squares: bool = False) -> None:
         super().__init__()
-        self.mm_input_projection_weight = nn.Parameter(torch.empty(sizes["hidden_size"], hidden_size))
-        self.mm_soft_emb_norm = RMSNorm(sizes["hidden_size"], eps=1e-6, offset=1.0)
-        self.requires_grad_(False)
+        self.width = config.patches_per_feature * config.hidden_size
+        self.norm_squares = norm_squares
+        self.norm = LayerNorm(self.width, config.norm_eps, bias=True) if norm_squares else hidden_norm(config)
+        self.fc1 = nn.Linear(self.width, self.width)
+        self.fc2 = nn.Linear(self.width, hidden_size)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The tower's output, [1, P, E] each -> features [N, D]."""
+        if self.norm_squares:
+            x = x.view(-1, self.width)
+        normed, _ = add_then_norm(self.norm, x, residual)
+        return activation_then_linear(apply_linear(self.fc1, normed.view(-1, self.width)), "gelu", self.fc2, fused=True)

@@ -190,7 +190,6 @@ def train(config: TrainConfig) -> TrainResult:
             set_learning_rate(optimizer, rate)
             clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
             optimizer.zero_grad()
-            objective.finish_step(model, progress.step + 1)
             norm_value, *values = read()
             (loss_value, told_to_stop, failed, overdue), sums, maxima = step.named(values, len(signs))
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
@@ -214,6 +213,8 @@ def train(config: TrainConfig) -> TrainResult:
                         f"update; {output / METRICS_FILE} names the step's documents; lower --learning-rate, or "
                         f"continue without such steps: {resume} --on-nan skip"
                     )
+            else:
+                objective.finish_step(model, progress.step + 1)
 
             progress = replace(
                 progress, step=progress.step + 1, rows=progress.rows + work.units,
@@ -274,7 +275,7 @@ def export_run(
     template = data.tokenizer.chat_template if data.tokenizer and config.chat_template else None
     also = partial(
         write_tokenizer, source=adapter if adapter and has_tokenizer(adapter) else None, new=data.new_tokenizer,
-        template=template, generation_config=model.generation_config,
+        template=template, generation_config=model.generation_config, images=data.new_images,
     )  # fmt: skip
     if config.exports_adapter:
         export_adapter(model, output / ADAPTER, also=also, overwrite=True)

@@ -49,18 +49,21 @@ class RewardModelFunction:
 
         Raises InputError, which names the completion, for one that is too long or cannot be rendered.
         """
-        documents = [self.tokens(*pair, number) for number, pair in enumerate(zip(prompts, completions, strict=True))]
+        records = [
+            GroupRecord(prompt, (completion,), f"completion {number}")
+            for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        ]
         scores: list[float] = []
-        for part in split_by_tokens(documents):
+        for part in split_by_tokens(self.documents(records)):
             scores += self.scores(part).tolist()
         return scores
 
-    def tokens(self, prompt: Any, completion: Any, number: int) -> list[int]:
-        record = GroupRecord(prompt, (completion,), f"completion {number}")
-        group = next(self.tokenizer.groups([record]), None)
-        if group is None:
-            raise InputError(f"completion {number}: is longer than {self.tokenizer.options.max_length} tokens")
-        return [*group.prompt, *group.completions[0]]
+    def documents(self, records: Sequence[GroupRecord]) -> list[list[int]]:
+        found = {group.place: [*group.prompt, *group.completions[0]] for group in self.tokenizer.groups(records)}
+        absent = next((record.place for record in records if record.place not in found), None)
+        if absent is not None:
+            raise InputError(f"{absent}: is longer than {self.tokenizer.options.max_length} tokens")
+        return [found[record.place] for record in records]
 
     def scores(self, documents: Sequence[Sequence[int]]) -> Tensor:
         device = self.model.device

@@ -24,7 +24,7 @@ from ligermodels.weights.config_file import GENERATION_CONFIG_FILE
 from ligermodels.weights.exporting import TOKENIZER_FILES, copy_files, hub_tensors
 from ligermodels.weights.files import shortened
 from ligermodels.weights.mapping import Piece, Rule, full_box, is_lora_parameter, plan_pieces
-from ligermodels.weights.module import HubModule, LowRankModule, tied_names
+from ligermodels.weights.module import HubModule, LowRankModule, named_weights, tied_names
 from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
@@ -179,7 +179,7 @@ def tied_modules(model: HubModule) -> set[str]:
 
 def hub_module_names(model: HubModule, rules: Iterable[Rule]) -> set[str]:
     """The names of all modules of the model that have a weight, by the rules of a checkpoint layout."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {name: weight.shape for name, weight in named_weights(model).items()}
     tensors = (*(piece.tensor for piece in plan_pieces(shapes, rules)), *model.kept)
     return {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
 

@@ -6,7 +6,7 @@ have the new name, so an export adds the old fields: `rope_theta`, `rope_scaling
 must be complete.
 
     rope_parameters                        old fields
-    one for all layers                     rope_theta, partial_rotary_factor; rope_scaling has the rest, null if default
+    one for all layers                     rope_theta, partial_rotary_factor; rope_scaling has the rest, null if none
     {full_attention, sliding_attention}    the same from full_attention; rope_local_base_freq is the sliding theta
     of type longrope                       without original_max_position_embeddings if the top level has it
 
@@ -86,6 +86,8 @@ def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(parameters.get("full_attention", parameters))
     sliding = parameters.get("sliding_attention", {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "axial":  # of a vision tower: transformers 4 has no field for it
+        return {}
     if kind == "longrope":
         # Phi-3 in transformers 4 refuses a scaling with other keys than type, short_factor and long_factor.
         redundant = {"rope_type", "type"} | ({"original_max_position_embeddings"} & raw.keys())
@@ -93,7 +95,7 @@ def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     old = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
     if "rope_theta" in sliding:
         old["rope_local_base_freq"] = sliding["rope_theta"]
-    return old | {"rope_scaling": None if kind == "default" else scaling}
+    return old | {"rope_scaling": None if scaling.keys() <= {"rope_type", "type"} else scaling}
 
 
 def with_dtype(raw: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ligermodels.configs.quantisation import Quantisation
+from ligermodels.configs.quantisation import Scaled
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.files import StoredTensor, open_checkpoint
@@ -49,7 +49,7 @@ def with_companions(chosen: Mapping[str, StoredTensor], tensors: Mapping[str, St
 
 
 def unchanged_tensors(
-    pieces: Sequence[Piece], blocks: Iterator[Blocks], stored: Mapping[str, StoredTensor], scheme: Quantisation | None,
+    pieces: Sequence[Piece], blocks: Iterator[Blocks], stored: Mapping[str, StoredTensor], scheme: Scaled | None,
     sharded: bool,
 ) -> dict[str, StoredTensor]:  # fmt: skip
     """Those of the stored tensors whose values the model still has; quantised ones only if all of them are unchanged.
@@ -80,10 +80,15 @@ def unchanged_tensors(
     return with_companions({name: stored[name] for name in copied}, stored)
 
 
-def with_copies(planned: Iterable[tuple[Entry, StoredTensor | None]], gathered: Iterator[Blocks]) -> Iterator[Blocks]:
-    """The tensors of `planned` in order: stored ones from their files, the others from the iterator."""
+def with_copies(
+    planned: Iterable[tuple[Entry, StoredTensor | Tensor | None]], gathered: Iterator[Blocks]
+) -> Iterator[Blocks]:
+    """The tensors of `planned` in order: stored ones from their files, given ones, and the others from the iterator."""
     for entry, stored in planned:
-        yield next(gathered) if stored is None else stored_blocks(stored, entry.name)
+        if isinstance(stored, Tensor):
+            yield (stored,)
+        else:
+            yield next(gathered) if stored is None else stored_blocks(stored, entry.name)
 
 
 def is_unchanged(name: str, stored: StoredTensor, scale: Scale | None, blocks: Blocks) -> bool:

@@ -10,24 +10,27 @@ Knows parameters, rules and folders; must not know model families.
 import itertools
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ligermodels.configs.quantisation import FIELD as QUANTISATION_FIELD
-from ligermodels.configs.quantisation import read_quantisation
+from ligermodels.configs.quantisation import Nf4Weights, read_quantisation, read_scaled
+from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.weights.bitsandbytes import quantisation_config, tensors_of
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, StoredTensor
 from ligermodels.weights.loading import float_dtype
 from ligermodels.weights.mapping import BASE_LAYER, Piece, foreign_adapters, plan_pieces
-from ligermodels.weights.module import HubModule, LowRankModule
+from ligermodels.weights.module import HubModule, LowRankModule, QuantisedModule
 from ligermodels.weights.quantised import quantised
 from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import full_tensor, reshard
@@ -55,6 +58,7 @@ COPIED_FILES = (
     *TOKENIZER_FILES,
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
     "LICENSE*",
     "USE_POLICY*",
 )
@@ -94,6 +98,7 @@ def export_weights(
     Raises CheckpointError if `folder` is in use or cannot be written, or if a value is too large for `dtype`; then
     nothing is left behind. Raises InputError if `dtype` or `max_shard_size` is invalid.
     """
+    keeps_bits = dtype is None and not any(isinstance(module, LowRankModule) for module in model.modules())
     dtype = None if dtype is None else float_dtype(dtype)
     limit = size_in_bytes(max_shard_size)
     if adapted := foreign_adapters(name for name, _ in model.named_parameters()):
@@ -115,29 +120,64 @@ def export_weights(
     pieces = plan_pieces(shapes, rules)
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
     stored = source_tensors(source, model.stored_otherwise if dtype is None else ())
+    in_4_bits = stored_in_4_bits(parameters, pieces) if keeps_bits else {}
+    pieces = [piece for piece in pieces if piece.tensor not in in_4_bits]
     compared = [piece for piece in pieces if piece.tensor in stored]
     own = {name: parameter.dtype for name, parameter in parameters.items()}
-    scheme = read_quantisation(model.config.raw)
+    scheme = read_scaled(model.config.raw)
     unchanged = unchanged_tensors(compared, hub_tensors(model, parameters, compared, own), stored, scheme, sharded)
     if rules in model.quantised_weight_rules() and not quantised(unchanged):
         pieces = plan_pieces(shapes, model.weight_rules())
     copies = unchanged | source_tensors(source, model.kept)
     pieces = [piece for piece in pieces if piece.tensor not in copies]
-    planned: list[tuple[Entry, StoredTensor | None]] = [
+    planned: list[tuple[Entry, StoredTensor | Tensor | None]] = [
         *((Entry(piece.tensor, dtypes[piece.parameter], piece.shape), None) for piece in pieces),
         *((Entry(name, stored.dtype, stored.shape), stored) for name, stored in copies.items()),
+        *((Entry(name, x.dtype, tuple(x.shape)), x) for named in in_4_bits.values() for name, x in named.items()),
     ]
     planned.sort(key=lambda item: -item[0].dtype.itemsize)
     tensors = with_copies(planned, hub_tensors(model, parameters, pieces, dtypes))
 
+    if is_first() and not in_4_bits and any(isinstance(module, QuantisedModule) for module in model.modules()):
+        warnings.warn(
+            f"{folder}: the model's linears are quantised: LoRA is merged with the dequantised weights, and each sum "
+            "is rounded once; for the original weights, merge the adapter with the original model",
+            stacklevel=3,
+        )
+
+    quantisation = model.config.raw.get(QUANTISATION_FIELD) if quantised(unchanged) else None
+    if in_4_bits:
+        quantisation = config_of_4_bits(model, pieces)
+
     def write(temporary: Path) -> None:
         write_shards(temporary, [entry for entry, _ in planned], tensors, limit)
-        write_config(temporary, model, dtype or model.dtype, source, bool(quantised(unchanged)))
+        write_config(temporary, model, dtype or model.dtype, source, quantisation)
         if source is not None:
             copy_files(Path(source), temporary, copied_files)
 
     replaced = EXPORTED_FILES if overwrite else ()
     write_folder(Path(folder).absolute(), write, tensors, sharded, also, replaced)
+
+
+def stored_in_4_bits(parameters: Mapping[str, Any], pieces: Sequence[Piece]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of bitsandbytes for each piece of a quantised weight, by its name."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
+        weight = parameters[name]
+        if not isinstance(weight, Tensor):
+            parts = weight._replace(data=full_tensor(weight.data)).unpack()
+            for piece, part in zip(group, parts, strict=True):
+                found[piece.tensor] = tensors_of(piece.tensor, part, weight.dtype)
+    return found
+
+
+def config_of_4_bits(model: HubModule, others: Sequence[Piece]) -> dict[str, Any]:
+    """The quantization_config of a model with weights in 4 bits. others: the pieces that have none."""
+    if isinstance(read_quantisation(model.config.raw), Nf4Weights):
+        return model.config.raw[QUANTISATION_FIELD]
+    names = (piece.tensor for piece in others if len(piece.shape) == 2)
+    skipped = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    return quantisation_config(model.dtype, list(dict.fromkeys([*skipped, "lm_head"])))
 
 
 def size_in_bytes(size: int | str) -> int:
@@ -278,15 +318,15 @@ def split_into_shards(entries: Sequence[Entry], max_shard_size: int) -> list[lis
 
 
 def write_config(
-    folder: Path, model: HubModule, dtype: torch.dtype, source: str | Path | None, quantised: bool
+    folder: Path, model: HubModule, dtype: torch.dtype, source: str | Path | None, quantisation: Any
 ) -> None:
     """Writes config.json; copies the file of `source` unchanged if it already has the right content.
 
-    quantised: whether the weights are written as the quantisation_config says; else it is left out.
+    quantisation: the quantization_config, if the weights are written in few bits; else the field is left out.
     """
-    raw = dict(model.config.raw)
-    if not quantised:
-        raw.pop(QUANTISATION_FIELD, None)
+    raw = {**model.config.raw, QUANTISATION_FIELD: quantisation}
+    if not quantisation:
+        raw.pop(QUANTISATION_FIELD)
     if "architectures" not in raw:
         raw = {"architectures": [model.hub_class]} | raw
     wanted = with_dtype(both_spellings(raw, model.config.alternative_names), dtype)

@@ -5,11 +5,12 @@ only the bytes of its own shard. All names, shapes and dtypes are checked before
 rules and folders; must not know model families.
 """
 
+import itertools
 import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,14 +18,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from tqdm import tqdm
 
-from ligermodels.configs.quantisation import Quantisation, read_quantisation
+from ligermodels.configs.quantisation import Nf4Weights, Scaled, read_quantisation, read_scaled
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
+from ligermodels.weights.bitsandbytes import REMEDY, StoredNf4, split_off
 from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan_pieces
-from ligermodels.weights.module import HubModule
+from ligermodels.weights.module import HubModule, StoredWeight
 from ligermodels.weights.quantised import (
     Scale,
     by_element,
@@ -35,6 +38,7 @@ from ligermodels.weights.quantised import (
     scale_name,
     scale_of,
 )
+from ligermodels.weights.sharding import copy_local_shard
 from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, run_transfers
 
 # Buffers that old checkpoints contain. Every reader recomputes them from the configuration.
@@ -52,6 +56,7 @@ class LoadPlan:
     copies: tied tensors that the checkpoint stores a second time -> the tensor that each must equal.
     kept: tensors that the model does not compute; nothing reads them before an export.
     quantisation: how tensors in FP8 or MXFP4 are scaled; None if the checkpoint has none.
+    nf4: the tensors in 4 bits of bitsandbytes, by name.
     unexpected: tensors that the model has no place for.
     """
 
@@ -60,8 +65,27 @@ class LoadPlan:
     pieces: list[Piece]
     copies: Mapping[str, str]
     kept: tuple[str, ...]
-    quantisation: Quantisation | None
+    quantisation: Scaled | None
+    nf4: Mapping[str, StoredNf4]
     unexpected: list[str]
+
+    @property
+    def quantised_parameters(self) -> tuple[str, ...]:
+        """The parameters that the checkpoint stores in 4 bits of bitsandbytes.
+
+        Raises CheckpointError where one consists of others too, or has another order there.
+        """
+        pieces = [piece for piece in self.pieces if piece.tensor in self.nf4]
+        found = tuple(dict.fromkeys(piece.parameter for piece in pieces))
+        dense = {piece.parameter: piece for piece in self.pieces if piece.tensor not in self.nf4}
+        for piece in pieces:
+            if piece.parameter in dense or piece.view:
+                other = dense.get(piece.parameter, piece).tensor
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: {piece.tensor} is in 4 bits, but is one weight here with {other}, "
+                    f"which {'is not' if piece.parameter in dense else 'has another order'}; {REMEDY}"
+                )
+        return found
 
 
 def float_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -96,27 +120,74 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     refuse_unequal_copies(plan.checkpoint, plan.copies)
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
     tensors = model.stored_tensors()
-    shards = {name: shard_and_offset(tensor) for name, tensor in tensors.items()}
+    shards = {name: shard_and_offset(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    undone = next((p.tensor for p in plan.pieces if p.tensor in plan.nf4 and p.parameter in shards), None)
+    if undone is not None:
+        raise CheckpointError(f"{folder}: {undone} is in 4 bits, but the model is not: load it by ligermodels.load")
     unread = {*plan.kept, *plan.unexpected}
     scales = read_scales({name: of for name, of in stored.items() if name not in unread}, plan.quantisation)
     transfers = (
         transfer
         for piece in plan.pieces
+        if piece.parameter in shards
         for transfer in local_transfers(*shards[piece.parameter], piece, stored[piece.tensor], scales.get(piece.tensor))
     )
     run_transfers(transfers, f"Loading {folder.name}", quiet=not is_first())
+    of_quantised = [piece for piece in plan.pieces if piece.parameter not in shards]
+    groups = [list(group) for _, group in itertools.groupby(of_quantised, key=lambda piece: piece.parameter)]
+    for group in tqdm(groups, f"Quantising {folder.name}", delay=1, disable=not is_first() or None):
+        if group[0].tensor in plan.nf4:
+            fill_stored(tensors[group[0].parameter], [plan.nf4[piece.tensor] for piece in group])
+        else:
+            fill_quantised(tensors[group[0].parameter], group, stored, scales)
     model.loaded_rules, model.kept = plan.rules, plan.kept
     most = most_common_dtype(stored[piece.tensor] for piece in plan.pieces)
-    others = (piece.tensor for piece in plan.pieces if stored[piece.tensor].dtype != tensors[piece.parameter].dtype)
+    others = (
+        piece.tensor
+        for piece in plan.pieces
+        if piece.parameter in shards and stored[piece.tensor].dtype != tensors[piece.parameter].dtype
+    )
     model.stored_otherwise = tuple(others) if model.dtype == most else ()
     if plan.unexpected and is_first():
         ignored = f"ignored, the model has no place for them: {shortened(plan.unexpected)}"
         warnings.warn(printable(f"{folder}: {ignored}"), stacklevel=2)
 
 
+def fill_quantised(
+    weight: StoredWeight, pieces: Sequence[Piece], stored: Mapping[str, StoredTensor], scales: Mapping[str, Scale]
+) -> None:
+    """Reads all pieces of one weight, which is dense for as long, and quantises it. Raises CheckpointError."""
+    value = torch.empty(weight.shape, dtype=weight.dtype, device=weight.data.device)
+    origin = (0,) * value.dim()
+    transfers = (
+        transfer
+        for piece in pieces
+        for transfer in local_transfers(value, origin, piece, stored[piece.tensor], scales.get(piece.tensor))
+    )
+    run_transfers(transfers, "", quiet=True)
+    if not torch.stack(value.aminmax()).isfinite().all():
+        raise CheckpointError(
+            f"{stored[pieces[0].tensor].file}: {pieces[0].parameter} has values that are not finite, which cannot be "
+            "quantised; load it without quantize"
+        )
+    copy_local_shard(weight.data, weight.quantize(value))
+
+
+def fill_stored(weight: StoredWeight, parts: Sequence[StoredNf4]) -> None:
+    """Reads a weight that is stored in 4 bits, without a change of a bit. Raises CheckpointError."""
+    try:
+        data = weight.pack([part.read() for part in parts])
+    except ValueError as error:
+        raise CheckpointError(f"{parts[0].codes.file}: {error}; {REMEDY}") from error
+    copy_local_shard(weight.data, data.to(weight.data.device))
+
+
 def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> LoadPlan:
     """The first half of load_weights: checks names, shapes and dtypes. The model may be on the meta device."""
-    quantisation = read_quantisation(model.config.raw)
+    quantisation, nf4 = read_scaled(model.config.raw), dict[str, StoredNf4]()
+    if isinstance(read_quantisation(model.config.raw), Nf4Weights):
+        rest, nf4 = split_off(checkpoint.tensors)
+        checkpoint = replace(checkpoint, tensors=rest)
     checkpoint = replace(checkpoint, tensors=by_element(checkpoint.tensors, quantisation))
     rules, planned = select_layout(checkpoint, model)
     pieces = {piece.tensor: piece for piece in planned}
@@ -126,24 +197,30 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
     companions_of_quantised = (name for tensor in quantised(checkpoint.tensors) for name in companions(tensor))
     known |= {*kept, *model.left_out, *companions_of_quantised}
     unexpected = [name for name in checkpoint.tensors if name not in known and not STALE_BUFFERS.fullmatch(name)]
-    refuse_mismatched_tensors(checkpoint, pieces, quantisation, [] if allow_unexpected else unexpected)
-    return LoadPlan(checkpoint, rules, planned, copies, kept, quantisation, unexpected)
+    refuse_mismatched_tensors(checkpoint, pieces, quantisation, nf4, [] if allow_unexpected else unexpected)
+    return LoadPlan(checkpoint, rules, planned, copies, kept, quantisation, nf4, unexpected)
 
 
 def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule, ...], list[Piece]]:
     """The rules and pieces of the first of the model's layouts for which the checkpoint has all tensors.
 
-    If no layout is complete, those of the Hub's own layout.
+    Of layouts that differ in shapes alone, it is the first that fits. If no layout is complete, those of the Hub's own.
     """
     loaded = model.stored_tensors().items()
     shapes = {name: tensor.shape for name, tensor in loaded if name not in model.new_parameters}
     limit = len(checkpoint.tensors) + EXTRA_PIECES  # a plan of this length is incomplete anyway
+    stored = checkpoint.tensors
     tried: list[tuple[tuple[Rule, ...], list[Piece]]] = []
+    complete: list[tuple[tuple[Rule, ...], list[Piece]]] = []
     for rules in (model.weight_rules(), *model.other_weight_rules(), *model.quantised_weight_rules()):
         pieces = plan_pieces(shapes, rules, at_most=limit)
-        if all(piece.tensor in checkpoint.tensors for piece in pieces):
-            return rules, pieces
+        if all(piece.tensor in stored for piece in pieces):
+            if all(stored[piece.tensor].shape == piece.shape for piece in pieces):
+                return rules, pieces
+            complete.append((rules, pieces))
         tried.append((rules, pieces))
+    if complete:
+        return complete[0]
     if len(tried[0][1]) == limit:
         raise CheckpointError(
             f"{checkpoint.folder}: its config.json describes at least {limit} tensors, its files hold "
@@ -186,7 +263,7 @@ def shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local().detach(), compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
 
 
-def read_scales(tensors: Mapping[str, StoredTensor], quantisation: Quantisation | None) -> dict[str, Scale]:
+def read_scales(tensors: Mapping[str, StoredTensor], quantisation: Scaled | None) -> dict[str, Scale]:
     """The scales of those of these tensors that are quantised, by their names. The scales are among the tensors."""
     if quantisation is None:
         return {}
@@ -232,8 +309,9 @@ def refuse_unready(model: HubModule) -> None:
 
 
 def refuse_mismatched_tensors(
-    checkpoint: Checkpoint, pieces: Mapping[str, Piece], quantisation: Quantisation | None, unexpected: list[str]
-) -> None:
+    checkpoint: Checkpoint, pieces: Mapping[str, Piece], quantisation: Scaled | None,
+    nf4: Mapping[str, StoredNf4], unexpected: list[str],
+) -> None:  # fmt: skip
     """Raises one CheckpointError that lists the tensors that are missing, unexpected, or of a wrong shape or dtype."""
     stored = checkpoint.tensors
     missing = [name for name in pieces if name not in stored]
@@ -247,7 +325,9 @@ def refuse_mismatched_tensors(
     dtypes = [
         f"{name} is {stored[name].dtype} ({stored[name].file.name})"
         for name in fitting
-        if stored[name].dtype not in FLOAT_DTYPES and not (quantisation and needs_scale(name, stored[name]))
+        if stored[name].dtype not in FLOAT_DTYPES
+        and name not in nf4
+        and not (quantisation and needs_scale(name, stored[name]))
     ]
     names = quantised({name: stored[name] for name in fitting}) if quantisation else []
     scales = [scale_fault(stored, name, quantisation) for name in names if quantisation]

@@ -20,6 +20,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ligermodels.configs.base import Config
+from ligermodels.configs.features import LatentAttentionConfig
+from ligermodels.configs.hybrid import GatedDeltaConfig
 from ligermodels.weights.boxes import Shape
 
 # A linear that LoRA wraps becomes the wrapper's `base_layer`. Rules use the names without it.
@@ -265,10 +267,49 @@ def packed_projections(config: Config) -> tuple[Rule, ...]:
     return packed_qkv(config), packed_gate_up()
 
 
-def packed_qkv(config: Config) -> Concat:
-    """self_attn.qkv_proj is the concatenation of the Hub's q_proj, k_proj and v_proj."""
-    layer, sizes = "model.layers.{}.self_attn.", (config.query_size, config.key_value_size, config.key_value_size)
+def packed_qkv(config: Config, query_parts: int = 1) -> Concat:
+    """self_attn.qkv_proj is the concatenation of the Hub's q_proj, k_proj and v_proj.
+
+    query_parts: 2 if q_proj has a gate behind each head's query.
+    """
+    layer = "model.layers.{}.self_attn."
+    sizes = (query_parts * config.query_size, config.key_value_size, config.key_value_size)
     return Concat(layer + "qkv_proj", (layer + "q_proj", layer + "k_proj", layer + "v_proj"), sizes)
+
+
+def packed_delta_projections(config: GatedDeltaConfig) -> tuple[Rule, ...]:
+    """The rules of models with the gated delta rule: those of `packed_projections`, with a gate in q_proj, and
+    linear_attn.in_proj as the concatenation of the Hub's in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
+    layer, heads, values = "model.layers.{}.linear_attn.", config.linear_num_value_heads, config.linear_value_size
+    parts = tuple(f"{layer}in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+    linear = Concat(layer + "in_proj", parts, (2 * config.linear_key_size + values, values, heads, heads))
+    return packed_qkv(config, query_parts=2), linear, packed_gate_up()
+
+
+def packed_short_conv_layers(config: Config) -> tuple[Rule, ...]:
+    """The rules of layers under LFM2's names, and of the final norm."""
+    layer, mlp = "model.layers.{}.", "model.layers.{}.feed_forward."
+    renamed = {
+        "operator_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
+        "feed_forward.w2": "mlp.down_proj",
+    }
+    return (
+        packed_qkv(config),
+        Concat(layer + "mlp.gate_up_proj", (mlp + "w1", mlp + "w3")),
+        *(Rename(layer + hub, layer + ours) for hub, ours in renamed.items()),
+        Rename("model.embedding_norm", "model.norm"),
+    )
+
+
+def packed_latents(config: LatentAttentionConfig) -> Concat:
+    """self_attn.qkv_a_proj is the concatenation of the Hub's q_a_proj, or q_proj, and kv_a_proj_with_mqa."""
+    layer, q = "model.layers.{}.self_attn.", "q_proj" if config.q_lora_rank is None else "q_a_proj"
+    sizes = config.query_input_size, config.kv_lora_rank + config.qk_rope_head_dim
+    return Concat(layer + "qkv_a_proj", (layer + q, layer + "kv_a_proj_with_mqa"), sizes)
 
 
 def packed_gate_up(mlp: str = "mlp") -> Concat:

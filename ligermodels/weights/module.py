@@ -1,17 +1,21 @@
-"""Base classes of what weights/ loads and exports: a model with a Hub checkpoint, and a module with a low-rank update.
+"""Base classes of what weights/ loads and exports: a model with a Hub checkpoint, modules with a low-rank update or
+with weights in few bits.
 
 Knows configurations and weight rules; must not know layers or architectures, which derive from these classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
+from ligermodels.errors import InputError
 from ligermodels.weights.mapping import Piece, Rule, foreign_adapters, is_lora_parameter, name_translator, plan_pieces
+
+BYTES = "_bytes"  # the suffix of the parameter that has the bytes of a quantised weight
 
 
 class HubModule(nn.Module):
@@ -65,6 +69,15 @@ class HubModule(nn.Module):
         named = ((name, parameter) for name, parameter in self.named_parameters() if parameter.is_floating_point())
         return next(p.dtype for name, p in named if name not in trained and not is_lora_parameter(name))
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Raises InputError if weights are quantised, which cannot be trained."""
+        if requires_grad and any(isinstance(module, QuantisedModule) for module in self.modules()):
+            raise InputError(
+                "the model's linears are quantised, which cannot be trained: train LoRA on them, with add_lora, or "
+                "load the model without quantize"
+            )
+        return super().requires_grad_(requires_grad)
+
     def _apply(self, fn, recurse=True):
         """Ties parameters again: to_empty() from the meta device creates a separate one for each name."""
         ties = tied_names(self)
@@ -91,7 +104,8 @@ class HubModule(nn.Module):
         return ()
 
     def stored_buffers(self) -> dict[str, Tensor]:
-        """The buffers that a checkpoint stores, by name: those that a module lists as `stored_buffers`."""
+        """The buffers that a checkpoint stores, by name: those that a module lists as `stored_buffers`, with
+        the value of their elements in a new model."""
         owners = ((prefix, module, getattr(module, "stored_buffers", ())) for prefix, module in self.named_modules())
         return {
             f"{prefix}.{name}": module.get_buffer(name)
@@ -100,9 +114,12 @@ class HubModule(nn.Module):
             for name in names
         }
 
-    def stored_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint stores, by name: the parameters, tied ones once, and some buffers."""
-        return dict(self.named_parameters()) | self.stored_buffers()
+    def stored_tensors(self) -> dict[str, Any]:
+        """What a checkpoint stores, by name: the parameters, tied ones once, and some buffers.
+
+        A quantised weight stands there under its own name, as a `StoredWeight`, in place of its bytes.
+        """
+        return named_weights(self) | self.stored_buffers()
 
     def kept_tensors(self) -> tuple[str, ...]:
         """Name patterns of tensors that a checkpoint may hold and that the model does not compute."""
@@ -115,6 +132,53 @@ class HubModule(nn.Module):
     def export_rules(self) -> tuple[Rule, ...]:
         """The layout that an export writes: that of the loaded checkpoint, of a new model that of `weight_rules`."""
         return self.weight_rules() if self.loaded_rules is None else self.loaded_rules
+
+
+class StoredWeight(Protocol):
+    """A weight in few bits. data: its bytes, which may be sharded."""
+
+    @property
+    def data(self) -> Tensor: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the weight is used."""
+        ...
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """A weight of this shape -> its bytes."""
+        ...
+
+    def dequantize(self) -> Tensor: ...
+
+    def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """The Hub's tensors in 4 bits that the weight is made of, by the names of their parts -> its bytes."""
+        ...
+
+    def unpack(self) -> list[dict[str, Tensor]]:
+        """The inverse of `pack`, of this weight's bytes."""
+        ...
+
+
+class QuantisedModule(nn.Module):
+    """A module with frozen weights in few bits. The bytes of one are a parameter with its name and the suffix BYTES."""
+
+    def quantised_weights(self) -> Mapping[str, StoredWeight]:
+        raise NotImplementedError
+
+
+def named_weights(module: nn.Module) -> dict[str, Any]:
+    """The parameters of a module by name, tied ones once, with quantised weights in place of their bytes."""
+    quantised = {
+        f"{prefix}.{name}{BYTES}": (f"{prefix}.{name}", weight)
+        for prefix, owner in module.named_modules()
+        if isinstance(owner, QuantisedModule)
+        for name, weight in owner.quantised_weights().items()
+    }
+    return dict(quantised.get(name, (name, parameter)) for name, parameter in module.named_parameters())
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

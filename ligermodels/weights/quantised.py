@@ -16,7 +16,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from ligermodels.configs.quantisation import Mxfp4, Quantisation
+from ligermodels.configs.quantisation import Mxfp4, Scaled
 from ligermodels.weights.files import FP4_DTYPE, StoredTensor
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -96,7 +96,7 @@ def quantised(tensors: Mapping[str, StoredTensor]) -> list[str]:
     return [name for name, stored in tensors.items() if needs_scale(name, stored)]
 
 
-def by_element(tensors: Mapping[str, StoredTensor], scheme: Quantisation | None) -> dict[str, StoredTensor]:
+def by_element(tensors: Mapping[str, StoredTensor], scheme: Scaled | None) -> dict[str, StoredTensor]:
     """The same tensors, those in MXFP4 with the shape of their elements."""
     if not isinstance(scheme, Mxfp4):
         return dict(tensors)
@@ -117,7 +117,7 @@ def scale_name(tensor: str) -> str:
     return f"{tensor}_scale_inv"
 
 
-def scale_of(values: Tensor, scheme: Quantisation) -> Scale:
+def scale_of(values: Tensor, scheme: Scaled) -> Scale:
     """The scale with these stored values."""
     return Mxfp4Scale(values) if isinstance(scheme, Mxfp4) else Fp8Scale(values.float(), scheme.block)
 
@@ -127,7 +127,7 @@ def companions(tensor: str) -> tuple[str, str]:
     return scale_name(tensor), f"{tensor.removesuffix('weight')}activation_scale"
 
 
-def scale_fault(tensors: Mapping[str, StoredTensor], tensor: str, scheme: Quantisation) -> str | None:
+def scale_fault(tensors: Mapping[str, StoredTensor], tensor: str, scheme: Scaled) -> str | None:
     """What is wrong with the scale of a quantised tensor, as words behind its name; None if nothing is."""
     shape, scale = tensors[tensor].shape, tensors.get(scale_name(tensor))
     if scale is None:

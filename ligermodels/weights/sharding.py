@@ -3,6 +3,8 @@
 Must not know files or layers.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,8 +21,17 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def full_tensor(parameter: Tensor) -> Tensor:
-    """The full value of a parameter, on its device. For a DTensor this is a collective: every rank must call it."""
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the module's own parameters for its forward."""
+    return isinstance(module, FSDPModule)
+
+
+def full_tensor(parameter: Any) -> Tensor:
+    """The full value of a parameter or of a quantised weight, on its device.
+
+    For a DTensor this is a collective: every rank must call it."""
+    if not isinstance(parameter, Tensor):  # in few bits
+        return parameter._replace(data=full_tensor(parameter.data)).dequantize()
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 

@@ -63,6 +63,31 @@ GLM4_MOE = TINY | {
     "routed_scaling_factor": 1.7,
     "num_nextn_predict_layers": 1,
 }
+DEEPSEEK_V3 = TINY | {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "rms_norm_eps": 1e-2,  # the norms of the latents have another one
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+GLM4_MOE_LITE = DEEPSEEK_V3 | {
+    "model_type": "glm4_moe_lite",
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "v_head_dim": 22,
+    "n_group": 1,
+    "topk_group": 1,
+}
 YARN_32 = YARN | {"original_max_position_embeddings": 32}  # truncation changes its frequencies
 GPT_OSS = TINY | {
     "model_type": "gpt_oss",
@@ -135,6 +160,29 @@ CASES = {
             "attention-bias": {"attention_bias": True},
             "aux-loss": AUX_LOSS,
             "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        DEEPSEEK_V3,
+        {
+            "no-query-latent": {"q_lora_rank": None},
+            "rope-half-split": {"rope_interleave": False},
+            "rope-yarn": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+            "rope-yarn-mscale": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+            "rope-yarn-no-mscale": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.0}},
+            "attention-bias": {"attention_bias": True},
+            "values-wider-than-keys": {"v_head_dim": 26},
+            "dense-layers": {"first_k_dense_replace": 2},
+            "norm-topk-off": {"norm_topk_prob": False},
+            "every-expert": {"num_experts_per_tok": 12, "topk_group": 4},
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        GLM4_MOE_LITE,
+        {
+            "layer-types": {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            "every-expert": {"num_experts_per_tok": 12},
         },
     ),
     **family(

@@ -79,7 +79,7 @@ def test_the_error_says_what_a_flag_of_another_tool_is_called_here(flags, hint):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--load-in-4bit", "quantised base models cannot be trained"),
+        ("--load-in-8bit", "--quantize nf4 with --lora-rank takes less memory"),
         ("--deepspeed", "torchrun --nproc-per-node"),
         ("--nproc", "torchrun --nproc-per-node"),
         ("--use_liger_kernel", "always fused; leave it out"),
@@ -107,7 +107,7 @@ def test_flags_of_other_generators_are_known_too():
         ("bf16: auto", "bf16: no such flag; here it is dtype, with the value bfloat16"),
         ("gradient_checkpointing: false", "here it is activation_checkpointing, with the value none"),
         ("datasets: [{path: a/b, type: alpaca}]", "datasets: no such flag; here it is data"),
-        ("load_in_4bit: true", "load_in_4bit: no such flag; quantised base models cannot be trained"),
+        ("load_in_4bit: true", "load_in_4bit: no such flag; here it is quantize, with the value nf4; goes with"),
         ("wandb_project:", "wandb_project: no such flag; here it is log_to, with the value wandb; its settings are"),
         ("config: other.yml", "config: no such flag; "),
     ],

@@ -12,13 +12,14 @@ from ligermodels import cli
 from ligermodels.cli import train as command
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
-from ligermodels.training.config import FIELDS, choices_of, type_of
+from ligermodels.training.config import FIELDS, type_of
 from ligermodels.training.optimizers import OPTIMIZERS
 from ligermodels.training.optimizers.schedules import SCHEDULES
 from ligermodels.training.reporting.loggers import LOGGERS, check_logger_packages
 from ligermodels.training.runs.contradictions import refuse_contradictions
 from ligermodels.training.runs.settings import config_from_file, differences, settings, write_settings
 from ligermodels.training.runs.settings_file import read_settings
+from ligermodels.training.setting_values import choices_of
 
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {
@@ -30,8 +31,8 @@ FLAGS = {
     "learning_rate": None, "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
     "dtype": None, "param_dtype": None, "float8": False, "activation_checkpointing": None, "compile": False,
     "seed": 0, "deterministic": False, "lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0,
-    "lora_targets": ("all-linear",), "modules_to_save": (), "adapter": None, "lora_export": None, "output": None,
-    "resume": None, "allow_changes": False, "checkpoint_every": None,
+    "lora_targets": ("all-linear",), "modules_to_save": (), "adapter": None, "quantize": None, "lora_export": None,
+    "output": None, "resume": None, "allow_changes": False, "checkpoint_every": None,
     "checkpoint_minutes": 30.0, "keep_checkpoints": 2, "best_checkpoint": False, "early_stopping": None,
     "no_export": False, "push_to_hub": None, "on_nan": "stop", "dp_replicate": 1, "eval_every": None, "log_to": (),
     "profile": None, "objective": "sft",
@@ -44,7 +45,7 @@ FLAGS = {
     "ce_weight": 0.0, "generations": 8, "max_completion_length": 512, "stop": (), "reward_timeout": 300.0,
     "reward_aggregation": "sum_then_normalize", "steps_per_generation": 1, "iterations": 1, "kl_correction": True,
     "sampler_clip": 3.0, "top_entropy": 1.0, "entropy_coef": 0.0, "mask_truncated": False, "keep_zero_spread": False,
-    "completions_every": 1,
+    "completions_every": 1, "mean_logits": False, "on_policy": 0.0,
 }  # fmt: skip
 OF_THE_COMMAND = ("config", "dry_run")
 

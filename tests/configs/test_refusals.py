@@ -11,10 +11,11 @@ from ligermodels.errors import ConfigError, HubError
 from tests.configs.small_configs import LINEAR, NESTED, SIZES, raw
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "qwen3_next", "qwen3_5_moe_text")
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 TWO_ROPES = ("gemma3", "gemma3_text", "olmo3")  # by layer type
-PARTIAL = ("glm", "glm4", "glm4_moe", "phi3")
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+PARTIAL = ("glm", "glm4", "glm4_moe", "phi3", *DELTA)
 
 
 def refusals():
@@ -68,6 +69,41 @@ def refusals():
     yield "gpt_oss", {"attention_dropout": 0.1}, ["attention_dropout", "0.1", "remove it"]
     yield "glm4_moe", {"n_routed_experts": 6, "n_group": 4}, ["n_group", "4", "n_routed_experts", "6"]
     yield "glm4_moe", {"n_group": 64, "topk_group": 3}, ["topk_group", "3", "num_experts_per_tok", "8"]
+    for name in ("deepseek_v3", "glm4_moe_lite"):
+        yield name, {"num_key_value_heads": 1}, ["num_key_value_heads 1", "num_attention_heads, 3", "leave it out"]
+        yield name, {"head_dim": 16}, ["head_dim 16", "must be qk_rope_head_dim, 8"]
+        yield name, {"scoring_func": "softmax"}, ["scoring_func", "'softmax'", "'sigmoid'"]
+        yield name, {"topk_method": "greedy"}, ["topk_method", "'greedy'", "'noaux_tc'"]
+        yield name, {"attention_bias": True, "q_lora_rank": None}, ["attention_bias", "q_lora_rank", "set it false"]
+        yield name, {"v_head_dim": 0}, ["v_head_dim", "0", "must be positive"]
+    yield "glm4_moe_lite", {"first_k_dense_replace": 2}, ["first_k_dense_replace", "2", "must be one of 1"]
+    yield "glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "1", "must have one per layer", "8"]
+    yield "glm4_moe_lite", {"mlp_layer_types": ["moe"] * 8}, ["mlp_layer_types", "'moe'", "'sparse'"]
+    for name in DELTA:
+        yield name, {"layer_types": [FULL_ATTENTION] * 7}, ["layer_types", "7", "must have one per layer", "8"]
+        yield (
+            name,
+            {"layer_types": [SLIDING_ATTENTION] * 8},
+            ["layer_types", repr(SLIDING_ATTENTION), "linear_attention"],
+        )
+        yield name, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]
+        yield name, {"attn_output_gate": False}, ["attn_output_gate", "False", "must be one of True"]
+        yield name, {"use_sliding_window": True}, ["use_sliding_window", "True", "remove it"]
+        yield name, {"linear_conv_kernel_dim": 5}, ["linear_conv_kernel_dim", "5", "must be one of 2, 3, 4"]
+        yield name, {"linear_key_head_dim": 512}, ["linear_key_head_dim", "512", "at most 256"]
+        yield (
+            name,
+            {"linear_num_key_heads": 3, "linear_num_value_heads": 4},
+            ["linear_num_key_heads", "3", "must divide"],
+        )
+    yield "qwen3_5", {"model_type": "qwen3_5_moe_text"}, ["text_config: model_type", "'qwen3_5_text'"]
+    for name in ("lfm2", "lfm2_moe"):
+        yield name, {"layer_types": [FULL_ATTENTION] * 7}, ["layer_types", "7", "must have one per layer", "8"]
+        yield name, {"layer_types": [SLIDING_ATTENTION] * 8}, ["layer_types", repr(SLIDING_ATTENTION), "'conv'"]
+        yield name, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]
+        yield name, {"conv_L_cache": 5}, ["conv_L_cache", "5", "must be one of 2, 3, 4"]
+    yield "lfm2_moe", {"use_expert_bias": False}, ["use_expert_bias", "False", "must be one of True"]
+    yield "lfm2_moe", {"num_experts": 3}, ["num_experts_per_tok", "4", "must be one of 1, 2, 3"]
     for name in MOE:
         experts = "num_experts" if name.startswith("qwen") else "num_local_experts"
         yield name, {experts: 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", "5", experts, "4"]

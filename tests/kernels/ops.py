@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.kernels.activated_linear import activated_linear, activated_linear_reference
 from ligermodels.kernels.adamw import adamw_, adamw_reference
 from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.cache_write import CacheSlots, write_cache, write_cache_reference
@@ -46,10 +47,13 @@ from ligermodels.kernels.linear_cross_entropy import (
 )
 from ligermodels.kernels.linear_divergence import linear_divergence, linear_divergence_reference
 from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
+from ligermodels.kernels.nf4 import Nf4, nf4_dequantize_reference, nf4_encode, nf4_encode_reference
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.penalties import penalize, penalize_reference
+from ligermodels.kernels.plain_activation import plain_activation, plain_activation_reference
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ligermodels.kernels.qkv_heads import split_heads
+from ligermodels.kernels.quantised_weight import QuantisedWeight, frozen_linear
 from ligermodels.kernels.rms_norm import (
     CHUNKED_WIDTHS,
     add_rms_norm,
@@ -196,6 +200,61 @@ def low_rank_norm_linear_case(batch, length, hidden, width) -> Case:
     return Case(ours, reference, [x, *weights, *draw_update(hidden, width)], [])
 
 
+def draw_nf4(width: int, inputs: int) -> tuple[Tensor, Nf4]:
+    """The bytes of a quantised weight of two parts, and their layout."""
+    layout = Nf4((width, inputs), (1, width - 1), torch.float32)
+    return layout.quantize(normal(width, inputs, scale=0.1)), layout
+
+
+def frozen_linear_case(batch, length, inputs, width) -> Case:
+    data, layout = draw_nf4(width, inputs)
+
+    def ours(x, bias, data):
+        return frozen_linear(x, QuantisedWeight(data, layout.with_dtype(x.dtype)), bias)
+
+    def reference(x, bias, data):
+        return F.linear(x, nf4_dequantize_reference(data, layout.with_dtype(x.dtype)), bias)
+
+    return Case(ours, reference, [normal(batch, length, inputs), normal(width)], [data])
+
+
+def of_frozen_weight(case: Case, node: Function, reference: Function, inputs: int, width: int) -> Case:
+    """The case of a fused node whose weight, the second of its leaves, is frozen and quantised."""
+    data, layout = draw_nf4(width, inputs)
+
+    def compute(node, dequantize, *tensors):
+        *leaves, data = tensors
+        return node(*leaves[:-2], dequantize(data, layout.with_dtype(leaves[-1].dtype)), *leaves[-2:])
+
+    leaves = [x for index, x in enumerate(case.leaves) if index != len(case.leaves) - 3]
+    ours, plain = partial(compute, node, QuantisedWeight), partial(compute, reference, nf4_dequantize_reference)
+    return Case(ours, plain, leaves, [data])
+
+
+def frozen_norm_linear_case(batch, length, hidden, width) -> Case:
+    def with_update(function):
+        return lambda x, norm, weight, a, b: with_low_rank_update(function, width, eps=EPS)(x, None, norm, weight, a, b)
+
+    x, _, norm, *_ = norm_linear_case(batch, length, hidden, width).leaves
+    case = Case(norm_linear, norm_linear, [x, norm, x, *draw_update(hidden, width)], [])
+    return of_frozen_weight(case, *map(with_update, (norm_linear, norm_linear_reference)), hidden, width)
+
+
+def frozen_gated_linear_case(batch, length, inner, width) -> Case:
+    case = low_rank_gated_linear_case(batch, length, inner, width)
+    return of_frozen_weight(case, case.ours, case.reference, inner, width)
+
+
+def nf4_encode_case(batch, length, columns) -> Case:
+    @torch.no_grad()
+    def encode(function, x):
+        codes, absmax = function(x.flatten(0, 1))
+        return codes.to(x.dtype), absmax.to(x.dtype)
+
+    ours, reference = partial(encode, nf4_encode), partial(encode, nf4_encode_reference)
+    return Case(ours, reference, [normal(batch, length, columns)], [])
+
+
 def angles(rows: int, rotated: int) -> list[Tensor]:
     phases = 100 * torch.rand(rows, rotated // 2, device=DEVICE)
     return [phases.cos(), phases.sin()]
@@ -252,6 +311,28 @@ def gate_and_up_in_place_case(batch, length, inner, **multipliers) -> Case:
     return replace(case, ours=ours, reference=partial(case.reference, **multipliers))
 
 
+def plain_case(batch, length, inner, activation="quick_gelu") -> Case:
+    ours, reference = (partial(f, activation=activation) for f in (plain_activation, plain_activation_reference))
+    return Case(ours, reference, [normal(batch, length, inner)], [])
+
+
+def activated_linear_case(batch, length, inner, width) -> Case:
+    ours, reference = (partial(f, activation="gelu_tanh") for f in (activated_linear, activated_linear_reference))
+    weights = normal(width, inner, scale=0.1), normal(width)
+    return Case(ours, reference, [normal(batch, length, inner), *weights], [])
+
+
+def low_rank_activated_linear_case(batch, length, inner, width) -> Case:
+    def without_bias(function):
+        return lambda x, weight, *update: with_low_rank_update(function, width, activation="gelu")(
+            x, weight, None, *update
+        )
+
+    ours, reference = map(without_bias, (activated_linear, activated_linear_reference))
+    x, weight, _ = activated_linear_case(batch, length, inner, width).leaves
+    return Case(ours, reference, [x, weight, *draw_update(inner, width)], [])
+
+
 def gated_linear_case(batch, length, inner, width, **multipliers) -> Case:
     functions = gated_linear, gated_linear_reference
     ours, reference = (partial(f, activation="silu", **multipliers) for f in functions)
@@ -291,6 +372,22 @@ def experts_case(
     if biased:
         leaves += [normal(num_experts, 2 * inner, scale=4.0), normal(num_experts, hidden)]
     return Case(partial(route, ours), partial(route, experts_reference), leaves, [index])
+
+
+def few_rows_frozen_linear_case(batch, length, hidden, width) -> Case:
+    """The same with a weight in NF4, in the place of a leaf."""
+    case, (data, layout) = few_rows_linear_case(batch, length, hidden, width), draw_nf4(width, hidden)
+
+    def compute(function, dequantize, *tensors):
+        *leaves, bias, data = tensors
+        return function(*leaves, dequantize(data, layout.with_dtype(bias.dtype)), bias)
+
+    leaves = [*case.leaves[:4], case.leaves[5]]
+    ours, reference = (
+        partial(compute, case.ours, QuantisedWeight),
+        partial(compute, case.reference, nf4_dequantize_reference),
+    )
+    return Case(ours, reference, leaves, [data])
 
 
 def few_rows_experts_case(*size, **options) -> Case:
@@ -528,6 +625,21 @@ def decode_attention_case(batch, length, heads, kv_heads, head_size, only_one=Fa
     return Case(ours, reference, [normal(batch, length, heads, head_size)], [*pools, table, lengths])
 
 
+def latent_attention_case(batch, length, heads, head_size, value_size) -> Case:
+    """`decode_attention_case` with one wide key for all heads, whose first columns are the value."""
+    case = decode_attention_case(batch, length, heads, 1, head_size)
+    pool, _, table, lengths = case.constants
+
+    def attend(function, q, pool, table, lengths):
+        q, table, lengths = (x.flatten(0, 1) for x in (q, table, lengths))
+        options = {"scale": head_size**-0.5, "page_size": 64, "value_size": value_size}
+        with torch.no_grad():
+            return function(q, pool.to(q.dtype), None, table, lengths, **options)
+
+    ours, reference = (partial(attend, f) for f in (decode_attention, decode_attention_reference))
+    return Case(ours, reference, case.leaves, [pool, table, lengths])
+
+
 def cache_write_case(batch, length, heads, kv_heads, head_size) -> Case:
     """The ops that write to a cache, each with a cache of its own: their outputs, and what they wrote.
 
@@ -669,6 +781,12 @@ OPS = {
     ),
     "norm_linear with a low-rank update": Op(draw=low_rank_norm_linear_case, small=(33, 9)),
     "low_rank_linear": Op(draw=low_rank_linear_case, small=(33, 9)),
+    "frozen_linear": Op(
+        draw=frozen_linear_case, small=(64, 7), real=((4096, 64), (2880, 512)), huge=None, products=(1, 1, 0)
+    ),
+    "norm_linear of a frozen weight": Op(draw=frozen_norm_linear_case, small=(64, 9)),
+    "gated_linear of a frozen weight": Op(draw=frozen_gated_linear_case, small=(64, 9)),
+    "nf4_encode": Op(draw=nf4_encode_case, small=(192,), real=((4096,),), has_gradients=False),
     "rope": Op(draw=rope_case, small=(5, 3, 20), real=HEADS, huge=(2**17 + 1, 96, 16, 128)),
     "rope, partial and interleaved": Op(
         draw=partial(rope_case, interleaved=True), small=(5, 1, 12), real=((32, 2, 128),), huge=(2**17 + 1, 96, 16, 128)
@@ -698,6 +816,10 @@ OPS = {
         draw=gated_linear_case, small=(33, 7), real=((14336, 64),), huge=(2**16 + 1, 2**14, 16), products=(2, 1, 1, 0)
     ),
     "gated_linear with a low-rank update": Op(draw=low_rank_gated_linear_case, small=(33, 9)),
+    "plain_activation": Op(draw=plain_case, small=(33,), real=((5120,),), huge=(2**17 + 1, 2**14)),
+    "plain_activation of gelu": Op(draw=partial(plain_case, activation="gelu"), small=(33,)),
+    "activated_linear": Op(draw=activated_linear_case, small=(33, 7), real=((5120, 64),), products=(2, 1, 1, 0)),
+    "activated_linear with a low-rank update": Op(draw=low_rank_activated_linear_case, small=(33, 9)),
     "experts": Op(
         draw=experts_case, small=(20, 11, 5, 3), real=((2048, 768, 128, 8), (4096, 14336, 8, 2)),
         huge=(2**18 + 1, 4096, 16, 4, 2), products=(2, 1, 1 / 3, 1, 1 / 3),
@@ -802,6 +924,9 @@ OPS = {
     "linears of few rows": Op(
         draw=few_rows_linear_case, small=(33, 7), real=((896, 1152), (4096, 6144), (14336, 4096)), has_gradients=False
     ),
+    "few_rows_linear of a frozen weight": Op(
+        draw=few_rows_frozen_linear_case, small=(64, 7), real=((14336, 4096),), has_gradients=False
+    ),
     "cache writes": Op(draw=cache_write_case, small=(5, 3, 20), real=HEADS, has_gradients=False),
     "decode_attention": Op(
         draw=decode_attention_case, small=(6, 3, 20), real=(*HEADS, (14, 2, 64), (16, 1, 256)), has_gradients=False
@@ -809,6 +934,9 @@ OPS = {
     "decode_attention of one row, with a window and a softcap": Op(
         draw=partial(decode_attention_case, only_one=True, window=70, softcap=50.0), small=(6, 3, 20),
         real=((64, 8, 64), (8, 4, 256), (16, 1, 256)), has_gradients=False,
+    ),
+    "decode_attention over latents": Op(
+        draw=latent_attention_case, small=(20, 40, 32), real=((20, 576, 512), (128, 576, 512)), has_gradients=False
     ),
     "sample": Op(
         draw=sample_case, small=(300,), real=tuple((v,) for v in VOCABULARIES), huge=(2**13 + 1, 2**18),

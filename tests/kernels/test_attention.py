@@ -300,3 +300,30 @@ def test_the_attention_of_packed_documents_has_a_name_and_says_what_is_faster(mo
     assert name(installed=(128,)) == name(softcap=50.0, installed=(128,)) == "FlashAttention 4"
     assert (name(size=80), name(dtype=torch.float32)) == ("FlashAttention 2", "SDPA with a dense mask")
     assert name(size=512) == "SDPA with a dense mask"
+
+
+@pytest.mark.parametrize("value_size", [8, 24])
+@pytest.mark.parametrize("options", [{}, {"cu_seqlens": True}, {"window": 5}, {"softcap": 3.0}], ids=str)
+def test_values_may_have_another_size_than_keys(options, value_size):
+    q, k = (torch.randn(1, 20, heads, 16, dtype=torch.float64, device=DEVICE) for heads in (4, 2))
+    v = torch.randn(1, 20, 2, value_size, dtype=torch.float64, device=DEVICE)
+    if "cu_seqlens" in options:
+        options = {"cu_seqlens": torch.tensor([0, 7, 20], dtype=torch.int32, device=DEVICE)}
+    expected = attention_reference(q, k, v, **options)
+    assert expected.shape == (1, 20, 4, value_size)
+    torch.testing.assert_close(attention(q, k, v, **options), expected)
+
+
+@pytest.mark.parametrize("value_size", [8, 24])
+def test_on_a_gpu_the_smaller_of_keys_and_values_is_padded(value_size, monkeypatch):
+    def equal_sizes_only(q, k, v, sinks, scale, mask, dropout):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == max(16, value_size)
+        return attention_reference(q, k, v, scale, cu_seqlens=mask.cu_seqlens)
+
+    monkeypatch.setattr(module, "flash_attention_2", equal_sizes_only)
+    monkeypatch.setattr(module, "runs_flash_attention_2", lambda q, mask: True)
+    monkeypatch.setattr(module, "runs_flash_attention", lambda q: False)
+    q, k, v = (torch.randn(1, 20, 2, size, dtype=torch.float64) for size in (16, 16, value_size))
+    offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
+    out = module.attention_on_gpu(q, k, v, None, 0.3, None, Mask(cu_seqlens=offsets, longest=13, longest_k=13), 0.0)
+    torch.testing.assert_close(out, attention_reference(q, k, v, 0.3, cu_seqlens=offsets))

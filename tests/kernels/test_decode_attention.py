@@ -100,6 +100,32 @@ def test_decode_attention_is_within_the_error_budget(heads, kv_heads, size, page
     check(call(decode_attention), call(decode_attention_reference), [q, keys, values, sinks], dtype, factor=3.0)
 
 
+@pytest.mark.parametrize("function", [decode_attention, decode_attention_reference])
+@pytest.mark.parametrize("splits", [1, 3], ids=["one program a row", "split"])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), [(20, 1, 44, 36), (40, 2, 20, 16), (3, 1, 48, 1)])
+def test_values_may_be_the_first_columns_of_the_keys(heads, kv_heads, size, value_size, splits, function, monkeypatch):
+    """As of latent attention; 20 query heads of one key are two tiles."""
+    monkeypatch.setattr(module, "num_splits", lambda *sizes: splits)
+    module._launchers.cache_clear()
+    q, keys, _, (pool, _, table, lengths) = draw(LENGTHS, heads, kv_heads, size, 4)
+    expected = exact(q, keys, keys, LENGTHS, 0.4)[..., :value_size]
+    options = {"scale": 0.4, "page_size": PAGE, "value_size": value_size}
+    out = function(q.float(), pool.float(), None, table, lengths, **options)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_latents_is_within_the_error_budget(dtype):
+    q, _, _, (pool, _, table, lengths) = draw((150, 7), 20, 1, 80, 3)
+
+    def call(function):
+        return torch.no_grad()(
+            lambda q, pool: function(q, pool, None, table, lengths, scale=0.1, page_size=PAGE, value_size=64)
+        )
+
+    check(call(decode_attention), call(decode_attention_reference), [q, pool], dtype, factor=3.0)
+
+
 def test_a_row_gives_the_same_bits_with_a_longer_table_and_other_lengths_beside_it(monkeypatch):
     monkeypatch.setattr(module, "num_splits", lambda *sizes: 3)
     q, _, _, (keys, values, table, lengths) = draw((150, 100), 4, 2, 16, 3)
@@ -148,6 +174,9 @@ def test_what_does_not_fit_raises(on_kernels, monkeypatch):
         },
         r"block_table has shape \[1, 1\], lengths \[2\]; expected \[2, max_blocks\] and \[2\]": {"table": table[:1]},
         r"sinks has shape \[2\]; expected \[4\]": {"sinks": q.new_zeros(2)},
+        r"value_size is None; without values it must be 1 to 15": {"values": None},
+        r"value_size is 16; without values it must be 1 to 15": {"values": None, "value_size": 16},
+        r"value_size is 8; without values": {"value_size": 8},
         "keys has strides .*; each slot must be contiguous": {"keys": pool.new_zeros(128, 16, 2).mT},
         "values is torch.float16, q torch.float32; they must be equal": {"values": pool.half()},
     }.items():  # fmt: skip

@@ -54,7 +54,7 @@ def test_with_lora_the_last_matrix_product_is_not_recomputed_either():
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["gemma2", "olmo2", "granite", "qwen3", "qwen2_moe-aux-loss"])
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "granite", "qwen3", "qwen2_moe-aux-loss", "deepseek_v3"])
 def test_gradients_are_bit_identical_for_every_kind_of_block(name):
     raw = CASES[name] | {"num_hidden_layers": 1}
     (expected, once), (got, recomputed) = step(False, raw), step(True, raw)

@@ -114,9 +114,9 @@ def test_a_cache_refuses_masks_of_other_shapes_and_positions_beside_a_mask():
     model, ids = ligermodels.create(CASES["llama"]), torch.ones(2, 6, dtype=torch.int64)
     for mask in (MASK[:1], MASK[:, 1:], torch.ones(2, 1, 6, 6)):
         with pytest.raises(ValueError, match="with a cache it must be"):
-            model(ids, attention_mask=mask, cache=KVCache(3, 2, 8, ids.device))
+            model(ids, attention_mask=mask, cache=KVCache(model.kept_by_layers(), 2, 8, ids.device))
     with pytest.raises(ValueError, match="either attention_mask, which gives positions, or position_ids"):
-        model(ids, attention_mask=MASK, position_ids=MASK, cache=KVCache(3, 2, 8, ids.device))
+        model(ids, attention_mask=MASK, position_ids=MASK, cache=KVCache(model.kept_by_layers(), 2, 8, ids.device))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -299,7 +299,7 @@ def test_a_cache_with_left_padded_masks_gives_the_logits_of_whole_rows(name):
     """A prompt padded on the left, then a chunk padded on the left, then single tokens."""
     model, lengths = build(name).eval(), (7, 4)
     rows = tokens(CASES[name], 2, 12)
-    cache = KVCache(model.config.num_hidden_layers, 2, 24, rows.device)
+    cache = KVCache(model.kept_by_layers(), 2, 24, rows.device)
 
     def padded(starts, stops, width):
         ids, mask = torch.zeros(2, width, dtype=torch.int64), torch.zeros(2, width, dtype=torch.int64)

@@ -144,3 +144,12 @@ def test_the_load_balancing_loss_does_not_depend_on_the_number_of_micro_batches(
     torch.testing.assert_close(apart, together, rtol=1e-6, atol=0)
     without = ligermodels.create(config | {"output_router_logits": False}, device=DEVICE)
     assert together > 1.01 * without(row.repeat(2, 1), labels.repeat(2, 1)).loss
+
+
+def test_the_correction_bias_of_a_new_model_is_zero_whatever_its_memory_held():
+    model = ligermodels.create(CASES["glm4_moe"], device="meta").to_empty(device=DEVICE)
+    buffers = model.stored_buffers()
+    for buffer in buffers.values():
+        buffer.fill_(torch.nan)
+    model.initialize(0)
+    assert len(buffers) == 2 and not any(buffer.any() for buffer in model.stored_buffers().values())

@@ -1,5 +1,6 @@
 """Distillation: a student learns from a teacher beside it, or from what a teacher has left in the data."""
 
+import itertools
 import json
 import shutil
 
@@ -10,10 +11,13 @@ from safetensors.torch import load_file
 
 import ligermodels
 from ligermodels.cli import main
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.kernels import launch
 from ligermodels.training import TrainConfig, plan, train
-from ligermodels.training.objectives.distill import parse_divergence
+from ligermodels.training.checkpoints import Progress
+from ligermodels.training.objectives.taught import parse_divergence
+from ligermodels.training.runs.preparing import prepare
 from tests.training.small_models import RAW, save_model, validations
 
 NAMES, PLACES, THINGS = (
@@ -101,6 +105,77 @@ def test_stored_log_probabilities_of_the_teacher_itself_have_no_divergence(folde
         plan(distillation(folder, teacher="top-k", divergence="tvd"))
 
 
+PROMPTS = [{"prompt": f"{who} went to the {where}"} for who in NAMES for where in PLACES]
+
+
+def on_policy(folder, **fields):
+    """A run on the student's own completions."""
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
+    given = {"on_policy": 1.0, "data": (str(folder / "prompts.jsonl"),), "max_completion_length": 24, "batch_size": 8}
+    return distillation(folder, **(given | {"validation_fraction": 0.3, "learning_rate": 1e-2} | fields))
+
+
+def test_a_student_learns_on_its_own_completions(folder):
+    folder, _ = folder
+    run = train(on_policy(folder, steps=40, eval_every=40, output=folder / "sampled"))
+    before, after = (validations(run)[step] for step in (0, 40))
+    assert after["validation_divergence"] < 0.6 * before["validation_divergence"]  # on its own held-out completions
+    assert after["validation_loss"] == pytest.approx(after["validation_divergence"], rel=1e-5)
+    steps = [record for record in run.metrics if "loss" in record]
+    assert all(record["divergence"] == pytest.approx(record["loss"], rel=1e-4) for record in steps)
+    assert all(1 <= record["completions/mean_length"] <= 24 for record in steps)
+
+
+def test_a_run_that_samples_in_half_of_its_steps_is_resumed_to_the_bit(folder):
+    """The first step after the resume takes the data, the second samples with a new engine."""
+    folder, _ = folder
+    records = [record | {"completion": f" and bought {what}."} for record in PROMPTS for what in THINGS]
+    (folder / "completions.jsonl").write_text("\n".join(map(json.dumps, records)))
+    mixed = {"on_policy": 0.5, "data": (str(folder / "completions.jsonl"),), "steps": 4, "eval_every": 4,
+             "divergence": "jsd:0.5", "temperature": 0.8}  # fmt: skip
+    train(on_policy(folder, **mixed, checkpoint_every=2, keep_checkpoints=9, output=folder / "mixed"))
+    shutil.copytree(folder / "mixed", folder / "killed")
+    for newer in ("checkpoints/step-000004", "model"):  # as if it had been killed after step 2
+        shutil.rmtree(folder / "killed" / newer)
+    metrics = folder / "killed/metrics.jsonl"
+    metrics.write_text("".join(line for line in metrics.open() if "exported" not in line))
+    assert main(["train", "--resume", str(folder / "killed")]) == 0
+    whole, resumed = (load_file(folder / run / "model/model.safetensors") for run in ("mixed", "killed"))
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    sampled = ["completions/mean_length" in json.loads(line) for line in metrics.open() if '"grad_norm"' in line]
+    assert sampled == [False, True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_a_sampled_step_is_a_loop_over_completions(folder, kind):
+    """KL(q || p) or KL(p || q) of teacher q and student p over the tokens of each completion, both at temperature 0.7,
+    divided by their number; the completions are drawn from the student."""
+    folder, _ = folder
+    run = prepare(on_policy(folder, steps=1, divergence=kind, temperature=0.7), World(torch.device("cpu")))
+    objective, student = run.objective, ligermodels.load(folder / "student")
+    teacher = ligermodels.load(folder / "taught/model")
+    objective.prepare(student, print)
+    work = objective.work(student, Progress())
+    loss = sum(objective.loss(student, batch, work).loss for batch in work.batches)
+    loss.backward()
+    mine, expected, count = student.head.weight.grad.clone(), 0.0, 0
+    student.zero_grad()
+    groups = objective.data.training.groups
+    prompts = {tuple(groups.piece(n, 0).group.prompt.tolist()) for n in range(len(groups))}
+    for batch in work.batches:
+        bounds = batch.cu_seqlens.tolist()[: len(batch.completions)]
+        for begin, end in itertools.pairwise(bounds):
+            ids = batch.input_ids[:, begin:end]
+            length = max(len(p) for p in prompts if tuple(ids[0, : len(p)].tolist()) == p)
+            p, q = ((model(ids).logits[0, length - 1 : -1, : objective.vocab] / 0.7).log_softmax(-1)
+                    for model in (student, teacher))  # fmt: skip
+            expected += ((p.exp() * (p - q)) if kind == "reverse_kl" else (q.exp() * (q - p))).sum()
+            count += ids.shape[1] - length
+    (expected / count).backward()
+    assert count == int(work.counts[0]) and loss.item() == pytest.approx(expected.item() / count, rel=1e-5)
+    torch.testing.assert_close(mine, student.head.weight.grad, rtol=1e-3, atol=1e-6)
+
+
 def test_bad_teachers_and_settings_without_effect_are_refused(folder):
     folder, _ = folder
     save_model(folder / "foreign", ["completely", "different", "letters"])
@@ -119,6 +194,10 @@ def test_bad_teachers_and_settings_without_effect_are_refused(folder):
     for fields, words in (
         ({"teacher": None}, "--teacher is missing: a Hub id or a folder of the model to learn from"),
         ({"divergence": "cosine", "temperature": 2.0}, "--temperature has no effect on --divergence cosine"),
+        ({"max_completion_length": 64}, "--max-completion-length goes with --on-policy, which is missing"),
+        ({"on_policy": 0.5, "ce_weight": 0.1}, "--ce-weight has no effect with --on-policy"),
+        ({"on_policy": 0.5, "teacher": "top-k"}, "--on-policy: --teacher top-k has nothing to say of completions"),
+        ({"on_policy": 1.0, "max_completion_length": 128}, "--max-completion-length 128: leaves no room for a prompt"),
         ({"max_length": 64}, "--max-length .*has no effect under --objective distill"),
         ({"objective": "sft"}, "--teacher .*has no effect under --objective sft"),
     ):

@@ -31,6 +31,7 @@ EXTRAS = {
     "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "preprocessor_config.json": b"{}",
     "processor_config.json": b"{}",
+    "video_preprocessor_config.json": b"{}",
     "LICENSE.txt": b"licence",
     "USE_POLICY.md": b"policy",
 }

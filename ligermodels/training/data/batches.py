@@ -5,9 +5,10 @@ step. This module knows models only by the arguments of their `forward`.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
+from ligermodels.training.data.decoding import ImageDecoder
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import ConcatenatedRows, Segment
 from ligermodels.units import counted
@@ -32,6 +34,8 @@ class Batch(NamedTuple):
     None. labels: -100 for tokens that are not supervised.
     rows: int64 [N], the places in the flattened batch whose next token is supervised, and padding: see
     `supervised_rows`. None where documents have no mask.
+    images: those of the rows, in order, under the names of arguments of `forward`; empty if there are none. Each has a
+    method `to`, as tensors have.
     """
 
     input_ids: Tensor
@@ -39,12 +43,19 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor | None
     max_seqlen: int | None
     rows: Tensor | None = None
+    images: Mapping[str, Any] = {}  # never changed
 
     def to(self, device: torch.device) -> "Batch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
         input_ids, labels = (x.to(device, non_blocking=True) for x in (self.input_ids, self.labels))
         offsets, rows = (None if x is None else x.to(device, non_blocking=True) for x in (self.cu_seqlens, self.rows))
-        return Batch(input_ids, labels, offsets, self.max_seqlen, rows)
+        images = {name: values.to(device, non_blocking=True) for name, values in self.images.items()}
+        return Batch(input_ids, labels, offsets, self.max_seqlen, rows, images)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `forward`."""
+        fields = self._asdict()
+        return fields | fields.pop("images")
 
 
 def count_supervised(batch: Batch) -> Tensor:
@@ -52,8 +63,14 @@ def count_supervised(batch: Batch) -> Tensor:
     return (next_tokens(batch.labels, batch.cu_seqlens) != IGNORE_INDEX).sum()
 
 
-def collate(rows: Sequence[Sequence[Segment]], length: int, packing: bool, device: torch.device) -> Batch:
-    """A batch in host memory, pinned if `device` is a GPU. rows: the segments of each row; an empty row is padding."""
+def collate(
+    rows: Sequence[Sequence[Segment]], length: int, packing: bool, device: torch.device,
+    decoder: ImageDecoder | None = None,
+) -> Batch:  # fmt: skip
+    """A batch in host memory, pinned if `device` is a GPU. rows: the segments of each row; an empty row is padding.
+
+    decoder: of the images of documents; None if no document has any. Raises InputError as `ImageDecoder.prepare` does.
+    """
     pinned = device.type == "cuda"
     input_ids = torch.zeros(len(rows), length, dtype=torch.int64, pin_memory=pinned)
     labels = torch.full((len(rows), length), IGNORE_INDEX, dtype=torch.int64, pin_memory=pinned)
@@ -72,9 +89,12 @@ def collate(rows: Sequence[Sequence[Segment]], length: int, packing: bool, devic
     masked = any(store.supervised is not None for row in rows for store, _, _ in row)
     places = supervised_rows(labels, pinned) if masked else None
     if not packing:
-        return Batch(input_ids, labels, None, None, places)
+        images = decoder.arguments(rows, input_ids, None, pinned) if decoder else {}
+        return Batch(input_ids, labels, None, None, places, images)
+    input_ids, labels = input_ids.view(1, -1), labels.view(1, -1)
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, pin_memory=pinned)
-    return Batch(input_ids.view(1, -1), labels.view(1, -1), cu_seqlens, length, places)
+    images = decoder.arguments([list(itertools.chain(*rows))], input_ids, cu_seqlens, pinned) if decoder else {}
+    return Batch(input_ids, labels, cu_seqlens, length, places, images)
 
 
 def supervised_rows(labels: Tensor, pinned: bool) -> Tensor | None:
@@ -121,8 +141,11 @@ class BatchRequest(NamedTuple):
 class TrainingRows:
     """The rows that a run trains on, in the endless order of a mixture of sources."""
 
-    def __init__(self, sources: Sequence[ConcatenatedRows], weights: Sequence[float], seed: int, packing: bool) -> None:
-        self.sources, self.packing = sources, packing
+    def __init__(
+        self, sources: Sequence[ConcatenatedRows], weights: Sequence[float], seed: int, packing: bool,
+        decoder: ImageDecoder | None = None,
+    ) -> None:  # fmt: skip
+        self.sources, self.packing, self.decoder = sources, packing, decoder
         self.mixture = Mixture([len(rows) for rows in sources], weights, seed)
         self.thread = ThreadPoolExecutor(1, "batches")
         self.prefetched: tuple[BatchRequest, Future[list[Batch]]] | None = None
@@ -171,7 +194,7 @@ class TrainingRows:
         entries = self.mixture.entries(cursor, batch_size)
         starts = [(number * world.size + world.rank) * size for number in range(accumulation_steps)]
         batches = [self.rows(entries[start : start + size]) for start in starts]
-        return [collate(rows, self.length, self.packing, world.device) for rows in batches]
+        return [collate(rows, self.length, self.packing, world.device, self.decoder) for rows in batches]
 
     def rows(self, entries: Sequence[tuple[int, int]]) -> list[list[Segment]]:
         return [self.sources[source].segments(row) for source, row in entries]
@@ -195,8 +218,8 @@ def prompt(segment: Segment) -> list[int]:
 class ValidationRows:
     """The rows of the validation split."""
 
-    def __init__(self, rows: ConcatenatedRows, packing: bool) -> None:
-        self.rows, self.packing = rows, packing
+    def __init__(self, rows: ConcatenatedRows, packing: bool, decoder: ImageDecoder | None = None) -> None:
+        self.rows, self.packing, self.decoder = rows, packing, decoder
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -208,8 +231,18 @@ class ValidationRows:
 
     def sample_prompt(self) -> list[int]:
         """A prompt to generate a sample from: that of the first segment whose prompt has more than one token."""
-        prompts = (prompt(segment) for row in range(len(self)) for segment in self.rows.segments(row))
-        return next((tokens for tokens in prompts if len(tokens) > 1), prompt(self.rows.segments(0)[0]))
+        return prompt(self.sample_segment())
+
+    def sample_images(self) -> Mapping[str, Tensor]:
+        """The images in that prompt, under the names of arguments of `forward`; empty if it has none."""
+        store, start, _ = self.sample_segment()
+        ids = self.sample_prompt()
+        shorter = [[Segment(store, start, len(ids))]]
+        return self.decoder.pixel_inputs(shorter, torch.tensor([ids])) if self.decoder else {}
+
+    def sample_segment(self) -> Segment:
+        segments = (segment for row in range(len(self)) for segment in self.rows.segments(row))
+        return next((segment for segment in segments if len(prompt(segment)) > 1), self.rows.segments(0)[0])
 
     def batches(self, micro_batch_size: int, world: World) -> Iterator[Batch]:
         """Every row once over all ranks, in the same number of batches on each rank; the last are padded with rows."""
@@ -217,4 +250,4 @@ class ValidationRows:
             first = start + world.rank * micro_batch_size
             numbers = range(first, first + micro_batch_size)
             rows = [self.rows.segments(row) if row < len(self) else [] for row in numbers]
-            yield collate(rows, self.rows.length, self.packing, world.device).to(world.device)
+            yield collate(rows, self.rows.length, self.packing, world.device, self.decoder).to(world.device)

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ligermodels import tokenizer
+from ligermodels import images, tokenizer
 from ligermodels.distributed import local_rank, raise_on_all, waiting_group
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.data.progress import print_status
@@ -58,7 +58,7 @@ def cache_folder() -> Path:
 @functools.cache
 def code_hash() -> str:
     """A hash of the modules that make data, so that folders written by another version of them are not used."""
-    folders = [Path(__file__).parent, Path(tokenizer.__file__).parent]
+    folders = [Path(__file__).parent, *(Path(path) for module in (images, tokenizer) for path in module.__path__)]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

@@ -18,14 +18,17 @@ end-of-text token. This module knows nothing about files or rows.
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from tokenizers import Encoding
 
 from ligermodels.errors import InputError
+from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
+from ligermodels.training.data.image_documents import ImageChats
+from ligermodels.training.data.image_store import DocumentImage
 from ligermodels.training.data.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
 from ligermodels.training.data.run_tokenizer import template_advice
 from ligermodels.training.data.store import Document
@@ -34,6 +37,7 @@ TOKENIZATION_RECORDS = 1024  # tokenised at a time
 TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred bytes a token
 EXCERPT_CHARACTERS = 30
 
+ReadProcessor: TypeAlias = Callable[[], Processor]  # raises InputError if the model reads no images
 CharacterSpan = tuple[int, int]  # [start, stop)
 OneKind = TypeVar("OneKind", Text, Completion, Conversation, GroupRecord)
 
@@ -42,13 +46,18 @@ class RewrittenTurnError(InputError):
     """A chat template changes an earlier turn when more messages follow."""
 
 
+def no_images() -> Processor:
+    raise InputError("has images, which this objective does not train on")
+
+
 def tokenize_records(
-    records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines
+    records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines, processor: ReadProcessor = no_images
 ) -> Iterator[Document]:
     """The documents of the records, in their order; each has at least one supervised token.
 
     Each piece of a long text gives a document, which begins with the last token of the piece before it. end: the
-    end-of-text token. bad_lines: counts conversations that cannot be used. Raises InputError naming the place.
+    end-of-text token. bad_lines: counts conversations that cannot be used. processor: reads the image processor
+    when there are images. Raises InputError naming the place.
     """
     for kind, group in itertools.groupby(records, type):
         if kind is Text:
@@ -56,7 +65,8 @@ def tokenize_records(
         elif kind is Completion:
             yield from completion_documents(cast(Iterator[Completion], group), tokenizer, end)
         else:
-            yield from conversation_documents(cast(Iterator[Conversation], group), tokenizer, end, bad_lines)
+            chats = cast(Iterator[Conversation], group)
+            yield from conversation_documents(chats, tokenizer, end, bad_lines, processor)
 
 
 def record_batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
@@ -108,7 +118,7 @@ def completion_documents(completions: Iterable[Completion], tokenizer: Tokenizer
 
 
 def conversation_documents(
-    conversations: Iterable[Conversation], tokenizer: Tokenizer, end: int, bad_lines: BadLines
+    conversations: Iterable[Conversation], tokenizer: Tokenizer, end: int, bad_lines: BadLines, processor: ReadProcessor
 ) -> Iterator[Document]:
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
     special = tuple(token.content for token in added if token.special)
@@ -119,7 +129,8 @@ def conversation_documents(
                 f"{template_advice(tokenizer)}"
             )
         rendered = (
-            bad_lines.attempt(render_conversation, conversation, tokenizer, special) or [] for conversation in batch
+            bad_lines.attempt(render_with_images, conversation, tokenizer, special, processor) or []
+            for conversation in batch
         )
         chats = list(itertools.chain.from_iterable(rendered))
         encodings = tokenizer.encode_with_offsets([chat.text for chat in chats], add_special_tokens=False)
@@ -130,19 +141,36 @@ def conversation_documents(
 
 
 class RenderedChat(NamedTuple):
-    """answers: the supervised parts of the text. complete: whether no end-of-text token must be added to the text."""
+    """answers: the supervised parts of the text. complete: whether no end-of-text token must be added to the text.
+
+    images: the tokenizer that rendered the images; None if the conversation has none.
+    """
 
     text: str
     answers: Sequence[CharacterSpan]
     complete: bool
     place: str
+    images: ImageChats | None = None
+
+
+def render_with_images(
+    conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...], processor: ReadProcessor
+) -> list[RenderedChat]:
+    """As `render_conversation`, with the text of images in place of their placeholders."""
+    if not conversation.images:
+        return render_conversation(conversation, tokenizer, special)
+    try:
+        images = ImageChats(processor(), conversation.images)
+    except InputError as error:
+        raise InputError(f"{conversation.place}: {error}") from None
+    return [chat._replace(images=images) for chat in render_conversation(conversation, images, special)]
 
 
 def render_conversation(
     conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> list[RenderedChat]:
     """special: the texts of the special tokens. Raises InputError naming the place."""
-    messages, _, place, _ = conversation
+    messages, place = conversation.messages, conversation.place
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     supervised = [index for index in answers if messages[index].get("weight", 1)]
     try:
@@ -235,12 +263,21 @@ def rewritten_turn(
 
 
 def chat_document(chat: RenderedChat, encoding: Encoding, end: int) -> Document:
+    """A token of images is never supervised, not even within an answer."""
     ids, supervised = encoding.ids, overlap_mask(encoding.offsets, chat.answers)
+    images: Sequence[DocumentImage] = ()
+    if chat.images is not None:
+        never = chat.images.processor.image_ids
+        supervised = [kept and token not in never for kept, token in zip(supervised, ids, strict=True)]
+        try:
+            images = chat.images.locate(ids)
+        except InputError as error:
+            raise InputError(f"{chat.place}: {error}") from None
     if not chat.complete:
         ids, supervised = [*ids, end], [*supervised, True]
     if not any(supervised[1:]):
         raise InputError(f"{chat.place}: no token is supervised, because the assistant says nothing")
-    return Document(ids, supervised, chat.place)
+    return Document(ids, supervised, chat.place, images)
 
 
 def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:

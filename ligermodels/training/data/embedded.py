@@ -1,4 +1,4 @@
-"""Datasets that need no file: the embedded stories, chats, preferences and sums, and random tokens.
+"""Datasets that need no file: the embedded stories, chats, shapes, preferences and sums, and random tokens.
 
 This module knows nothing about rows of fixed length.
 """
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ligermodels.training.data.embedded_preferences import preference_pairs, sum_questions
+from ligermodels.training.data.embedded_shapes import shape_conversations
 from ligermodels.training.data.embedded_stories import conversation_question, conversations, stories, story_question
 from ligermodels.training.data.records import Conversation, GroupRecord, Record, Text
 from ligermodels.training.data.split import Selection, all_documents
@@ -19,12 +20,14 @@ RANDOM = "random"
 EMBEDDED_VOCABULARY = 1024
 TRAINING_STORIES, VALIDATION_STORIES = 24_000, 320
 TRAINING_CHATS, VALIDATION_CHATS = 8_000, 200
+TRAINING_SHAPES, VALIDATION_SHAPES = 8_000, 200
 TRAINING_PAIRS, VALIDATION_PAIRS = 4_000, 200
 TRAINING_SUMS, VALIDATION_SUMS = 8_000, 480
 RANDOM_ROWS = 256
 VALIDATION_QUESTIONS = 120  # asked at every validation
 
-Question = tuple[Any, str]  # (prompt, answer); the prompt is the start of a text, or messages
+# (prompt, answer); the prompt is the start of a text, or messages, with their images in them.
+Question = tuple[Any, str]
 
 
 class EmbeddedSplit(NamedTuple):
@@ -74,6 +77,25 @@ def chat_dataset() -> EmbeddedDataset:
     return EmbeddedDataset(training, validation, 0.0, [conversation_question(messages) for messages in chats])
 
 
+def shape_records(seed: int, count: int, title: str) -> Iterator[Conversation]:
+    for number, (picture, messages) in enumerate(shape_conversations(seed, count), 1):
+        yield Conversation(messages, None, f"{title}:{number}", images=[picture])
+
+
+def shape_dataset() -> EmbeddedDataset:
+    """Its entropy is zero: every answer follows from the picture."""
+    training = EmbeddedSplit("shapes", seed=0, size=TRAINING_SHAPES)
+    validation = EmbeddedSplit("shapes", seed=1, size=VALIDATION_SHAPES)
+    shapes = shape_conversations(validation.seed, min(validation.size, VALIDATION_QUESTIONS))
+    return EmbeddedDataset(training, validation, 0.0, [shape_question(*shape) for shape in shapes])
+
+
+def shape_question(picture: bytes, messages: list[dict[str, Any]]) -> Question:
+    """The first question about a picture, with its one answer."""
+    image, text = messages[0]["content"]
+    return [messages[0] | {"content": [image | {"image": picture}, text]}], messages[1]["content"]
+
+
 def pair_records(seed: int, count: int, title: str) -> Iterator[GroupRecord]:
     for number, (prompt, chosen, rejected) in enumerate(preference_pairs(seed, count), 1):
         yield GroupRecord(prompt, (chosen, rejected), f"{title}:{number}")
@@ -85,9 +107,10 @@ def sum_records(seed: int, count: int, title: str) -> Iterator[GroupRecord]:
 
 
 RECORDS: dict[str, Callable[[int, int, str], Iterator[Record]]] = {
-    "stories": story_records, "chats": chat_records, "preferences": pair_records, "sums": sum_records,
+    "stories": story_records, "chats": chat_records, "shapes": shape_records, "preferences": pair_records,
+    "sums": sum_records,
 }  # fmt: skip
-EMBEDDED = {"stories": story_dataset, "chats": chat_dataset}
+EMBEDDED = {"stories": story_dataset, "chats": chat_dataset, "shapes": shape_dataset}
 # (training, validation) of post-training.
 EMBEDDED_GROUPS = {
     "preferences": (

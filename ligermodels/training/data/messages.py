@@ -1,4 +1,4 @@
-"""Messages of conversations, in OpenAI's format as far as they are text, and ShareGPT's turns; validated.
+"""Messages of conversations, in OpenAI's format as far as they are text or images, and ShareGPT's turns; validated.
 
 "weight": 0 in an assistant message, as in OpenAI's fine-tuning format, takes it out of the loss: it is context only.
 Errors name the field. This module knows nothing about the record that the messages are in, nor about files or tokens.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligermodels.errors import InputError
+from ligermodels.images.parts import is_image_part
 from ligermodels.training.data.records import MAX_RECORD_VALUES
 from ligermodels.weights.reading import has_more_values
 
@@ -20,12 +21,16 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
 
-def parse_messages(value: Any, field: str) -> list[dict[str, Any]]:
-    """Messages with a role each, and with a content that is a string, or None in a message with tool calls."""
+def parse_messages(value: Any, field: str, *, images: bool = False) -> list[dict[str, Any]]:
+    """Messages with a role each, and with a content that is a string, or None in a message with tool calls.
+
+    images: contents with image parts are allowed, and stay lists of parts.
+    """
     if not isinstance(value, list) or not value:
         raise InputError(f"field {field} is {json_type(value)}; must be a list of at least one message")
     places = [f"{field}[{index}]" for index in range(len(value))]
-    return [parse_message(from_sharegpt_turn(turn, place), place) for turn, place in zip(value, places, strict=True)]
+    turns = zip(value, places, strict=True)
+    return [parse_message(from_sharegpt_turn(turn, place), place, images=images) for turn, place in turns]
 
 
 def from_sharegpt_turn(turn: Any, field: str) -> Any:
@@ -39,7 +44,7 @@ def from_sharegpt_turn(turn: Any, field: str) -> Any:
     return {"role": SHAREGPT_ROLES[speaker], "content": require_string(turn.get("value"), f"{field}.value"), **others}
 
 
-def parse_message(value: Any, field: str) -> dict[str, Any]:
+def parse_message(value: Any, field: str, *, images: bool) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         example = '{"role": "user", "content": "…"}'
         raise InputError(f"field {field} is {json_type(value)}; must be an object such as {example}")
@@ -59,7 +64,10 @@ def parse_message(value: Any, field: str) -> dict[str, Any]:
         return message | {"content": None}
     if "content" not in message:
         raise InputError(f"field {field}.content is missing; must be a string")
-    return message | {"content": parse_content(message["content"], f"{field}.content")}
+    content = message["content"]
+    if images and isinstance(content, list) and any(map(is_image_part, content)):
+        return message
+    return message | {"content": parse_content(content, f"{field}.content")}
 
 
 def parse_content(value: Any, field: str) -> str:
@@ -70,7 +78,7 @@ def parse_content(value: Any, field: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             found = part.get("type") if isinstance(part, Mapping) else json_type(part)
             example = '{"type": "text", "text": "…"}'
-            raise InputError(f"field {field}[{index}] is {found!r}; must be {example}: only text is supported")
+            raise InputError(f"field {field}[{index}] is {found!r}; must be {example}: only text is supported here")
     return "".join(require_string(part.get("text"), f"{field}[{index}].text") for index, part in enumerate(value))
 
 

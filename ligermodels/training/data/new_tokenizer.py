@@ -69,7 +69,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
     By that generation_config.json, generation stops at the end of a text and at the end of an assistant's turn.
     """
-    others = {"additional_special_tokens": [START_OF_TURN, END_OF_TURN], "chat_template": tokenizer.chat_template}
+    added = sorted(tokenizer.tokenizer.get_added_tokens_decoder().items())
+    special = [token.content for _, token in added if token.content != END_OF_TEXT]
+    others = {"additional_special_tokens": special, "chat_template": tokenizer.chat_template}
     describe = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED_TOKENS, **others}
     (folder / TOKENIZER_FILE).write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(describe, indent=2) + "\n")

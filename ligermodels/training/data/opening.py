@@ -6,18 +6,21 @@ about models.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ligermodels.errors import InputError
+from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.batches import TrainingRows, ValidationRows
+from ligermodels.training.data.decoding import ImageDecoder
 from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, RANDOM, Question
+from ligermodels.training.data.new_image_tokenizer import NewImages
 from ligermodels.training.data.packing import pack_documents
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
 from ligermodels.training.data.sources import SourceSpec, parse_spec
@@ -26,7 +29,12 @@ from ligermodels.units import counted
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 MOST_DOCUMENTS = 0.99  # a sequence length that would hold so many as a whole is shown
-TITLES = {"stories": "the embedded stories", "chats": "the embedded chats", RANDOM: "random tokens"}
+TITLES = {
+    "stories": "the embedded stories",
+    "chats": "the embedded chats",
+    "shapes": "the embedded shapes",
+    RANDOM: "random tokens",
+}
 
 
 class DocumentLengths(NamedTuple):
@@ -48,7 +56,8 @@ class Data:
     names: of the sources. tokenizer: the model's or a new one; None if none was needed. new_tokenizer: the same if it
     was trained on the data, because the model has none. floor: the lowest validation loss that any model can reach, in
     nats per supervised token; None if it is not known. questions: (prompt, answer) on the validation documents, of
-    embedded data only.
+    embedded data only. processor: of the images in the data; None if there are none. new_images: if the model is new
+    and reads images, what is exported about them.
     """
 
     names: str
@@ -60,23 +69,29 @@ class Data:
     new_tokenizer: Tokenizer | None
     floor: float | None
     questions: list[Question] | None
+    processor: Processor | None = None
+    new_images: NewImages | None = None
 
 
 def open_data(
-    config: TrainConfig, folder: Path | None, vocab_size: int, positions: int, adapter: Path | None = None
-) -> Data:
+    config: TrainConfig, folder: Path | None, vocab_size: int, positions: int, adapter: Path | None = None,
+    images: NewImages | None = None, prepare_inputs: Callable[..., Any] | None = None,
+) -> Data:  # fmt: skip
     """Opens the data of a run. Every rank must call this, and gets the same data.
 
     folder: the model's folder, whose tokenizer is used; None trains a new tokenizer on the data. adapter: the folder of
     the adapter that the run continues; a tokenizer in it comes first. vocab_size: the model's, and the largest size of
     a new tokenizer. positions: the model's max_position_embeddings. Without a sequence length in `config`, rows are as
-    long as the longest document, at most DEFAULT_SEQUENCE_LENGTH and positions. Raises InputError for data that cannot
+    long as the longest document, at most DEFAULT_SEQUENCE_LENGTH and positions. images: what a new model that reads
+    images fixes about them. prepare_inputs: as in `ImageDecoder`. Raises InputError for data that cannot
     be read, that is too little, or that does not fit the model.
     """
     specs = [parse_spec(text) for text in config.data or [default_source(config, vocab_size)]]
     weights = mixture_weights(specs)
     longest_row = config.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, positions)
-    reader = SourceReader([spec.name for spec in specs], folder, vocab_size, config, longest_row, adapter)
+    reader = SourceReader(
+        [spec.name for spec in specs], folder, vocab_size, config, longest_row, adapter, images=images
+    )
     sources = [reader.documents(spec.name, split=not config.validation_data) for spec in specs]
     separate = [unweighted_name(text) for text in config.validation_data or []]
     validation_sources = [reader.documents(name, split=False) for name in separate] or sources
@@ -91,10 +106,13 @@ def open_data(
     sizes = np.concatenate([part.ends - part.begins for part in itertools.chain(*kept)])
     length = config.sequence_length or min(longest_row, int(sizes.max()))
     packing = config.packing and any(spec.name != RANDOM for spec in specs)
+    refuse_cut_images([*itertools.chain(*kept), *held_out], length)
     pack = functools.partial(pack_documents, length=length, packing=packing)
     mixed = kept if weights else [list(itertools.chain(*kept))]
-    training = TrainingRows([pack(parts) for parts in mixed], weights or [1.0], config.seed, packing)
-    validation = ValidationRows(pack(held_out), packing)
+    has_images = any(part.store.images is not None for part in (*itertools.chain(*kept), *held_out))
+    decoder = ImageDecoder(reader.processor, prepare_inputs) if has_images else None
+    training = TrainingRows([pack(parts) for parts in mixed], weights or [1.0], config.seed, packing, decoder)
+    validation = ValidationRows(pack(held_out), packing, decoder)
     if packing and training.tokens < length:
         raise InputError(
             f"--data {names}: has {counted(training.tokens, 'token')} for training, less than one row; lower "
@@ -104,6 +122,7 @@ def open_data(
     return Data(
         names, describe_data(specs, reader.skipped, excluded), training, validation, document_lengths(sizes, length),
         reader.used_tokenizer, reader.new_tokenizer, validation_floor(validation_sources, held_out), questions or None,
+        decoder.processor if decoder else None, images if reader.new_tokenizer else None,
     )  # fmt: skip
 
 
@@ -125,6 +144,19 @@ def refuse_no_documents(specs: Sequence[SourceSpec], kept: Sequence[Sequence[Sel
     for spec, parts in zip(specs, kept, strict=True):
         if not any((part.ends - part.begins > 1).any() for part in parts):
             raise InputError(f"--data {spec.name}: has no document of two or more tokens outside the validation split")
+
+
+def refuse_cut_images(parts: Sequence[Selection], length: int) -> None:
+    """Raises InputError for a document with images that is longer than a row: it would be cut, maybe in an image."""
+    for part in parts:
+        images = part.store.images
+        longer = np.flatnonzero(part.ends - part.begins > length) if images is not None else ()
+        for begin, end in ((int(part.begins[number]), int(part.ends[number])) for number in longer):
+            if images is not None and images.between(begin, end):
+                raise InputError(
+                    f"{part.store.place(begin)}: has {end - begin} tokens, with those of its images, more than a row "
+                    f"of {length}; raise --sequence-length, or make the images smaller"
+                )
 
 
 def document_lengths(sizes: np.ndarray, length: int) -> DocumentLengths:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import InputError
+from ligermodels.images.inputs import Processor
+from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.config import TrainConfig
@@ -30,6 +32,7 @@ from ligermodels.training.data.embedded import (
 )
 from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.hub_datasets import HUB_PREFIX, hub_cache_files
+from ligermodels.training.data.new_image_tokenizer import NewImages, train_image_tokenizer
 from ligermodels.training.data.new_tokenizer import (
     END_OF_TEXT_ID,
     read_tokenizer_and_end,
@@ -52,8 +55,10 @@ from ligermodels.training.data.split import Selection, all_documents, default_fr
 from ligermodels.training.data.store import TokenStore, open_store, write_store
 from ligermodels.training.data.token_files import described_end, open_indexed, open_tokens, write_index
 from ligermodels.units import counted
+from ligermodels.weights.reading import read_text
 
 # A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
+MAX_IMAGE_SETTINGS_BYTES = 10**6
 CHARACTERS_PER_ENTRY, MAX_CHARACTERS = 10**4, 10**8
 
 
@@ -70,17 +75,18 @@ class SourceDocuments:
 class SourceReader:
     """Opens sources by name, with one tokenizer for all text: the model's, or a new one if the model has none.
 
-    row_length: tokens of a row of random data. formats: those of records; None for supervised training's. skipped,
+    row_length: tokens of a row of random data. formats: those of records; None for supervised training's. images: of a
+    new model that reads images. skipped,
     chats: the numbers of bad lines and of conversations so far.
     used_tokenizer: the tokenizer, None until there is text. new_tokenizer: the same if it is a new one.
     """
 
     def __init__(
         self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig, row_length: int,
-        adapter: Path | None = None, formats: RecordFormats | None = None,
+        adapter: Path | None = None, formats: RecordFormats | None = None, images: NewImages | None = None,
     ) -> None:  # fmt: skip
         self.names, self.folder, self.vocab_size, self.config = names, folder, vocab_size, config
-        self.row_length, self.adapter = row_length, adapter
+        self.row_length, self.adapter, self.new_images = row_length, adapter, images
         self.skipped, self.chats = 0, 0
         self.used_tokenizer: Tokenizer | None = None
         self.new_tokenizer: Tokenizer | None = None
@@ -142,12 +148,13 @@ class SourceReader:
             bad_lines, kinds = BadLines(self.config.allow_bad_lines), Counter[type]()
             with ReadingProgress(f"Tokenising {title}", size) as progress:
                 records = count_kinds(read(bad_lines, progress), kinds)
-                documents = tokenize_records(records, tokenizer, end, bad_lines)
+                documents = tokenize_records(records, tokenizer, end, bad_lines, lambda: self.processor)
                 write_store(progress.track(documents), self.vocab_size, folder)
             (folder / "skipped").write_text(str(bad_lines.skipped))
             (folder / "chats").write_text(str(kinds[Conversation]))
 
-        folder = cached_folder(key | {"tokenizer": tokenizer_hash(tokenizer), "end": end}, fill)
+        key = key | {"tokenizer": tokenizer_hash(tokenizer), "end": end, "images": self.image_settings}
+        folder = cached_folder(key, fill)
         self.skipped += int((folder / "skipped").read_text())
         self.chats += int((folder / "chats").read_text())
         return open_store(folder)
@@ -192,6 +199,23 @@ class SourceReader:
         self.used_tokenizer = tokenizer
         return tokenizer, end
 
+    @functools.cached_property
+    def processor(self) -> Processor:
+        """The model's image processor with the tokenizer of the run. Raises InputError for a model without one."""
+        tokenizer, _ = self.tokenizer
+        folder = self.folder if self.new_tokenizer is None else tokenizer.file.parent
+        if folder is None or not self.image_settings:
+            raise InputError("has images, but the model has no image processor, so that it reads no images")
+        return Processor.from_folder(folder, tokenizer)
+
+    @property
+    def image_settings(self) -> list[str]:
+        """The content of the files of the image processor; empty for a model without one."""
+        if self.new_images is not None:
+            return [repr(self.new_images)]
+        files = [] if self.folder is None else [self.folder / name for name in (IMAGE_PROCESSOR_FILE, PROCESSOR_FILE)]
+        return [read_text(file, MAX_IMAGE_SETTINGS_BYTES) for file in files if file.exists()]
+
     def trained_tokenizer(self, names: Sequence[str]) -> Tokenizer:
         """A tokenizer trained on these sources; without any, as all data is embedded, on the embedded corpus."""
         files = [file for name in names for file in input_files(name)]
@@ -204,10 +228,17 @@ class SourceReader:
             total = min(self.tokenizer_characters, total_bytes(files)) if names else None
             with ReadingProgress("Training a tokenizer", total) as progress:
                 texts = self.tokenizer_texts(names, progress) if names else vocabulary_texts()
-                save_tokenizer(train_tokenizer(progress.track(texts), size), folder)
+                self.save_new_tokenizer(progress.track(texts), size, folder)
 
-        key = self.cache_key(files, hub=hub_names(names), fields=self.fields, new="tokenizer")
+        key = self.cache_key(files, hub=hub_names(names), fields=self.fields, new=repr(self.new_images))
         return Tokenizer.from_folder(cached_folder(key, fill))
+
+    def save_new_tokenizer(self, texts: Iterable[str], size: int, folder: Path) -> None:
+        if self.new_images is None:
+            save_tokenizer(train_tokenizer(texts, size), folder)
+            return
+        save_tokenizer(train_image_tokenizer(texts, size, self.new_images), folder)
+        self.new_images.write(folder)
 
     @property
     def tokenizer_characters(self) -> int:

@@ -10,6 +10,9 @@
     {"question": "…", "answer": "…"}
     {"content": "…"}                                                                                the same as text
 
+Beside messages may be "images", of which each {"type": "image"} in their contents takes the next (TRL); with "image" or
+"images", the mark <image> in a text means the same (LLaVA, LLaMA-Factory). `images/parts.py` says what an image may be.
+
 A record has the first of these formats whose fields are all present and not null; its other fields are ignored. A
 completion continues its prompt as raw text; an output, a response or an answer is a message of the assistant. Fields
 that the user names come before all formats. Preference data is refused, with the flags that train on the better
@@ -22,6 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ligermodels.errors import InputError
+from ligermodels.images.parts import IMAGE_PART, take_images
 from ligermodels.training.data.messages import (
     json_type,
     parse_messages,
@@ -137,17 +141,44 @@ def suggest_flags(names: Collection[str]) -> str:
 
 
 def conversation(value: RecordFields, messages: list[dict[str, Any]], place: str) -> Conversation:
-    """Messages with the record's tools and variables for the chat template."""
+    """Messages with the record's images, tools and variables for the chat template."""
     kwargs = parse_template_kwargs(value.get("chat_template_kwargs"))
-    return Conversation(messages, parse_tools(value.get("tools")), place, kwargs)
+    beside = record_images(value)
+    messages, images = take_images(with_marked_images(messages) if beside else messages, beside)
+    return Conversation(messages, parse_tools(value.get("tools")), place, kwargs, tuple(images))
+
+
+def record_images(value: RecordFields) -> list[Any]:
+    """The images beside the messages, in the field images or, as in LLaVA's files, image; one or a list."""
+    given = [value[name] for name in IMAGE_FIELDS if value.get(name) is not None]
+    if len(given) > 1:
+        raise InputError(f"has both fields {' and '.join(IMAGE_FIELDS)}; leave one of them")
+    return [image for images in given for image in (images if isinstance(images, list) else [images])]
+
+
+def with_marked_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The marks <image> in texts as image parts, if no message has image parts yet; as LLaVA's files have them."""
+    if any(isinstance(message["content"], list) for message in messages):
+        return messages
+    return [message | {"content": marked_parts(message["content"])} for message in messages]
+
+
+def marked_parts(text: str | None) -> str | list[dict[str, Any]] | None:
+    """A text without marks stays a string. A line break beside a mark at the start or end of the text goes with it."""
+    if text is None or IMAGE_MARK not in text:
+        return text
+    pieces = text.split(IMAGE_MARK)
+    pieces[0], pieces[-1] = pieces[0].removesuffix("\n"), pieces[-1].removeprefix("\n")
+    texts = [[{"type": "text", "text": piece}] if piece else [] for piece in pieces]
+    return [*texts[0], *itertools.chain(*([dict(IMAGE_PART), *part] for part in texts[1:]))]
 
 
 def from_openai(value: RecordFields, place: str) -> Record:
-    return conversation(value, parse_messages(value["messages"], "messages"), place)
+    return conversation(value, parse_messages(value["messages"], "messages", images=True), place)
 
 
 def from_sharegpt(value: RecordFields, place: str) -> Record:
-    messages = parse_messages(value["conversations"], "conversations")
+    messages = parse_messages(value["conversations"], "conversations", images=True)
     has_system = messages[0]["role"] == "system"
     messages = messages if has_system else [*system_message(value), *messages]
     return conversation(value, messages, place)
@@ -159,9 +190,11 @@ def from_question(value: RecordFields, place: str, *, question: str, details: tu
         raise InputError("field history is not supported; give all turns as messages")
     parts = [require_string(value[question], question)]
     parts += [require_string(value.get(field) or "", field) for field in details]
-    user = {"role": "user", "content": "\n".join(filter(None, parts))}
+    text = "\n".join(filter(None, parts))
+    images = [] if IMAGE_MARK in text else [IMAGE_PART] * len(record_images(value))
+    user = {"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}
     assistant = {"role": "assistant", "content": require_string(value[answer], answer)}
-    return Conversation([*system_message(value), user, assistant], None, place)
+    return conversation(value, [*system_message(value), user, assistant], place)
 
 
 def system_message(value: RecordFields) -> list[dict[str, Any]]:
@@ -175,12 +208,13 @@ def from_prompt_completion(
 ) -> Record:
     """Both fields are strings, or both are lists of messages. Assistant messages of the prompt are context only."""
     if not isinstance(value[prompt], list):
+        refuse_images(value)
         return Completion(require_string(value[prompt], prompt), require_string(value[completion], completion), place)
     context = [
         message | {"weight": 0} if message["role"] == "assistant" else message
-        for message in parse_messages(value[prompt], prompt)
+        for message in parse_messages(value[prompt], prompt, images=True)
     ]
-    messages = [*context, *parse_messages(value[completion], completion)]
+    messages = [*context, *parse_messages(value[completion], completion, images=True)]
     return conversation(value, messages, place)
 
 
@@ -194,14 +228,21 @@ def from_known_prompt(value: RecordFields, place: str) -> Record:
     return from_prompt_completion(value, place)
 
 
+def refuse_images(value: RecordFields) -> None:
+    """Raises InputError for a text with images: only messages say where they belong."""
+    if record_images(value):
+        raise InputError("has images beside a text; give them in messages, or name the text alone with --text-field")
+
+
 def from_text(value: RecordFields, place: str) -> Record:
+    refuse_images(value)
     return Text(require_string(value["text"], "text"), place)
 
 
 def from_text_field(value: RecordFields, place: str, *, field: str) -> Record:
     """A field that the user names may also be a list of messages."""
     if isinstance(value[field], list):
-        return conversation(value, parse_messages(value[field], field), place)
+        return conversation(value, parse_messages(value[field], field, images=True), place)
     return Text(require_string(value[field], field), place)
 
 
@@ -242,7 +283,8 @@ RECORD_FORMATS: dict[tuple[str, ...], FormatParser] = {
     ),
     ("content",): from_content,
 }  # fmt: skip
-OPTIONS_OF_CHATS = ("tools", "chat_template_kwargs")
+IMAGE_FIELDS, IMAGE_MARK = ("images", "image"), "<image>"
+OPTIONS_OF_CHATS = ("tools", "chat_template_kwargs", *IMAGE_FIELDS)
 OPTIONAL_FIELDS = ("input", "context", "history", "system", "label", "role", *OPTIONS_OF_CHATS)
 RECORD_FIELDS = tuple(dict.fromkeys([*itertools.chain(*RECORD_FORMATS), *OPTIONAL_FIELDS]))
 ACCEPTED_FORMATS = [" with ".join(fields) for fields, parse in RECORD_FORMATS.items() if parse is not refuse_preference]

@@ -3,10 +3,11 @@
 `record_formats.py` makes them of the values in files. This module knows nothing about files or tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ligermodels.errors import InputError
+from ligermodels.images.reading import ImageSource
 
 MAX_RECORD_BYTES = 2**26  # of a JSON line, decompressed; for an array element and a CSV row, characters
 MAX_RECORD_VALUES = 2_000_000  # JSON values of a record; one that Python has parsed takes 50 to 250 bytes
@@ -29,12 +30,14 @@ class Text(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """messages: as `parse_messages` returns them. template_kwargs: variables for the chat template."""
+    """messages: as `parse_messages` returns them. template_kwargs: variables for the chat template. images: of the
+    image parts of messages, in order."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     place: str
     template_kwargs: dict[str, Any] | None = None
+    images: Sequence[ImageSource] = ()
 
     @property
     def texts(self) -> list[str]:
@@ -91,7 +94,14 @@ class TeacherRecord(NamedTuple):
 
 
 def message_texts(messages: list[dict[str, Any]]) -> list[str]:
-    return [message["content"] or "" for message in messages]
+    """The texts of messages; of a content with images, the text parts."""
+    return [content_text(message["content"]) for message in messages]
+
+
+def content_text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
 
 
 Record: TypeAlias = Text | Conversation | Completion | GroupRecord | TeacherRecord

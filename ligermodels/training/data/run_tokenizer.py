@@ -22,6 +22,7 @@ from ligermodels.tokenizer.chat_template import (
     ChatTemplate,
 )
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE
+from ligermodels.training.data.new_image_tokenizer import NewImages
 from ligermodels.training.data.new_tokenizer import SPECIAL_IDS, save_tokenizer
 from ligermodels.training.data.progress import print_status
 from ligermodels.weights.config_file import (
@@ -119,15 +120,19 @@ def generation_config(
 
 
 def write_tokenizer(
-    folder: Path, source: Path | None, new: Tokenizer | None, template: str | None, generation_config: dict[str, Any]
-) -> None:
+    folder: Path, source: Path | None, new: Tokenizer | None, template: str | None, generation_config: dict[str, Any],
+    images: NewImages | None = None,
+) -> None:  # fmt: skip
     """Writes the tokenizer of a run, and generation_config.json, to the folder of an exported model or adapter.
 
     source: a folder whose tokenizer files replace those there, or None. new: the tokenizer if it is a new one.
+    images: the image processor beside a new tokenizer.
     template: the source of the chat template, if it replaces those of the files.
     """
     if new is not None:
         save_tokenizer(new, folder)
+        if images is not None:
+            images.write(folder)
     elif source is not None:
         replace_tokenizer(source, folder)
     if template is not None:

@@ -5,16 +5,18 @@ text file is split into pieces, JSON is read by lines or array elements, CSV by 
 This module knows nothing about tokens.
 """
 
+import functools
 import glob
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO, TypeAlias
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.csv_files import read_csv, read_tsv
 from ligermodels.training.data.hub_datasets import HUB_PREFIX, read_hub_dataset
+from ligermodels.training.data.image_paths import with_image_paths
 from ligermodels.training.data.json_files import read_json_file
 from ligermodels.training.data.parquet import read_parquet
 from ligermodels.training.data.progress import ReadingProgress
@@ -23,7 +25,7 @@ from ligermodels.training.data.records import BadLines, Conversation, GroupRecor
 from ligermodels.training.data.saved_datasets import read_arrow, saved_dataset_files
 from ligermodels.training.data.streams import DECOMPRESSORS, open_text_stream
 
-BUILT_IN_SOURCES = ("stories", "chats", "preferences", "sums", "random")  # need no file; see embedded.py
+BUILT_IN_SOURCES = ("stories", "chats", "shapes", "preferences", "sums", "random")  # need no file; see embedded.py
 TOKEN_SUFFIXES = (".bin", ".npy")
 PIECE_CHARACTERS = 2**18  # of one piece of a long text
 LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
@@ -105,7 +107,8 @@ def read_records(
     InputError naming the place and the field, and if the source has no record at all.
     """
     if name.startswith(HUB_PREFIX):
-        records = read_hub_dataset(name, fields, bad_lines, progress)
+        read = read_hub_dataset(name, fields, bad_lines, progress)
+        records = attempt_all(read, lambda record: with_image_paths(record, None), bad_lines)
     else:
         records = read_files(find_files(name), fields, bad_lines, progress)
     empty = True
@@ -132,8 +135,17 @@ def read_files(
     for file in files:
         if suffix_of(file) in TOKEN_SUFFIXES:
             raise InputError(f"{file}: contains token ids, but text is expected; do not mix the two in one source")
-        yield from READERS[suffix_of(file)](file, fields, bad_lines, progress)
+        records = READERS[suffix_of(file)](file, fields, bad_lines, progress)
+        yield from attempt_all(records, functools.partial(with_image_paths, folder=file.parent), bad_lines)
         progress.finish(file.stat().st_size)
+
+
+def attempt_all(records: Iterable[Record], change: Callable[[Record], Record], bad_lines: BadLines) -> Iterator[Record]:
+    """The changed records, without those for which `change` raises InputError, as far as they may be skipped."""
+    for record in records:
+        changed = bad_lines.attempt(change, record)
+        if changed is not None:
+            yield changed
 
 
 def read_text_file(

@@ -75,13 +75,14 @@ def split_documents(store: TokenStore, fraction: float) -> tuple[Selection, Sele
     Copies of a document have the same hash and so are on the same side.
 
     If these documents have far more than `fraction` of the tokens, as in a store of a few long documents, validation
-    has the end of the store instead, and the document at the boundary is cut in two.
+    has the end of the store instead, and the document at the boundary is cut in two, unless documents have images.
     """
     documents = all_documents(store)
     count = max(1, round(len(store) * fraction))
     chosen = documents.hashes <= np.partition(documents.hashes, count - 1)[count - 1]
     validation = documents.select(chosen)
-    if len(store) > 1 and validation.tokens <= MAX_OVERSHOOT * fraction * documents.tokens:
+    is_whole = store.images is not None or validation.tokens <= MAX_OVERSHOOT * fraction * documents.tokens
+    if len(store) > 1 and is_whole:
         return documents.select(~chosen), validation
     return split_at_token(documents, documents.tokens - max(2, round(documents.tokens * fraction)))
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ligermodels.errors import InputError
+from ligermodels.training.data.image_store import DocumentImage, ImageWriter, StoredImages, open_images, source_bytes
 
 DESCRIPTION = "store.json"
 STORE_BATCH_TOKENS = 2**18  # written at a time
@@ -31,12 +32,13 @@ class Document(NamedTuple):
 
     ids: with the end-of-text token or whatever else ends the document. supervised: whether each token is in the loss;
     None for all. The value for the first token has no effect: that token is context. place: where the document was
-    read, as file:line.
+    read, as file:line. images: in the order of their tokens.
     """
 
     ids: list[int]
     supervised: list[bool] | None
     place: str
+    images: Sequence[DocumentImage] = ()
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ class TokenStore:
     """D documents of N tokens in total.
 
     tokens: [N] uint16 or uint32. supervised: [N] bool, whether each token is in the loss; None for all of them.
-    offsets: [D + 1] int64, where documents begin. hashes: [D] uint64, of the documents' tokens. places: of the
-    documents, or the name of the token file from which all of them come.
+    offsets: [D + 1] int64, where documents begin. hashes: [D] uint64, of the documents' tokens and of their images'
+    sources. places: of the documents, or the name of the token file from which all of them come. images: None if no
+    document has one.
     """
 
     tokens: np.ndarray
@@ -71,6 +74,7 @@ class TokenStore:
     hashes: np.ndarray
     supervised: np.ndarray | None
     places: Places | str
+    images: StoredImages | None = None
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -92,11 +96,13 @@ def write_store(documents: Iterable[Document], vocab_size: int, folder: Path) ->
     Raises InputError for a token id outside the vocabulary, naming its place.
     """
     files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in array_dtypes(vocab_size)}
-    writer = StoreWriter(files, vocab_size)
+    images = ImageWriter(folder)
+    writer = StoreWriter(files, vocab_size, images)
     try:
         for batch in document_batches(documents):
             writer.write(batch)
     finally:
+        images.close()
         for file in files.values():
             file.close()
     if not writer.masked:
@@ -114,7 +120,8 @@ def open_store(folder: Path) -> TokenStore:
     names = [name for name in dtypes if masked or name != "supervised"]
     arrays = {name: map_file(folder / name, dtypes[name]) for name in names}
     places = Places(description["firsts"], description["origins"], arrays.pop("numbers"))
-    return TokenStore(**({"supervised": None} | arrays), places=places)  # type: ignore[arg-type]
+    images = open_images(folder)
+    return TokenStore(**({"supervised": None} | arrays), places=places, images=images)  # type: ignore[arg-type]
 
 
 def map_file(file: Path, dtype: Any) -> np.ndarray:
@@ -151,8 +158,8 @@ class StoreWriter:
     such document on, after ones for all tokens before it. firsts, origins: as in `Places`.
     """
 
-    def __init__(self, files: dict[str, BinaryIO], vocab_size: int) -> None:
-        self.files, self.vocab_size = files, vocab_size
+    def __init__(self, files: dict[str, BinaryIO], vocab_size: int, images: ImageWriter) -> None:
+        self.files, self.vocab_size, self.images = files, vocab_size, images
         self.tokens = self.documents = 0
         self.masked = False
         self.firsts: list[int] = []
@@ -169,7 +176,10 @@ class StoreWriter:
         self.files["tokens"].write(tokens.data)
         self.write_masks(batch)
         self.files["offsets"].write((stops + self.tokens).tobytes())
-        self.files["hashes"].write(b"".join(document_hashes([(tokens, stops.tolist())])))
+        hashes = document_hashes([(tokens, stops.tolist())])
+        self.files["hashes"].write(b"".join(with_images(*pair) for pair in zip(hashes, batch, strict=True)))
+        for document, stop in zip(batch, stops.tolist(), strict=True):
+            self.images.write(document.images, self.tokens + stop - len(document.ids))
         self.files["numbers"].write(np.array([self.add_place(d.place) for d in batch], np.int64).data)
         self.tokens += len(tokens)
 
@@ -190,6 +200,16 @@ class StoreWriter:
             self.origins.append(origin)
         self.documents += 1
         return NO_NUMBER if number is None else int(number)
+
+
+def with_images(tokens: bytes, document: Document) -> bytes:
+    """The hash of a document from that of its tokens: equal questions about other images are other documents."""
+    if not document.images:
+        return tokens
+    digest = hashlib.blake2b(tokens, digest_size=8)
+    for image in document.images:
+        digest.update(hashlib.blake2b(source_bytes(image.source)).digest())
+    return digest.digest()
 
 
 def has_unknown_ids(ids: np.ndarray, vocab_size: int) -> bool:

@@ -26,6 +26,7 @@ refused under the others. Must not know optimizers, checkpoints' files, or the l
 from ligermodels.distributed import World
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.objectives.distill import Distill
+from ligermodels.training.objectives.distill_on_policy import OnPolicyDistill
 from ligermodels.training.objectives.distill_top_k import TopKDistill
 from ligermodels.training.objectives.grpo import GRPO
 from ligermodels.training.objectives.kto import KTO
@@ -53,4 +54,6 @@ def make_objective(config: TrainConfig, world: World) -> Objective:
     """The objective that `config.objective` names. Raises InputError for options that it cannot have."""
     if config.objective == "distill" and config.teacher == "top-k":
         return TopKDistill(config, world)
+    if config.objective == "distill" and config.on_policy:
+        return OnPolicyDistill(config, world)
     return OBJECTIVES[config.objective](config, world)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,23 +11,17 @@ from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.divergences import TOP_K_KINDS
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, open_preferences
-from ligermodels.training.objectives.distill import divergence_sums, parse_divergence, values_per_token
-from ligermodels.training.objectives.groups import GroupObjective
+from ligermodels.training.data.preferences import PreferenceBatch
+from ligermodels.training.objectives.distill_groups import GroupDistill
 from ligermodels.training.objectives.objective import Share, Work
+from ligermodels.training.objectives.taught import divergence_sums, parse_divergence, values_per_token
 
-DEFAULT_LENGTH = 2048
 
-
-class TopKDistill(GroupObjective):
+class TopKDistill(GroupDistill):
     """As `Distill`, from `teacher_ids` and `teacher_logprobs` of the records. All other tokens count as one class.
 
-    A step takes `batch_size` documents, packed into rows. A temperature must be the one at which the teacher's
-    log-probabilities were computed.
+    A temperature must be the one at which the teacher's log-probabilities were computed.
     """
-
-    kind = "distillation"
-    learning_rate = 1e-5
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
@@ -38,13 +31,13 @@ class TopKDistill(GroupObjective):
                 f"--divergence {config.divergence} needs a whole distribution, and --teacher top-k has k tokens of it: "
                 f"take {' or '.join(TOP_K_KINDS)}"
             )
-        if config.micro_batch_size is not None:
-            raise InputError("--micro-batch-size has no effect on --teacher top-k, whose micro-batch is one packed row")
+        if config.on_policy:
+            raise InputError(
+                "--on-policy: --teacher top-k has nothing to say of completions that are not in the data; name a model"
+            )
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
-        length = self.config.sequence_length or min(DEFAULT_LENGTH, model.config.max_position_embeddings)
-        options = GroupOptions(kind=self.kind, max_length=length, row_length=length)
-        self.data = open_preferences(self.config, options, folder, model.config.vocab_size, adapter)
+        super().open(folder, model, adapter)
         groups = self.data.training.groups
         absent = next((part for part in groups.parts if part.store.teacher_ids is None), None)
         if absent is not None:
@@ -52,14 +45,6 @@ class TopKDistill(GroupObjective):
                 f"{absent.store.place(0)}: has no teacher_ids and teacher_logprobs, which --teacher top-k reads; add "
                 "them, or name a model to learn from"
             )
-
-    def choices(self, hidden_size: int) -> dict[str, Any]:
-        longest = self.data.training.groups.options.max_length
-        made = super().choices(hidden_size)
-        return made | {"sequence_length": made["sequence_length"]._replace(value=longest)}
-
-    def count(self, batch: PreferenceBatch) -> Tensor:
-        return batch.rows.new_full((1,), batch.supervised)
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
         options = {

@@ -5,7 +5,7 @@ A group is a prompt with its completions: a pair, or a judged completion. Must n
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +19,7 @@ from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.losses import segment_sums
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import UNIT_SETTINGS, RunConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, PreferenceData, Step, open_preferences
@@ -42,7 +43,7 @@ class GroupObjective(Objective):
     kind: of the groups. learning_rate: for pretrained weights, all of them trained; ten times that for LoRA.
     """
 
-    kind: ClassVar[GroupKind]
+    kind: GroupKind
     learning_rate: ClassVar[float]
     data: PreferenceData
     config: RunConfig
@@ -60,7 +61,8 @@ class GroupObjective(Objective):
             )
         options = GroupOptions(
             kind=self.kind, max_length=config.max_length, max_prompt_length=config.max_prompt_length,
-            too_long=config.too_long, row_length=config.sequence_length, share_prompts=config.share_prompts,
+            too_long=config.too_long, row_length=config.sequence_length,
+            share_prompts=config.share_prompts and model.shares_keys,
         )  # fmt: skip
         self.data = open_preferences(config, options, folder, model.config.vocab_size, adapter)
 
@@ -122,12 +124,17 @@ class GroupObjective(Objective):
 
         extras: of `ops.linear_logprobs`, beside what is always measured.
         """
-        options = {"entropy": True, "extras": (*MEASURED, *extras)}
+        more = ["mean_logit"] if self.config.mean_logits else []
+        options = {"entropy": True, "extras": (*MEASURED, *more, *extras)}
         output = model(**batch.model_inputs, logprobs=options)
         found = output.logprobs.map(lambda x: x[: batch.supervised])
         if output.aux_loss is None:
             return found, None
         return found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss
+
+    def validation_steps(self, model: CausalLM) -> Iterator[Step]:
+        """The held-out groups, once."""
+        return self.data.validation.steps(self.config.units, self.world)
 
     @torch.no_grad()
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
@@ -137,7 +144,7 @@ class GroupObjective(Objective):
         stop_requested = start_stop_check(stop, self.world)
         groups = self.data.validation.groups
         first = 0
-        for part in self.data.validation.steps(self.config.units, self.world):
+        for part in self.validation_steps(model):
             if stop_requested():
                 model.train()
                 return None
@@ -161,6 +168,25 @@ def token_sums(found: LogProbs) -> dict[str, Tensor]:
         "entropy": found.entropy.detach().sum(),
         "mean_token_accuracy": found.greedy.sum(),
     }
+
+
+def logit_sums(found: LogProbs, completions: Tensor, chosen: Tensor) -> dict[str, Tensor]:
+    """Mean logits summed over the tokens of each side, and the number of its tokens; empty where they are not there.
+
+    completions: int32 [S + 1], offsets; chosen: bool [S], which of them are chosen or good.
+    """
+    if found.mean_logit is None:
+        return {}
+    lengths, sums = completions.diff(), segment_sums(found.mean_logit, completions)
+    sides = {"chosen": chosen, "rejected": ~chosen}
+    values = {f"logits/{side}": sums.masked_fill(~members, 0).sum() for side, members in sides.items()}
+    return values | {f"logit_tokens/{side}": lengths.masked_fill(~members, 0).sum() for side, members in sides.items()}
+
+
+def mean_logits(sums: Mapping[str, float]) -> dict[str, float]:
+    """`logits/chosen` and `logits/rejected` per token, from `logit_sums` over a step, of the sides that have tokens."""
+    counts = {side: sums.get(f"logit_tokens/{side}", 0) for side in ("chosen", "rejected")}
+    return {f"logits/{side}": sums[f"logits/{side}"] / count for side, count in counts.items() if count}
 
 
 def balance_share(balance: Tensor | None, batch: PreferenceBatch, supervised: Tensor) -> Tensor | float:

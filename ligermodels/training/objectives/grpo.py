@@ -5,11 +5,9 @@ serves `--steps-per-generation` x `--iterations` updates, one a step. Its rollou
 ends between two of its updates resumes to the bit.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +17,37 @@ from torch import Tensor
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.generation.capacity import cache_bytes
-from ligermodels.generation.engine import DEFAULT_ROWS
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.losses import entropy_sum, group_advantages, rloo_advantages, top_entropy_mask
+from ligermodels.losses import entropy_sum, top_entropy_mask
 from ligermodels.memory import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceData, open_preferences
+from ligermodels.training.objectives.grpo_options import (
+    advantages_of,
+    grpo_choices,
+    kept_completions,
+    policy_options,
+    reference_spec,
+)
 from ligermodels.training.objectives.objective import Objective, Share, Work
 from ligermodels.training.objectives.references import (
     Reference,
-    ReferenceSpec,
-    default_reference,
     make_live_reference,
-    parse_reference,
     refuse_base_that_is_trained,
 )
-from ligermodels.training.optimizers.schedules import default_learning_rate
+from ligermodels.training.objectives.watching import GenerationWatch
 from ligermodels.training.reinforcement.completions_file import COMPLETIONS_FILE, CompletionsFile
 from ligermodels.training.reinforcement.judging import (
-    JudgedGeneration,
     completion_lines,
     generation_metrics,
-    has_spread,
     judge,
     mean,
     weighted_totals,
 )
-from ligermodels.training.reinforcement.policy import PolicyOptions, metric_sums, policy_loss, step_metrics
+from ligermodels.training.reinforcement.policy import metric_sums, policy_loss, step_metrics
+from ligermodels.training.reinforcement.reward_models import ModelReward
 from ligermodels.training.reinforcement.rewards import TrainerState, check_columns, open_rewards
 from ligermodels.training.reinforcement.rollouts import (
     MiniBatch,
@@ -58,20 +57,14 @@ from ligermodels.training.reinforcement.rollouts import (
     pack_rollouts,
     with_values,
 )
-from ligermodels.training.reinforcement.sampling import SamplingPlan, cache_tokens, sample_completions
+from ligermodels.training.reinforcement.sampling import EngineSize, Sampler, SamplingPlan, engine_size
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.runs.defaults import Choice
+from ligermodels.training.runs.defaults import TORCH_DTYPES, Choice
 from ligermodels.training.runs.stopping import Stop
 from ligermodels.training.scaling.fsdp import dp_shard_size
 from ligermodels.units import counted
 
-MOST_PROMPTS, TINY_PROMPTS = 16, 4
-LEARNING_RATE = 1e-6  # TRL's; ten times that for LoRA
-WARMUP_FRACTION, VALIDATIONS = 0.03, 10
-MOST_ROW_TOKENS = 8192  # of a packed row, where no single completion needs more
 MOST_VALIDATION_PROMPTS = 512
-MUCH_ZERO_SPREAD = 0.8  # of the groups: almost nothing is learned
-USELESS_GENERATIONS = 10  # in a row, without a group whose rewards differ: the run ends
 
 
 class GRPO(Objective):
@@ -79,13 +72,16 @@ class GRPO(Objective):
 
     data: PreferenceData
     config: RunConfig
-    generation_bytes: Callable[[int, int], int]  # of a cache: tokens, rows
+    sampler: Sampler
+    engine: EngineSize
+    generation_bytes: int  # beside the weights, the optimizer's states and what stays
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
         self.policy = policy_options(config)
         self.rewards = open_rewards(config.reward or (), config.max_completion_length)
         self.weights = [function.weight for function in self.rewards]
+        self.reward_models = [made.function for made in self.rewards if isinstance(made.function, ModelReward)]
         if config.lora_dropout:
             raise InputError(
                 f"--lora-dropout {config.lora_dropout:g}: would change the probabilities between sampling and update; "
@@ -95,31 +91,15 @@ class GRPO(Objective):
             raise InputError(f"--generations {config.generations}: a group needs 2 completions or more to compare")
         self.rollouts: Rollouts | None = None
         self.file: CompletionsFile | None = None
-        self.useless = 0
-        self.said: set[str] = set()
+        self.watch = GenerationWatch(config.keep_zero_spread)
         self.reference: Reference | None = None
-        self.spec = self.reference_spec()
-
-    def reference_spec(self) -> ReferenceSpec | None:
-        """What --reference says; None without a KL divergence. Raises InputError for a kind that does not fit."""
-        config = self.config
-        if not self.policy.beta:
-            if config.reference is not None:
-                raise InputError(f"--reference {config.reference} goes with --beta, which is missing")
-            return None
-        kind = default_reference(config)
-        spec = parse_reference(config.reference or ("model" if kind == "precomputed" else kind))
-        if spec.kind == "precomputed":
-            raise InputError(
-                "--reference precomputed: completions are sampled during the run; take base with LoRA, model, or ema"
-            )
-        make_live_reference(spec, config, self.world)
-        return spec
+        self.spec = reference_spec(config, self.policy, world)
 
     # -- before the run
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         config = self.config
+        self.share_prompts = config.share_prompts and model.shares_keys
         longest = model.config.max_position_embeddings - config.max_completion_length
         if longest < 2:
             raise InputError(
@@ -128,7 +108,6 @@ class GRPO(Objective):
             )
         if self.spec is not None and self.spec.kind == "base":
             refuse_base_that_is_trained(model)
-        self.generation_bytes = partial(generation_bytes, model, gathered=self.world.size > 1)
         options = GroupOptions(kind="prompts", max_length=longest, max_prompt_length=config.max_prompt_length)
         self.data = open_preferences(config, options, folder, model.config.vocab_size, adapter)
         check_columns(self.rewards, self.data.training.groups.prompt(0, 0).columns)
@@ -138,33 +117,17 @@ class GRPO(Objective):
         return self.config.temperature or 1.0
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return TORCH_DTYPES[self.config.dtype]
+
+    @property
     def longest_prompt(self) -> int:
-        """Tokens."""
-        parts = self.data.training.groups.parts
-        return max(part.store.tokens_of(number) for part in parts for number in part.numbers.tolist())
+        """Tokens, of the training data."""
+        return self.data.training.groups.longest_prompt
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
-        config, count = self.config, len(self.data.training)
-        most = TINY_PROMPTS if config.is_tiny else MOST_PROMPTS
-        prompts = min(most, max(1, count))
-        epochs = config.epochs or 1.0
-        steps = math.ceil(epochs * count / (config.prompts or prompts)) * config.iterations
-        taken = config.steps or steps
-        rate = LEARNING_RATE * 10 if config.with_lora else LEARNING_RATE
-        if config.has_new_weights:
-            rate = default_learning_rate(hidden_size, pretrained=False, lora=config.with_lora)
-        longest = self.longest_prompt
-        group = longest - 1 + config.generations * (config.max_completion_length + 1)
-        length = max(longest + config.max_completion_length, min(group, MOST_ROW_TOKENS))
-        return {
-            "sequence_length": Choice(length, "a group of the longest prompt" if length == group else ""),
-            "prompts": Choice(prompts),
-            "steps": Choice(steps, f"{epochs:g} epoch{'' if epochs == 1 else 's'}"),
-            "learning_rate": Choice(rate, "grpo"),
-            "warmup": Choice(min(math.ceil(WARMUP_FRACTION * taken), taken - 1), f"{WARMUP_FRACTION:.0%} of the steps"),
-            "eval_every": Choice(math.ceil(taken / VALIDATIONS), f"{VALIDATIONS} validations"),
-            "activation_checkpointing": Choice("auto", "as much as memory demands"),
-        }
+        return grpo_choices(self.config, len(self.data.training), self.longest_prompt, hidden_size)
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
@@ -176,6 +139,10 @@ class GRPO(Objective):
                 f"--data {self.data.names}: has {counted(len(self.data.training), 'prompt')} for training, but a "
                 f"generation takes {self.prompts_per_generation}; lower --prompts or --steps-per-generation"
             )
+        own = -(-self.prompts_per_generation // self.world.size)
+        longest = max(self.longest_prompt, self.data.validation.groups.longest_prompt)
+        self.engine = engine_size(longest, own, self.sampling_plan(self.temperature))
+        self.sampler = Sampler(self.tokenizer, self.engine)
 
     @property
     def prompts_per_generation(self) -> int:
@@ -194,17 +161,21 @@ class GRPO(Objective):
         return config.units * group
 
     def bytes_beside(self, model: CausalLM) -> int:
+        """The cache of the engine, which stays during updates, reward models, and the reference."""
+        self.generation_bytes = self.engine.step_bytes(model, gathered=self.world.size > 1)
+        scoring = sum(reward.bytes(self.dtype)[0] for reward in self.reward_models)
+        beside = self.engine.cache_bytes(model, self.dtype) + scoring
         if self.reference is None:
-            return 0
-        return self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
+            return beside
+        return beside + self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
 
     def phases(self, train: TrainingMemory) -> Mapping[str, int]:
-        """generate: the gathered weights, the cache, and the logits of all rows. score: a pass without a graph."""
-        config, resident = self.config, train.weights + train.optimizer_states
-        own = -(-self.prompts_per_generation // self.world.size)
-        rows = min(DEFAULT_ROWS, own * config.generations)
-        tokens = cache_tokens([self.longest_prompt] * own, self.sampling_plan(self.temperature))
-        phases = {"generate": resident + self.generation_bytes(tokens, rows)}
+        """generate: the gathered weights, and the logits of all rows. reward: a pass of a reward model. score: a pass
+        without a graph."""
+        resident = train.weights + train.optimizer_states + train.beside
+        phases = {"generate": resident + self.generation_bytes}
+        if self.reward_models:
+            phases["reward"] = resident + max(reward.bytes(self.dtype)[1] for reward in self.reward_models)
         if self.scores:
             phases["score"] = train.forward_peak
         return phases | {"train": train.peak}
@@ -212,6 +183,8 @@ class GRPO(Objective):
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
         if self.reference is not None:
             self.reference.prepare(model, say)
+        for reward in self.reward_models:
+            reward.load(self.world.device, self.dtype)
         if self.world.is_first and self.config.completions_every:
             self.file = CompletionsFile(self.folder / COMPLETIONS_FILE)
 
@@ -232,13 +205,17 @@ class GRPO(Objective):
         config, began = self.config, time.perf_counter()
         prompts = self.data.training.prompts(progress.rows, self.prompts_per_generation, self.world)
         plan = self.sampling_plan(self.temperature)
-        samples = sample_completions(model, self.tokenizer, prompts, plan, first=progress.rows)
+        samples = self.sampler.sample(model, prompts, plan, first=progress.rows)
         sampled = time.perf_counter()
         generation = judge(
             self.rewards, prompts, samples, TrainerState(progress.step, config.steps), config.reward_timeout
         )
         judged = time.perf_counter()
-        rollouts = self.with_advantages(pack_rollouts(generation.groups, progress.step), generation)
+        rollouts = replace(
+            pack_rollouts(generation.groups, progress.step),
+            advantages=advantages_of(config, self.policy.name, generation, self.weights),
+            kept=kept_completions(config, generation, self.weights),
+        )
         if self.scores:
             rollouts = self.score(model, rollouts)
         if self.file is not None and progress.step % config.completions_every < self.updates:
@@ -248,31 +225,13 @@ class GRPO(Objective):
         metrics |= {
             "time/sample": sampled - began, "time/reward": judged - sampled, "time/score": time.perf_counter() - judged
         }  # fmt: skip
-        self.refuse_useless(metrics)
+        self.watch.refuse_useless(metrics)
         return rollouts, metrics
 
     @property
     def tokenizer(self) -> Any:
         assert self.data.tokenizer is not None  # prompts are texts
         return self.data.tokenizer
-
-    def with_advantages(self, rollouts: Rollouts, generation: JudgedGeneration) -> Rollouts:
-        config, rewards = self.config, generation.rewards
-        if self.policy.name == "rloo":
-            advantages = rloo_advantages(rewards, config.generations, reward_weights=self.weights)
-        else:
-            advantages = group_advantages(
-                rewards, config.generations, reward_weights=self.weights, scale_rewards=config.scale_rewards or "group",
-                multi_objective_aggregation=config.reward_aggregation,
-            )  # fmt: skip
-        kept = torch.ones(len(advantages), dtype=torch.bool)
-        if not config.keep_zero_spread:
-            summed = config.reward_aggregation == "sum_then_normalize"
-            compared = weighted_totals(rewards, self.weights) if summed else rewards
-            kept = has_spread(compared, config.generations).repeat_interleave(config.generations)
-        if config.mask_truncated:
-            kept &= torch.tensor([sample.finish_reason == "stop" for sample in generation.samples])
-        return replace(rollouts, advantages=advantages, kept=kept)
 
     @torch.no_grad()
     def score(self, model: CausalLM, rollouts: Rollouts) -> Rollouts:
@@ -304,21 +263,11 @@ class GRPO(Objective):
     def mini_batch(self, rollouts: Rollouts, number: int) -> MiniBatch:
         config = self.config
         prompts = range(number * config.units, (number + 1) * config.units)
-        return mini_batch(rollouts, prompts, config.sequence_length, share=config.share_prompts, world=self.world)
+        return mini_batch(rollouts, prompts, config.sequence_length, share=self.share_prompts, world=self.world)
 
     def logprobs(self, model: CausalLM, row: RolloutBatch) -> LogProbs:
         extras, entropy = ((), True) if self.policy.entropy_coef else (("entropy",), False)
         return model.logprobs(**row.batch.model_inputs, temperature=self.temperature, entropy=entropy, extras=extras)
-
-    def refuse_useless(self, metrics: Mapping[str, float]) -> None:
-        """Raises InputError where no group of many generations in a row could teach anything."""
-        self.useless = self.useless + 1 if metrics["frac_reward_zero_std"] == 1 else 0
-        if self.useless == USELESS_GENERATIONS and not self.config.keep_zero_spread:
-            raise InputError(
-                f"{USELESS_GENERATIONS} generations in a row had no prompt whose completions got different rewards "
-                f"(mean reward {metrics['reward']:.3g}): nothing can be learned. Begin with a model that solves some "
-                "of the prompts, raise --temperature or --generations, or use a reward with partial credit"
-            )
 
     # -- a step
 
@@ -355,19 +304,7 @@ class GRPO(Objective):
         return step_metrics(sums, maxima)
 
     def warnings(self, values: Mapping[str, float]) -> list[str]:
-        found = {}
-        if values.get("frac_reward_zero_std", 0) > MUCH_ZERO_SPREAD:
-            found["spread"] = (
-                f"{values['frac_reward_zero_std']:.0%} of the prompts got equal rewards for all completions, and teach "
-                "nothing: watch frac_reward_zero_std"
-            )
-        if values.get("completions/clipped_ratio", 0) == 1:
-            found["length"] = (
-                "every completion reached --max-completion-length: raise it, or name a text that ends one by --stop"
-            )
-        new = {name: line for name, line in found.items() if name not in self.said}
-        self.said |= new.keys()
-        return list(new.values())
+        return self.watch.warnings(values)
 
     def finish_step(self, model: CausalLM, step: int) -> None:
         if self.reference is not None:
@@ -376,7 +313,7 @@ class GRPO(Objective):
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
         """The mean reward of greedy completions of held-out prompts; its negative is the loss."""
         prompts = [p for p in self.data.validation.prompts(self.world) if p.unit < MOST_VALIDATION_PROMPTS]
-        samples = sample_completions(model, self.tokenizer, prompts, self.sampling_plan(0))
+        samples = self.sampler.sample(model, prompts, self.sampling_plan(0))
         state = TrainerState(step, self.config.steps)
         generation = judge(self.rewards, prompts, samples, state, self.config.reward_timeout)
         rewards = generation.rewards
@@ -397,28 +334,3 @@ class GRPO(Objective):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rollouts = Rollouts.from_state(state) if state else None
-
-
-def generation_bytes(model: CausalLM, tokens: int, rows: int, *, gathered: bool) -> int:
-    """Of a cache for so many tokens and rows, of the logits of all rows, twice, and of gathered weights."""
-    size = model.dtype.itemsize
-    weights = sum(parameter.numel() for parameter in model.parameters()) * size if gathered else 0
-    return weights + cache_bytes(model, tokens, rows) + rows * model.config.vocab_size * (size + 4)
-
-
-def policy_options(config: TrainConfig) -> PolicyOptions:
-    """The loss of the flags. Raises InputError for one that has no effect on it."""
-    names = config.loss or ("dapo",)
-    if len(names) > 1:
-        raise InputError(f"--loss {' '.join(names)}: reinforcement learning has one loss; name one of them")
-    if names[0] == "rloo" and config.beta:
-        raise InputError("--beta has no effect with --loss rloo, which has no reference: leave it out")
-    if names[0] == "rloo" and config.scale_rewards is not None:
-        raise InputError("--scale-rewards has no effect with --loss rloo: leave it out")
-    return PolicyOptions(
-        name=names[0], longest=config.max_completion_length, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
-        delta=config.delta, importance_sampling_level=config.importance_sampling_level, beta=config.beta or 0.0,
-        use_bias_correction_kl=config.kl_correction, sampler_correction=config.sampler_correction,
-        sampler_clip=config.sampler_clip, off_policy_threshold=config.off_policy_threshold,
-        entropy_coef=config.entropy_coef,
-    )  # fmt: skip

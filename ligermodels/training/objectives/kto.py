@@ -11,7 +11,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch, Step
-from ligermodels.training.objectives.groups import balance_share, token_sums
+from ligermodels.training.objectives.groups import balance_share, logit_sums, mean_logits, token_sums
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.options import given
 from ligermodels.training.objectives.referenced import Referenced
@@ -91,10 +91,11 @@ class KTO(Referenced):
         result = losses.kto(found.logprobs, batch.completions, reference, batch.desirable, z, **self.options)
         loss = result.loss / examples + balance_share(balance, batch, supervised) + 0.0 * found.logprobs.sum()
         sums = {"examples": result.examples, "kl": z * result.examples, **result.metrics, **token_sums(found)}
+        sums |= logit_sums(found, batch.completions, batch.desirable)
         return Share(loss, sums)
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
-        found = {"kl": sums["kl"] / max(1.0, sums["examples"])}
+        found = {"kl": sums["kl"] / max(1.0, sums["examples"]), **mean_logits(sums)}
         for name in ("entropy", "mean_token_accuracy"):
             found[name] = sums[name] / max(1.0, sums["supervised"])
         for side in ("chosen", "rejected"):

@@ -123,7 +123,7 @@ class Objective(ABC):
         return True
 
     def bytes_beside(self, model: CausalLM) -> int:
-        """Bytes of a rank's weights beside the model's, of a reference or a teacher. model: on the meta device."""
+        """Bytes of a rank that stay beside the model, such as a reference or a teacher. model: on the meta device."""
         return 0
 
     def phases(self, train: TrainingMemory) -> Mapping[str, int]:
@@ -160,7 +160,7 @@ class Objective(ABC):
         return []
 
     def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
-        """Called after the update of step number `step`, from 1."""
+        """Called after the update of step number `step`, from 1; not after a step without an update."""
 
     @abstractmethod
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:

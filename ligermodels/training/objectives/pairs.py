@@ -15,7 +15,13 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.preference import SORTED
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch, Step
-from ligermodels.training.objectives.groups import GroupObjective, balance_share, token_sums
+from ligermodels.training.objectives.groups import (
+    GroupObjective,
+    balance_share,
+    logit_sums,
+    mean_logits,
+    token_sums,
+)
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.options import given, parse_f_divergence, parse_losses
 from ligermodels.training.objectives.referenced import Referenced
@@ -57,6 +63,8 @@ class PairObjective(GroupObjective):
         result = self.pair_loss(found.logprobs, batch.completions, **reference, **self.options_with(found))
         loss = result.loss / pairs + result.nll / chosen + balance_share(balance, batch, supervised)
         sums = {"pairs": result.pairs, "tokens": result.tokens, **result.metrics, **token_sums(found)}
+        chosen = torch.arange(len(batch.completions) - 1, device=batch.completions.device) % 2 == 0
+        sums |= logit_sums(found, batch.completions, chosen)
         return Share(loss + 0.0 * found.logprobs.sum(), sums)
 
     def reference_sums(self, model: CausalLM, batch: PreferenceBatch) -> dict[str, Tensor]:
@@ -70,7 +78,8 @@ class PairObjective(GroupObjective):
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         over = {"nll_loss": "tokens", "entropy": "supervised", "mean_token_accuracy": "supervised"}
         counts = {name: max(1.0, sums[name]) for name in ("pairs", "tokens", "supervised")}
-        return {name: value / counts[over.get(name, "pairs")] for name, value in sums.items() if name not in counts}
+        own = {name: value for name, value in sums.items() if name not in counts and not name.startswith("logit")}
+        return {name: value / counts[over.get(name, "pairs")] for name, value in own.items()} | mean_logits(sums)
 
     def warnings(self, values: Mapping[str, float]) -> list[str]:
         return self.watch.warnings(values)

@@ -13,6 +13,7 @@ exactly 0. Must not know losses.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.hub import create, resolve
+from ligermodels.hub import create, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.losses.pairs import pair_sums
@@ -90,7 +91,7 @@ class Reference(ABC):
         return pair_sums(self.logprobs(model, batch), batch.completions, ld_alpha)
 
     def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
-        """Called after the update of step number `step`, from 1."""
+        """Called after the update of step number `step`, from 1; not after a step without an update."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint saves of it."""
@@ -197,6 +198,8 @@ class ModelReference(Reference):
             revision=config.revision))  # fmt: skip
         size = config.size if self.folder is None and config.has_new_weights else None
         model = create(source, size=size, dtype=TORCH_DTYPES[str(config.dtype)], device="meta").requires_grad_(False)
+        if isinstance(source, Path):
+            quantise_on_meta(model, source, None if self.folder else config.quantize)
         if model.config.vocab_size != policy.config.vocab_size:
             raise InputError(
                 f"--reference model:{self.folder}: has a vocabulary of {model.config.vocab_size:,} tokens, the policy "

@@ -7,14 +7,28 @@ import torch
 
 from ligermodels import distributed
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.multimodal import VisionLanguageModel
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
+from ligermodels.training.data.new_image_tokenizer import NewImages
 from ligermodels.training.objectives.objective import Objective, Share, Work
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import Choice, schedule
 from ligermodels.training.runs.stopping import Stop
+
+
+def new_images(model: CausalLM) -> NewImages | None:
+    """What a model fixes about images; None for one that reads none."""
+    if not isinstance(model, VisionLanguageModel):
+        return None
+    vision = model.config.vision
+    settings = {
+        "image_processor_type": model.image_processor_type, "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size, "temporal_patch_size": vision.temporal_patch_size,
+    }  # fmt: skip
+    return NewImages(model.config.image_token_id, settings)
 
 
 class SFT(Objective):
@@ -25,7 +39,9 @@ class SFT(Objective):
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         positions = model.config.max_position_embeddings
-        self.data = open_data(self.config, folder, model.config.vocab_size, positions, adapter)
+        images = new_images(model) if folder is None else None
+        prepare = model.prepare_images if isinstance(model, VisionLanguageModel) else None
+        self.data = open_data(self.config, folder, model.config.vocab_size, positions, adapter, images, prepare)
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         return schedule(self.config, self.data, hidden_size, self.world)
@@ -49,7 +65,7 @@ class SFT(Objective):
         return Work(batches, count, units=rows, tokens=self.tokens_per_step)
 
     def loss(self, model: CausalLM, batch: Any, work: Work) -> Share:
-        return Share(model(**batch._asdict(), num_items_in_batch=work.counts.clamp_min(1)).loss)
+        return Share(model(**batch.arguments(), num_items_in_batch=work.counts.clamp_min(1)).loss)
 
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
         return evaluate(model, self.data, self.micro_batch_size, self.world, stop)

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.hub import create, load_tokenizer, resolve
+from ligermodels.hub import create, load_tokenizer, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.reward_model import RewardModel
-from ligermodels.memory import decoder_blocks, elements, inference_memory, shard_bytes
+from ligermodels.memory import decoder_blocks, gathered_bytes, inference_memory, shard_bytes
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.batches import Batch
+from ligermodels.training.data.preferences import PreferenceBatch
 from ligermodels.training.scaling import fsdp
 from ligermodels.weights.loading import load_weights
 
@@ -30,6 +31,7 @@ class TeacherModel:
         """
         self.folder = resolve(name)
         self.model = create(self.folder, device="meta").requires_grad_(False)
+        quantise_on_meta(self.model, self.folder, None)
         if isinstance(self.model, RewardModel):
             raise InputError(f"--teacher {name}: is a reward model, without logits of tokens; name a language model")
 
@@ -50,7 +52,7 @@ class TeacherModel:
         self.model.eval()
 
     @contextmanager
-    def read(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, batch: Batch | PreferenceBatch) -> Iterator[tuple[Tensor, Tensor]]:
         """(states, weight) of the batch, as `linear_divergence` takes them: [N, H] at `batch.rows`, or [B, T, H]."""
         with torch.no_grad():
             states = self.model.final_hidden(
@@ -66,8 +68,9 @@ class TeacherModel:
         computing = inference_memory(self.model, 1, tokens, self.model.dtype).prompt
         if shards == 1:
             return held + computing
-        gathered = max(elements(block.parameters()) for block in decoder_blocks(self.model))
-        return held + computing + (2 * gathered + self.model.head.weight.numel()) * self.model.dtype.itemsize
+        size = self.model.dtype.itemsize
+        gathered = max(gathered_bytes(block, size) for block in decoder_blocks(self.model))
+        return held + computing + 2 * gathered + self.model.head.weight.numel() * size
 
 
 def common_vocabulary(

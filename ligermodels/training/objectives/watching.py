@@ -1,8 +1,13 @@
-"""What a user should know while pairs are trained: labels that leak, both sides that fall. Knows metrics alone."""
+"""What a user should know during a run: of pairs, labels that leak and sides that both fall; of generations, rewards
+that do not differ. Knows metrics alone."""
 
 from collections.abc import Mapping
 
+from ligermodels.errors import InputError
+
 FIRST_STEPS = 5
+MUCH_ZERO_SPREAD = 0.8  # of the groups: almost nothing is learned
+USELESS_GENERATIONS = 10  # in a row, without a group whose rewards differ: the run ends
 FALL = 10.0  # nats that the chosen side's log-probability has fallen by, where it is worth a word
 
 
@@ -42,3 +47,39 @@ class PairWatch:
         if name not in self.said:
             self.said.add(name)
             self.pending.append(line)
+
+
+class GenerationWatch:
+    """Looks at the metrics of each generation, and says each thing once. keeps_all: groups without spread are trained
+    on as well."""
+
+    def __init__(self, keeps_all: bool) -> None:
+        self.keeps_all = keeps_all
+        self.useless = 0  # generations in a row
+        self.said: set[str] = set()
+
+    def refuse_useless(self, metrics: Mapping[str, float]) -> None:
+        """Raises InputError where no group of many generations in a row could teach anything."""
+        self.useless = self.useless + 1 if metrics["frac_reward_zero_std"] == 1 else 0
+        if self.useless == USELESS_GENERATIONS and not self.keeps_all:
+            raise InputError(
+                f"{USELESS_GENERATIONS} generations in a row had no prompt whose completions got different rewards "
+                f"(mean reward {metrics['reward']:.3g}): nothing can be learned. Begin with a model that solves some "
+                "of the prompts, raise --temperature or --generations, or use a reward with partial credit"
+            )
+
+    def warnings(self, values: Mapping[str, float]) -> list[str]:
+        """What there is to say after a step with these metrics."""
+        found = {}
+        if values.get("frac_reward_zero_std", 0) > MUCH_ZERO_SPREAD:
+            found["spread"] = (
+                f"{values['frac_reward_zero_std']:.0%} of the prompts got equal rewards for all completions, and teach "
+                "nothing: watch frac_reward_zero_std"
+            )
+        if values.get("completions/clipped_ratio", 0) == 1:
+            found["length"] = (
+                "every completion reached --max-completion-length: raise it, or name a text that ends one by --stop"
+            )
+        new = {name: line for name, line in found.items() if name not in self.said}
+        self.said |= new.keys()
+        return list(new.values())

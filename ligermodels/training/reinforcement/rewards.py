@@ -5,7 +5,8 @@
 All arguments are passed by name, as lists with one value for each completion. `prompts` and `completions` are texts, or
 of conversations lists of messages; every column of the data is passed under its own name. A function gets those
 arguments that it names, and all with `**kwargs`. Beside these: `trainer_state`, `log_extra(column, values)` for columns
-of completions.jsonl, and `log_metric(name, value)`. Async functions run at the same time. Must not know models.
+of completions.jsonl, and `log_metric(name, value)`. Async functions run at the same time. Must not know how a function
+finds its rewards.
 """
 
 import asyncio
@@ -23,8 +24,10 @@ from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
 from ligermodels.training.reinforcement.built_in_rewards import BUILT_IN_REWARDS, RewardCallable, built_in_reward
+from ligermodels.training.reinforcement.reward_models import REWARD_MODEL, ModelReward
 from ligermodels.training.reinforcement.time_limit import TimeLimitExceeded, time_limit
 
+REWARD_KINDS = f"FILE.py:FUNCTION, {REWARD_MODEL}FOLDER of a reward model, or one of {', '.join(BUILT_IN_REWARDS)}"
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -71,13 +74,14 @@ class Rewards:
 
 
 def open_rewards(specs: Sequence[str], max_completion_length: int) -> list[RewardFunction]:
-    """The functions of --reward: FILE.py:FUNCTION or the name of a built-in one, each with =WEIGHT or without.
+    """The functions of --reward: FILE.py:FUNCTION, model:FOLDER or the name of a built-in one, each with =WEIGHT or
+    without.
 
     Files are run as Python code. Raises InputError for a name that is not found, a file that does not run, two
     functions of one name.
     """
     if not specs:
-        raise InputError(f"--reward is missing: FILE.py:FUNCTION, or one of {', '.join(BUILT_IN_REWARDS)}")
+        raise InputError(f"--reward is missing: {REWARD_KINDS}")
     modules: dict[Path, ModuleType] = {}  # a file runs once, however many functions it has
     functions = [open_reward(spec, max_completion_length, modules) for spec in specs]
     name, count = Counter(function.name for function in functions).most_common(1)[0]
@@ -91,9 +95,12 @@ def open_reward(text: str, max_completion_length: int, modules: dict[Path, Modul
     function = built_in_reward(spec, max_completion_length)
     if function is not None:
         return RewardFunction(spec, spec.partition(":")[0], function, weight)
+    if spec.startswith(REWARD_MODEL):
+        source = spec.removeprefix(REWARD_MODEL)
+        return RewardFunction(spec, Path(source).name, ModelReward(source), weight)
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise InputError(f"--reward {spec}: must be FILE.py:FUNCTION, or one of {', '.join(BUILT_IN_REWARDS)}")
+        raise InputError(f"--reward {spec}: must be {REWARD_KINDS}")
     file = Path(path)
     if file not in modules:
         modules[file] = run_reward_file(file, spec)

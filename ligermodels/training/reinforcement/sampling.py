@@ -6,15 +6,16 @@ completion's number alone: not on ranks, nor on what else is sampled.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ligermodels.generation.capacity import tokens_that_fit
+from ligermodels.generation.capacity import cache_bytes, tokens_that_fit
 from ligermodels.generation.engine import DEFAULT_ROWS, Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.generation.requests import GeneratedSample
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory import gathered_bytes
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.preferences import GroupPrompt
 from ligermodels.training.scaling import fsdp
@@ -34,48 +35,82 @@ class SamplingPlan:
     seed: int = 0
 
 
-def sample_completions(
-    model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[GroupPrompt], plan: SamplingPlan, first: int = 0
-) -> list[list[GeneratedSample]]:
-    """The samples of each prompt, in order. first: the number of the step's first prompt in the order of the run.
+class EngineSize(NamedTuple):
+    """Of a rank's engine: tokens of its cache, of its longest request, and rows that run at a time.
 
-    Under FSDP every rank must call it: weights are gathered once, and no forward pass communicates, so that ranks may
-    take different numbers of steps.
+    It depends on the settings and the data alone, so that a resumed run samples with the same.
     """
-    was_training = model.training
-    model.eval()
-    with fsdp.gathered(model):
-        samples = run_engine(model, tokenizer, prompts, plan, first) if prompts else []
-    model.train(was_training)
-    return samples
+
+    tokens: int
+    longest: int
+    rows: int
+
+    def cache_bytes(self, model: CausalLM, dtype: torch.dtype) -> int:
+        """Of the cache, which stays between generations. dtype: of keys and values."""
+        return cache_bytes(model, self.tokens, self.rows, self.longest, dtype)
+
+    def step_bytes(self, model: CausalLM, *, gathered: bool) -> int:
+        """Of the logits of all rows, in the model's dtype and in fp32, and of gathered weights."""
+        size = model.dtype.itemsize
+        weights = gathered_bytes(model, size) if gathered else 0
+        return weights + self.rows * model.config.vocab_size * (size + 4)
 
 
-@torch.no_grad()
-def run_engine(
-    model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[GroupPrompt], plan: SamplingPlan, first: int
-) -> list[list[GeneratedSample]]:
-    longest = max(len(prompt.ids) for prompt in prompts) + plan.max_new_tokens
-    rows = max(plan.n, min(DEFAULT_ROWS, plan.n * len(prompts)))
-    size = cache_tokens([len(prompt.ids) for prompt in prompts], plan)
-    if model.device.type == "cuda":
-        size = min(size, tokens_that_fit(model, rows))
-    engine = Engine(model, tokenizer=tokenizer, max_tokens=size, max_length=longest, max_rows=rows)
-    for prompt in prompts:
-        engine.submit(
-            prompt.ids.tolist(), max_new_tokens=plan.max_new_tokens, n=plan.n, temperature=plan.temperature,
-            stop=plan.stop, seed=plan.seed, stream=first + prompt.unit,
+def engine_size(longest_prompt: int, prompts: int, plan: SamplingPlan) -> EngineSize:
+    """For `prompts` prompts of a rank at a time, all of them with as many tokens as the longest."""
+    length = longest_prompt + plan.max_new_tokens
+    whole, shared = pages_for(length), longest_prompt // PAGE_SIZE
+    pages = prompts * (shared + plan.n * (whole - shared))
+    return EngineSize(pages * PAGE_SIZE, length, max(plan.n, min(DEFAULT_ROWS, plan.n * prompts)))
+
+
+class Sampler:
+    """Samples with one engine for a whole run, which reads the weights as they are in each generation.
+
+    The engine's cache and CUDA graphs stay; where the weights lie elsewhere than before, graphs are captured anew.
+    vocab_size: as that of `Engine`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: EngineSize, vocab_size: int | None = None) -> None:
+        self.tokenizer, self.size, self.vocab_size = tokenizer, size, vocab_size
+        self.engine: Engine | None = None
+
+    def sample(
+        self, model: CausalLM, prompts: Sequence[GroupPrompt], plan: SamplingPlan, first: int = 0
+    ) -> list[list[GeneratedSample]]:
+        """The samples of each prompt, in order. first: the number of the step's first prompt in the order of the run.
+
+        Under FSDP every rank must call it: weights are gathered once, and no forward pass communicates, so that ranks
+        may take different numbers of steps.
+        """
+        was_training = model.training
+        model.eval()
+        with fsdp.gathered(model):
+            samples = self.run_engine(model, prompts, plan, first) if prompts else []
+        model.train(was_training)
+        return samples
+
+    def run_engine(
+        self, model: CausalLM, prompts: Sequence[GroupPrompt], plan: SamplingPlan, first: int
+    ) -> list[list[GeneratedSample]]:
+        self.engine = engine = self.engine or self.start_engine(model)
+        for prompt in prompts:
+            engine.submit(
+                prompt.ids.tolist(), max_new_tokens=plan.max_new_tokens, n=plan.n, temperature=plan.temperature,
+                stop=plan.stop, seed=plan.seed, stream=first + prompt.unit,
+            )  # fmt: skip
+        found = sorted(engine, key=lambda sample: (sample.request, sample.sample))
+        return [found[begin : begin + plan.n] for begin in range(0, len(found), plan.n)]
+
+    def start_engine(self, model: CausalLM) -> Engine:
+        """Within `fsdp.gathered`, so that the engine sees whole weights."""
+        tokens, longest, rows = self.size
+        if model.device.type == "cuda":
+            tokens = min(tokens, tokens_that_fit(model, rows))
+        return Engine(
+            model, tokenizer=self.tokenizer, max_tokens=tokens, max_length=longest, max_rows=rows,
+            vocab_size=self.vocab_size,
         )  # fmt: skip
-    found = sorted(engine, key=lambda sample: (sample.request, sample.sample))
-    return [found[begin : begin + plan.n] for begin in range(0, len(found), plan.n)]
-
-
-def cache_tokens(lengths: Sequence[int], plan: SamplingPlan) -> int:
-    """The tokens of the cache that holds all completions of prompts of these lengths, in whole pages."""
-    pages = 0
-    for length in lengths:
-        whole, shared = pages_for(length + plan.max_new_tokens), length // PAGE_SIZE
-        pages += shared + plan.n * (whole - shared)
-    return pages * PAGE_SIZE
 
 
 def as_completion(prompt: str | list[ChatMessage], text: str) -> str | list[ChatMessage]:

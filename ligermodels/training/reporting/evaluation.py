@@ -9,7 +9,7 @@ from ligermodels.generation.decoding import generate
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data import Data, ValidationRows, count_supervised
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.reporting.questions import count_correct_answers, prompt_ids
+from ligermodels.training.reporting.questions import count_correct_answers, prompt_inputs
 from ligermodels.training.runs.stopping import Stop
 from ligermodels.training.scaling.host_reads import read_async
 
@@ -27,8 +27,7 @@ def evaluate(model: CausalLM, data: Data, micro_batch_size: int, world: World, s
     model.eval()
     loss, found = validation_loss(model, data.validation, micro_batch_size, world, stop), None
     if loss is not None:
-        with torch.compiler.set_stance("force_eager"):  # otherwise every prompt length would be compiled
-            answers, sample = correct_answers(model, data), greedy_sample(model, data)
+        answers, sample = answers_and_sample(model, data)
         found = Validation(loss, floor=data.floor, answers=answers, sample=sample)
     model.train()
     return found
@@ -47,7 +46,7 @@ def validation_loss(
         if stop_requested():
             return None
         stop_requested = start_stop_check(stop, world)  # read before the next batch, while a GPU computes this one
-        summed = model(**batch._asdict(), num_items_in_batch=1, skip_logits=True).loss
+        summed = model(**batch.arguments(), num_items_in_batch=1, skip_logits=True).loss
         totals += torch.stack([summed, count_supervised(batch)])
     loss, count = total(totals).tolist()
     return loss / count
@@ -64,17 +63,26 @@ def start_stop_check(stop: Stop, world: World) -> Callable[[], bool]:
     return lambda: read()[0] > 0
 
 
+def answers_and_sample(model: CausalLM, data: Data) -> tuple[tuple[int, int] | None, str | None]:
+    """What `correct_answers` and `greedy_sample` find."""
+    with torch.compiler.set_stance("force_eager"):  # otherwise every prompt length would be compiled
+        return correct_answers(model, data), greedy_sample(model, data)
+
+
 def correct_answers(model: CausalLM, data: Data) -> tuple[int, int] | None:
     """How many of the data's questions are answered correctly, and how many there are; None without any."""
     if data.tokenizer is None or not data.questions:
         return None
-    return count_correct_answers(model, data.tokenizer, data.questions), len(data.questions)
+    return count_correct_answers(model, data.tokenizer, data.questions, data.processor), len(data.questions)
 
 
 def greedy_sample(model: CausalLM, data: Data) -> str | None:
     """The first question, or the beginning of a validation text, and its continuation; None without a tokenizer."""
     if data.tokenizer is None:
         return None
-    prompt = prompt_ids(data.tokenizer, data.questions[0][0]) if data.questions else data.validation.sample_prompt()
-    new = generate(model, [prompt], max_new_tokens=SAMPLE_TOKENS)[0]
+    if data.questions:
+        prompt, images = prompt_inputs(data.tokenizer, data.questions[0][0], data.processor)
+    else:
+        prompt, images = data.validation.sample_prompt(), data.validation.sample_images()
+    new = generate(model, [prompt], images=[images], max_new_tokens=SAMPLE_TOKENS)[0]
     return f"{data.tokenizer.decode(prompt)} | {data.tokenizer.decode(new)}"

@@ -1,22 +1,28 @@
 """Model FLOPs per token and the peak FLOP/s of a GPU, for model FLOPs utilisation (MFU).
 
 Per token, each element of a weight matrix costs 2 FLOPs in forward, 2 in backward for the gradient of the input, and
-2 for the gradient of the matrix if it is trained. Attention costs 4 D FLOPs per head and key in forward, and twice that
-in backward; a query attends to itself and the keys before it, within the window. A row counts as one document.
-Embedding, norms and activation functions do not count, nor does recomputation by activation checkpointing: these are
-FLOPs of the model, not of the hardware.
+2 for the gradient of the matrix if it is trained. Attention costs, per head and key, 2 FLOPs for each column of a query
+and of a value in forward, and twice that in backward; a query attends to itself and the keys before it, within the
+window. A state of a value head costs 6 FLOPs per element in forward, and twice that in backward. A row counts as one
+document. Embedding, norms and activation functions do not count, nor does recomputation by activation checkpointing:
+these are FLOPs of the model, not of the hardware.
 Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311. There every query attends to all keys of
 its row, which doubles the attention FLOPs.
 Must not know how a run is trained.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
 
-from ligermodels.layers.attention import Attention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
+from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
+from ligermodels.layers.vision_positions import Grid
+from ligermodels.memory import decoder_blocks
+from ligermodels.weights.module import named_weights
 
 # Dense TFLOP/s (bfloat16 with fp32 accumulation, tf32) by the driver's device name, from the vendors' data sheets and
 # architecture white papers. Where those state only the figure with sparsity, half of it.
@@ -68,25 +74,47 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> int:
     Parameters that are frozen at the time of the call cost no weight gradient. The model may be on the meta device, and
     may be sharded.
     """
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    pairs = sum(mean_attended_keys(sequence_length, attention.window) for attention in layers)
-    return matrix_flops(model) + round(12 * model.config.query_size * pairs)
+    layers = [block.mixer for block in decoder_blocks(model)]
+    pairs = sum(layer.score_width * mean_attended_keys(sequence_length, layer.window) for layer in layers)
+    return matrix_flops(model) + round(6 * pairs) + 3 * sum(layer.state_flops for layer in layers)
 
 
 def matrix_flops(model: CausalLM) -> int:
     """Returns the FLOPs per token of the matrix products. Of a mixture of experts, k of E experts count."""
     routed = {
-        id(weight): (moe.experts_per_token, moe.gate.num_experts)
-        for moe in model.modules()
+        f"{prefix}.experts.{name}": (moe.experts_per_token, moe.gate.num_experts)
+        for prefix, moe in model.model.layers.named_modules()
         if isinstance(moe, MoE)
-        for weight in moe.experts.parameters()
+        for name in named_weights(moe.experts)
     }
     flops = 0
-    blocks = (weight for name, weight in model.model.layers.named_parameters() if not name.endswith("bias"))
-    for weight in (*blocks, model.head.weight):
+    blocks = {name: w for name, w in named_weights(model.model.layers).items() if not name.endswith("bias")}
+    for name, weight in (*blocks.items(), ("head", model.head.weight)):
         if weight.ndim >= 2:
-            active, experts = routed.get(id(weight), (1, 1))
+            active, experts = routed.get(name, (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
+    return flops
+
+
+def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
+    """Returns the model FLOPs per patch of a training step on images with these grids: of the tower and the projector.
+
+    A tower of which nothing is trained has no backward pass.
+    """
+    tower, backward = model.visual, is_trained(model.visual)
+    flops = 0.0
+    mergers = nn.ModuleList([model.projector, *model.deepstack])
+    for part, to_input in ((tower.patch_embed, False), (tower.blocks, backward), (mergers, backward)):
+        weights = (weight for weight in part.parameters() if weight.ndim >= 2)
+        of_part = sum(weight.numel() * (2 + 2 * to_input + 2 * weight.requires_grad) for weight in weights)
+        flops += of_part / (tower.patches_per_feature if part is mergers else 1)
+    vision = model.config.vision
+    layout, _ = model.patch_layout(grids)
+    patches = layout.positions.shape[1]
+    for index in range(len(tower.blocks)):
+        spans = layout.windows if index in tower.windowed and layout.windows is not None else layout.frames
+        keys = float(spans.cu_seqlens.diff().double().square().sum()) / patches
+        flops += (12 if backward else 4) * vision.hidden_size * keys
     return flops
 
 

@@ -45,6 +45,8 @@ def refuse_contradictions(config: TrainConfig) -> None:
         )
     if config.float8 and not config.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
+    if config.quantize:
+        refuse_unfit_quantisation(config)
     if is_family and config.adapter:
         raise InputError(f"--adapter {config.adapter}: {config.model} is a family with new weights, not its base model")
     if is_family and config.exports_adapter:
@@ -71,6 +73,17 @@ def refuse_settings_of_other_objectives(config: TrainConfig) -> None:
                 f"{', '.join(field.metadata['objectives'])}: "
                 + (f"give {instead[name]}" if name in instead else "leave it out")
             )
+
+
+def refuse_unfit_quantisation(config: TrainConfig) -> None:
+    """Raises InputError where --quantize cannot be: its weights are read from a checkpoint, and stay as they are."""
+    given = f"--quantize {config.quantize}"
+    if config.has_new_weights:
+        raise InputError(f"{given}: {config.model} is a family with new weights; name a checkpoint, or leave it out")
+    if not config.with_lora:
+        raise InputError(f"{given}: quantised weights cannot be trained in full; add --lora-rank 16, or leave it out")
+    if config.float8:
+        raise InputError(f"{given}: --float8 quantises the same linears for its products; leave one of them out")
 
 
 def refuse_unused_profile(config: TrainConfig) -> None:

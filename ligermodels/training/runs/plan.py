@@ -21,7 +21,6 @@ from ligermodels.memory import (
     Parameters,
     TrainingMemory,
     count_parameters,
-    decoder_blocks,
     elements,
     state_bytes,
     trained_parameters,
@@ -283,12 +282,12 @@ def make_plan(
     trained = trained_parameters(model)
     states = memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
     checkpoint = sum(parameter.nbytes for parameter in trained) + states
-    attention = decoder_blocks(model)[0].self_attn.implementation(world.device, dtype)
+    attention = model.attention_implementation(world.device, dtype)
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
         flops_per_token(model, config.sequence_length), memory, phases, advice, checkpointed_blocks,
-        len(model.model.layers),
+        len(model.blocks),
         model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 
@@ -329,16 +328,16 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_needs(
-    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, reference: int
+    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int
 ) -> MemoryEstimator:
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    reference: bytes of a rank's weights beside the model's. The result takes the micro-batch size as `batch_size`.
+    beside: bytes of a rank that stay beside the model. The result takes the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
     return functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
-        reference=reference,
+        beside=beside,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.hub import adapter_folder, add_lora_of_adapter, create, resolve
+from ligermodels.hub import adapter_folder, add_lora_of_adapter, create, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.layers.reward_model import RewardModel
@@ -82,6 +82,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
     model = create(pretrained or str(config.model), size=size, dtype=dtype, device="meta", reward_model=scores)
     if isinstance(model, RewardModel) and not scores:
         raise InputError(f"--model {config.model}: is a reward model, which --objective reward trains")
+    if pretrained is not None:
+        quantise_base(model, pretrained, config)
     adapter = adapter_folder(config.adapter) if config.adapter else None
     if adapter:
         add_lora_of_adapter(model, adapter, param_dtype)
@@ -106,9 +108,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
     build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
     estimate = memory_needs(model, build(model), config, world, compute_dtype, objective.bytes_beside(model))
-    micro_batch_size = objective.micro_batch_size = micro_batch_size_of(
-        config, world, len(model.model.layers), estimate
-    )
+    micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     estimate = partial(estimate, batch_size=micro_batch_size)
     checkpointed_blocks = apply_activation_checkpointing(model, config.activation_checkpointing, world, estimate)
     reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
@@ -123,6 +123,15 @@ def prepare(config: TrainConfig, world: World) -> Run:
         phases=objective.phases(memory), advice=objective.advice(),
     )  # fmt: skip
     return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
+
+
+def quantise_base(model: CausalLM, folder: Path, config: TrainConfig) -> None:
+    """Quantises the frozen linears, as --quantize says or as the checkpoint stores them. Raises InputError."""
+    if quantise_on_meta(model, folder, config.quantize) and not config.with_lora:
+        raise InputError(
+            f"--model {config.model}: its weights are stored in 4 bits, which cannot be trained in full: add "
+            "--lora-rank 16, or name the original model"
+        )
 
 
 def modules_to_save(config: TrainConfig) -> tuple[str, ...]:

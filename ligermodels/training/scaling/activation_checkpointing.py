@@ -28,7 +28,7 @@ def apply_activation_checkpointing(model: CausalLM, mode: str, world: World, est
     mode: "none"; "full" for all blocks; "auto" for as few blocks as needed for the step to fit into the memory of the
     fullest GPU, and none on a CPU. The number is the same on every rank.
     """
-    blocks = model.config.num_hidden_layers
+    blocks = len(model.blocks)
     match mode:
         case "none":
             count = 0

@@ -9,7 +9,6 @@ projection of the user's.
 import torch
 
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.memory import decoder_blocks
 
 # The code of one block is compiled for every combination of: first block or later block, sliding window or full
 # attention, activation checkpointing or not, training or validation, static or dynamic lengths. torch's limit is 8.
@@ -24,5 +23,5 @@ def compile_blocks(model: CausalLM) -> None:
     after LoRA is added and before sharding.
     """
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    for block in decoder_blocks(model):
+    for block in model.blocks:
         block.forward_block = torch.compile(block.forward_block, fullgraph=True)  # type: ignore[method-assign]

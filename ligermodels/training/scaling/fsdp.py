@@ -46,7 +46,7 @@ def shard(
     # NCCL communicates from memory that it allocates itself without a copy to its buffers, but never frees that memory.
     same_dtype = policy.reduce_dtype == dtype
     use_nccl_memory = not reshard_after_forward and same_dtype and dp_shard_size(world, dp_replicate) > 1
-    *others, last = blocks = decoder_blocks(model)
+    *others, last = blocks = model.blocks
     for block in others:
         unit(block, reshard_after_forward=reshard_after_forward)
         block.reshards_after_forward = reshard_after_forward  # type: ignore[assignment]  # for `gathered` to restore
@@ -55,7 +55,7 @@ def shard(
     if embedding.weight is not head.weight:
         unit(embedding).set_unshard_in_backward(False)
         unit(head, reshard_after_forward=False)
-    root = unit(model, reshard_after_forward=False)
+    root = unit(model, reshard_after_forward=False, ignored_params=set(model.replicated_parameters()))
     root.set_modules_to_forward_prefetch([*fsdp_modules(embedding), cast(FSDPModule, blocks[0])])
     for each in fsdp_modules(model):
         each.set_gradient_divide_factor(1.0)
@@ -164,7 +164,7 @@ def check_no_ties_between_units(model: CausalLM) -> None:
     torch 2.11 would shard such a parameter twice and silently train two copies of it.
     """
     owner: dict[int, tuple[int | None, str]] = {}
-    inside = {id(module): number for number, block in enumerate(decoder_blocks(model)) for module in block.modules()}
+    inside = {id(module): number for number, block in enumerate(model.blocks) for module in block.modules()}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             unit, full_name = inside.get(id(module)), f"{module_name}.{name}"

@@ -121,7 +121,8 @@ def test_a_function_that_does_not_return_is_stopped(rewards, name):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("accuracy", r"--reward accuracy: must be FILE.py:FUNCTION, or one of exact, number, format:REGEX"),
+        ("accuracy", r"--reward accuracy: must be FILE.py:FUNCTION, model:FOLDER of a reward model, or one of exact"),
+        ("model:no/folder/there", "no/folder/there"),
         ("no.py:f", "--reward no.py:f: the file does not exist"),
         ("format:(", r"--reward format:\(: is no regular expression: missing \)"),
         ("length:11", r"--reward length:11: must be length:TOKENS with 1 to 10 \(--max-completion-length\) tokens"),
@@ -141,7 +142,7 @@ def test_files_that_have_no_such_function(rewards, tmp_path):
     (tmp_path / "broken.py").write_text("x = 1\nraise KeyError('x')\n")
     with pytest.raises(InputError, match=r"broken.py:f: the file does not run: KeyError: 'x' in \S*broken.py:2$"):
         open_rewards([f"{tmp_path}/broken.py:f"], 10)
-    with pytest.raises(InputError, match=r"--reward is missing: FILE.py:FUNCTION"):
+    with pytest.raises(InputError, match=r"--reward is missing: FILE.py:FUNCTION, model:FOLDER of a reward model"):
         open_rewards([], 10)
 
 

@@ -3,12 +3,16 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
+from ligermodels.distributed import World
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training import TrainConfig, plan, train
+from ligermodels.training.objectives.pairs import DPO
+from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.settings import config_of_run
 from tests.training.launching import loop
 
@@ -40,6 +44,10 @@ def steps(result):
     return [record for record in result.metrics if "loss" in record]
 
 
+MEASURED = {
+    "orpo": {"objective": "orpo"},
+    "kto": {"objective": "kto", "examples": 8, "pairs": None, "loss": ("apo_zero_unpaired",)},
+}
 REFERENCES = {
     "precomputed": {},
     "model": {"reference": "model"},
@@ -102,6 +110,42 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(kind, tmp_pa
         assert torch.equal(one, other), name
 
 
+@pytest.mark.parametrize("objective", ["orpo", "kto"])
+def test_mean_logits_are_those_of_the_model_over_the_tokens_of_each_side(objective):
+    """Of the weights before the first step, over all of its rows; without the flag there are none."""
+    config = TrainConfig(**COMMON | MEASURED[objective], mean_logits=True, sequence_length=32)
+    made = prepare(config, World(torch.device("cpu")))
+    model = made.model.to_empty(device="cpu")
+    model.initialize(config.seed)
+    sums = {True: [0.0, 0], False: [0.0, 0]}
+    for batch in made.objective.data.training.step(0, 8, World(torch.device("cpu"))).batches:
+        inputs = batch.model_inputs | {"labels": None, "rows": None}
+        logits = model(**inputs).logits[0, batch.rows[: batch.supervised]].mean(-1)
+        chosen = batch.sides == 0 if batch.desirable is None else batch.desirable
+        for good, part in zip(chosen.tolist(), logits.split(batch.completions.diff().tolist()), strict=True):
+            sums[good] = [sums[good][0] + part.sum().item(), sums[good][1] + len(part)]
+    found = steps(train(replace(config, steps=1)))[0]
+    for side, good in (("chosen", True), ("rejected", False)):
+        assert found[f"logits/{side}"] == pytest.approx(sums[good][0] / sums[good][1], rel=1e-4, abs=1e-6)
+    assert not [name for name in steps(run(objective, steps=1))[0] if name.startswith("logit")]
+
+
+def test_a_step_without_an_update_does_not_mix_the_reference(monkeypatch):
+    """Step 2 is not finite: its loss is infinite, and weights and reference stay those of step 1."""
+    loss, found = DPO.loss, []
+
+    def infinite_in_step_2(self, model, batch, work):
+        share = loss(self, model, batch, work)
+        found.append({name: weight.clone() for name, weight in self.tensors().items()})
+        return share._replace(loss=share.loss + math.inf) if len(found) == 2 else share
+
+    monkeypatch.setattr(DPO, "loss", infinite_in_step_2)
+    run(reference="ema:0.5/1", steps=3, on_nan="skip", sequence_length=1024)  # one row a step
+    first, second, third = found[:3]
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(second[name], third[name]) for name in first)
+
+
 def test_a_continued_adapter_is_its_own_reference(tmp_path):
     (tmp_path / "base").mkdir()
     base = run(no_export=False, steps=2, output=tmp_path / "first").exported
@@ -125,6 +169,6 @@ def test_the_plan_has_the_peak_of_each_phase_and_the_reference_beside_the_model(
     assert [*precomputed.phases] == ["precompute", "train"]
     assert precomputed.phases["precompute"] < precomputed.phases["train"] and "peak, precompute" in precomputed.text()
     beside = plan(TrainConfig(**COMMON, objective="dpo", reference="model"))
-    assert beside.memory.reference == 4 * beside.parameters.total
-    assert beside.phases == {"train": precomputed.phases["train"] + beside.memory.reference}
+    assert beside.memory.beside == 4 * beside.parameters.total
+    assert beside.phases == {"train": precomputed.phases["train"] + beside.memory.beside}
     assert "8 pairs a step" in beside.step

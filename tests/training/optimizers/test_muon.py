@@ -88,11 +88,12 @@ def test_muon_updates_all_matrices_of_the_blocks_except_routers_and_splits_packe
         assert (parameter in matrices) == (in_block and "gate.weight" not in name), name
         if parameter in matrices:
             views = matrices[parameter](parameter)
-            assert len(views) == (3 if "qkv_proj" in name else 2 if "gate_up_proj" in name else 1)
+            packed = {"qkv_proj": 3, "gate_up_proj": 2, "qkv_a_proj": 2}
+            assert len(views) == packed.get(name.removesuffix(".weight").rpartition(".")[2], 1)
             assert sum(view.numel() for view in views) == parameter.numel()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2_moe", "deepseek_v3", "qwen3_5_text", "qwen3_next"])
 def test_packed_matrices_are_split_into_the_tensors_of_the_hub(architecture):
     model = ligermodels.create(architecture, size="tiny", device="meta")
     for name, parameter in model.named_parameters():

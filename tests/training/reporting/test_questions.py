@@ -19,7 +19,7 @@ def test_an_answer_is_correct_if_the_continuation_starts_with_it(tokenizer, monk
     replies = {"1 + 1 =": " 2. They", "10 + 2 =": " 12.", "2 + 3 =": " 15.", "7 + 5 =": " 1.", "9 + 1 =": "\n10."}
     texts = []
 
-    def generate(model, prompts, max_new_tokens):
+    def generate(model, prompts, max_new_tokens, images):
         texts.extend(tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts)
         replies_of_batch = [next(reply for end, reply in replies.items() if text.endswith(end)) for text in texts]
         return [tokenizer.encode(text, add_special_tokens=False)[:max_new_tokens] for text in replies_of_batch]
@@ -33,7 +33,7 @@ def test_an_answer_is_correct_if_the_continuation_starts_with_it(tokenizer, monk
 def test_conversations_are_continued_by_the_assistant_in_one_batch(tokenizer, monkeypatch):
     batches = []
 
-    def generate(model, prompts, max_new_tokens):
+    def generate(model, prompts, max_new_tokens, images):
         assert not model.training
         batches.append([len(prompt) for prompt in prompts])
         assert all(tokenizer.decode(p, skip_special_tokens=False).endswith("<|im_start|>assistant\n") for p in prompts)

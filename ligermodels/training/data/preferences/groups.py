@@ -50,7 +50,8 @@ class GroupPrompt(NamedTuple):
     """A prompt to sample completions for.
 
     ids: int64 [P], with the generation prompt of chats. text: as it was read, a string or a list of messages. columns:
-    all other fields of the record, for reward functions. unit: its number in the step. number: in the data.
+    all other fields of the record, for reward functions. Both are empty for groups of another kind than "prompts".
+    unit: its number in the step. number: in the data.
     """
 
     ids: np.ndarray

@@ -49,6 +49,7 @@ class PreferenceData:
     tokenizer: Tokenizer
     new_tokenizer: Tokenizer | None
     questions: list[Question] | None
+    new_images: None = None
 
 
 def open_preferences(

@@ -41,6 +41,12 @@ class GroupSelection(NamedTuple):
     def tokens(self) -> int:
         return sum(self.store.tokens_of(number) for number in self.numbers.tolist())
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        documents, offsets = self.store.firsts[self.numbers], self.store.tokens.offsets
+        return int((offsets[documents + 1] - offsets[documents]).max())
+
     def piece(self, index: int, unit: int) -> GroupPiece:
         """Group number `index` of these. unit: the number that it gets in its step."""
         number = int(self.numbers[index])
@@ -71,6 +77,11 @@ class Groups:
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        return max(part.longest_prompt for part in self.parts)
+
     def locate(self, number: int) -> tuple[GroupSelection, int]:
         """The selection that has group number `number`, and its index there."""
         part = int(np.searchsorted(self.ends, number, side="right"))
@@ -97,6 +108,11 @@ class Groups:
     def place(self, number: int) -> str:
         part, index = self.locate(number)
         return part.store.place(int(part.numbers[index]))
+
+    def dealt_prompts(self, numbers: Sequence[int], world: World) -> list[GroupPrompt]:
+        """This rank's prompts of these groups, dealt by their tokens; `unit` is the number among all of them."""
+        prompts = [self.prompt(number, unit) for unit, number in enumerate(numbers)]
+        return [prompts[unit] for unit in deal_units([len(prompt.ids) for prompt in prompts], world.size)[world.rank]]
 
     def step(self, numbers: Sequence[int], world: World) -> Step:
         """The step that has the groups of these numbers, in host memory, pinned if the rank has a GPU."""
@@ -203,7 +219,7 @@ class TrainingGroups:
 
     def prompts(self, cursor: int, count: int, world: World) -> list[GroupPrompt]:
         """This rank's prompts of the step, dealt by their tokens; `unit` is the number in the whole step."""
-        return dealt_prompts(self.groups, self.numbers(cursor, count), world)
+        return self.groups.dealt_prompts(self.numbers(cursor, count), world)
 
     def places(self, cursor: int, count: int) -> list[str]:
         """Where the groups of a step were read."""
@@ -227,12 +243,7 @@ class ValidationGroups:
 
     def prompts(self, world: World) -> list[GroupPrompt]:
         """This rank's share of the prompts."""
-        return dealt_prompts(self.groups, range(len(self)), world)
-
-
-def dealt_prompts(groups: Groups, numbers: Sequence[int], world: World) -> list[GroupPrompt]:
-    prompts = [groups.prompt(number, unit) for unit, number in enumerate(numbers)]
-    return [prompts[unit] for unit in deal_units([len(prompt.ids) for prompt in prompts], world.size)[world.rank]]
+        return self.groups.dealt_prompts(range(len(self)), world)
 
 
 def supervised(groups: Sequence[Group]) -> int:

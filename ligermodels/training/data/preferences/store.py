@@ -73,7 +73,8 @@ class GroupStore:
 
     def prompt(self, number: int, unit: int) -> GroupPrompt:
         """unit: the number that the prompt gets in its step."""
-        content = json.loads(bytes(self.columns[self.column_offsets[number] : self.column_offsets[number + 1]]))
+        written = bytes(self.columns[self.column_offsets[number] : self.column_offsets[number + 1]])
+        content: dict[str, Any] = json.loads(written) if written else {"prompt": "", "columns": {}}
         ids = np.array(self.document(int(self.firsts[number])), np.int64)
         return GroupPrompt(ids, content["prompt"], content["columns"], unit, number, self.place(number))
 

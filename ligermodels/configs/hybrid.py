@@ -1,0 +1,139 @@
+"""Models that mix attention with layers whose memory is a state. Must not know any architecture."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from ligermodels.configs.base import Config
+from ligermodels.configs.fields import check_choice
+from ligermodels.configs.rope import FULL_ATTENTION, object_or_empty
+from ligermodels.errors import ConfigError
+
+LINEAR_ATTENTION, CONV = "linear_attention", "conv"  # layer types
+# Heads of the smallest presets.
+SMALL_HEADS = {
+    "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+CONV_TAPS = (2, 3, 4)  # of the causal convolutions that the kernels compute
+
+
+@dataclass(kw_only=True)
+class GatedDeltaConfig(Config):
+    """Gated delta rule in most layers, attention with an output gate in the others. Every norm has weight + 1, but that
+    behind the rule."""
+
+    head_dim: int = 256
+    max_position_embeddings: int = 32768
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    full_attention_interval: int = 4
+    layer_types: tuple[str, ...] | None = None
+    attn_output_gate: bool = True
+    use_sliding_window: bool = False
+
+    norm_offset = 1.0
+    partial_rotary = True
+    default_partial_rotary_factor = 0.25
+
+    @property
+    def linear_key_size(self) -> int:
+        """Width of all key heads of the delta rule together."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_value_size(self) -> int:
+        """Width of all its value heads together."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether this layer has the delta rule; by default all but every full_attention_interval-th."""
+        if self.layer_types is not None:
+            return self.layer_types[layer] == LINEAR_ATTENTION
+        return (layer + 1) % self.full_attention_interval != 0
+
+    def validate(self) -> None:
+        super().validate()
+        self.check_one_per_layer("layer_types")
+        for kind in self.layer_types or ():
+            check_choice("layer_types", kind, [FULL_ATTENTION, LINEAR_ATTENTION])
+        check_choice("hidden_act", self.hidden_act, ["silu"])
+        check_choice("attn_output_gate", self.attn_output_gate, [True])
+        self.reject_if_set("use_sliding_window")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ConfigError(
+                f"config.json: linear_num_key_heads {self.linear_num_key_heads} must divide "
+                f"linear_num_value_heads {self.linear_num_value_heads}"
+            )
+        check_choice("linear_conv_kernel_dim", self.linear_conv_kernel_dim, CONV_TAPS)
+
+
+class TextPartConfig(Config):
+    """The text side of a multimodal config.json, which has its fields in text_config."""
+
+    text_type: ClassVar[str]  # model_type of text_config
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        text = dict(object_or_empty("text_config", raw.get("text_config")))
+        check_choice("text_config: model_type", text.setdefault("model_type", cls.text_type), [cls.text_type])
+        outer = {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
+        outer |= {key: raw[key] for key in ("quantization_config",) if key in raw}
+        config = super().from_dict(text | outer)
+        config.raw = dict(raw)
+        return config
+
+
+@dataclass(kw_only=True)
+class ShortConvConfig(Config):
+    """Gated short convolutions in most layers, attention with QK-norm in the others, under LFM2's names of fields."""
+
+    vocab_size: int = 65536
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 128000
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    conv_L_cache: int = 3
+    conv_bias: bool = False
+    layer_types: tuple[str, ...] | None = None
+
+    default_rope_theta = 1_000_000.0
+    names: ClassVar[Mapping[str, str]] = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """The family's own names take precedence, as in the reference."""
+        config = super().from_dict({**raw, **{ours: raw[name] for name, ours in cls.names.items() if name in raw}})
+        config.raw = dict(raw)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """As that of every family; the family's own names have the present values, too."""
+        return super().to_dict() | {name: getattr(self, ours) for name, ours in self.names.items() if name in self.raw}
+
+    def untied(self) -> Self:
+        config = super().untied()
+        if "tie_embedding" in config.raw:
+            config.raw = dict(config.raw) | {"tie_embedding": False}
+        return config
+
+    def is_conv(self, layer: int) -> bool:
+        """Whether this layer has a convolution; without layer_types none has."""
+        return self.layer_types is not None and self.layer_types[layer] == CONV
+
+    def validate(self) -> None:
+        super().validate()
+        self.check_one_per_layer("layer_types")
+        for kind in self.layer_types or ():
+            check_choice("layer_types", kind, [FULL_ATTENTION, CONV])
+        check_choice("hidden_act", self.hidden_act, ["silu"])
+        check_choice("conv_L_cache", self.conv_L_cache, CONV_TAPS)
+
+
+def conv_layers(count: int, attention: Collection[int]) -> tuple[str, ...]:
+    """layer_types with attention in these layers, and convolutions in the others."""
+    return tuple(FULL_ATTENTION if layer in attention else CONV for layer in range(count))

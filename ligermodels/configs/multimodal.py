@@ -1,0 +1,48 @@
+"""A text model with an image side in config.json: where its parts are. Must not know layers or any family."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from ligermodels.configs.base import Config
+from ligermodels.configs.fields import read_field
+from ligermodels.configs.rope import object_or_empty
+from ligermodels.configs.vision import VisionConfig
+
+
+@dataclass(kw_only=True)
+class MultimodalConfig(Config):
+    """The fields are those of the text model. They stand in text_config, or at the top level of the file."""
+
+    Vision: ClassVar[type[VisionConfig]]
+    default_image_token: ClassVar[int]
+    default_video_token: ClassVar[int | None] = None
+    text_may_tie: ClassVar[bool] = False  # whether tie_word_embeddings counts in text_config too
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        text = dict(object_or_empty("text_config", raw.get("text_config")))
+        outer = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+        if cls.text_may_tie and text.get("tie_word_embeddings"):
+            outer["tie_word_embeddings"] = True
+        config = super().from_dict({"model_type": raw.get("model_type"), **text, **outer} if text else dict(raw))
+        config.raw = dict(raw)
+        return config
+
+    @property
+    def vision(self) -> VisionConfig:
+        return self.Vision.of_model(self.raw)
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for each feature of an image."""
+        return self.token_id("image", self.default_image_token)
+
+    @property
+    def video_token_id(self) -> int | None:
+        """The token that stands for each feature of a video; None if the family has no videos."""
+        return None if self.default_video_token is None else self.token_id("video", self.default_video_token)
+
+    def token_id(self, kind: str, default: int) -> int:
+        found = next((key for key in (f"{kind}_token_id", f"{kind}_token_index") if key in self.raw), None)
+        return default if found is None else read_field(found, self.raw[found], int)

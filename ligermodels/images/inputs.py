@@ -1,0 +1,169 @@
+"""Processor: texts or messages with images -> a model's inputs, under the Hub's names.
+
+Knows the tokenizer and the image processor of a folder; must not know models.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.images.families import read_image_family
+from ligermodels.images.parts import IMAGE_PART, is_image_part, parse_source, take_images
+from ligermodels.images.placeholders import Placeholder
+from ligermodels.images.processors import ImagePlan, ImageProcessor, Prepared
+from ligermodels.images.reading import ImageSource, image_size, read_image
+from ligermodels.tokenizer import Tokenizer
+
+PROBE = "probe5b1c0e9d"  # a message that tells whether a template writes contents that are strings
+
+
+class Processor:
+    """The tokenizer and the image processor of a checkpoint folder.
+
+    placeholder: the text that stands for an image. feature_id: the token for each of an image's features.
+    image_ids: all tokens that only stand for images; a model reads them and never writes them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, images: ImageProcessor, placeholder: Placeholder) -> None:
+        self.tokenizer, self.images, self.placeholder = tokenizer, images, placeholder
+        tokens = (placeholder.feature, placeholder.printed, *placeholder.others)
+        ids = [token_id(tokenizer, token) for token in tokens]
+        self.feature_id, self.image_ids = ids[0], frozenset(ids)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, tokenizer: Tokenizer | None = None) -> "Processor":
+        """tokenizer: in place of the folder's. Raises CheckpointError, with file and field, for bad files."""
+        return cls(tokenizer or Tokenizer.from_folder(folder), *read_image_family(Path(folder)))
+
+    def plan(self, image: ImageSource, place: str = "image") -> ImagePlan:
+        """What becomes of an image: its size, and how many tokens it takes. Only the header of a file is read."""
+        return self.plan_size(*image_size(image, place), place)
+
+    def plan_size(self, height: int, width: int, place: str = "image") -> ImagePlan:
+        try:
+            return self.images.plan(height, width)
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from None
+
+    def prepare(self, image: ImageSource, place: str = "image") -> Prepared:
+        """Decodes an image: its plan and a model's pixels of it."""
+        pixels = read_image(image, place)
+        plan = self.plan_size(pixels.shape[1], pixels.shape[2], place)
+        return plan, self.images.pixels(pixels, plan)
+
+    @functools.cached_property
+    def takes_strings(self) -> bool:
+        """Whether the chat template writes a content that is a string; some write only lists of parts."""
+        try:
+            return PROBE in self.tokenizer.render_chat_template([{"role": "user", "content": PROBE}])
+        except InputError:
+            return False
+
+    def contents(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages with contents as the chat template takes them. Raises InputError for text with an image token."""
+        return [self.content(dict(message), f"messages[{index}]") for index, message in enumerate(messages)]
+
+    def content(self, message: dict[str, Any], place: str) -> dict[str, Any]:
+        content = message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        texts = [part["text"] for part in parts if not is_image_part(part)]
+        try:
+            for text in texts:
+                self.placeholder.refuse(text)
+        except InputError as error:
+            raise InputError(f"field {place}.content {error}") from None
+        if content is None:
+            return message
+        if len(texts) == len(parts) and self.takes_strings:
+            return message | {"content": "".join(texts)}
+        return message | {"content": [dict(IMAGE_PART) if is_image_part(part) else dict(part) for part in parts]}
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = (), **options: Any
+    ) -> dict[str, Tensor]:
+        """The inputs of a conversation, as `__call__` returns them, of one row.
+
+        messages: their content is a string, or a list of parts as in `parts.py`. images: for the parts without one.
+        options: those of `Tokenizer.apply_chat_template`, such as add_generation_prompt. Raises InputError.
+        """
+        taken, sources = take_images(messages, images)
+        text = self.tokenizer.render_chat_template(self.contents(taken), **options)
+        return self.inputs([text], [sources], add_special_tokens=False)
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        images: Sequence[Any] | None = None,
+        *,
+        add_special_tokens: bool = True,
+        padding_side: str | None = None,
+    ) -> dict[str, Tensor]:
+        """A model's inputs: input_ids and attention_mask int64 [B, T], and those of the images, such as pixel_values.
+
+        text: with one placeholder for each image. images: of one text, or a list for each of several.
+        add_special_tokens: put the tokenizer's tokens, such as bos, around a text that has no bos.
+        Raises InputError, naming the row, if the numbers of placeholders and images differ.
+        """
+        texts = [text] if isinstance(text, str) else list(text)
+        by_text = [images] if isinstance(text, str) else images or [()] * len(texts)
+        given = [list(of_row or ()) for of_row in by_text]
+        if len(given) != len(texts):
+            raise InputError(f"images: has {len(given)} lists for {len(texts)} texts; give one for each")
+        sources = [
+            [parse_source(image, f"images[{row}][{number}]") for number, image in enumerate(of_row)]
+            for row, of_row in enumerate(given)
+        ]
+        return self.inputs(texts, sources, add_special_tokens=add_special_tokens, padding_side=padding_side)
+
+    def inputs(
+        self, texts: Sequence[str], sources: Sequence[Sequence[ImageSource]], *, add_special_tokens: bool,
+        padding_side: str | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        rows = [
+            [self.prepare(image, f"images[{row}][{number}]") for number, image in enumerate(images)]
+            for row, images in enumerate(sources)
+        ]
+        ids = [
+            self.encode(text, [plan for plan, _ in prepared], f"texts[{row}]", add_special_tokens=add_special_tokens)
+            for row, (text, prepared) in enumerate(zip(texts, rows, strict=True))
+        ]
+        if len(ids) == 1:
+            input_ids = torch.tensor(ids)
+            attention_mask = torch.ones_like(input_ids)
+        else:
+            input_ids, attention_mask = self.tokenizer.pad(ids, side=padding_side)
+        images = self.images.collate(rows, input_ids == self.feature_id) if any(rows) else {}
+        return {"input_ids": input_ids, "attention_mask": attention_mask} | images
+
+    def encode(
+        self, text: str, plans: Sequence[ImagePlan], place: str, *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """The tokens of a text whose placeholders stand for images with these plans."""
+        bos = self.tokenizer.bos_token
+        add = add_special_tokens and not (bos and bos in text)
+        try:
+            ids = self.tokenizer.encode(self.placeholder.expand(text, plans), add_special_tokens=add)
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from None
+        self.check_count(ids, plans, place)
+        return ids
+
+    def check_count(self, ids: Sequence[int], plans: Sequence[ImagePlan], place: str) -> None:
+        """Raises InputError if the image tokens are not as many as the features of the images."""
+        tokens, features = ids.count(self.feature_id), sum(plan.features for plan in plans)
+        if tokens != features:
+            raise InputError(f"{place}: has {tokens} image tokens for images of {features} features")
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """Raises CheckpointError if the tokenizer lacks the token."""
+    index = tokenizer.tokenizer.token_to_id(token)
+    if index is None:
+        fault = f"lacks the token {token}, which stands for images; use the files of one model"
+        raise CheckpointError(f"{tokenizer.file}: {fault}")
+    return index

@@ -1,0 +1,237 @@
+"""Image processors, one a family: from an image's size to a plan of what becomes of it, and from pixels to a model's.
+
+A plan needs no pixels, so that the tokens of a whole data set are known before an image is decoded. Arguments and
+defaults are those of the processor of the same name in transformers 5. Must not know files, models or tokens.
+
+B rows of text, each with its images; p patch size, m merge size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ligermodels.images.resizing import (
+    Box,
+    Filter,
+    Size,
+    normalize,
+    pan_and_scan,
+    resize,
+    shortest_side,
+    smart_size,
+    within,
+)
+from ligermodels.images.settings import CLIP_MEAN, CLIP_STD, HALVES, ImageSettings, positive_field
+
+
+@dataclass(frozen=True)
+class ImagePlan:
+    """What becomes of an image.
+
+    resized: the size to which the image is resized. grid: rows and columns of what its text is made of: patches, or
+    tiles; (0, 0) for one that is not split. crops: further pictures of the image, as boxes of the original.
+    features: how many vectors the model makes of it, which is the number of image tokens in the text.
+    """
+
+    resized: Size
+    grid: tuple[int, int]
+    features: int
+    crops: tuple[Box, ...] = ()
+
+
+Prepared: TypeAlias = tuple[ImagePlan, Tensor]  # an image's plan and its pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageProcessor:
+    """mean, std [3], rescale_factor: of the normalisation. how: the filter of resizing."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale_factor: float
+    how: Filter
+
+    @classmethod
+    def from_settings(cls, settings: ImageSettings) -> "ImageProcessor":
+        raise NotImplementedError
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        """Raises InputError for a size that the model cannot take."""
+        raise NotImplementedError
+
+    def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
+        """A model's pixels, fp32, of an image uint8 [3, height, width] and the plan for that size."""
+        raise NotImplementedError
+
+    def collate(self, rows: Sequence[Sequence[Prepared]], tokens: Tensor) -> dict[str, Tensor]:
+        """The images of B rows, at least one in all, under the Hub's names of a model's arguments.
+
+        tokens: bool [B, T], which tokens of the rows are image tokens.
+        """
+        raise NotImplementedError
+
+    def resized(self, image: Tensor, size: Size) -> Tensor:
+        return self.normalized(resize(image, size, self.how))
+
+    def normalized(self, pixels: Tensor) -> Tensor:
+        return normalize(pixels, self.mean, self.std, self.rescale_factor)
+
+
+def flat(rows: Sequence[Sequence[Prepared]]) -> Iterator[Prepared]:
+    return (image for row in rows for image in row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenImages(ImageProcessor):
+    """Qwen2-VL, 2.5 and 3: any size in multiples of p m, as patches. least, most: pixels. frames: of a patch."""
+
+    patch_size: int
+    merge_size: int
+    frames: int
+    least: int
+    most: int
+
+    @classmethod
+    def from_settings(cls, settings: ImageSettings) -> "QwenImages":
+        size = settings.image.get("size", dict, {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
+        limits = {
+            "min_pixels": settings.image.get("min_pixels", int, size.get("shortest_edge")),
+            "max_pixels": settings.image.get("max_pixels", int, size.get("longest_edge")),
+        }
+        least, most = (positive_field(settings.image, field, value) for field, value in limits.items())
+        return cls(
+            **settings.pixels(CLIP_MEAN, CLIP_STD, resample=3), least=least, most=most,
+            patch_size=settings.positive("patch_size", 14), merge_size=settings.positive("merge_size", 2),
+            frames=settings.positive("temporal_patch_size", 2),
+        )  # fmt: skip
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        size = smart_size(height, width, self.patch_size * self.merge_size, self.least, self.most)
+        rows, columns = (side // self.patch_size for side in size)
+        return ImagePlan(size, (rows, columns), rows * columns // self.merge_size**2)
+
+    def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
+        """[patches, 3 * frames * p * p]: the m x m patches that are merged follow one another."""
+        p, m, (rows, columns) = self.patch_size, self.merge_size, plan.grid
+        x = self.resized(image, plan.resized).view(3, rows // m, m, p, columns // m, m, p)
+        x = x.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)  # [rows/m, columns/m, m, m, 3, 1, p, p]
+        return x.expand(-1, -1, -1, -1, -1, self.frames, -1, -1).reshape(rows * columns, -1)
+
+    def collate(self, rows: Sequence[Sequence[Prepared]], tokens: Tensor) -> dict[str, Tensor]:
+        plans, pixels = zip(*flat(rows), strict=True)
+        return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor([(1, *plan.grid) for plan in plans])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Images(ImageProcessor):
+    """Gemma 3: stretched to one size, and each crop too. features: of a picture. crops: least pixels of a side, most
+    crops, the ratio of the sides from which on there are some; None for no crops."""
+
+    size: Size
+    features: int
+    crops: tuple[int, int, float] | None
+
+    @classmethod
+    def from_settings(cls, settings: ImageSettings) -> "Gemma3Images":
+        size = settings.sides("size", {"height": 224, "width": 224})
+        features = positive_field(settings.text, "image_seq_length", settings.text.get("image_seq_length", int, 256))
+        crops = None
+        if settings.image.get("do_pan_and_scan", bool, False):
+            least = settings.positive("pan_and_scan_min_crop_size", 256)
+            most = settings.positive("pan_and_scan_max_num_crops", 4)
+            field = "pan_and_scan_min_ratio_to_activate"
+            ratio = settings.image.get(field, float | int, 1.2)
+            if ratio < 1:
+                raise settings.image.error(field, ratio, "must be at least 1")
+            crops = least, most, ratio
+        return cls(**settings.pixels(HALVES, HALVES, resample=2), size=Size(**size), features=features, crops=crops)
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        crops = pan_and_scan(height, width, *self.crops) if self.crops else ()
+        return ImagePlan(self.size, (0, 0), self.features * (1 + len(crops)), crops)
+
+    def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
+        """[pictures, 3, H, W]: the whole image, then its crops."""
+        crops = (image[:, box.top : box.top + box.height, box.left : box.left + box.width] for box in plan.crops)
+        return torch.stack([self.resized(picture, plan.resized) for picture in (image, *crops)])
+
+    def collate(self, rows: Sequence[Sequence[Prepared]], tokens: Tensor) -> dict[str, Tensor]:
+        return {"pixel_values": torch.cat([pixels for _, pixels in flat(rows)])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixtralImages(ImageProcessor):
+    """Pixtral, Mistral 3: no longer than `longest`, both sides multiples of `unit`, which is p m."""
+
+    longest: Size
+    unit: int
+
+    @classmethod
+    def from_settings(cls, settings: ImageSettings) -> "PixtralImages":
+        if "longest_edge" in settings.image.get("size", dict, {"longest_edge": 1024}):
+            side = settings.sides("size", {"longest_edge": 1024})["longest_edge"]
+            longest = Size(side, side)
+        else:
+            longest = Size(**settings.sides("size", {"height": 1024, "width": 1024}))
+        fields = {"patch_size": 16, "spatial_merge_size": 1}
+        patch, merge = (
+            positive_field(settings.text, field, settings.text.get(field, int, value))
+            for field, value in fields.items()
+        )
+        return cls(**settings.pixels(CLIP_MEAN, CLIP_STD, resample=3), longest=longest, unit=patch * merge)
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        size = within(height, width, self.longest, self.unit)
+        rows, columns = (side // self.unit for side in size)
+        return ImagePlan(size, (rows, columns), rows * columns)
+
+    def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
+        """[3, H, W]"""
+        return self.resized(image, plan.resized)
+
+    def collate(self, rows: Sequence[Sequence[Prepared]], tokens: Tensor) -> dict[str, Tensor]:
+        """pixel_values [images, 3, H, W], zeros at the bottom and on the right of smaller images."""
+        plans, pixels = zip(*flat(rows), strict=True)
+        sizes = torch.tensor([plan.resized for plan in plans])  # [images, 2]
+        padded = torch.zeros(len(plans), 3, *sizes.amax(0).tolist())
+        for number, image in enumerate(pixels):
+            padded[number, :, : image.shape[1], : image.shape[2]] = image
+        return {"pixel_values": padded, "image_sizes": sizes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipImages(ImageProcessor):
+    """CLIP, LLaVA: the shorter side becomes `side`; of the result the centre, a square of `crop` pixels."""
+
+    side: int
+    crop: int
+    features: int
+
+    @classmethod
+    def from_settings(cls, settings: ImageSettings) -> "ClipImages":
+        for switch, value in (("do_center_crop", True), ("do_pad", False)):
+            if settings.image.get(switch, bool, value) != value:
+                raise settings.image.error(switch, not value, f"must be {str(value).lower()}")
+        side, crop = settings.sides("size", {"shortest_edge": 224})["shortest_edge"], settings.square("crop_size", 224)
+        if crop > side:
+            raise settings.image.error("crop_size", crop, f"must be at most size.shortest_edge, {side}")
+        text = settings.text
+        patch = positive_field(text, "patch_size", text.get("patch_size", int, None))
+        drops_first = text.get("vision_feature_select_strategy", str, "full") == "default"
+        features = (crop // patch) ** 2 + text.get("num_additional_image_tokens", int, 0) - drops_first
+        return cls(**settings.pixels(CLIP_MEAN, CLIP_STD, resample=3), side=side, crop=crop, features=features)
+
+    def plan(self, height: int, width: int) -> ImagePlan:
+        return ImagePlan(shortest_side(height, width, self.side), (0, 0), self.features)
+
+    def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
+        """[3, crop, crop]"""
+        top, left = ((side - self.crop) // 2 for side in plan.resized)
+        resized = resize(image, plan.resized, self.how)
+        return self.normalized(resized[:, top : top + self.crop, left : left + self.crop])
+
+    def collate(self, rows: Sequence[Sequence[Prepared]], tokens: Tensor) -> dict[str, Tensor]:
+        return {"pixel_values": torch.stack([pixels for _, pixels in flat(rows)])}

@@ -1,0 +1,137 @@
+"""Reading images: the bytes of a file, its path or a PIL image -> RGB pixels; and the size without decoding.
+
+As in transformers, the EXIF orientation of files is applied, that of PIL images is not; what is transparent is put on
+white. Refused are files that are truncated or no image, more pixels than MAX_PIXELS, more frames than one, and more
+than 8 bits a channel. Every error names the image's place. Knows Pillow; must not know models, nor what pixels are for.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError, first_line
+from ligermodels.weights.reading import open_for_reading
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 89_478_485  # Pillow's MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
+# Pillow reads more formats, some by running other programs.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+PHOTO_AND_PREVIEWS = "MPO"  # a JPEG file of a camera, followed by smaller copies
+ORIENTATION = 0x0112  # EXIF's tag
+# The transposition that shows an image upright, by its EXIF orientation, as names of PIL.Image.Transpose.
+UPRIGHT = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # fmt: skip
+QUARTER_TURNED = (5, 6, 7, 8)
+
+ImageSource: TypeAlias = "bytes | str | Path | Image"
+
+
+def pillow() -> Any:
+    """The module PIL.Image. Raises InputError if Pillow is not installed."""
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise InputError(f"images need Pillow, but cannot import it: {first_line(error)}; pip install pillow") from None
+
+
+def image_size(source: ImageSource, place: str = "image") -> tuple[int, int]:
+    """(height, width) of the upright image, from the file's header. Raises InputError as `read_image` does."""
+    with opened(source, place) as image:
+        width, height = image.size
+        return (width, height) if orientation(image, source) in QUARTER_TURNED else (height, width)
+
+
+def read_image(source: ImageSource, place: str = "image") -> Tensor:
+    """The upright image: uint8 [3, height, width].
+
+    source: the bytes of a file, its path, or a PIL image. place: names the image in errors.
+    Raises InputError for what the module's description refuses.
+    """
+    with opened(source, place) as image:
+        turn = UPRIGHT.get(orientation(image, source))
+        rgb = on_white(image)
+        upright = rgb if turn is None else rgb.transpose(getattr(pillow().Transpose, turn))
+        pixels = torch.frombuffer(bytearray(upright.tobytes()), dtype=torch.uint8)  # [H * W * 3]
+        return pixels.view(upright.height, upright.width, 3).permute(2, 0, 1).contiguous()
+
+
+@contextmanager
+def opened(source: ImageSource, place: str) -> Iterator["Image"]:
+    """The image with its header read and checked. Whatever Pillow raises within the context becomes an InputError."""
+    module = pillow()
+    try:
+        if isinstance(source, module.Image):
+            with decoding():
+                yield checked(source)
+        elif isinstance(source, bytes):
+            with decoding():
+                yield checked(module.open(BytesIO(source), formats=IMAGE_FORMATS))
+        elif isinstance(source, str | Path):
+            with open_for_reading(Path(source)) as stream, decoding():
+                yield checked(module.open(stream, formats=IMAGE_FORMATS))
+        else:
+            raise InputError(f"is {type(source).__name__}; must be the bytes of a file, its path, or a PIL image")
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Makes an InputError of whatever Pillow raises: its decoders raise errors of any kind."""
+    module = pillow()
+    try:
+        yield
+    except InputError:
+        raise
+    except module.UnidentifiedImageError:
+        raise InputError(f"is not an image in one of the formats {', '.join(IMAGE_FORMATS)}") from None
+    except module.DecompressionBombError as error:
+        raise InputError(first_line(error)) from None
+    except Exception as error:
+        raise InputError(f"cannot be decoded: {first_line(error)}; restore the image") from error
+
+
+def checked(image: "Image") -> "Image":
+    width, height = image.size
+    if not width or not height:
+        raise InputError(f"is {width} x {height} pixels; both sides must be at least 1")
+    if width * height > MAX_PIXELS:
+        raise InputError(f"is {width} x {height} pixels, more than {MAX_PIXELS:,}; make it smaller")
+    if getattr(image, "is_animated", False) and image.format != PHOTO_AND_PREVIEWS:
+        raise InputError("is animated or has several pages; give one of them as a still image")
+    if image.mode[0] in "IF":
+        raise InputError(f"has the mode {image.mode}, more than 8 bits a channel; convert it to 8 bits")
+    return image
+
+
+def orientation(image: "Image", source: ImageSource) -> int:
+    """The EXIF orientation of an image, 1 if it is upright, has none, or did not come from a file.
+
+    Pillow itself turns TIFF files. In a PNG file only what comes before the pixels counts: Pillow would decode them to
+    look for more.
+    """
+    if (
+        image is source
+        or image.format == "TIFF"
+        or (image.format == "PNG" and not {"exif", "Raw profile type exif"} & image.info.keys())
+    ):
+        return 1
+    return image.getexif().get(ORIENTATION, 1)
+
+
+def on_white(image: "Image") -> "Image":
+    """The image in RGB, its transparent parts on white."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    white = pillow().new("RGBA", image.size, (255, 255, 255, 255))
+    return pillow().alpha_composite(white, image.convert("RGBA")).convert("RGB")

@@ -1,0 +1,149 @@
+"""Frozen weights in few bits as operands of matrix products, and the linear of one as an autograd node.
+
+A `QuantisedWeight` is one tensor of bytes and their layout. Ops with a frozen weight take it in the place of a tensor.
+Its nodes dequantise it when they multiply, forward and again backward, and keep the bytes alone between the two:
+    y = x Ŵᵀ + b    dx = dy Ŵ      Ŵ: W dequantised, in the layout's dtype
+x [..., K], W [N, K], b [N] -> y [..., N] in Ŵ's dtype. The products are torch GEMMs. Dequantising writes and reads N K
+elements, which is little beside a product of many rows; few_rows_linear.py multiplies few rows without writing them.
+Must not know any format.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.kernels.dispatch import Node, autocast
+from ligermodels.kernels.launch import as_matrix
+
+
+class WeightLayout(Protocol):
+    """Which bytes of a quantised weight mean what. Equal layouts compare equal, and have equal hashes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the weight is used."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def with_dtype(self, dtype: torch.dtype) -> Self: ...
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """A weight of this shape -> its bytes [nbytes]."""
+        ...
+
+    def dequantize(self, data: Tensor) -> Tensor:
+        """Bytes [nbytes] -> the weight, of this shape and dtype."""
+        ...
+
+    def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor: ...
+
+    def unpack(self, data: Tensor) -> list[dict[str, Tensor]]: ...
+
+
+class QuantisedWeight(NamedTuple):
+    data: Tensor  # uint8 [layout.nbytes]
+    layout: WeightLayout
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.layout.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    @property
+    def ndim(self) -> int:
+        return len(self.layout.shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    def numel(self) -> int:
+        return math.prod(self.layout.shape)
+
+    def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor on the weight's device, by default in its dtype."""
+        return self.data.new_empty(shape, dtype=dtype or self.dtype)
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """A weight of this shape -> its bytes [nbytes]; this weight's own are not read."""
+        return self.layout.quantize(weight)
+
+    def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """Parts, as those of `unpack` -> bytes [nbytes]; this weight's own are not read."""
+        return self.layout.pack(parts)
+
+    def unpack(self) -> list[dict[str, Tensor]]:
+        """What each part of the weight is stored as, by name."""
+        return self.layout.unpack(self.data)
+
+    def dequantize(self) -> Tensor:
+        return self.layout.dequantize(self.data)
+
+
+Weight = Tensor | QuantisedWeight
+
+
+def autocast_weight(weight: Weight) -> Weight:
+    """A weight in the dtype of `torch.autocast`; see `autocast`."""
+    if not torch._C._is_any_autocast_enabled():
+        return weight
+    (cast,) = autocast(weight if isinstance(weight, Tensor) else weight.data.new_empty(0, dtype=weight.dtype))
+    return cast if isinstance(weight, Tensor) else weight._replace(layout=weight.layout.with_dtype(cast.dtype))
+
+
+def operand(weight: Weight) -> tuple[Tensor, WeightLayout | None]:
+    """A weight as a node's arguments: autograd sees only those tensors that are arguments themselves."""
+    return (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.layout)
+
+
+def dense(weight: Tensor, layout: WeightLayout | None) -> Tensor:
+    """The operand to multiply with."""
+    return weight if layout is None else layout.dequantize(weight)
+
+
+def dense_dtype(weight: Tensor, layout: WeightLayout | None) -> torch.dtype:
+    """The dtype of `dense(weight, layout)`."""
+    return weight.dtype if layout is None else layout.dtype
+
+
+class _FrozenLinear(Node):
+    @staticmethod
+    def forward(ctx, x, data, layout, bias):
+        ctx.save_for_backward(data)
+        ctx.layout = layout
+        return F.linear(x, layout.dequantize(data), bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (data,) = ctx.saved_tensors
+        needs_x, _, _, needs_bias = ctx.needs_input_grad
+        dx = torch.matmul(dy, ctx.layout.dequantize(data)) if needs_x else None
+        return dx, None, None, as_matrix(dy).sum(0) if needs_bias else None
+
+
+def frozen_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias) with a quantised weight, which is dequantised again for backward.
+
+    x [..., K] in the weight's dtype, weight [N, K], bias [N] or None -> [..., N].
+    """
+    x, bias = autocast(x, bias)
+    data, layout = operand(autocast_weight(weight))
+    if torch._C._are_functorch_transforms_active():
+        return F.linear(x, dense(data, layout), bias)
+    return _FrozenLinear.apply(x, data, layout, bias)

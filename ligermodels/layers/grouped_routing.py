@@ -1,0 +1,51 @@
+"""Models whose experts are chosen within groups by sigmoid scores, with GLM-4.5's names, which DeepSeek-V3 has too.
+
+The first layers are dense. The layers that predict further tokens, behind the last layer, are kept, not computed. Must
+not know any family: each one subclasses `GroupedRoutingLM` and says what its attention is.
+"""
+
+from ligermodels.configs.features import GroupedRoutingConfig
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.moe import MoE, SigmoidRouter
+from ligermodels.weights.mapping import Rename, Rule, packed_gate_up, packed_qkv, stacked_experts
+
+
+class GroupedRoutingLM(CausalLM):
+    config: GroupedRoutingConfig
+
+    def feed_forward(self, config: GroupedRoutingConfig, index: int) -> GatedMLP | MoE:
+        """The feed-forward layer of block `index`."""
+        if not config.is_sparse(index):
+            return GatedMLP(config)
+        router = SigmoidRouter(
+            config, config.n_routed_experts, groups=config.n_group, top_groups=config.topk_group,
+            scale=config.routed_scaling_factor,
+        )  # fmt: skip
+        return MoE(
+            config, intermediate_size=config.moe_intermediate_size, num_experts=config.n_routed_experts,
+            experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob, router=router,
+            shared_intermediate_size=config.moe_intermediate_size * config.n_shared_experts or None, shared_gate=False,
+        )  # fmt: skip
+
+    def attention_rule(self) -> Rule:
+        """How the packed projection of attention is built."""
+        return packed_qkv(self.config)
+
+    def shared_rules(self) -> tuple[Rule, ...]:
+        """The rules of everything but the routed experts."""
+        hub, ours = "model.layers.{}.mlp.shared_experts", "model.layers.{}.mlp.shared_expert"
+        shared = Rename(hub, ours, (packed_gate_up("mlp.shared_expert"),))
+        return self.attention_rule(), packed_gate_up(), shared
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return (*self.shared_rules(), *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
+        return (self.shared_rules(),)
+
+    def kept_tensors(self) -> tuple[str, ...]:
+        """The layers that predict further tokens."""
+        first, count = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
+        return tuple(f"model.layers.{first + number}" for number in range(count))

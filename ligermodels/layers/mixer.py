@@ -1,0 +1,85 @@
+"""What mixes the tokens of a block: the base class of attention and of layers with states. Must not know any family."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ligermodels.generation.cache import Kept
+from ligermodels.kernels.attention import attention
+from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
+from ligermodels.layers.norm import PreNorm
+from ligermodels.layers.packed import PackingModule
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions of the tokens of a batch, with what depends on them alone; computed once for all layers."""
+
+    position_ids: Tensor  # [B or 1, T]
+    angles: Mapping[str, tuple[Tensor, Tensor]]  # layer type -> (cos, sin), each [B * T or T, R / 2] fp32
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+    shared_keys: SharedKeys | None = None  # where packed documents share prefixes: the keys that each one reads
+    query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
+    causal: bool = True
+    padding: Tensor | None = None  # int64 [B], with a cache: how many places at the end of each row are no tokens
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention within rows or packed documents. options: as those of `attention`."""
+        shared = self.shared_keys
+        documents: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+        documents["causal"] = self.causal
+        if shared is not None:
+            k, v = (gather_keys(x, shared.offsets, shared.places) for x in (k, v))
+            documents |= {"cu_seqlens_k": shared.cu_seqlens, "max_seqlen_k": shared.max_seqlen}
+        return attention(q, k, v, **documents, **options)
+
+
+class Mixer(PackingModule, ABC):
+    """Base class.
+
+    name_in_block: the module's name in a block. dropout: of attention's probabilities.
+    window: how many keys a query attends to, its own included; None for all.
+    """
+
+    name_in_block: ClassVar[str]
+    hidden_size: int
+    dropout: float = 0.0
+    window: int | None = None
+
+    @abstractmethod
+    def forward(
+        self,
+        norm: PreNorm | None,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Positions,
+        cache: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual [B, T, H]).
+
+        The layer reads norm(x + residual), or x + residual if norm is None. cache: a `LayerCache`, or `LayerStates` for
+        a layer that keeps states.
+        """
+
+    @property
+    def score_width(self) -> int:
+        """Columns of all queries and of all values together: what a query costs for each key."""
+        return 0
+
+    @property
+    def state_flops(self) -> int:
+        """FLOPs of a token in forward that read and change states."""
+        return 0
+
+    @abstractmethod
+    def kept(self) -> Kept:
+        """What a cache keeps for this layer."""
+
+    @abstractmethod
+    def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What computes packed documents there, for reports."""

@@ -1,0 +1,66 @@
+"""Modules whose frozen weights are in few bits: the base of QLoRA, and a model that generates in less memory.
+
+A quantised linear stands for a linear, or for a packed one with all its parts. It owns the bytes of its weight, a
+parameter that is never trained; dtype casts, optimizers and sharding leave the bytes as they are. The fused nodes
+dequantise the weight where they multiply. Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
+Must not know a format's bytes, other layers, or which modules of a model are quantised: `quantising` does.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.kernels.quantised_weight import QuantisedWeight, WeightLayout, frozen_linear
+from ligermodels.weights.module import BYTES, QuantisedModule
+
+
+class FrozenWeights(QuantisedModule):
+    """A module that owns the bytes of quantised weights, which are attributes under their own names.
+
+    layouts: of the weights, by name. device: of their bytes, which are not set.
+    """
+
+    def __init__(self, layouts: Mapping[str, WeightLayout], device: torch.device) -> None:
+        super().__init__()
+        self.layouts = dict(layouts)
+        for name, layout in layouts.items():
+            data = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+            self.register_parameter(name + BYTES, nn.Parameter(data, requires_grad=False))
+
+    def quantised(self, name: str) -> QuantisedWeight:
+        return QuantisedWeight(self.get_parameter(name + BYTES), self.layouts[name])
+
+    def quantised_weights(self) -> dict[str, QuantisedWeight]:
+        return {name: self.quantised(name) for name in self.layouts}
+
+    def _apply(self, fn, recurse=True):
+        """`to` and `half` change the dtype in which weights are used; their bytes stay."""
+        super()._apply(fn, recurse)
+        for name, layout in self.layouts.items():
+            like = torch.empty(0, dtype=layout.dtype, device=self.get_parameter(name + BYTES).device)
+            self.layouts[name] = layout.with_dtype(fn(like).dtype)
+        return self
+
+
+class QuantisedLinear(FrozenWeights):
+    """A linear with a quantised weight [N, K] and a frozen bias [N] or None."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, layout: WeightLayout, bias: nn.Parameter | None, device: torch.device) -> None:
+        super().__init__({"weight": layout}, device)
+        self.out_features, self.in_features = layout.shape
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> QuantisedWeight:
+        return self.quantised("weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        return frozen_linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        layout = type(self.layouts["weight"]).__name__
+        return f"in_features={self.in_features}, out_features={self.out_features}, {layout}"

@@ -1,0 +1,87 @@
+"""Layers whose memory of earlier tokens is a state: their sequences, and the ops on them with and without a cache.
+
+Such a layer numbers its states from 0. Without a cache a state is zero where a row or packed document starts.
+Must not know any family.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.generation.cache import LayerStates, StateCall, StateStep
+from ligermodels.kernels.causal_conv import causal_conv, causal_conv_state
+from ligermodels.kernels.causal_conv_step import causal_conv_step_
+from ligermodels.kernels.gated_delta_rule import gated_delta_rule
+from ligermodels.kernels.gated_delta_step import gated_delta_step_
+from ligermodels.layers.mixer import Positions
+
+
+class Uncached(NamedTuple):
+    """A call without a cache. cu_seqlens: int32 [documents + 1], offsets of packed documents; None for whole rows."""
+
+    cu_seqlens: Tensor | None
+
+
+Call = StateStep | StateCall | Uncached
+
+
+def begin(x: Tensor, positions: Positions, cache: LayerStates | None) -> Call:
+    """What a call on x [B, T, ...] does with the states of a layer.
+
+    Raises ValueError for documents that share prefixes: each one needs the state at the end of its prefix.
+    """
+    if positions.shared_keys is not None:
+        raise ValueError("forward: layers with states cannot share the keys of prefixes; give each document its own")
+    if cache is None:
+        return Uncached(positions.cu_seqlens)
+    return cache.begin((x.shape[0], x.shape[1]), positions.padding)
+
+
+class CausalConv(nn.Module):
+    """Causal depthwise convolution. weight [C, 1, n], as on the Hub; bias [C].
+
+    activation: "silu" or None. number: of its state, the last n - 1 inputs.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, channels: int, taps: int, number: int, *, activation: str | None, bias: bool = False) -> None:
+        super().__init__()
+        self.activation, self.number = activation, number
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        nn.init.normal_(self.weight, 0.0, taps**-0.5)
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+
+    def forward(self, x: Tensor, call: Call) -> Tensor:
+        """x [B, T, C] -> the same shape and dtype."""
+        options = self.weight.squeeze(1), self.bias, self.activation
+        if isinstance(call, StateStep):
+            return causal_conv_step_(x[:, 0], *options, call.pools[self.number], call.rows)[:, None]
+        rows = x if call.cu_seqlens is None else x.flatten(0, 1)[None]
+        if isinstance(call, Uncached):
+            return causal_conv(rows, *options, None, call.cu_seqlens).view(x.shape)
+        before = call.before(self.number)
+        call.store(self.number, causal_conv_state(rows, self.weight.shape[2], before, call.cu_seqlens))
+        return causal_conv(rows, *options, before, call.cu_seqlens).view(x.shape)
+
+    def extra_repr(self) -> str:
+        channels, _, taps = self.weight.shape
+        return f"{channels}, taps={taps}, activation={self.activation}"
+
+
+def delta_rule(qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, call: Call, number: int) -> Tensor:
+    """The gated delta rule over the sequences of a call: arguments as those of `gated_delta_rule`.
+
+    number: of the state [Hv, hk, hv]. Returns [B, T, Hv, hv].
+    """
+    if isinstance(call, StateStep):
+        pool, rows = call.pools[number], call.rows
+        return gated_delta_step_(qkv[:, 0], g[:, 0], beta[:, 0], key_heads, key_size, pool, rows)[:, None]
+    shape, before = g.shape, None if isinstance(call, Uncached) else call.before(number)
+    if call.cu_seqlens is not None:
+        qkv, g, beta = (x.flatten(0, 1)[None] for x in (qkv, g, beta))
+    o, after = gated_delta_rule(qkv, g, beta, key_heads, key_size, before, call.cu_seqlens)
+    if not isinstance(call, Uncached):
+        call.store(number, after)
+    return o.view(*shape, -1)

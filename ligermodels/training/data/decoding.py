@@ -1,0 +1,69 @@
+"""Decodes the images of a batch, in threads: Pillow and torch leave Python free to go on. Knows no files of data."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ligermodels.errors import InputError
+from ligermodels.images.inputs import Processor
+from ligermodels.images.processors import Prepared
+from ligermodels.training.data.packing import Segment
+from ligermodels.training.data.store import TokenStore
+
+MAX_THREADS = 8  # of a rank; hosts with many GPUs share their cores among as many ranks
+
+
+class ImageDecoder:
+    """processor: of the model.
+
+    prepare_inputs: makes of ids, cu_seqlens and pixel inputs, by their names, what `forward` takes as `images`, so that
+    it need not ask the device for ids; None where `forward` takes pixel inputs alone.
+    """
+
+    def __init__(self, processor: Processor, prepare_inputs: Callable[..., Any] | None = None) -> None:
+        self.processor, self.prepare_inputs = processor, prepare_inputs
+        self.threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "images")
+
+    def arguments(
+        self, rows: Sequence[Sequence[Segment]], input_ids: Tensor, cu_seqlens: Tensor | None, pinned: bool
+    ) -> dict[str, Any]:
+        """Of `forward`, for the images of rows; empty if there are none. As `pixel_inputs`."""
+        inputs: dict[str, Any] = self.pixel_inputs(rows, input_ids)
+        if inputs and self.prepare_inputs is not None:
+            inputs = {"images": self.prepare_inputs(input_ids, cu_seqlens=cu_seqlens, **inputs)}
+        return tree_map_only(Tensor, Tensor.pin_memory, inputs) if pinned else inputs
+
+    def pixel_inputs(self, rows: Sequence[Sequence[Segment]], input_ids: Tensor) -> dict[str, Tensor]:
+        """The images of rows, under the Hub's names of a model's arguments; empty if there are none.
+
+        input_ids: [B, T] of the B rows. Raises InputError as `prepare` does.
+        """
+        places = [
+            [(store, number) for store, start, size in row for number in image_numbers(store, start, start + size)]
+            for row in rows
+        ]
+        futures = [[self.threads.submit(self.prepare, *place) for place in row] for row in places]
+        prepared = [[future.result() for future in row] for row in futures]
+        if not any(prepared):
+            return {}
+        return self.processor.images.collate(prepared, input_ids == self.processor.feature_id)
+
+    def prepare(self, store: TokenStore, number: int) -> Prepared:
+        """Raises InputError, which names the document, if the image cannot be read, or is another than was planned."""
+        images = store.images
+        assert images is not None
+        first = int(images.starts[number])
+        place = f"{store.place(first)}: image"
+        plan, pixels = self.processor.prepare(images.source(number), place)
+        expected = self.processor.plan_size(int(images.heights[number]), int(images.widths[number]), place)
+        if plan != expected:
+            raise InputError(f"{place}: has another size than when the data were tokenised; delete the data's cache")
+        return plan, pixels
+
+
+def image_numbers(store: TokenStore, start: int, stop: int) -> Sequence[int]:
+    return () if store.images is None else store.images.between(start, stop)

@@ -1,0 +1,31 @@
+"""The paths of images in records: relative to the file that the record is in, and within its folder.
+
+This module knows nothing about images or tokens.
+"""
+
+from pathlib import Path
+
+from ligermodels.errors import InputError
+from ligermodels.images.reading import ImageSource
+from ligermodels.training.data.records import Conversation, Record
+
+
+def with_image_paths(record: Record, folder: Path | None) -> Record:
+    """The record with the whole paths of its images. folder: of its file; None if it comes from no file.
+
+    Raises InputError for a path that leaves the folder: a data set must not choose among all files of this machine.
+    """
+    if not isinstance(record, Conversation) or not record.images:
+        return record
+    return record._replace(images=[whole_path(image, folder, record.place) for image in record.images])
+
+
+def whole_path(image: ImageSource, folder: Path | None, place: str) -> ImageSource:
+    if not isinstance(image, str):
+        return image
+    if folder is None:
+        raise InputError(f"{place}: the image {image} is a path; a data set of the Hub must contain its images")
+    path = (folder / image).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise InputError(f"{place}: the image {image} is outside the folder {folder}; put it beside the data")
+    return str(path)

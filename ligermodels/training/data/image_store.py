@@ -1,0 +1,102 @@
+"""The images of a token store: where their tokens are, their sizes, and where each image comes from.
+
+A reference takes some 40 bytes beside its path. An image that was given as bytes is stored as it was encoded; a file
+stays where it is. Nothing is decoded here. This module knows nothing about rows or models.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+IMAGE_SOURCES = "image_sources"
+IMAGE_ARRAYS = {
+    "starts": np.int64, "stops": np.int64, "heights": np.int32, "widths": np.int32, "source_ends": np.int64,
+    "is_path": np.bool_,
+}  # fmt: skip
+
+
+class DocumentImage(NamedTuple):
+    """An image of a document, whose tokens are ids[start:stop]. source: the bytes of a file, or its path.
+
+    height, width: of the upright image, from which its tokens were planned.
+    """
+
+    start: int
+    stop: int
+    source: bytes | str
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """The I images of a store, in the order of their tokens, tokens[starts:stops]. starts, stops: [I] int64.
+
+    heights, widths: [I] int32. sources: the bytes of all images or paths; number i ends at source_ends[i].
+    is_path: [I] bool, whether a source is the path of a file.
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray
+    heights: np.ndarray
+    widths: np.ndarray
+    source_ends: np.ndarray
+    is_path: np.ndarray
+    sources: np.ndarray
+
+    def between(self, start: int, stop: int) -> range:
+        """The numbers of the images whose tokens are within tokens[start:stop]."""
+        return range(*np.searchsorted(self.starts, [start, stop]).tolist())
+
+    def source(self, number: int) -> bytes | str:
+        begin = 0 if number == 0 else int(self.source_ends[number - 1])
+        content = self.sources[begin : int(self.source_ends[number])].tobytes()
+        return content.decode("utf-8", "surrogateescape") if self.is_path[number] else content
+
+
+def source_bytes(source: bytes | str) -> bytes:
+    return source if isinstance(source, bytes) else source.encode("utf-8", "surrogateescape")
+
+
+class ImageWriter:
+    """Appends the images of documents to files in a folder; makes none before there is an image."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.end = folder, 0
+        self.files: dict[str, BinaryIO] = {}
+        self.stack = ExitStack()
+
+    def write(self, images: Sequence[DocumentImage], first: int) -> None:
+        """first: the number of the document's first token in the store."""
+        if not images:
+            return
+        if not self.files:
+            names = (*(f"image_{name}" for name in IMAGE_ARRAYS), IMAGE_SOURCES)
+            self.files = {name: self.stack.enter_context((self.folder / name).open("wb")) for name in names}
+        contents = [source_bytes(image.source) for image in images]
+        self.files[IMAGE_SOURCES].write(b"".join(contents))
+        ends = self.end + np.cumsum([len(content) for content in contents])
+        self.end = int(ends[-1])
+        columns = {
+            "starts": [first + image.start for image in images], "stops": [first + image.stop for image in images],
+            "heights": [image.height for image in images], "widths": [image.width for image in images],
+            "source_ends": ends, "is_path": [isinstance(image.source, str) for image in images],
+        }  # fmt: skip
+        for name, column in columns.items():
+            self.files[f"image_{name}"].write(np.array(column, IMAGE_ARRAYS[name]).data)
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+def open_images(folder: Path) -> StoredImages | None:
+    """The images of the store in a folder, memory-mapped; None if it has none."""
+    if not (folder / IMAGE_SOURCES).exists():
+        return None
+    dtypes = IMAGE_ARRAYS | {"sources": np.uint8}
+    names = [field.name for field in fields(StoredImages)]
+    return StoredImages(*(np.memmap(folder / f"image_{name}", dtypes[name], mode="r") for name in names))

@@ -1,0 +1,190 @@
+"""Texts and messages with images become the inputs of the processors of transformers: ids, masks, pixels."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+import ligermodels
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.images.families import IMAGE_FAMILIES
+from ligermodels.images.settings import ImageSettings
+from tests.images.folders import QWEN_TEMPLATE, byte_tokenizer, picture, png, write_folder
+from tests.images.reference import SMALL, their_processor, with_torchvision
+
+__all__ = ["with_torchvision"]
+HUB_FILES = Path(__file__).parents[1] / "data" / "image_processors"
+GEMMA3_NAMES = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+PARTS_ONLY_TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}{% if part is mapping %}"
+    "{{ '<|image_pad|>' if part.type == 'image' else part.text }}{% endif %}{% endfor %};{% endfor %}"
+)
+
+
+def qwen_processor(folder, template=QWEN_TEMPLATE):
+    return ligermodels.load_processor(write_folder(folder, *SMALL["qwen2"], template))
+
+
+# case, the placeholder that users write
+TEXTS = {
+    "gemma3": "<start_of_image>", "gemma3 with crops": "<start_of_image>", "mllama": "<|image|>", "llava": "<image>",
+    "idefics3": "<image>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_inputs_are_those_of_transformers(name, with_torchvision, tmp_path):
+    kind, image, text = SMALL[name]
+    processor = ligermodels.load_processor(write_folder(tmp_path, kind, image, text))
+    names = GEMMA3_NAMES if kind == "Gemma3" else {}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(kind), bos_token="<bos>", pad_token="<pad>", extra_special_tokens=names
+    )
+    reference = getattr(transformers, f"{kind}Processor")(their_processor(kind, image), tokenizer, **text)
+    mark = TEXTS[name]
+    texts = [f"<bos>One\n\n{mark}\n\nhere", f"<bos>{mark}{mark} and two ä{mark}."]
+    rows = [[picture(90, 61)], [picture(50, 200, 1), picture(33, 34, 2), picture(120, 100, 3)]]
+    crops = {field: value for field, value in image.items() if "pan_and_scan" in field}  # its files do not count
+    expected = reference(text=texts, images=rows, return_tensors="pt", padding=True, **crops)
+    inputs = processor(texts, rows)
+    assert inputs.keys() == expected.keys() - {"token_type_ids", "mm_token_type_ids"}
+    for key, value in inputs.items():
+        assert torch.equal(value, torch.as_tensor(expected[key])), key
+
+
+def test_qwen_has_a_token_for_each_merged_patch(tmp_path):
+    processor = qwen_processor(tmp_path)
+    image = picture(90, 61)
+    inputs = processor("a<|vision_start|><|image_pad|><|vision_end|>b", [image])
+    grid = inputs["image_grid_thw"].tolist()
+    assert grid == [[1, 6, 4]] and inputs["pixel_values"].shape == (24, 3 * 2 * 14 * 14)
+    assert processor.tokenizer.decode(inputs["input_ids"][0].tolist(), skip_special_tokens=False) == (
+        "a<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>b"
+    )
+    assert processor.plan(png(image)).features == 6
+
+
+def test_pixtral_has_rows_that_end_with_a_break(tmp_path):
+    processor = ligermodels.load_processor(write_folder(tmp_path, *SMALL["pixtral"]))
+    ids = processor("[IMG]", [picture(60, 84)])["input_ids"][0].tolist()
+    row = "[IMG]" * 3
+    text = processor.tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == f"{row}[IMG_BREAK]{row}[IMG_BREAK]{row}[IMG_END]"
+    assert len(processor.image_ids) == 3
+
+
+def test_images_of_messages_in_all_their_forms(tmp_path):
+    processor, image = qwen_processor(tmp_path), picture(60, 61)
+    (tmp_path / "image.png").write_bytes(png(image))
+    url = "data:image/png;base64," + base64.b64encode(png(image)).decode()
+    path = str(tmp_path / "image.png")
+    forms = [
+        {"type": "image"}, {"type": "image", "image": image}, {"type": "image", "path": path, "url": None},
+        {"type": "image", "bytes": png(image)}, {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image", "image": {"bytes": None, "path": path}}, {"type": "image", "image": {"bytes": png(image)}},
+    ]  # fmt: skip
+    expected = processor("<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>x<|im_end|>\n", [image])
+    for form in forms:
+        messages = [{"role": "user", "content": [form, {"type": "text", "text": "x", "image": None}]}]
+        beside = [image] if len(form) == 1 else []
+        inputs = processor.apply_chat_template(messages, beside)
+        assert inputs.keys() == expected.keys()
+        assert all(torch.equal(inputs[name], expected[name]) for name in inputs), form
+
+
+def test_a_template_that_writes_only_parts_gets_parts(tmp_path):
+    processor = qwen_processor(tmp_path, PARTS_ONLY_TEMPLATE)
+    inputs = processor.apply_chat_template([{"role": "user", "content": "only text"}])
+    assert inputs.keys() == {"input_ids", "attention_mask"}
+    assert processor.tokenizer.decode(inputs["input_ids"][0].tolist()) == "only text;"
+
+
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "x"}
+BAD_MESSAGES = {
+    "too few images": ([IMAGE, IMAGE], 1, r"messages\[0\].content\[1\] is an image, but field images has only 1"),
+    "too many images": ([IMAGE], 2, "field images has 2 images, 1 more than messages has image parts"),
+    "an address": ([IMAGE | {"url": "https://a.b/c.png"}], 0, "is the address https://a.b/c.png; download the image"),
+    "not base64": ([IMAGE | {"url": "data:image/png;base64,#"}], 0, "is a data URL that is not base64"),
+    "two sources": ([IMAGE | {"path": "a", "url": "b"}], 0, "more than one of image, path, url, bytes"),
+    "a video": ([{"type": "video"}], 0, r"messages\[0\].content\[0\] is 'video'; must be"),
+    "a number": ([IMAGE | {"image": 3}], 0, "is int; must be a path, a data URL, bytes, or a PIL image"),
+    "a token": ([TEXT | {"text": "<|image_pad|>"}], 0, r"messages\[0\].content has <\|image_pad\|> in its text"),
+    "no such file": ([IMAGE | {"path": "/nowhere.png"}], 0, r"images\[0\]\[0\]: /nowhere.png: cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD_MESSAGES)
+def test_messages_with_bad_images_are_refused(fault, tmp_path):
+    content, beside, message = BAD_MESSAGES[fault]
+    with pytest.raises(InputError, match=message):
+        qwen_processor(tmp_path).apply_chat_template([{"role": "user", "content": content}], [picture(60, 61)] * beside)
+
+
+def test_each_row_must_have_its_images(tmp_path):
+    processor, mark = qwen_processor(tmp_path), "<|image_pad|>"
+    with pytest.raises(InputError, match=r"texts\[0\]: .* 2 times, but there are 1 images"):
+        processor([mark * 2, "none"], [[picture(60, 61)], [picture(60, 61)]])
+    with pytest.raises(InputError, match="images: has 1 lists for 2 texts"):
+        processor([mark, mark], [[picture(60, 61)]])
+
+
+BAD_FILES = {
+    "missing": ({"preprocessor_config.json": None}, "preprocessor_config.json: is missing"),
+    "unknown type": ({"image_processor_type": "AriaImageProcessor"}, "'AriaImageProcessor'; is not supported"),
+    "no type": ({"image_processor_type": None}, "field image_processor_type is missing"),
+    "no resizing": ({"do_resize": False}, "field do_resize is False; must be true"),
+    "resample": ({"resample": 0}, "field resample is 0; must be one of 1, 2, 3"),
+    "mean": ({"image_mean": [0.5]}, r"field image_mean is \[0.5\]; must be three numbers"),
+    "std": ({"image_std": [0.5, 0, 1]}, "field image_std is .*; a standard deviation is above 0"),
+    "size": ({"max_pixels": 0}, "field max_pixels is 0; must be an integer of at least 1"),
+    "no size": ({"size": {"height": 1}}, "field min_pixels is None; must be an integer of at least 1"),
+    "patch": ({"patch_size": -14}, "field patch_size is -14; must be an integer of at least 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD_FILES)
+def test_faults_of_files_are_named(fault, tmp_path):
+    changes, message = BAD_FILES[fault]
+    kind, image, text = SMALL["qwen2"]
+    write_folder(tmp_path, kind, image, text)
+    file = tmp_path / "preprocessor_config.json"
+    if file.name in changes:
+        file.unlink()
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=message):
+        ligermodels.load_processor(tmp_path)
+
+
+def test_a_tokenizer_without_the_image_token_is_refused(tmp_path):
+    write_folder(tmp_path, *SMALL["qwen2"])
+    byte_tokenizer("Llava").save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: lacks the token <\|image_pad\|>"):
+        ligermodels.load_processor(tmp_path)
+
+
+def test_the_image_processor_of_version_5_files_counts(tmp_path):
+    kind, image, text = SMALL["qwen2"]
+    write_folder(tmp_path, kind, image, text)
+    nested = image | {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 10}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": nested}))
+    assert ligermodels.load_processor(tmp_path).images.patch_size == 10
+
+
+# Features of an image of 1000 x 700 pixels, by the formulas of the processors of transformers 5.23.
+HUB_FEATURES = {
+    "Qwen2-VL-2B-Instruct": 900, "Qwen2.5-VL-3B-Instruct": 900, "Qwen3-VL-4B-Instruct": 682, "gemma-3-4b-it": 256,
+    "Llama-3.2-11B-Vision-Instruct": 1, "SmolVLM2-500M-Video-Instruct": 13 * 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUB_FEATURES)
+def test_real_files(name, tmp_path):
+    [folder] = HUB_FILES.glob(f"*--{name}")
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    family = IMAGE_FAMILIES[settings["image_processor_type"].removesuffix("Fast")]
+    assert family.processor.from_settings(ImageSettings.read(folder)).plan(700, 1000).features == HUB_FEATURES[name]

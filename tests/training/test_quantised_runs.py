@@ -1,0 +1,152 @@
+"""QLoRA runs: of every kind they take the steps that they would take on the dequantised weights, to the bit."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.aliases import flag_of
+from ligermodels.errors import InputError
+from ligermodels.layers.quantised import QuantisedLinear
+from ligermodels.memory import count_parameters, training_memory
+from ligermodels.training import TrainConfig, plan, train
+from ligermodels.training.runs.contradictions import refuse_contradictions
+from ligermodels.training.runs.settings import config_of_run
+from tests.training.launching import loop, records
+from tests.training.small_models import save_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+TEXTS = [f"The number {n} is followed by {n + 1}, and {2 * n} is its double." for n in range(60)]
+LORA = {"lora_rank": 4, "steps": 2, "warmup": 0, "learning_rate": 1e-2, "eval_every": 9, "no_export": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The base; `nf4`, the same as a checkpoint of bitsandbytes; `dense`, its dequantised weights."""
+    path = tmp_path_factory.mktemp("runs")
+    (path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    pairs = [{"prompt": f"{n} plus {n} is", "chosen": f" {2 * n}.", "rejected": f" {2 * n}? No."} for n in range(60)]
+    (path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": pair["prompt"]}) for pair in pairs))
+    (path / "rewards.py").write_text("def even(completion_ids, **columns):\n"
+        "    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]\n")  # fmt: skip
+    save_model(path / "base", TEXTS, hidden_size=64, intermediate_size=128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = ligermodels.load(path / "base", quantize="nf4")
+        ligermodels.export(model, path / "nf4")
+        ligermodels.export(model, path / "dense", dtype="float32")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def here(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
+
+
+def objectives(folder):
+    pairs = {"data": (str(folder / "pairs.jsonl"),), "max_length": 64, "pairs": 8}
+    return {
+        "sft": {"data": (str(folder / "texts.jsonl"),), "sequence_length": 64, "batch_size": 4},
+        "dpo": {"objective": "dpo", **pairs},
+        "dpo, a model as reference": {"objective": "dpo", "reference": "model", **pairs},
+        "grpo": {
+            "objective": "grpo", "data": (str(folder / "prompts.jsonl"),), "prompts": 2, "generations": 4,
+            "max_completion_length": 8, "beta": 0.1, "reward": (f"{folder / 'rewards.py'}:even",),
+        },
+    }  # fmt: skip
+
+
+def losses(**settings):
+    result = train(TrainConfig(**(LORA | settings)))
+    return result.model, [record["loss"] for record in result.metrics if "loss" in record]
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "dpo, a model as reference", "grpo"])
+def test_a_run_on_a_quantised_base_is_that_on_its_dequantised_weights(folder, name):
+    settings = objectives(folder)[name]
+    model, found = losses(model=str(folder / "base"), quantize="nf4", output="quantised", **settings)
+    assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 8
+    assert len(found) == 2 and found[0] != found[1]
+    assert found == losses(model=str(folder / "dense"), output="dense", **settings)[1]
+
+
+def test_a_base_that_is_stored_in_4_bits_needs_no_flag(folder):
+    settings = objectives(folder)["sft"]
+    expected = losses(model=str(folder / "base"), quantize="nf4", output="quantised", **settings)[1]
+    assert losses(model=str(folder / "nf4"), output="stored", **settings)[1] == expected
+
+
+def test_a_run_on_a_quantised_base_resumes_to_the_bit(folder):
+    given = LORA | objectives(folder)["sft"] | {"checkpoint_every": 1, "output": "whole"}
+    whole = train(TrainConfig(model=str(folder / "base"), quantize="nf4", **given))
+    killed = shutil.copytree(whole.folder, "killed")
+    shutil.rmtree(Path(killed, "checkpoints", "step-000002"))
+    resumed = train(config_of_run(Path(killed)))
+    expected, got = (dict(result.model.named_parameters()) for result in (whole, resumed))
+    assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in got)
+
+
+def test_the_run_ends_with_an_adapter_that_the_base_takes(folder):
+    given = LORA | objectives(folder)["sft"] | {"no_export": False, "lora_export": "adapter", "output": "run"}
+    result = train(TrainConfig(model=str(folder / "base"), quantize="nf4", **given))
+    again = ligermodels.load(folder / "base", quantize="nf4")
+    ligermodels.load_adapter(again, result.exported)
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, result.model.eval()(ids).logits)
+    assert ligermodels.generate(again, [[1, 2, 3]], max_new_tokens=4, temperature=0.0) == ligermodels.generate(
+        result.model, [[1, 2, 3]], max_new_tokens=4, temperature=0.0
+    )
+
+
+def test_the_plan_counts_the_bytes_of_the_quantised_weights(folder):
+    settings = LORA | objectives(folder)["sft"] | {"model": str(folder / "base"), "output": "run"}
+    dense, quantised = (plan(TrainConfig(**settings, **more)) for more in ({}, {"quantize": "nf4"}))
+    assert quantised.parameters == dense.parameters and quantised.flops == dense.flops
+    model = ligermodels.load(folder / "base", quantize="nf4")
+    linears = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+    saved = sum(4 * linear.weight.numel() - linear.weight.nbytes for linear in linears)
+    assert dense.memory.weights - quantised.memory.weights == saved
+    largest = max(linear.weight.numel() for linear in linears)
+    assert quantised.memory.block - dense.memory.block == 4 * largest
+    again = training_memory(model.float(), 1, 8, torch.float32)
+    assert again.gradients == 0 and again.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert count_parameters(model) == count_parameters(ligermodels.load(folder / "base"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "qwen2"}, "--quantize nf4: qwen2 is a family with new weights"),
+        ({"model": "a/b", "data": ("x",)}, "--quantize nf4: quantised weights cannot be trained in full; add --lora-"),
+        ({"model": "a/b", "data": ("x",), "lora_rank": 4, "float8": True, "compile": True}, "--float8 quantises"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_quantised_is_refused_before_anything_is_read(settings, message):
+    with pytest.raises(InputError, match=message):
+        refuse_contradictions(TrainConfig(quantize="nf4", **settings))
+
+
+def test_weights_that_are_stored_in_4_bits_are_not_trained_in_full(folder):
+    settings = objectives(folder)["sft"]
+    with pytest.raises(InputError, match=r"are stored in 4 bits, which cannot be trained in full: add --lora-rank 16"):
+        plan(TrainConfig(model=str(folder / "nf4"), **settings))
+
+
+def test_two_ranks_share_the_bytes_of_the_base(folder, launcher):
+    """Every rank holds half of them, and the losses are those of one process."""
+    settings = LORA | objectives(folder)["sft"] | {"model": str(folder / "base"), "quantize": "nf4"}
+    expected = losses(output="one", **settings)[1]
+    names = ("model", "data", "sequence_length", "batch_size", "lora_rank", "steps", "warmup", "learning_rate")
+    values = (settings[name][0] if name == "data" else settings[name] for name in names)
+    flags = [text for name, value in zip(names, values, strict=True) for text in (flag_of(name), str(value))]
+    launcher.succeed(*flags, "--quantize", "nf4", "--eval-every", "9", "--no-export", "--output", "two", ranks=2)
+    found = [record["loss"] for record in records(launcher.folder / "two") if "loss" in record]
+    assert found == pytest.approx(expected, rel=1e-5)

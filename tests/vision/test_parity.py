@@ -1,0 +1,211 @@
+"""Models with images against the reference implementation: logits, loss, SGD step, generation, packing, caches."""
+
+import copy
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.errors import InputError
+from ligermodels.generation.kv_cache import KVCache
+from tests.cases import CASES
+from tests.conftest import DEVICE
+from tests.kernels.error_budget import relative_error
+from tests.reference_model import hub_tensors as reference_hub_tensors
+from tests.reference_model import save_reference
+from tests.test_parity import FP32_FACTOR, LEARNING_RATE, hub_tensors
+from tests.vision.batches import GRIDS, VIDEO, VISION_CASES, batch_of, for_reference, labels_for
+
+A, B, C = GRIDS
+# Images of unequal size, two in a row, one at the start of a row, one at its end, rows of unequal length; a video.
+BATCH = [[4, A, 3, B, 5], [C, 2], [3, B]]
+PATTERNS = {"images": BATCH, "row": [[4, A, 3, B, 5]], "video": [[2, VIDEO, 3, B, 2]], "none": [[7], [7]]}
+
+
+def check_image_parity(name, folder, patterns=BATCH, device=DEVICE):
+    """Compares logits, loss and the change of every weight in one SGD step, in fp32."""
+    reference = save_reference(CASES[name], folder)
+    model = ligermodels.load(folder, device=device)
+    batch = batch_of(name, patterns)
+    for_theirs, labels = for_reference(name, batch), labels_for(name, batch)
+    exact = results(copy.deepcopy(reference).double(), for_theirs, labels, reference_hub_tensors)
+    theirs = results(reference, for_theirs, labels, reference_hub_tensors)
+    ours = results(model, {k: x.to(device) for k, x in batch.items()}, labels.to(device), hub_tensors)
+    assert ours.keys() >= exact.keys() - {"lm_head.weight"}
+    for what, value in ours.items():
+        error, allowed = relative_error(value, exact[what]), relative_error(theirs[what], exact[what])
+        allowed = max(FP32_FACTOR * allowed, FP32_FACTOR * torch.finfo(torch.float32).eps)
+        assert error <= allowed, f"{what}: error {error:.1e}, allowed {allowed:.1e}"
+
+
+def results(model, batch, labels, named):
+    """Logits of tokens, loss, and the change of each weight in one SGD step, by Hub name."""
+    tokens = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    with torch.no_grad():
+        logits = model(**batch).logits[tokens]
+    loss = model(**batch, labels=labels).loss
+    before = {name: value.clone() for name, value in named(model).items()}
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+    steps = {name: value - before[name] for name, value in named(model).items()}
+    return {name: value.detach().cpu() for name, value in ({"logits": logits, "loss": loss} | steps).items()}
+
+
+FAMILIES = [name for name in VISION_CASES if "-" not in name]
+SWITCHES = [name for name in VISION_CASES if "-" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns"),
+    [(name, patterns) for name in FAMILIES for patterns in PATTERNS] + [(name, "row") for name in SWITCHES],
+)
+def test_fp32_results_with_images_equal_those_of_the_reference(name, patterns, tmp_path):
+    check_image_parity(name, tmp_path, PATTERNS[patterns])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference(name, tmp_path):
+    check_image_parity(name, tmp_path, [[2, B, 2]])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_generation_with_images_gives_the_tokens_of_the_reference(name, tmp_path):
+    """Both ways to pass images; the reference runs the prompts separately. The engine prefills them as one row."""
+    reference = save_reference(CASES[name], tmp_path)
+    model = ligermodels.load(tmp_path, device=DEVICE)
+    # Of a prompt that ends with an image, the reference computes other tokens step by step than as a whole.
+    patterns = [[*pattern, 1] for pattern in BATCH] + [PATTERNS["video"][0], [6]]
+    rows = [batch_of(name, [pattern], seed=20 + number) for number, pattern in enumerate(patterns)]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = []
+    for row in rows:
+        every = torch.ones_like(row["input_ids"])
+        theirs = reference.generate(**for_reference(name, row), attention_mask=every, **options)
+        expected.append(theirs[0, row["input_ids"].shape[1] :].tolist())
+    prompts = [row["input_ids"][0].tolist() for row in rows]
+    images = [{key: value for key, value in row.items() if key != "input_ids"} for row in rows]
+    assert ligermodels.generate(model, prompts, max_new_tokens=8, stop_tokens=(), images=images) == expected
+    batch = {key: value.to(DEVICE) for key, value in batch_of(name, BATCH).items()}
+    together = model.generate(**batch, max_new_tokens=4, stop_tokens=())[:, -4:]
+    apart = [model.generate(**row, max_new_tokens=4, stop_tokens=())[0, -4:] for row in rows_of(name, batch)]
+    assert together.tolist() == [row.tolist() for row in apart]
+
+
+def rows_of(name, batch):
+    """The rows of a batch of BATCH, each with its own images."""
+    patches = [0, *batch["image_grid_thw"].prod(1).cumsum(0).tolist()]
+    first = 0
+    for ids, mask, pattern in zip(batch["input_ids"], batch["attention_mask"], BATCH, strict=True):
+        last = first + sum(isinstance(part, tuple) for part in pattern)
+        grids, pixels = batch["image_grid_thw"][first:last], batch["pixel_values"][patches[first] : patches[last]]
+        yield {"input_ids": ids[mask.bool()][None], "image_grid_thw": grids, "pixel_values": pixels}
+        first = last
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_documents_with_images_give_loss_and_gradients_of_separate_runs(name):
+    """Images at both edges of documents, and a document without images between two with."""
+    patterns = [[A, 3], [5], [2, B, 1, C], [C, 1]]
+    rows = [batch_of(name, [pattern], seed=number) for number, pattern in enumerate(patterns)]
+    lengths = [row["input_ids"].shape[1] for row in rows]
+    packed = {"input_ids": torch.cat([row["input_ids"] for row in rows], 1)}
+    for key in ("pixel_values", "image_grid_thw"):
+        packed[key] = torch.cat([row[key] for row in rows if key in row])
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+
+    for row in rows:
+        row["labels"] = labels_for(name, row)
+    packed["labels"] = torch.cat([row["labels"] for row in rows], 1)
+
+    def run(model, batches, **inputs):
+        losses = []
+        for batch in batches:
+            batch = {key: x.to(DEVICE) for key, x in batch.items()}
+            losses.append(model(**batch, num_items_in_batch=10, **inputs).loss)
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    model = ligermodels.create(CASES[name], device=DEVICE).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # sharp attention, so that attention across documents would show
+    together = run(copy.deepcopy(model), [packed], cu_seqlens=offsets, max_seqlen=max(lengths))
+    apart = run(copy.deepcopy(model), rows)
+    for one, other in zip(together, apart, strict=True):
+        assert relative_error(one, other) < 1e-11
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_continues_behind_images_and_takes_new_ones(name):
+    """Two turns with an image each, the second in a second call, then a token: as one pass over everything."""
+    model = ligermodels.create(CASES[name], device=DEVICE).double().eval()
+    whole = {key: x.to(DEVICE) for key, x in batch_of(name, [[4, A, 3, B, 2]]).items()}
+    ids, cut, patches = whole["input_ids"], 4 + A[1] * A[2] // 4 + 2, A[1] * A[2]
+    cache = KVCache(model.kept_by_layers(), 1, 64, ids.device)
+    pixels, grids = whole["pixel_values"], whole["image_grid_thw"]
+    with torch.no_grad():
+        expected = model(**whole).logits
+        first = model(ids[:, :cut], pixel_values=pixels[:patches], image_grid_thw=grids[:1], cache=cache)
+        second = model(ids[:, cut:-1], pixel_values=pixels[patches:], image_grid_thw=grids[1:], cache=cache)
+        last = model(ids[:, -1:], cache=cache)
+    got = torch.cat([out.logits for out in (first, second, last)], 1)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+def test_positions_go_on_behind_the_largest_of_a_long_video(tmp_path):
+    """As the models were trained. The reference goes on at max(height, width); with our positions it agrees."""
+    name, long = "qwen2_5_vl", [(3, 4, 6)]
+    reference = save_reference(CASES[name], tmp_path)
+    model, batch = ligermodels.load(tmp_path, device=DEVICE), batch_of(name, [[2, long, 2]])
+    images = model.prepare_images(**batch)
+    seconds = CASES[name]["vision_config"]["tokens_per_second"] * float(batch["second_per_grid_ts"])
+    assert images.rope_ids[0, 0, 2:-2].tolist() == [2 + int(k * seconds) for k in range(3) for _ in range(6)]
+    assert images.rope_ids[:, 0, -2:].tolist() == [[2 + int(2 * seconds) + 1, 2 + int(2 * seconds) + 2]] * 3
+    with torch.no_grad():
+        ours = model(**{key: x.to(DEVICE) for key, x in batch.items()}).logits.cpu()
+        theirs = reference(**for_reference(name, batch), position_ids=images.rope_ids).logits
+        assert relative_error(ours, reference(**for_reference(name, batch)).logits) > 1e-2
+    assert relative_error(ours, theirs) < 1e-5
+
+
+def test_prepared_images_are_read_without_the_ids_on_the_host():
+    """What a data loader prepares gives the same loss."""
+    name = "qwen2_5_vl"
+    model, batch = ligermodels.create(CASES[name], device=DEVICE), batch_of(name, BATCH)
+    on_meta = ligermodels.create(CASES[name], device="meta")
+    images = on_meta.prepare_images(**batch).to(torch.device(DEVICE))
+    labels, ids = labels_for(name, batch).to(DEVICE), batch["input_ids"].to(DEVICE)
+    mask = batch["attention_mask"].to(DEVICE)
+    loss = model(ids, labels, images=images, attention_mask=mask).loss
+    assert torch.equal(loss, model(**{key: x.to(DEVICE) for key, x in batch.items()}, labels=labels).loss)
+
+
+REFUSED = {
+    "an image without tokens": ([[4, A]], lambda b: b["input_ids"].fill_(5), "1 of 1 images and videos have no tokens"),
+    "tokens without an image": (
+        [[A, 2, A]],
+        lambda b: b.update(pixel_values=b["pixel_values"][:60], image_grid_thw=b["image_grid_thw"][:1]),
+        "row or document 0, token 17: the text has more tokens 90",
+    ),
+    "a cut image": ([[4, A]], lambda b: b.update(input_ids=b["input_ids"][:, :-1]), "has 15 features, but only 14"),
+    "an image over two rows": ([[A], [4, A]], lambda b: b["input_ids"][0, 14:].fill_(3), "but only 14 of these tokens"),
+    "patches that do not fit": (
+        [[4, A]], lambda b: b.update(pixel_values=b["pixel_values"][1:]), r"\[59, 24\]; the grids need \[60, 24\]",
+    ),
+    "an odd grid": (
+        [[4, A]], lambda b: b.update(image_grid_thw=torch.tensor([[1, 5, 12]])), "multiples of 2 patches",
+    ),
+    "grids alone": ([[4, A]], lambda b: b.pop("pixel_values"), "pixel values and grids go together"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_images_that_do_not_fit_the_tokens_are_refused(fault):
+    patterns, damage, message = REFUSED[fault]
+    batch = batch_of("qwen2_vl", patterns)
+    batch.pop("attention_mask", None)
+    damage(batch)
+    with pytest.raises(InputError, match=message):
+        ligermodels.create(CASES["qwen2_vl"])(**batch)

@@ -1,0 +1,199 @@
+"""Training with images: which parts are trained, LoRA, activation checkpointing, memory, FLOPs."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import ligermodels
+from ligermodels.errors import InputError
+from ligermodels.layers.vision_positions import Grid
+from ligermodels.memory import count_parameters, training_memory
+from ligermodels.training.reporting.flops import flops_per_patch
+from tests.cases import CASES
+from tests.conftest import DEVICE
+from tests.vision.batches import GRIDS, VISION_CASES, batch_of, labels_for
+
+FAMILIES = [name for name in VISION_CASES if "-" not in name]
+A, B, C = GRIDS
+
+
+def on_device(name, patterns):
+    batch = batch_of(name, patterns)
+    return {key: x.to(DEVICE) for key, x in (batch | {"labels": labels_for(name, batch)}).items()}
+
+
+@pytest.mark.parametrize("trained", [("projector", "text"), ("vision",), ("text",), ("vision", "projector", "text")])
+def test_only_the_chosen_parts_change(trained):
+    model, batch = ligermodels.create(CASES["qwen2_vl"], device=DEVICE), on_device("qwen2_vl", [[2, A, 3, B]])
+    model.train_parts(trained)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    after = dict(model.named_parameters())
+    parts = {id(p): part for part, parameters in model.parts().items() for p in parameters}
+    assert {part: len(found) for part, found in model.parts().items()} == {"vision": 37, "projector": 6, "text": 24}
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) == (parts[id(after[name])] not in trained), name
+
+
+def test_unknown_parts_are_refused():
+    model = ligermodels.create(CASES["qwen2_vl"], device="meta")
+    with pytest.raises(InputError, match="parts to train: tower; choose from: vision, projector, text"):
+        model.train_parts(["tower"])
+    with pytest.raises(InputError, match="parts to train: none"):
+        model.train_parts([])
+
+
+def test_a_frozen_tower_keeps_nothing_for_backward():
+    model, batch = ligermodels.create(CASES["qwen2_5_vl"], device=DEVICE), on_device("qwen2_5_vl", [[2, A, 3]])
+    model.train_parts(["projector", "text"])
+    images = model.prepare_images(**{key: x for key, x in batch.items() if key != "labels"}).to(torch.device(DEVICE))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        model.encode_images(images)
+    assert kept and all(shape[-1] != 3 * 24 for shape in kept)  # no packed queries, keys and values
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_activation_checkpointing_of_all_blocks_changes_no_gradient(name):
+    model, batch = ligermodels.create(CASES[name], device=DEVICE), on_device(name, [[2, A, 3, B], [C, 1]])
+    other = copy.deepcopy(model)
+    other.checkpoint_activations()
+    assert [block.activation_checkpointing for block in other.visual.blocks] == [True] * 3
+    for each in (model, other):
+        each(**batch).loss.backward()
+    for (parameter, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=parameter: f"{n}: {m}")
+
+
+def test_the_blocks_of_the_tower_are_checkpointed_first():
+    model = ligermodels.create(CASES["qwen2_vl"])
+    model.checkpoint_activations(2)
+    assert [block.activation_checkpointing for block in model.blocks] == [True] * 2 + [False] * 4
+    model.train_parts(["text"])
+    assert len(model.blocks) == 3
+
+
+TARGETS = {
+    "all-linear": ("all-linear", (3, 0)),
+    "text by name": (["q_proj", "gate_proj"], (2, 0)),
+    "the tower": ("vision", (0, 4)),
+    "both": (["all-linear", "vision"], (4, 4)),
+    "of the tower by name": (["qkv", "attn.proj"], (0, 2)),
+}
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_lora_is_added_to_text_tower_or_both(targets):
+    names, (text, tower) = TARGETS[targets]
+    text = 4 if targets == "all-linear" else text
+    model, batch = ligermodels.create(CASES["qwen2_vl"], device=DEVICE), on_device("qwen2_vl", [[2, A, 3]])
+    ligermodels.add_lora(model, rank=2, targets=names)
+    owners = [name for name, _ in model.named_parameters() if name.endswith("lora_A")]
+    found = [sum(name.startswith(part) for name in owners) for part in ("model.layers.", "visual.blocks.")]
+    assert found == [3 * text, 3 * tower]
+    model(**batch).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == name.endswith(("lora_A", "lora_B")), name
+
+
+def test_lora_of_tower_and_text_survives_the_round_trip_of_an_adapter(tmp_path):
+    model = ligermodels.create(CASES["qwen2_5_vl"])
+    ligermodels.export(model, tmp_path / "base")
+    model = ligermodels.load(tmp_path / "base")
+    ligermodels.add_lora(model, rank=2, targets=["all-linear", "vision"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    ligermodels.export_adapter(model, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert {"qkv", "q_proj"} <= set(config["target_modules"])
+    other = ligermodels.load(tmp_path / "base")
+    ligermodels.load_adapter(other, tmp_path / "adapter")
+    batch = batch_of("qwen2_5_vl", [[2, A, 3]])
+    assert torch.equal(model(**batch).logits, other.eval()(**batch).logits)
+
+
+def test_lora_on_a_tower_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match="'vision': the model has no vision tower"):
+        ligermodels.add_lora(ligermodels.create(CASES["llama"], device="meta"), targets="vision")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
+    vision = CASES[name]["vision_config"] | {"depth": 2, "num_heads": 4, "patch_size": 4, "window_size": 64}
+    wide = {"embed_dim": 256} if name == "qwen2_vl" else {"hidden_size": 256, "intermediate_size": 320}
+    raw = CASES[name] | {"vision_config": vision | wide}
+    grid, width = (1, 8, 8), 3 * 2 * 4 * 4
+    patches = 64
+    ids = torch.tensor([[5, 6, *[raw["image_token_id"]] * 16, 7, 8]], device=DEVICE)
+    images = {"pixel_values": torch.randn(patches, width), "image_grid_thw": torch.tensor([grid])}
+    images = {key: x.to(DEVICE) for key, x in images.items()}
+
+    def saved(**inputs):
+        model = ligermodels.create(raw, device=DEVICE)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept = {}
+
+        def keep(x):
+            if x.untyped_storage().data_ptr() not in weights:
+                kept[x.untyped_storage().data_ptr()] = (x.untyped_storage().nbytes(), x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = model(ids, ids, **inputs).loss
+        assert loss.requires_grad
+        return sum(size for size, _ in kept.values())
+
+    model = ligermodels.create(raw, device="meta")
+    with_images, without = (training_memory(model, 1, 20, torch.float32, patches=n).activations for n in (patches, 0))
+    assert with_images - without == pytest.approx(saved(**images) - saved(), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_the_flops_of_a_patch_equal_torchs_count(name):
+    """Of linears, forward and backward, with everything trained but the pixels."""
+    model, grid = ligermodels.create(CASES[name]), Grid(1, 8, 8)
+    layout_inputs = batch_of(name, [[tuple(grid)]])
+    images = model.prepare_images(**layout_inputs)
+    with FlopCounterMode(display=False) as counter:
+        model.encode_images(images).values.sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    linear = sum(counts[op] for op in counts if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    frames, windows = 64, 16 if name == "qwen2_5_vl" else 64
+    full = 3 if name == "qwen2_vl" else 1
+    attention = 12 * 24 * (full * frames + (3 - full) * windows)
+    assert flops_per_patch(model, [grid]) == pytest.approx(linear / grid.patches + attention)
+
+
+def test_text_alone_reports_the_same_as_without_images():
+    model = ligermodels.create(CASES["qwen2_vl"], device="meta")
+    text = ligermodels.create({**CASES["qwen2_vl"], "model_type": "qwen2", "rope_scaling": None}, device="meta")
+    assert training_memory(model, 2, 16, torch.float32).activations == pytest.approx(
+        training_memory(text, 2, 16, torch.float32).activations
+    )
+    images = sum(p.numel() for part in ("vision", "projector") for p in model.parts()[part])
+    assert count_parameters(model).total == count_parameters(text).total + images
+
+
+RUNS = [
+    {"name": "qwen2_5_vl", "parts": ["vision", "projector", "text"], "checkpointed_blocks": 4},
+    {"name": "qwen2_vl", "parts": ["projector", "text"]},
+]
+
+
+def test_ranks_without_images_give_the_losses_and_weights_of_one_rank(launcher, tmp_path):
+    """With a trained tower, and with a frozen one; images on one rank, on the other, on none. No rank waits."""
+    for ranks in (1, 2):
+        launcher.succeed(tmp_path / f"{ranks}.pt", json.dumps(RUNS), ranks=ranks, module="tests.vision.worker")
+    for got, expected in zip(torch.load(tmp_path / "2.pt"), torch.load(tmp_path / "1.pt"), strict=True):
+        torch.testing.assert_close(got["losses"], expected["losses"], rtol=5e-6, atol=0)
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(
+                got["weights"][name], weight, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
