@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 SIDE = 56  # pixels of a picture
-COLOURS = {
+SHAPE_COLOURS = {
     "red": (220, 30, 30), "green": (30, 170, 50), "blue": (40, 60, 220), "yellow": (235, 215, 30),
     "purple": (150, 40, 180), "white": (245, 245, 245),
 }  # fmt: skip
@@ -26,8 +26,8 @@ def shape_conversations(seed: int, count: int) -> Iterator[tuple[bytes, list[dic
     """`count` pictures, each with both questions in random order; the same for a seed on any machine."""
     random = np.random.default_rng(seed)
     for _ in range(count):
-        colour, kind = str(random.choice(list(COLOURS))), str(random.choice(SHAPES))
-        picture = draw(kind, COLOURS[colour], random)
+        colour, kind = str(random.choice(list(SHAPE_COLOURS))), str(random.choice(SHAPES))
+        picture = draw(kind, SHAPE_COLOURS[colour], random)
         answers = {"colour": f"It is {colour}.", "kind": f"It is a {kind}."}
         messages: list[dict[str, Any]] = []
         for topic in random.permutation(list(QUESTIONS)):

@@ -10,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.training.data import embedded_shapes
 from ligermodels.training.data.embedded import shape_dataset, shape_question
-from ligermodels.training.data.embedded_shapes import COLOURS, SIDE, draw, png, shape_conversations
+from ligermodels.training.data.embedded_shapes import SHAPE_COLOURS, SIDE, draw, png, shape_conversations
 from ligermodels.training.data.new_image_tokenizer import NewImages, train_image_tokenizer
 from ligermodels.training.data.new_tokenizer import save_tokenizer
 
@@ -33,11 +33,11 @@ def test_pictures_have_the_colour_and_the_shape_that_the_answers_say():
     filled = {"circle": [], "square": [], "triangle": [], "cross": []}
     for picture, messages in shape_conversations(3, 60):
         answers = {message["content"].split()[-1].rstrip(".") for message in messages if message["role"] == "assistant"}
-        [colour], [kind] = answers & COLOURS.keys(), answers & filled.keys()
+        [colour], [kind] = answers & SHAPE_COLOURS.keys(), answers & filled.keys()
         pixels = decoded(picture)
         ground = np.median(pixels[[0, 0, -1, -1], [0, -1, 0, -1]], axis=0)
         shape = np.abs(pixels - ground).max(-1) > 0
-        distances = {name: np.abs(pixels[shape].mean(0) - value).max() for name, value in COLOURS.items()}
+        distances = {name: np.abs(pixels[shape].mean(0) - value).max() for name, value in SHAPE_COLOURS.items()}
         assert min(distances, key=distances.__getitem__) == colour
         rows, columns = np.flatnonzero(shape.any(1)), np.flatnonzero(shape.any(0))
         filled[kind].append(shape.sum() / ((np.ptp(rows) + 1) * (np.ptp(columns) + 1)))
