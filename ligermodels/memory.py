@@ -32,6 +32,7 @@ from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
+from ligermodels.layers.short_conv import ShortConv
 from ligermodels.weights.module import QuantisedModule, named_weights
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
@@ -291,6 +292,8 @@ def saved_by_mixer(mixer: Mixer, size: int) -> int:
         return saved_by_latent_attention(mixer, size)
     if isinstance(mixer, GatedDeltaNet):
         return saved_by_delta_rule(mixer, size)
+    if isinstance(mixer, ShortConv):
+        return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
     return saved_by_attention(cast(Attention, mixer), size)
 
 
@@ -339,7 +342,7 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
     if not (is_trained(model.projector) or is_trained(model.visual)):
         return 0
     features = model.config.hidden_size * size // vision.patches_per_feature
-    return embedding + 3 * vision.hidden_size * size + features
+    return embedding + (1 + len(model.deepstack)) * (3 * vision.hidden_size * size + features)
 
 
 def saved_by_mlp(mlp: GatedMLP | MLP | MoE, hidden: int, size: int) -> int:

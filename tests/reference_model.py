@@ -25,7 +25,7 @@ def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> 
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.3 * noise)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
 

@@ -46,6 +46,7 @@ MODELS = {
         "q_lora_rank": None,
     },
     "sinks and biased experts": BASE | SINKS | {"model_type": "gpt_oss", "head_dim": 64, "sliding_window": 64},
+    "short convolutions": BASE | {"model_type": "lfm2", "full_attn_idxs": [1]},
     "gated delta rule": BASE | DELTA | {"model_type": "qwen3_5_text", "head_dim": 64},
     "routed experts and a shared one": BASE | SHARED | {"model_type": "qwen2_moe", "num_experts_per_tok": 2},
 }

@@ -459,7 +459,7 @@ STATES = {
         CONV, "torch.cat([past, x], 1)", "torch.cat([past, x], 1).roll(-1, 1)", "qwen3_5_text"
     ),
     "convolution without its activation": Sabotage(
-        f"{DELTA}:GatedDeltaNet.__init__", 'activation="silu"', "activation=None", "qwen3_5_text"
+        "ligermodels.layers.states:CausalConv.forward", "self.activation", "None", "qwen3_5_text"
     ),
     "gate before the norm": Sabotage(
         "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference",
@@ -487,6 +487,33 @@ STATES = {
     ),
     "interval shifted": Sabotage(
         "ligermodels.configs.hybrid:GatedDeltaConfig.is_linear", "(layer + 1)", "layer", "qwen3_5_text"
+    ),
+    "lfm2: gates swapped": Sabotage(
+        "ligermodels.layers.short_conv:ShortConv.forward", "b, c, u = projected", "c, b, u = projected", "lfm2"
+    ),
+    "lfm2: gated after the convolution": Sabotage(
+        "ligermodels.layers.short_conv:ShortConv.forward", "self.conv(b * u, ", "b * self.conv(u, ", "lfm2"
+    ),
+    "lfm2: size of the feed-forward layer not adjusted": Sabotage(
+        f"{FAMILIES}.lfm2:Lfm2Config.feed_forward_size",
+        "int(2 * self.intermediate_size / 3)",
+        "self.intermediate_size",
+        "lfm2",
+    ),
+    "lfm2: w1 and w3 swapped": Sabotage(
+        f"{MAPPING}:packed_short_conv_layers", '(mlp + "w1", mlp + "w3")', '(mlp + "w3", mlp + "w1")', "lfm2"
+    ),
+    "lfm2: norms swapped": Sabotage(
+        f"{MAPPING}:packed_short_conv_layers",
+        'operator_norm": "input_layernorm"',
+        'ffn_norm": "input_layernorm", "operator_norm": "post_attention_layernorm"',
+        "lfm2",
+    ),
+    "lfm2: full_attn_idxs ignored": Sabotage(
+        "ligermodels.configs.hybrid:conv_layers", "layer in attention", "layer == 0", "lfm2"
+    ),
+    "lfm2_moe: dense layers shifted": Sabotage(
+        f"{FAMILIES}.lfm2_moe:Lfm2Moe.layer", "index < config", "index <= config", "lfm2_moe"
     ),
     "qwen3_5_moe: weights not normalised": Sabotage(
         f"{FAMILIES}.qwen3_5_moe:Qwen3_5MoeText.layer", "normalize=True", "normalize=False", "qwen3_5_moe"

@@ -15,6 +15,8 @@ from ligermodels.architectures.gpt_oss import GptOss
 from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
 from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
+from ligermodels.architectures.lfm2 import Lfm2
+from ligermodels.architectures.lfm2_moe import Lfm2Moe
 from ligermodels.architectures.llama import Llama
 from ligermodels.architectures.ministral3 import Ministral3
 from ligermodels.architectures.mistral import Mistral
@@ -33,6 +35,8 @@ from ligermodels.architectures.qwen3_5 import Qwen3_5, Qwen3_5Text
 from ligermodels.architectures.qwen3_5_moe import Qwen3_5Moe, Qwen3_5MoeText
 from ligermodels.architectures.qwen3_moe import Qwen3Moe
 from ligermodels.architectures.qwen3_next import Qwen3Next
+from ligermodels.architectures.qwen3_vl import Qwen3VL
+from ligermodels.architectures.qwen3_vl_moe import Qwen3VLMoe
 from ligermodels.architectures.seed_oss import SeedOss
 from ligermodels.architectures.smollm3 import SmolLM3
 from ligermodels.layers.decoder import CausalLM
@@ -54,6 +58,8 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "granite": Granite,
     "granitemoe": GraniteMoe,
     "hunyuan_v1_dense": HunyuanDense,
+    "lfm2": Lfm2,
+    "lfm2_moe": Lfm2Moe,
     "llama": Llama,
     "ministral3": Ministral3,
     "mistral": Mistral,
@@ -74,6 +80,8 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "qwen3_5_text": Qwen3_5Text,
     "qwen3_moe": Qwen3Moe,
     "qwen3_next": Qwen3Next,
+    "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VLMoe,
     "seed_oss": SeedOss,
     "smollm3": SmolLM3,
 }

@@ -1,7 +1,10 @@
 """Qwen2.5-VL: Qwen2-VL with RMSNorms, SwiGLU and windowed attention in the tower, and times of videos in seconds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from torch import Tensor
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.qwen_vl import HUB_MROPE, VISION_TOKENS, Qwen2VLTextConfig, QwenVisionConfig
@@ -10,6 +13,7 @@ from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.multimodal import QWEN_NAMES, VisionLanguageModel
 from ligermodels.layers.vision import VisionTower
+from ligermodels.layers.vision_positions import Grid, PatchLayout, patch_layout
 
 
 @dataclass(kw_only=True)
@@ -65,8 +69,9 @@ class Qwen25VL(VisionLanguageModel):
         windowed = set(layers) - set(config.fullatt_block_indexes)
         return VisionTower(config, [block() for _ in layers], windowed=windowed)
 
-    def window_side(self, vision: Any) -> int:
-        return vision.window_size // vision.spatial_merge_size // vision.patch_size
+    def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
+        vision, side = self.config.vision, self.config.vision.spatial_merge_size
+        return patch_layout(grids, side, vision.window_size // side // vision.patch_size)
 
     def frame_interval(self, seconds: float) -> float:
         return self.config.vision.tokens_per_second * seconds

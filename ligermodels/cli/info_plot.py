@@ -8,7 +8,7 @@ from ligermodels.errors import InputError
 from ligermodels.pictures import BLUE, GREEN, GREY, INK, OCHRE, ORANGE, PINK, PLOT_STYLE, PURPLE, TEAL
 from ligermodels.units import memory_size
 
-COLOURS = {
+PART_COLOURS = {
     "weights": BLUE, "optimizer states": TEAL, "gradients": PURPLE, "activations": ORANGE, "loss": GREEN,
     "block": OCHRE, "cache": PINK, "prompt": GREY,
 }  # fmt: skip
@@ -33,7 +33,7 @@ def draw_memory(peaks: Mapping[str, Mapping[str, int]], picture: Path, title: st
         for row, parts in enumerate(peaks.values()):
             begin = 0
             for name, size in parts.items():
-                axes.barh(row, size, left=begin, height=0.6, color=COLOURS[name], edgecolor="white", linewidth=1)
+                axes.barh(row, size, left=begin, height=0.6, color=PART_COLOURS[name], edgecolor="white", linewidth=1)
                 if size > MIN_LABEL * longest:
                     axes.text(begin + size / 2, row, memory_size(size), ha="center", va="center", color="white")
                 begin += size
@@ -54,10 +54,10 @@ def draw_memory(peaks: Mapping[str, Mapping[str, int]], picture: Path, title: st
 
 def used_parts(bars: Sequence[Mapping[str, int]]) -> list[str]:
     """The parts that a bar has, in the order of their colours."""
-    return [name for name in COLOURS if any(parts.get(name) for parts in bars)]
+    return [name for name in PART_COLOURS if any(parts.get(name) for parts in bars)]
 
 
 def legend(names: Sequence[str]) -> list:
     from matplotlib.patches import Patch
 
-    return [Patch(color=COLOURS[name], label=name) for name in names]
+    return [Patch(color=PART_COLOURS[name], label=name) for name in names]

@@ -12,8 +12,9 @@ from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
 from ligermodels.cli.listing import architecture_list
 from ligermodels.errors import InputError
 from ligermodels.training import plan, train
-from ligermodels.training.config import FIELDS, TrainConfig, choices_of, help_text, parsed_item, type_of
+from ligermodels.training.config import FIELDS, TrainConfig, help_text, type_of
 from ligermodels.training.runs.settings import config_from_file, config_of_run
+from ligermodels.training.setting_values import choices_of, parsed_item
 
 EXAMPLES = """\
 examples:
@@ -72,7 +73,7 @@ def names_of(choices: Sequence[str]) -> str:
 def reader_of(field: Field) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
-            return parsed_item(field, text)
+            return parsed_item(field, type_of(field.name)[0], text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -1,6 +1,6 @@
 """Models that mix attention with layers whose memory is a state. Must not know any architecture."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -9,7 +9,7 @@ from ligermodels.configs.fields import check_choice
 from ligermodels.configs.rope import FULL_ATTENTION, object_or_empty
 from ligermodels.errors import ConfigError
 
-LINEAR_ATTENTION = "linear_attention"  # a layer type
+LINEAR_ATTENTION, CONV = "linear_attention", "conv"  # layer types
 # Heads of the smallest presets.
 SMALL_HEADS = {
     "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
@@ -85,3 +85,55 @@ class TextPartConfig(Config):
         config = super().from_dict(text | outer)
         config.raw = dict(raw)
         return config
+
+
+@dataclass(kw_only=True)
+class ShortConvConfig(Config):
+    """Gated short convolutions in most layers, attention with QK-norm in the others, under LFM2's names of fields."""
+
+    vocab_size: int = 65536
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 128000
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    conv_L_cache: int = 3
+    conv_bias: bool = False
+    layer_types: tuple[str, ...] | None = None
+
+    default_rope_theta = 1_000_000.0
+    names: ClassVar[Mapping[str, str]] = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """The family's own names take precedence, as in the reference."""
+        config = super().from_dict({**raw, **{ours: raw[name] for name, ours in cls.names.items() if name in raw}})
+        config.raw = dict(raw)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """As that of every family; the family's own names have the present values, too."""
+        return super().to_dict() | {name: getattr(self, ours) for name, ours in self.names.items() if name in self.raw}
+
+    def untied(self) -> Self:
+        config = super().untied()
+        if "tie_embedding" in config.raw:
+            config.raw = dict(config.raw) | {"tie_embedding": False}
+        return config
+
+    def is_conv(self, layer: int) -> bool:
+        """Whether this layer has a convolution; without layer_types none has."""
+        return self.layer_types is not None and self.layer_types[layer] == CONV
+
+    def validate(self) -> None:
+        super().validate()
+        self.check_one_per_layer("layer_types")
+        for kind in self.layer_types or ():
+            check_choice("layer_types", kind, [FULL_ATTENTION, CONV])
+        check_choice("hidden_act", self.hidden_act, ["silu"])
+        check_choice("conv_L_cache", self.conv_L_cache, CONV_TAPS)
+
+
+def conv_layers(count: int, attention: Collection[int]) -> tuple[str, ...]:
+    """layer_types with attention in these layers, and convolutions in the others."""
+    return tuple(FULL_ATTENTION if layer in attention else CONV for layer in range(count))

@@ -11,33 +11,45 @@ from torch import Tensor
 
 
 class ImageFeatures(NamedTuple):
-    """values [N, H]: the features. places: int64 [N], of their tokens in the flattened batch, each once."""
+    """values [N, H]: the features. places: int64 [N], of their tokens in the flattened batch, each once.
+
+    deepstack: further features [N, H], the first of which are added behind the first block, and so on.
+    """
 
     values: Tensor
     places: Tensor
+    deepstack: tuple[Tensor, ...] = ()
 
     def insert(self, embeddings: Tensor) -> Tensor:
         """Embeddings [B, T, H] with the features at their places. The host does not wait for the device."""
         values = self.values.to(embeddings.dtype)
         return embeddings.flatten(0, 1).index_copy(0, self.places, values).unflatten(0, embeddings.shape[:2])
 
+    def add(self, block: int, hidden: Tensor) -> Tensor:
+        """The output [B, T, H] of a block, by its number, plus the features that are added behind it."""
+        values = self.deepstack[block].to(hidden.dtype)
+        return hidden.flatten(0, 1).index_add(0, self.places, values).unflatten(0, hidden.shape[:2])
+
 
 class PromptImages(NamedTuple):
     """The images of one prompt of T tokens.
 
-    features [N, H], on the model's device. places: int64 [N], of their tokens in the prompt, ascending, and rope_ids:
-    int64 [3, T], both on the CPU. rope_offset: what positions behind the prompt are ahead of the number of tokens.
+    features [N, H] and deepstack, see `ImageFeatures`, on the model's device. places: int64 [N], of their tokens in the
+    prompt, ascending, and rope_ids: int64 [3, T], both on the CPU. rope_offset: what positions behind the prompt are
+    ahead of the number of tokens.
     """
 
     features: Tensor
     places: Tensor
     rope_ids: Tensor
     rope_offset: int
+    deepstack: tuple[Tensor, ...] = ()
 
 
-def no_features(values: Tensor) -> ImageFeatures:
-    """Features for no token, which depend on `values` [N, H] all the same: their gradients are then zeros."""
-    return ImageFeatures(values[:0], torch.empty(0, dtype=torch.int64, device=values.device))
+def no_features(features: ImageFeatures) -> ImageFeatures:
+    """The same for no token, which depends on the features all the same: their gradients are then zeros."""
+    places = torch.empty(0, dtype=torch.int64, device=features.values.device)
+    return ImageFeatures(features.values[:0], places, tuple(values[:0] for values in features.deepstack))
 
 
 def features_of_pieces(
@@ -47,14 +59,16 @@ def features_of_pieces(
 
     images: of each piece's prompt. spans: the first and the last place of each piece in its prompt.
     """
-    values, places, begin = [], [], 0
+    values, places, deepstack, begin = [], [], [], 0
     for prompt, (start, stop) in zip(images, spans, strict=True):
         if prompt is not None:
             first, last = torch.searchsorted(prompt.places, torch.tensor([start, stop])).tolist()
             values.append(prompt.features[first:last])
+            deepstack.append([features[first:last] for features in prompt.deepstack])
             places.append(prompt.places[first:last] - start + begin)
         begin += stop - start
-    return ImageFeatures(torch.cat(values), torch.cat(places).to(device))
+    added = tuple(torch.cat(features) for features in zip(*deepstack, strict=True))
+    return ImageFeatures(torch.cat(values), torch.cat(places).to(device), added)
 
 
 def rope_of_pieces(images: Sequence[PromptImages | None], spans: Sequence[tuple[int, int]]) -> Tensor:

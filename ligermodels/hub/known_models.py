@@ -23,10 +23,11 @@ NAMES_BY_OWNER = {
         SmolLM-135M SmolLM-135M-Instruct SmolLM-360M SmolLM-360M-Instruct SmolLM-1.7B SmolLM-1.7B-Instruct
         SmolLM2-135M SmolLM2-135M-Instruct SmolLM2-360M SmolLM2-360M-Instruct SmolLM2-1.7B SmolLM2-1.7B-Instruct
         SmolLM3-3B SmolLM3-3B-Base""",
+    "LiquidAI": "LFM2-350M LFM2-700M LFM2-1.2B LFM2-2.6B LFM2-8B-A1B",
     "deepseek-ai": """
         DeepSeek-R1-Distill-Llama-8B DeepSeek-R1-Distill-Llama-70B
         DeepSeek-R1-Distill-Qwen-1.5B DeepSeek-R1-Distill-Qwen-7B DeepSeek-R1-Distill-Qwen-14B
-        DeepSeek-R1-Distill-Qwen-32B""",
+        DeepSeek-R1-Distill-Qwen-32B DeepSeek-R1 DeepSeek-V3 DeepSeek-V3.1""",
     "mistralai": """
         Mistral-7B-v0.1 Mistral-7B-v0.3 Mistral-7B-Instruct-v0.1 Mistral-7B-Instruct-v0.2 Mistral-7B-Instruct-v0.3
         Mistral-Nemo-Base-2407 Mistral-Nemo-Instruct-2407 Mistral-Small-Instruct-2409
@@ -84,7 +85,7 @@ NAMES_BY_OWNER = {
     "LGAI-EXAONE": "EXAONE-4.0-1.2B EXAONE-4.0-32B",
     "openai": "gpt-oss-20b gpt-oss-120b",
     "tencent": "Hunyuan-1.8B-Instruct Hunyuan-7B-Instruct",
-    "zai-org": "GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7",
+    "zai-org": "GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7 GLM-4.7-Flash",
     "baidu": "ERNIE-4.5-0.3B-PT ERNIE-4.5-0.3B-Base-PT",
     "THUDM": """
         glm-4-9b-hf glm-4-9b-chat-hf glm-4-9b-chat-1m-hf

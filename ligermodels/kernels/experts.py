@@ -59,12 +59,20 @@ def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tenso
 
 
 def route_by_sigmoid(
-    logits: Tensor, bias: Tensor, k: int, *, groups: int, top_groups: int, normalize: bool, scale: float
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    *,
+    groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+    eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Top-k routing within groups: router logits [T, E] fp32 -> (weights [T, k] fp32, expert indices [T, k] int64).
 
     scores = sigmoid(logits); scores + bias [E] choose: the top_groups of the groups of experts by the sum of their two
-    best, then the k best experts in these. The weights are the scores, divided by their sum if `normalize`, times
+    best, then the k best experts in these. The weights are the scores, divided by their sum + eps if `normalize`, times
     `scale`. Neither the choice nor the bias gets a gradient. Plain PyTorch on every device.
     Source: DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437.
     """
@@ -79,7 +87,7 @@ def route_by_sigmoid(
         index = choice.topk(k).indices
     weight = scores.gather(-1, index)
     if normalize:
-        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+        weight = weight / (weight.sum(-1, keepdim=True) + eps)
     return weight * scale, index
 
 

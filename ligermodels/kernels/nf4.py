@@ -36,7 +36,7 @@ NF4_VALUES = (
 )  # fmt: skip
 LEAST_SCALE = 1e-38  # in divisions: a block of zeros stays one
 ALIGNMENT = 16  # bytes; of each section
-PROGRAM_BLOCKS = 64  # of one program
+PROGRAM_BLOCKS, ENCODED_BLOCKS = 64, 16  # of one program
 CHUNK_ELEMENTS = 2**20  # that the reference quantises at a time: it needs many bytes for each
 SMALLEST_EXPONENT, FRACTION_BITS = -6, 7  # of the dynamic float: its smallest power of ten; bits beside the sign
 # In the kernels: where the sections of every weight begin, and the scales of a group.
@@ -307,8 +307,8 @@ def _launch_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     codes, absmax = _fake_encode(weight)
     blocks = absmax.numel()
     if blocks:
-        launch = _encode_kernel.bind(BLOCKS=PROGRAM_BLOCKS, BLOCK=NF4_BLOCK, enable_fp_fusion=False)
-        launch(cdiv(blocks, PROGRAM_BLOCKS), weight.contiguous(), codes, absmax, blocks)
+        launch = _encode_kernel.bind(BLOCKS=ENCODED_BLOCKS, BLOCK=NF4_BLOCK, enable_fp_fusion=False)
+        launch(cdiv(blocks, ENCODED_BLOCKS), weight.contiguous(), codes, absmax, blocks)
     return codes, absmax
 
 

@@ -140,7 +140,7 @@ class GatedQKNormAttention(QKNormAttention):
         size = 2 * self.num_heads * self.head_dim
         queries, keys_and_values = qkv[..., :size], qkv[..., size:]
         q, gate = queries.unflatten(-1, (self.num_heads, 2, self.head_dim)).unbind(-2)  # [B, T, Hq, D]
-        out = super().attend(torch.cat([q.flatten(2), keys_and_values], -1), positions, cache)
+        out = QKNormAttention.attend(self, torch.cat([q.flatten(2), keys_and_values], -1), positions, cache)
         return out * torch.sigmoid(gate.flatten(2))
 
 

@@ -142,6 +142,8 @@ class Decoder(nn.Module):
             x, residual, router_logits = layer(x, residual, positions, None if cache is None else cache.layers[index])
             if router_logits is not None:
                 routers.append(router_logits)
+            if features is not None and index < len(features.deepstack):
+                x, residual = features.add(index, x + residual), None
         if cache is not None:
             cache.advance(x.shape[1] if padding is None else x.shape[1] - padding)
         hidden, _ = add_then_norm(self.norm, x, residual)

@@ -34,7 +34,7 @@ from ligermodels.weights.mapping import Piece, Rule, full_box, pieces_of, plan_p
 from ligermodels.weights.module import named_weights
 
 BLOCKS = "model.layers"
-TOWER_BLOCKS = "visual.blocks"  # of a model with images
+VISION_BLOCKS = "visual.blocks"  # of a model with images
 EXPERTS = "experts"
 VISION = "vision"
 
@@ -195,7 +195,7 @@ def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Pa
 
 def block_modules(model: CausalLM) -> Iterator[tuple[str, nn.Module]]:
     """The modules inside the blocks of the text model, then of a vision tower, by name."""
-    for prefix in (BLOCKS, TOWER_BLOCKS) if isinstance(model, VisionLanguageModel) else (BLOCKS,):
+    for prefix in (BLOCKS, VISION_BLOCKS) if isinstance(model, VisionLanguageModel) else (BLOCKS,):
         yield from model.get_submodule(prefix).named_modules(prefix=prefix)
 
 
@@ -242,7 +242,7 @@ def output_order(piece: Piece) -> tuple[Shape, tuple[int, ...]]:
 def select_columns(model: CausalLM, targets: str | Sequence[str]) -> dict[str, Columns]:
     """For each module that `targets` select, the selected columns of its output. Raises InputError."""
     stacked, available = expert_projections(model), linear_projections(model, tuple(model.weight_rules()))
-    tower = {name for linear, p in available.items() if linear.startswith(TOWER_BLOCKS) for name in p.columns}
+    tower = {name for linear, p in available.items() if linear.startswith(VISION_BLOCKS) for name in p.columns}
     text = {name for packed in available.values() for name in packed.columns} - tower
     wanted = [targets] if isinstance(targets, str) else list(targets)
     for keyword, part in ((EXPERTS, stacked), (VISION, tower)):

@@ -114,15 +114,17 @@ class SigmoidRouter(Router):
 
     e_score_correction_bias [E]: fp32 in a model of any dtype, because a rounded one would choose other experts; a
     buffer, because no gradient trains it.
-    groups, top_groups, scale: as those of `route_by_sigmoid`.
+    groups, top_groups, scale, eps: as those of `route_by_sigmoid`.
     """
 
     e_score_correction_bias: Tensor
     stored_buffers: ClassVar = {"e_score_correction_bias": 0.0}
 
-    def __init__(self, config: Config, num_experts: int, *, groups: int, top_groups: int, scale: float) -> None:
+    def __init__(
+        self, config: Config, num_experts: int, *, groups: int, top_groups: int, scale: float, eps: float = 1e-20
+    ) -> None:
         super().__init__(config, num_experts)
-        self.groups, self.top_groups, self.scale = groups, top_groups, scale
+        self.groups, self.top_groups, self.scale, self.eps = groups, top_groups, scale, eps
         self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32))
 
     def _apply(self, fn, recurse=True):
@@ -141,7 +143,7 @@ class SigmoidRouter(Router):
     def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
         return route_by_sigmoid(
             logits, self.e_score_correction_bias, k, groups=self.groups, top_groups=self.top_groups,
-            normalize=normalize, scale=self.scale,
+            normalize=normalize, scale=self.scale, eps=self.eps,
         )  # fmt: skip
 
 

@@ -69,6 +69,7 @@ class VisionLanguageModel(CausalLM):
     config: Any
     takes_images = True
     image_processor_type: ClassVar = "Qwen2VLImageProcessor"  # of the Hub's files
+    splits_videos: ClassVar[bool] = False  # whether text stands between the frames of a video
     hub_text: ClassVar[str] = "model"  # the Hub's name of the text model
     hub_names: ClassVar[Mapping[str, str | tuple[str, ...]]]  # of tower and projector: ours -> the Hub's, or its parts
 
@@ -78,19 +79,26 @@ class VisionLanguageModel(CausalLM):
         vision.check_features(config.hidden_size)
         self.visual = self.tower(vision)
         self.projector = PatchMerger(vision, config.hidden_size)
+        tapped = len(self.visual.tapped)
+        self.deepstack = nn.ModuleList(
+            PatchMerger(vision, config.hidden_size, norm_squares=True) for _ in range(tapped)
+        )
         name_parts(self, self.weight_rules())
 
     def weight_rules(self) -> tuple[Rule, ...]:
-        return self.rules(self.hub_text, "")
+        return self.rules(self.hub_text, "", self.text_rules())
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """The names that transformers 5 has in memory."""
-        return (self.rules("model.language_model", "model."),)
+        return (self.rules("model.language_model", "model.", self.text_rules()),)
 
-    def rules(self, text: str, outer: str) -> tuple[Rule, ...]:
-        """The rules of the layout that has the text model at `text`, and `outer` before the names of the image side."""
+    def rules(self, text: str, outer: str, text_rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        """The rules of the layout that has the text model at `text`, and `outer` before the names of the image side.
+
+        text_rules: of the text model, under its names here.
+        """
         return (
-            Rename(text, "model", self.text_rules()),
+            Rename(text, "model", text_rules),
             *(
                 Rename(outer + hub, ours) if isinstance(hub, str) else Concat(ours, tuple(outer + part for part in hub))
                 for ours, hub in self.hub_names.items()
@@ -98,7 +106,7 @@ class VisionLanguageModel(CausalLM):
         )
 
     def text_rules(self) -> tuple[Rule, ...]:
-        """Those of the text model, under its names here."""
+        """Those of the text model in the Hub's layout, under its names here."""
         return packed_projections(self.config)
 
     @abstractmethod
@@ -117,6 +125,7 @@ class VisionLanguageModel(CausalLM):
     def parts(self) -> dict[str, list[nn.Parameter]]:
         """The parameters of each of MODEL_PARTS."""
         vision, projector = list(self.visual.parameters()), list(self.projector.parameters())
+        projector += self.deepstack.parameters()
         images = {id(parameter) for parameter in (*vision, *projector)}
         text = [parameter for parameter in self.parameters() if id(parameter) not in images]
         return dict(zip(MODEL_PARTS, (vision, projector, text), strict=True))
@@ -185,34 +194,38 @@ class VisionLanguageModel(CausalLM):
     def encode_images(self, images: Images) -> ImageFeatures:
         """Runs the tower and the projector. A tower of which nothing is trained keeps nothing for backward."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained(self.visual)):
-            x, residual = self.visual(images.pixels, images.layout)
-        return ImageFeatures(self.projector(x, residual), images.places)
+            x, residual, tapped = self.visual(images.pixels, images.layout)
+        deepstack = [merger(states, None) for merger, states in zip(self.deepstack, tapped, strict=True)]
+        return ImageFeatures(self.projector(x, residual), images.places, tuple(deepstack))
 
     def encode_prompt(self, images: Images) -> PromptImages:
         """The features of one prompt's images, for generation. images: of the ids [1, T]."""
         order = images.places.argsort()
-        features = self.encode_images(images.to(self.device)).values[order.to(self.device)]
-        return PromptImages(features, images.places[order], images.rope_ids[:, 0], int(images.rope_offsets))
+        features, there = self.encode_images(images.to(self.device)), order.to(self.device)
+        return PromptImages(
+            features.values[there], images.places[order], images.rope_ids[:, 0], int(images.rope_offsets),
+            tuple(values[there] for values in features.deepstack),
+        )  # fmt: skip
 
-    def encode_grey_image(self) -> Tensor:
-        """Features [1, D] of a smallest image.
+    def encode_grey_image(self) -> ImageFeatures:
+        """The features of a smallest image.
 
         Where the model is sharded, ranks without images run it too: all ranks gather weights and reduce gradients.
         """
         vision = self.config.vision
         side, device = vision.spatial_merge_size, self.device
-        layout, _ = patch_layout([Grid(1, side, side)], side, self.window_side(vision))
+        layout, _ = self.patch_layout([Grid(1, side, side)])
         pixels = torch.zeros(side * side, vision.pixels_per_patch, device=device)
         layout = tree_map_only(Tensor, lambda x: x.to(device), layout)
-        return self.encode_images(Images(pixels, layout, *(pixels.new_empty(0) for _ in range(3)))).values
+        return self.encode_images(Images(pixels, layout, *(pixels.new_empty(0) for _ in range(3))))
+
+    def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
+        """The layout of the patches of images with these grids, and the order of their squares in it."""
+        return patch_layout(grids, self.config.vision.spatial_merge_size)
 
     def frame_interval(self, seconds: float) -> float:
         """What time advances from one frame of a video to the next, in positions. seconds: between them."""
         return 1.0
-
-    def window_side(self, vision: Any) -> int | None:
-        """The side of the tower's windows, in features; None without windows."""
-        return None
 
     @torch.no_grad()
     def generate(
@@ -258,11 +271,14 @@ class VisionLanguageModel(CausalLM):
         side = vision.spatial_merge_size
         grids = [TokenGrid(self.config.image_token_id, grid.merged(side)) for grid in pictures]
         for grid, second in zip(videos, seconds, strict=True):
-            grids.append(TokenGrid(self.config.video_token_id, grid.merged(side), self.frame_interval(second)))
+            if self.splits_videos:
+                grids += [TokenGrid(self.config.video_token_id, Grid(1, *grid[1:]).merged(side))] * grid.t
+            else:
+                grids.append(TokenGrid(self.config.video_token_id, grid.merged(side), self.frame_interval(second)))
         placed = place_images(documents_of(ids, attention_mask, position_ids, cu_seqlens), grids)
         given = [x for x in (pixel_values, pixel_values_videos) if x is not None]
         pixels = given[0] if len(given) == 1 else torch.cat(given)
-        layout, order = patch_layout([*pictures, *videos], side, self.window_side(vision))
+        layout, order = self.patch_layout([*pictures, *videos])
         if order is not None:
             squares = pixels.view(-1, vision.patches_per_feature * vision.pixels_per_patch)
             pixels, placed = squares[order.to(pixels.device)].view_as(pixels), placed.reordered(order)

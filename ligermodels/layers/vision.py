@@ -5,6 +5,7 @@ family, nor where features go in a text.
 """
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.configs.vision import VisionConfig
+from ligermodels.kernels.dispatch import widen
 from ligermodels.layers.block import Block
 from ligermodels.layers.fused import activation_then_linear, add_then_norm, apply_linear
 from ligermodels.layers.mixer import Positions
-from ligermodels.layers.norm import hidden_norm
+from ligermodels.layers.norm import LayerNorm, hidden_norm
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.layers.vision_positions import PatchLayout
 
@@ -36,25 +38,42 @@ class PatchEmbedding(nn.Module):
         return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1), self.bias)[None]
 
 
+class TowerOutput(NamedTuple):
+    """The pair (x, residual) behind the last block, [1, P, E] each; the hidden states behind the tapped blocks."""
+
+    x: Tensor
+    residual: Tensor | None
+    tapped: list[Tensor]
+
+
 class VisionTower(nn.Module):
     """Patch embedding and blocks.
 
     windowed: the indices of the blocks whose attention is within windows; the others attend within frames.
+    table: the number of positions of a learned square table, which is added to the patches; 0 for none.
+    tapped: the indices of the blocks whose hidden states are returned too.
     """
 
     def __init__(
-        self, config: VisionConfig, blocks: Sequence[Block], *, patch_bias: bool = False, windowed: Collection[int] = ()
-    ) -> None:
+        self, config: VisionConfig, blocks: Sequence[Block], *, patch_bias: bool = False,
+        windowed: Collection[int] = (), table: int = 0, tapped: Collection[int] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
         self.patch_embed = PatchEmbedding(config, patch_bias)
+        self.pos_embed = nn.Embedding(table, config.hidden_size) if table else None
         self.blocks = nn.ModuleList(blocks)
         self.rotary_emb = rotary_embedding(config.ropes[FULL_ATTENTION], config.head_dim, 1)
         self.patches_per_feature = config.patches_per_feature
-        self.windowed = frozenset(windowed)
+        self.windowed, self.tapped = frozenset(windowed), frozenset(tapped)
 
-    def forward(self, pixels: Tensor, layout: PatchLayout) -> tuple[Tensor, Tensor | None]:
-        """Patches [P, channels frames p p] -> the pair (x, residual) behind the last block, [1, P, E] each."""
-        x, residual = self.patch_embed(pixels), None
+    def forward(self, pixels: Tensor, layout: PatchLayout) -> TowerOutput:
+        """Patches [P, channels frames p p]; see `TowerOutput`."""
+        x, residual, tapped = self.patch_embed(pixels), None, []
+        if self.pos_embed is not None and layout.table is not None:
+            entries, weights = layout.table  # interpolated in fp32, rounded once
+            table = widen(self.pos_embed.weight)
+            weights = weights.to(table.dtype)
+            x = x + F.embedding_bag(entries, table, per_sample_weights=weights, mode="sum").to(x.dtype)
         angles = {FULL_ATTENTION: self.rotary_emb(layout.positions[:, None])}
         frames, windows = (
             None if spans is None else Positions(layout.positions, angles, *spans, causal=False)
@@ -62,23 +81,29 @@ class VisionTower(nn.Module):
         )
         for index, block in enumerate(self.blocks):
             x, residual, _ = block(x, residual, windows if index in self.windowed else frames)
-        return x, residual
+            if index in self.tapped:
+                tapped.append(x + residual)
+        return TowerOutput(x, residual, tapped)
 
 
 class PatchMerger(nn.Module):
     """fc2(gelu(fc1(squares of normed patches))): one feature of the text model for the patches of a square.
 
-    hidden_size: of the text model, D. fc1 [m² E, m² E], fc2 [D, m² E].
+    hidden_size: of the text model, D. fc1 [m² E, m² E], fc2 [D, m² E]. norm_squares: the norm is over the patches of a
+    square together, not over each.
     """
 
-    def __init__(self, config: VisionConfig, hidden_size: int) -> None:
+    def __init__(self, config: VisionConfig, hidden_size: int, *, norm_squares: bool = False) -> None:
         super().__init__()
         self.width = config.patches_per_feature * config.hidden_size
-        self.norm = hidden_norm(config)
+        self.norm_squares = norm_squares
+        self.norm = LayerNorm(self.width, config.norm_eps, bias=True) if norm_squares else hidden_norm(config)
         self.fc1 = nn.Linear(self.width, self.width)
         self.fc2 = nn.Linear(self.width, hidden_size)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The tower's output, [1, P, E] each -> features [N, D]."""
+        if self.norm_squares:
+            x = x.view(-1, self.width)
         normed, _ = add_then_norm(self.norm, x, residual)
         return activation_then_linear(apply_linear(self.fc1, normed.view(-1, self.width)), "gelu", self.fc2, fused=True)

@@ -42,28 +42,41 @@ class PatchLayout(NamedTuple):
 
     positions: int64 [2, P], row and column of each patch, in the order of the blocks.
     frames: the spans of full attention. windows: those of windowed attention, None without.
+    table: of a learned table of positions, the entries that each patch reads; None without.
     """
 
     positions: Tensor
     frames: Spans
     windows: Spans | None = None
+    table: "TableReads | None" = None
+
+
+class TableReads(NamedTuple):
+    """Entries of a table of positions, int64 [P, 4], and their weights, fp32 [P, 4]: bilinear interpolation."""
+
+    entries: Tensor
+    weights: Tensor
 
 
 def make_spans(lengths: Sequence[int]) -> Spans:
     return Spans(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths, default=0))
 
 
-def patch_layout(grids: Iterable[Grid], side: int, window: int | None = None) -> tuple[PatchLayout, Tensor | None]:
+def patch_layout(
+    grids: Iterable[Grid], side: int, window: int | None = None, table: int | None = None
+) -> tuple[PatchLayout, Tensor | None]:
     """The layout of the patches of images and videos with these grids; the order of their squares in it, int64 [N].
 
     The order is None if it is that of the images. side: of a square, in patches. window: the side of the windows of
-    windowed attention, in squares; None for none.
+    windowed attention, in squares; None for none. table: the side of a square table of learned positions; None for
+    none.
     """
     grids = list(grids)
     positions = torch.cat([patch_positions(grid, side) for grid in grids], 1)
     frames = make_spans([grid.h * grid.w for grid in grids for _ in range(grid.t)])
     if window is None:
-        return PatchLayout(positions, frames), None
+        reads = None if table is None else table_reads(positions, grids, table)
+        return PatchLayout(positions, frames, table=reads), None
     first, orders, lengths = 0, [], []
     for grid in grids:
         merged = grid.merged(side)
@@ -81,6 +94,18 @@ def patch_positions(grid: Grid, side: int) -> Tensor:
     place = torch.stack(torch.meshgrid(torch.arange(grid.h), torch.arange(grid.w), indexing="ij"))  # [2, h, w]
     squares = place.view(2, grid.h // side, side, grid.w // side, side).transpose(2, 3)
     return squares.flatten(1).repeat(1, grid.t)
+
+
+def table_reads(positions: Tensor, grids: Iterable[Grid], side: int) -> TableReads:
+    """How patches at these rows and columns [2, P] read a table of side × side positions that is stretched over each
+    image, its corners on the image's corners."""
+    sizes = torch.tensor([[grid.h, grid.w] for grid in grids for _ in range(grid.patches)]).T
+    place = positions.float() * (side - 1) / (sizes - 1).clamp(min=1)  # [2, P]
+    below, offsets = place.floor(), torch.arange(2)
+    taps = (below.long()[..., None] + offsets).clamp(max=side - 1)  # [2, P, 2]
+    weights = (1 - (place[..., None] - below[..., None] - offsets).abs()).clamp(min=0)
+    entries = taps[0][:, :, None] * side + taps[1][:, None]
+    return TableReads(entries.flatten(1), (weights[0][:, :, None] * weights[1][:, None]).flatten(1))
 
 
 def window_order(grid: Grid, window: int) -> tuple[Tensor, list[int]]:

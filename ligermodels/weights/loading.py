@@ -204,17 +204,23 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
 def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule, ...], list[Piece]]:
     """The rules and pieces of the first of the model's layouts for which the checkpoint has all tensors.
 
-    If no layout is complete, those of the Hub's own layout.
+    Of layouts that differ in shapes alone, it is the first that fits. If no layout is complete, those of the Hub's own.
     """
     loaded = model.stored_tensors().items()
     shapes = {name: tensor.shape for name, tensor in loaded if name not in model.new_parameters}
     limit = len(checkpoint.tensors) + EXTRA_PIECES  # a plan of this length is incomplete anyway
+    stored = checkpoint.tensors
     tried: list[tuple[tuple[Rule, ...], list[Piece]]] = []
+    complete: list[tuple[tuple[Rule, ...], list[Piece]]] = []
     for rules in (model.weight_rules(), *model.other_weight_rules(), *model.quantised_weight_rules()):
         pieces = plan_pieces(shapes, rules, at_most=limit)
-        if all(piece.tensor in checkpoint.tensors for piece in pieces):
-            return rules, pieces
+        if all(piece.tensor in stored for piece in pieces):
+            if all(stored[piece.tensor].shape == piece.shape for piece in pieces):
+                return rules, pieces
+            complete.append((rules, pieces))
         tried.append((rules, pieces))
+    if complete:
+        return complete[0]
     if len(tried[0][1]) == limit:
         raise CheckpointError(
             f"{checkpoint.folder}: its config.json describes at least {limit} tensors, its files hold "

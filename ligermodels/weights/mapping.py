@@ -286,6 +286,25 @@ def packed_delta_projections(config: GatedDeltaConfig) -> tuple[Rule, ...]:
     return packed_qkv(config, query_parts=2), linear, packed_gate_up()
 
 
+def packed_short_conv_layers(config: Config) -> tuple[Rule, ...]:
+    """The rules of layers under LFM2's names, and of the final norm."""
+    layer, mlp = "model.layers.{}.", "model.layers.{}.feed_forward."
+    renamed = {
+        "operator_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
+        "feed_forward.w2": "mlp.down_proj",
+    }
+    return (
+        packed_qkv(config),
+        Concat(layer + "mlp.gate_up_proj", (mlp + "w1", mlp + "w3")),
+        *(Rename(layer + hub, layer + ours) for hub, ours in renamed.items()),
+        Rename("model.embedding_norm", "model.norm"),
+    )
+
+
 def packed_latents(config: LatentAttentionConfig) -> Concat:
     """self_attn.qkv_a_proj is the concatenation of the Hub's q_a_proj, or q_proj, and kv_a_proj_with_mqa."""
     layer, q = "model.layers.{}.self_attn.", "q_proj" if config.q_lora_rank is None else "q_a_proj"

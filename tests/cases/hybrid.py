@@ -1,8 +1,8 @@
 """Families with layers whose memory is a state beside attention. Heads of the delta rule differ in number and size."""
 
-from tests.cases.base import FULL, TINY, Raw, family
+from tests.cases.base import FULL, TINY, YARN, Raw, family
 
-LINEAR = "linear_attention"
+LINEAR, CONV = "linear_attention", "conv"
 ROPE: Raw = {
     "rope_type": "default",
     "rope_theta": 500.0,
@@ -73,6 +73,27 @@ def wrapped(text: Raw, kind: str, name: str) -> Raw:
 
 QWEN3_5 = wrapped(QWEN3_5_TEXT, "qwen3_5", "Qwen3_5ForConditionalGeneration")
 QWEN3_5_MOE = wrapped(QWEN3_5_MOE_TEXT, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
+LFM2 = {key: value for key, value in TINY.items() if key not in ("rms_norm_eps", "intermediate_size")} | {
+    "model_type": "lfm2",
+    "architectures": ["Lfm2ForCausalLM"],
+    "norm_eps": 1e-2,
+    "block_ff_dim": 80,
+    "block_multiple_of": 12,
+    "full_attn_idxs": [1],
+    "pad_token_id": 4,
+}
+LFM2_MOE = {key: value for key, value in TINY.items() if key != "rms_norm_eps"} | {
+    "model_type": "lfm2_moe",
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "norm_eps": 1e-2,
+    "layer_types": [CONV, FULL, CONV],
+    "num_dense_layers": 1,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+    "pad_token_id": 4,
+}
 AUX_LOSS: Raw = {"output_router_logits": True, "router_aux_loss_coef": 1.5}
 LAYER_TYPES: Raw = {"layer_types": [FULL, LINEAR, LINEAR]}
 
@@ -105,4 +126,25 @@ CASES = {
     **family(QWEN3_5, {"tied": {"tie_word_embeddings": True}}),
     **family(QWEN3_5_MOE_TEXT, {"every-expert": {"num_experts_per_tok": 7}, "aux-loss": AUX_LOSS}),
     **family(QWEN3_5_MOE, {"tied": {"tie_word_embeddings": True}}),
+    **family(
+        LFM2,
+        {
+            "layer-types": {"layer_types": [CONV, CONV, FULL]},
+            "unadjusted": {"block_auto_adjust_ff_dim": False},
+            "multiplier": {"block_ffn_dim_multiplier": 1.3},
+            "four-taps": {"conv_L_cache": 4},
+            "conv-bias": {"conv_bias": True},
+            "rope-yarn": {"rope_scaling": YARN},
+            "tied": {"tie_embedding": True},
+        },
+    ),
+    **family(
+        LFM2_MOE,
+        {
+            "every-expert": {"num_experts_per_tok": 7},
+            "norm-topk-off": {"norm_topk_prob": False},
+            "conv-bias": {"conv_bias": True},
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
 }

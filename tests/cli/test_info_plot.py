@@ -6,13 +6,13 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from ligermodels.cli import info_plot, main
-from ligermodels.cli.info_plot import COLOURS, draw_memory
+from ligermodels.cli.info_plot import PART_COLOURS, draw_memory
 
 
 def widths(picture):
     """Of the first row of bars, the pixels of each colour in one line."""
     pixels = imread(picture)[..., :3]
-    found = {name: numpy.abs(pixels - to_rgb(colour)).max(-1) < 0.02 for name, colour in COLOURS.items()}
+    found = {name: numpy.abs(pixels - to_rgb(colour)).max(-1) < 0.02 for name, colour in PART_COLOURS.items()}
     line = int(numpy.argmax(found["weights"].sum(1) > 0)) + 5
     return {name: int(mask[line].sum()) for name, mask in found.items()}
 

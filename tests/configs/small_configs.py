@@ -17,6 +17,7 @@ SIZES = {
 LATENTS = {"num_key_value_heads": 3, "q_lora_rank": 12, "kv_lora_rank": 6, "qk_rope_head_dim": 8}
 SIZES_OF = {"deepseek_v3": LATENTS, "glm4_moe_lite": LATENTS}
 VISION = {"vision_config": {"vision_use_head": False}}
+MROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 NESTED = {
     FULL_ATTENTION: {"rope_type": "default", "rope_theta": 9.0},
@@ -31,6 +32,12 @@ def raw(model_type, **fields):
     if model_type in ("qwen3_5", "qwen3_5_moe"):
         tied = {key: fields.pop(key) for key in ("tie_word_embeddings", "quantization_config") if key in fields}
         return {"model_type": model_type, "text_config": SIZES | {"model_type": f"{model_type}_text"} | fields} | tied
+    axes = {} if "rope_parameters" in fields else MROPE
+    if model_type in ("qwen2_vl", "qwen2_5_vl"):
+        return SIZES | axes | {"model_type": model_type} | VISION | fields
+    if model_type in ("qwen3_vl", "qwen3_vl_moe"):
+        outer = {key: fields.pop(key) for key in ("tie_word_embeddings",) if key in fields}
+        return {"model_type": model_type, "text_config": SIZES | axes | fields} | VISION | outer
     if model_type == "mistral3":
         return {"model_type": model_type, "text_config": SIZES | {"model_type": "ministral3"} | fields}
     return SIZES | SIZES_OF.get(model_type, {}) | {"model_type": model_type} | fields

@@ -97,6 +97,13 @@ def refusals():
             ["linear_num_key_heads", "3", "must divide"],
         )
     yield "qwen3_5", {"model_type": "qwen3_5_moe_text"}, ["text_config: model_type", "'qwen3_5_text'"]
+    for name in ("lfm2", "lfm2_moe"):
+        yield name, {"layer_types": [FULL_ATTENTION] * 7}, ["layer_types", "7", "must have one per layer", "8"]
+        yield name, {"layer_types": [SLIDING_ATTENTION] * 8}, ["layer_types", repr(SLIDING_ATTENTION), "'conv'"]
+        yield name, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]
+        yield name, {"conv_L_cache": 5}, ["conv_L_cache", "5", "must be one of 2, 3, 4"]
+    yield "lfm2_moe", {"use_expert_bias": False}, ["use_expert_bias", "False", "must be one of True"]
+    yield "lfm2_moe", {"num_experts": 3}, ["num_experts_per_tok", "4", "must be one of 1, 2, 3"]
     for name in MOE:
         experts = "num_experts" if name.startswith("qwen") else "num_local_experts"
         yield name, {experts: 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", "5", experts, "4"]

@@ -374,6 +374,22 @@ def experts_case(
     return Case(partial(route, ours), partial(route, experts_reference), leaves, [index])
 
 
+def few_rows_frozen_linear_case(batch, length, hidden, width) -> Case:
+    """The same with a weight in NF4, in the place of a leaf."""
+    case, (data, layout) = few_rows_linear_case(batch, length, hidden, width), draw_nf4(width, hidden)
+
+    def compute(function, dequantize, *tensors):
+        *leaves, bias, data = tensors
+        return function(*leaves, dequantize(data, layout.with_dtype(bias.dtype)), bias)
+
+    leaves = [*case.leaves[:4], case.leaves[5]]
+    ours, reference = (
+        partial(compute, case.ours, QuantisedWeight),
+        partial(compute, case.reference, nf4_dequantize_reference),
+    )
+    return Case(ours, reference, leaves, [data])
+
+
 def few_rows_experts_case(*size, **options) -> Case:
     case = experts_case(*size, ours=few_rows_experts, **options)
     return replace(case, ours=torch.no_grad()(case.ours), reference=torch.no_grad()(case.reference))
@@ -907,6 +923,9 @@ OPS = {
     ),
     "linears of few rows": Op(
         draw=few_rows_linear_case, small=(33, 7), real=((896, 1152), (4096, 6144), (14336, 4096)), has_gradients=False
+    ),
+    "few_rows_linear of a frozen weight": Op(
+        draw=few_rows_frozen_linear_case, small=(64, 7), real=((14336, 4096),), has_gradients=False
     ),
     "cache writes": Op(draw=cache_write_case, small=(5, 3, 20), real=HEADS, has_gradients=False),
     "decode_attention": Op(

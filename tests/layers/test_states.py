@@ -13,7 +13,7 @@ from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.reference_model import tokens
 
-NAMES = ["qwen3_5_text", "qwen3_next"]
+NAMES = ["qwen3_5_text", "qwen3_next", "lfm2-conv-bias"]
 LENGTHS = (1, 2, 3, 5, 64, 65)  # shorter than the convolution, at the border of a chunk and beyond it
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 

@@ -10,7 +10,8 @@ GRIDS = [(1, 6, 10), (1, 2, 4), (1, 8, 6)]
 VIDEO = [(2, 4, 8)]
 SECONDS = 1.5  # between frames
 
-VISION_CASES = [name for name in CASES if name.partition("-")[0] in ("qwen2_vl", "qwen2_5_vl")]
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VISION_CASES = [name for name in CASES if name.partition("-")[0] in FAMILIES]
 
 
 def tokens_of(grid: tuple[int, int, int], side: int = 2) -> int:
@@ -30,6 +31,9 @@ def row_of(raw, pattern: list, generator: torch.Generator) -> list[int]:
     for part in pattern:
         if isinstance(part, int):
             ids += torch.randint(3, 90, (part,), generator=generator).tolist()
+        elif isinstance(part, list) and raw["model_type"].startswith("qwen3"):  # text between the frames
+            frame = [raw["video_token_id"]] * tokens_of((1, *part[0][1:]))
+            ids += [token for number in range(part[0][0]) for token in (*frame, 5 + number)]
         elif isinstance(part, list):
             ids += [raw["video_token_id"]] * tokens_of(part[0])
         else:

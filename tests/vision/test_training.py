@@ -124,7 +124,7 @@ def test_lora_on_a_tower_that_is_not_there_is_refused():
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
     vision = CASES[name]["vision_config"] | {"depth": 2, "num_heads": 4, "patch_size": 4, "window_size": 64}
     wide = {"embed_dim": 256} if name == "qwen2_vl" else {"hidden_size": 256, "intermediate_size": 320}
@@ -155,7 +155,7 @@ def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
     assert with_images - without == pytest.approx(saved(**images) - saved(), rel=0.03)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_the_flops_of_a_patch_equal_torchs_count(name):
     """Of linears, forward and backward, with everything trained but the pixels."""
     model, grid = ligermodels.create(CASES[name]), Grid(1, 8, 8)

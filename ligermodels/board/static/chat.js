@@ -52,7 +52,7 @@ export function openChat(page) {
     const messages = [...talk.history, { role: "user", content: words }];
     say(talk, "user", words);
     const written = document.createTextNode(""), meta = h("span", { class: "meta" }, "waiting …");
-    const element = say(talk, "assistant", "");
+    const element = say(talk, "assistant", null);
     element.append(written, meta);
     const value = (input) => (input.value.trim() === "" ? null : Number(input.value));
     const body = { model: talk.select.value, slot: talk.slot, max_new_tokens: value(most.input), temperature: value(temperature.input) };

@@ -97,7 +97,7 @@ export function openDetail(place, { failed }) {
         row("plan", found.plan), row("folder", h("code", {}, found.folder)), row("objective", found.objective),
         row("began", time(found.began)), row("ended", time(found.ended)),
         row("checkpoints", found.checkpoints.join(", ") || "none yet"), row("exports", found.exports.join(", ")),
-        row("warnings", found.warnings.length ? h("div", {}, found.warnings.map((warning) => h("div", {}, warning.step === null ? "" : `step ${warning.step}: `, warning.text))) : null)));
+        row("warnings", found.warnings.length > 4 ? h("div", {}, found.warnings.map((warning) => h("div", {}, warning.step === null ? "" : `step ${warning.step}: `, warning.text))) : null)));
   }
 
   function settings() {

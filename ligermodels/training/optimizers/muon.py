@@ -33,6 +33,7 @@ from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts
+from ligermodels.layers.short_conv import ShortConv
 from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
 
 MOMENTUM = 0.95
@@ -147,6 +148,9 @@ def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, SplitIntoView
                 yield split_by_ratio(weight_of(projection), 1)
     elif isinstance(module, GatedDeltaNet):
         yield weight_of(module.in_proj), split_by_rows(module.projection_rows)
+        yield split_by_ratio(weight_of(module.out_proj), 1)
+    elif isinstance(module, ShortConv):
+        yield split_by_ratio(weight_of(module.in_proj), 1)
         yield split_by_ratio(weight_of(module.out_proj), 1)
     elif isinstance(module, GatedMLP):
         yield split_by_ratio(weight_of(module.gate_up_proj), 1, 1)

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
 
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
-from ligermodels.layers.vision_positions import Grid, patch_layout
+from ligermodels.layers.vision_positions import Grid
 from ligermodels.memory import decoder_blocks
 from ligermodels.weights.module import named_weights
 
@@ -102,12 +103,13 @@ def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
     """
     tower, backward = model.visual, is_trained(model.visual)
     flops = 0.0
-    for part, to_input in ((tower.patch_embed, False), (tower.blocks, backward), (model.projector, backward)):
+    mergers = nn.ModuleList([model.projector, *model.deepstack])
+    for part, to_input in ((tower.patch_embed, False), (tower.blocks, backward), (mergers, backward)):
         weights = (weight for weight in part.parameters() if weight.ndim >= 2)
         of_part = sum(weight.numel() * (2 + 2 * to_input + 2 * weight.requires_grad) for weight in weights)
-        flops += of_part / (tower.patches_per_feature if part is model.projector else 1)
+        flops += of_part / (tower.patches_per_feature if part is mergers else 1)
     vision = model.config.vision
-    layout, _ = patch_layout(grids, vision.spatial_merge_size, model.window_side(vision))
+    layout, _ = model.patch_layout(grids)
     patches = layout.positions.shape[1]
     for index in range(len(tower.blocks)):
         spans = layout.windows if index in tower.windowed and layout.windows is not None else layout.frames

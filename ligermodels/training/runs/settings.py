@@ -12,8 +12,9 @@ from typing import Any
 
 from ligermodels.aliases import TRAIN_ALIASES, alias_hint
 from ligermodels.errors import InputError, suggest_closest
-from ligermodels.training.config import FIELDS, TrainConfig, parsed_item, type_of
+from ligermodels.training.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.runs.settings_file import read_settings
+from ligermodels.training.setting_values import parsed_item
 from ligermodels.weights.writing import replace_file
 
 SETTINGS_FILE = "train.toml"
@@ -94,7 +95,7 @@ def parsed_value(name: str, value: Any, place: str) -> Any:
     if kind in (str, Path) and any(isinstance(item, bool) for item in values):
         raise InputError(f"{place} is on or off, but must be text; put it into quotes")
     try:
-        items = [parsed_item(field, text_of_value(item)) for item in values]
+        items = [parsed_item(field, kind, text_of_value(item)) for item in values]
     except ValueError as error:
         raise InputError(f"{place} {error}") from error
     return tuple(items) if several else items[0]

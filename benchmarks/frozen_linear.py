@@ -1,0 +1,102 @@
+"""A linear with a frozen weight in NF4: dequantised alone, under many rows, under one. Shape: [rows, inputs, outputs].
+
+nf4_dequantize has no rows; its limit is the time to read the bytes and write the weight in bf16. frozen_linear is
+forward and backward; its limit is the time of its two matrix products on a dense weight. nf4_few_rows is a step of
+generation; its limit is the time to read the bytes.
+Not measured yet. Predicted for an H200: nf4_dequantize at 70 % of its limit or more, as other kernels that read little
+and write much; frozen_linear at 16,384 rows within 5 % of the dense products, because dequantising 59 million elements
+twice moves 0.3 GB beside 3.8 TFLOP; nf4_few_rows at 50 % of its limit, bound by the look-up of values, and twice as
+fast as the same linear in bf16.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.ops import Op, random_input
+from benchmarks.timing import COPY, MATMUL
+from ligermodels.kernels.nf4 import Nf4, nf4_dequantize_reference
+from ligermodels.kernels.quantised_weight import QuantisedWeight
+
+MANY, ONE, SMALL = (16384, 4096, 14336), (1, 4096, 14336), (64, 1024, 1024)
+BF16_BYTES = 2
+
+
+def layout_of(inputs, outputs):
+    return Nf4((outputs, inputs), (outputs,), torch.bfloat16)
+
+
+def draw(rows, inputs, outputs, trained=True):
+    weight = random_input(outputs, inputs, scale=inputs**-0.5).detach()
+    return [random_input(rows, inputs).requires_grad_(trained), layout_of(inputs, outputs).quantize(weight)]
+
+
+def dense_weight(x, data, outputs):
+    return nf4_dequantize_reference(data, layout_of(x.shape[1], outputs))
+
+
+def dense_products(rows, inputs, outputs):
+    x, weight = (y.detach() for y in (random_input(rows, inputs), random_input(outputs, inputs)))
+    return lambda: (x @ weight.T) @ weight
+
+
+def bytes_of(rows, inputs, outputs):
+    return {"forward": layout_of(inputs, outputs).nbytes}
+
+
+dequantize = Op(
+    "nf4_dequantize", [MANY, SMALL], lambda rows, inputs, outputs: draw(1, inputs, outputs, trained=False),
+    lambda x, data: nf4_dequantize_reference(data, layout_of(x.shape[1], outputs_of(data, x.shape[1]))),
+    lambda rows, inputs, outputs: {"forward": layout_of(inputs, outputs).nbytes + BF16_BYTES * inputs * outputs},
+    ceiling=COPY,
+)  # fmt: skip
+frozen = Op(
+    "frozen_linear", [MANY, SMALL], draw,
+    lambda x, data: F.linear(x, dense_weight(x, data, outputs_of(data, x.shape[1])).to(x.dtype)),
+    lambda rows, inputs, outputs: {"forward+backward": 4 * rows * inputs * outputs}, ceiling=MATMUL,
+    exclude_gradients=True, limit_function=dense_products,
+)  # fmt: skip
+few_rows = Op(
+    "nf4_few_rows", [ONE, (1, 64, 64)], lambda rows, inputs, outputs: draw(rows, inputs, outputs, trained=False),
+    lambda x, data: F.linear(x, dense_weight(x, data, outputs_of(data, x.shape[1])).to(x.dtype)), bytes_of,
+    ceiling=COPY,
+)  # fmt: skip
+
+
+def outputs_of(data, inputs):
+    """The rows of a weight with so many bytes."""
+    return next(rows for rows in range(1, data.numel()) if layout_of(inputs, rows).nbytes == data.numel())
+
+
+@dequantize.provider("pytorch")
+def plain_dequantize(rows, inputs, outputs):
+    return lambda x, data: nf4_dequantize_reference(data, layout_of(inputs, outputs))
+
+
+@dequantize.provider("ligermodels")
+def our_dequantize(rows, inputs, outputs):
+    return lambda x, data: layout_of(inputs, outputs).dequantize(data)
+
+
+@frozen.provider("pytorch", layout=lambda x, data: (x, dense_weight(x, data, outputs_of(data, x.shape[1]))))
+def dense_linear(rows, inputs, outputs):
+    """The dense weight: what a base in bf16 would take."""
+    return F.linear
+
+
+@frozen.provider("ligermodels")
+def our_frozen_linear(rows, inputs, outputs):
+    from ligermodels.kernels.quantised_weight import frozen_linear
+
+    return lambda x, data: frozen_linear(x, QuantisedWeight(data, layout_of(inputs, outputs)))
+
+
+@few_rows.provider("pytorch", layout=lambda x, data: (x, dense_weight(x, data, outputs_of(data, x.shape[1]))))
+def dense_few_rows(rows, inputs, outputs):
+    return F.linear
+
+
+@few_rows.provider("ligermodels")
+def our_few_rows(rows, inputs, outputs):
+    from ligermodels.kernels.few_rows_linear import few_rows_linear
+
+    return lambda x, data: few_rows_linear(x, QuantisedWeight(data, layout_of(inputs, outputs)))

@@ -1,0 +1,63 @@
+"""The parity tests with images detect bugs: each listed break of the code makes the named case fail."""
+
+import pytest
+
+from ligermodels.errors import InputError
+from tests.sabotage import Sabotage
+from tests.vision.test_parity import PATTERNS, check_image_parity
+
+POSITIONS = "ligermodels.layers.vision_positions"
+PLACES = "ligermodels.layers.image_places"
+TOWER = "ligermodels.layers.vision:VisionTower.forward"
+
+BREAKS = {
+    "squares in raster order": Sabotage(f"{POSITIONS}:patch_positions", ".transpose(2, 3)", "", "qwen2_vl"),
+    "rows and columns of patches swapped": Sabotage(
+        f"{POSITIONS}:patch_positions", "squares.flatten(1)", "squares.flatten(1).flip(0)", "qwen2_vl"
+    ),
+    "window order not undone": Sabotage(f"{PLACES}:PlacedImages.reordered", "places[order]", "places", "qwen2_5_vl"),
+    "windows too high": Sabotage(f"{POSITIONS}:window_order", "split(window, 0)", "split(window + 1, 0)", "qwen2_5_vl"),
+    "windows ignored": Sabotage(TOWER, "if index in self.windowed", "if False", "qwen2_5_vl"),
+    "windows in layers of full attention": Sabotage(TOWER, "if index in self.windowed", "if True", "qwen2_5_vl"),
+    "causal tower": Sabotage(TOWER, "causal=False", "causal=True", "qwen2_vl"),
+    "images attend to each other": Sabotage(
+        f"{POSITIONS}:patch_layout",
+        "[grid.h * grid.w for grid in grids for _ in range(grid.t)]",
+        "[sum(grid.patches for grid in grids)]",
+        "qwen2_vl",
+    ),
+    "exact GELU for QuickGELU": Sabotage(
+        "ligermodels.kernels.plain_activation:quick_gelu", "QUICK_GELU.value", "1.5", "qwen2_vl"
+    ),
+    "bias of LayerNorm dropped": Sabotage("ligermodels.layers.norm:LayerNorm.forward", "self.bias", "None", "qwen2_vl"),
+    "rows and columns of features swapped": Sabotage(
+        f"{POSITIONS}:text_positions",
+        "torch.stack(torch.meshgrid(*axes",
+        "torch.stack(torch.meshgrid(axes[0], axes[2], axes[1]",
+        "qwen2_vl",
+    ),
+    "text behind an image one position early": Sabotage(
+        f"{POSITIONS}:text_positions", ".max()) + 1", ".max())", "qwen2_vl"
+    ),
+    "sections of M-RoPE interleaved": Sabotage(
+        "ligermodels.configs.rope:Rope.position_axes", "if not self.mrope_interleaved", "if False", "qwen2_vl"
+    ),
+    "images in reverse": Sabotage(
+        f"{PLACES}:next_grid", "waiting[token].popleft()", "waiting[token].pop()", "qwen2_vl"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_makes_its_parity_case_fail(name, tmp_path, monkeypatch):
+    sabotage = BREAKS[name]
+    sabotage.apply(monkeypatch)
+    with pytest.raises((AssertionError, InputError)):
+        check_image_parity(sabotage.case, tmp_path, PATTERNS["row"], "cpu")
+
+
+def test_times_of_a_video_without_seconds_fail(tmp_path, monkeypatch):
+    where = "ligermodels.architectures.qwen2_5_vl:Qwen25VL.frame_interval"
+    Sabotage(where, "tokens_per_second * seconds", "tokens_per_second", "").apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_image_parity("qwen2_5_vl", tmp_path, PATTERNS["video"], "cpu")
