@@ -129,7 +129,8 @@ def attention_on_gpu(
         return flash_attention(q, k, v, sinks, scale, softcap, mask)
     if softcap is None and runs_flash_attention_2(q, mask):
         return flash_attention_2(q, k, v, sinks, scale, mask, dropout)
-    if (softcap is not None or sinks is not None) and q.shape[-1] >= MIN_FLEX_HEAD_DIM:
+    runs_flex = size >= MIN_FLEX_HEAD_DIM and q.dtype != torch.float64
+    if runs_flex and (softcap is not None or sinks is not None):
         return flex_attention(q, k, v, sinks, scale, softcap, mask)
     if mask.cu_seqlens is not None and not is_traced((q, k, v)):
         warn_of_quadratic_memory(q.dtype, q.shape[-1])

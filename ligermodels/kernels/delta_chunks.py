@@ -33,6 +33,8 @@ L2_EPS = 1e-6  # of the norms of queries and keys
 MAX_HEAD_SIZE = 256
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes
 MIN_DOT = 16  # rows and columns of a matrix product in Triton, at least
+# With 16, products in half precision by Triton 3.6 on Hopper read beyond their shared memory (compute-sanitizer).
+MIN_COLUMNS_OF_TILES = 32
 
 
 @dataclass(frozen=True)
@@ -230,8 +232,8 @@ def _pairs_kernel(
 
 
 def fit_columns(columns: int, shape: DeltaShape) -> int:
-    """At most `columns`, and not more than a value head needs."""
-    return min(columns, max(MIN_DOT, triton.next_power_of_2(shape.value_size)))
+    """At most `columns`, and not many more than a value head needs."""
+    return min(columns, max(MIN_COLUMNS_OF_TILES, triton.next_power_of_2(shape.value_size)))
 
 
 def has_wide_units(device: torch.device) -> bool:

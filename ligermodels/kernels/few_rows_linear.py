@@ -24,7 +24,7 @@ from ligermodels.kernels.gated_activation import activate, check_gate_up
 from ligermodels.kernels.gated_linear import gated_linear_reference
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.linear import low_rank_linear_reference
-from ligermodels.kernels.nf4 import Nf4, nf4_tile, sections
+from ligermodels.kernels.nf4 import Nf4, aligned, nf4_tile, sections
 from ligermodels.kernels.norm_linear import norm_linear_reference
 from ligermodels.kernels.norm_tiles import check_weights, to_fp32
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
@@ -134,7 +134,7 @@ def _launch(
     )  # fmt: skip
     if not y.numel():
         return y, hidden
-    x, weight = as_rows(x), weight.contiguous() if groups else as_rows(weight)
+    x, weight = as_rows(x), aligned(weight) if groups else as_rows(weight)
     at = sections(columns, depth, groups)
     residual = None if residual is None else as_rows(residual)
     launch, programs = _launcher(

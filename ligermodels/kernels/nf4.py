@@ -388,12 +388,18 @@ def _dequantize_kernel(
     tl.store(weight_ptr + element, weight.to(weight_ptr.dtype.element_ty), mask[:, None])
 
 
+def aligned(data: Tensor) -> Tensor:
+    """The bytes of a weight where a kernel can read the numbers of 4 bytes among them."""
+    data = data.contiguous()
+    return data.clone() if data.data_ptr() % ALIGNMENT else data
+
+
 def _launch_dequantize(data: Tensor, rows: int, columns: int, groups: int, dtype: torch.dtype) -> Tensor:
     weight = _fake_dequantize(data, rows, columns, groups, dtype)
     at, scales = sections(rows, columns, groups), rows * columns // NF4_BLOCK
     launch = _dequantize_kernel.bind(BLOCKS=PROGRAM_BLOCKS, BLOCK=NF4_BLOCK, enable_fp_fusion=False)
     launch(
-        cdiv(scales, PROGRAM_BLOCKS), data.contiguous(), weight, scales, columns // NF4_BLOCK, at.nested_scale,
+        cdiv(scales, PROGRAM_BLOCKS), aligned(data), weight, scales, columns // NF4_BLOCK, at.nested_scale,
         at.nested_offset, at.scale, at.codes,
     )  # fmt: skip
     return weight
