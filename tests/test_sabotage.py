@@ -136,7 +136,7 @@ NORMS = {
     ),
 }
 ROTATIONS = {
-    "interleaved for half-split": Sabotage(ROTATE, " if interleaved else rotated.chunk(2, -1)", "", "llama"),
+    "interleaved for half-split": Sabotage(ROTATE, "if interleaved:", "if True:", "llama"),
     "half-split for interleaved": Sabotage(f"{FAMILIES}.glm:Glm.layer", "interleaved=True", "interleaved=False", "glm"),
     "rotation reversed": Sabotage(ROTATE, "first * c - second * s,", "first * c + second * s,", "llama"),
     "linear scaling dropped": Sabotage(
@@ -252,7 +252,7 @@ MODEL = {
     ),
     "exact gelu for tanh": Sabotage(
         f"{CONFIG}:Config.activation",
-        'kernel_activation("hidden_act", self.hidden_act)',
+        'kernel_activation("hidden_act", self.hidden_act, self.activations)',
         '"gelu"',
         "llama-gelu-tanh",
     ),
@@ -336,7 +336,7 @@ FAMILIES_OF_2025 = {
     ),
     "cohere2: RMSNorm for LayerNorm": Sabotage(
         "ligermodels.layers.norm:LayerNorm.forward",
-        "layer_norm(x, self.weight, eps=self.eps)",
+        "layer_norm(x, self.weight, self.bias, self.eps)",
         "rms_norm(x, self.weight, self.eps)",
         "cohere2",
     ),

@@ -116,7 +116,7 @@ def setting_of(described: Description, args: argparse.Namespace) -> str:
 
 def memory_of(described: Description, args: argparse.Namespace) -> Memory:
     batch = args.batch_size, args.sequence_length, described.dtype
-    model = described.model.to(described.dtype)
+    model = copy.deepcopy(described.model).to(described.dtype)
     checkpointing = args.activation_checkpointing == "full"
     checkpointed = len(model.blocks) if checkpointing else 0
     generating = inference_memory(model, *batch)

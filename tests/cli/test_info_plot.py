@@ -32,7 +32,7 @@ def test_the_picture_has_the_peaks_that_are_printed(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(info_plot, "draw_memory", lambda peaks, picture, title: drawn.append((peaks, title)))
     assert main(["info", "qwen2:tiny", "--batch-size", "4", "--plot", str(tmp_path / "m.svg")]) == 0
     ((peaks, title),) = drawn
-    assert title == "qwen2:tiny: 4 × 2048 tokens, float32" and [*peaks] == ["train", "LoRA", "generate"]
+    assert title == "qwen2:tiny: 4 × 2048 tokens, float32" and [*peaks] == ["train", "LoRA", "QLoRA", "generate"]
     printed = capsys.readouterr().out
     for use, parts in peaks.items():
         line = next(line for line in printed.splitlines() if line.startswith(f"    {use} "))
