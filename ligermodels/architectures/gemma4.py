@@ -21,7 +21,7 @@ SMALL = {"head_dim": 32, "global_head_dim": 64, "sliding_window": 128, "final_lo
 TINY = {"hidden_size_per_layer_input": 0}
 HUB = BASE | {"final_logit_softcapping": 30.0, "bos_token_id": 2, "eos_token_id": 1}
 E2B_LAYERS = {"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "num_kv_shared_layers": 20}
-LARGE = {"max_position_embeddings": 262144, "sliding_window": 1024, "attention_k_eq_v": True} | TINY
+WIDE = {"max_position_embeddings": 262144, "sliding_window": 1024, "attention_k_eq_v": True} | TINY
 MOE_26B = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 
 
@@ -32,8 +32,8 @@ class Gemma4Text(CausalLM):
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | SMALL | TINY,
         "e2b": preset(HUB, 1536, 6144, 35, 8, 1) | E2B_LAYERS | {"use_double_wide_mlp": True},
-        "31b": preset(HUB, 5376, 21504, 60, 32, 16) | LARGE | {"num_global_key_value_heads": 4},
-        "26b-a4b": preset(HUB, 2816, 2112, 30, 16, 8) | LARGE | MOE_26B | {"num_global_key_value_heads": 2},
+        "31b": preset(HUB, 5376, 21504, 60, 32, 16) | WIDE | {"num_global_key_value_heads": 4},
+        "26b-a4b": preset(HUB, 2816, 2112, 30, 16, 8) | WIDE | MOE_26B | {"num_global_key_value_heads": 2},
     }
 
     def decoder(self, config: Gemma4Config, layers: list) -> Decoder:

@@ -22,7 +22,7 @@ from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import PreNorm, hidden_norm
 
-BlockOutput = tuple[Tensor, Tensor, Tensor | None]  # x, residual, router logits
+BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # x, residual, router logits
 
 
 class Block(nn.Module, ABC):
@@ -202,8 +202,7 @@ class LayerInputLayer(SandwichLayer):
             gate_up = torch.cat([gate, positions.layer_inputs[:, :, self.index]], -1)
             x = apply_linear(self.per_layer_projection, gated_activation(gate_up, self.activation))
             x = self.post_per_layer_input_norm(x)
-        scalar = self.layer_scalar.to(x.dtype)
-        return x * scalar, residual * scalar, router_logits
+        return (x + residual) * self.layer_scalar.to(x.dtype), None, router_logits
 
 
 class PostNormLayer(Block):

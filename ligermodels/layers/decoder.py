@@ -28,7 +28,7 @@ from ligermodels.layers.block import Block
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.lm_head import LMHead, divergence_from, logprobs_from, loss_of, select_rows
 from ligermodels.layers.lora import initialize_lora
-from ligermodels.layers.mixer import Positions
+from ligermodels.layers.mixer import KeysReadLater, Positions
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.packed import AdaptableModule, name_parts
@@ -99,6 +99,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = hidden_norm(config)
         self.query_scale = config.query_scale
+        self.keys_are_shared = any(layer.mixer.source is not None for layer in layers)
         self.rotary_emb = nn.ModuleDict(
             {
                 name: rotary_embedding(rope, config.rope_head_dim(name), config.max_position_embeddings)
@@ -137,6 +138,7 @@ class Decoder(nn.Module):
         positions = Positions(
             position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding,
             layer_inputs=self.layer_inputs(input_ids, x),
+            read_later=KeysReadLater() if self.keys_are_shared else None,
         )  # fmt: skip
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):

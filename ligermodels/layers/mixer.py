@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +36,7 @@ class Positions:
     causal: bool = True
     padding: Tensor | None = None  # int64 [B], with a cache: how many places at the end of each row are no tokens
     layer_inputs: Tensor | None = None  # [B, T, layers, size], what each layer reads beside the residual stream
-    read_later: KeysReadLater = field(default_factory=KeysReadLater)
+    read_later: KeysReadLater | None = None  # None where no layer reads the keys of another
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention within rows or packed documents. options: as those of `attention`."""

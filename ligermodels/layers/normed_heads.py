@@ -67,6 +67,7 @@ class NormedHeadsAttention(Mixer):
         options: dict[str, Any] = {"scale": self.scale, "window": self.window}
         if cache is None:
             if self.is_read:
+                assert positions.read_later is not None
                 positions.read_later.of_type[self.rope] = k, v
             out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         else:
@@ -124,6 +125,7 @@ class ReadingAttention(Mixer):
         q, _, _ = rope_(q, *positions.angles[self.rope], self.num_heads, 0)  # neither keys nor values
         options: dict[str, Any] = {"scale": self.scale, "window": self.window}
         if cache is None:
+            assert positions.read_later is not None
             k, v = positions.read_later.of_type[self.rope]
             out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         else:

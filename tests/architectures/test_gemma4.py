@@ -58,7 +58,7 @@ def test_the_gradients_of_all_readers_reach_the_keys():
 @torch.no_grad()
 def test_tokens_fed_in_pieces_give_the_logits_of_one_pass():
     model, rows = build().eval(), tokens(RAW, 2, 20).to(DEVICE)
-    cache = KVCache(model.config.num_hidden_layers, 2, 20, rows.device)
+    cache = KVCache(model.kept_by_layers(), 2, 20, rows.device)
     logits = [model(piece, cache=cache).logits for piece in rows.split([9, 1, 10], 1)]
     torch.testing.assert_close(torch.cat(logits, 1), model(rows).logits)
 

@@ -154,7 +154,8 @@ def test_the_batches_of_the_padding_free_collator(flash_attention):
     assert torch.equal(model(**batch).loss, model(row, row, cu_seqlens=cu_seqlens, max_seqlen=8).loss)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Per-layer embeddings need the token ids.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("gemma4")])
 def test_embeddings_in_place_of_token_ids(name):
     model = build(name)
     ids, mask, _ = padded_batch(name)
