@@ -55,13 +55,15 @@ NAMES_BY_OWNER = {
         Qwen3-14B Qwen3-14B-Base Qwen3-32B Qwen3-4B-Instruct-2507 Qwen3-4B-Thinking-2507
         Qwen3-30B-A3B Qwen3-30B-A3B-Base Qwen3-30B-A3B-Instruct-2507 Qwen3-30B-A3B-Thinking-2507
         Qwen3-235B-A22B Qwen3-235B-A22B-Instruct-2507 Qwen3-235B-A22B-Thinking-2507
-        Qwen3-Coder-30B-A3B-Instruct Qwen3-Coder-480B-A35B-Instruct""",
+        Qwen3-Coder-30B-A3B-Instruct Qwen3-Coder-480B-A35B-Instruct
+        Qwen2-VL-2B-Instruct Qwen2-VL-7B-Instruct Qwen2.5-VL-3B-Instruct Qwen2.5-VL-7B-Instruct
+        Qwen3-VL-2B-Instruct Qwen3-VL-4B-Instruct Qwen3-VL-30B-A3B-Instruct Qwen3-VL-235B-A22B-Instruct""",
     "google": """
         gemma-2b gemma-2b-it gemma-7b gemma-7b-it gemma-1.1-2b-it gemma-1.1-7b-it
         codegemma-2b codegemma-7b codegemma-7b-it
         gemma-2-2b gemma-2-2b-it gemma-2-2b-jpn-it gemma-2-9b gemma-2-9b-it gemma-2-27b gemma-2-27b-it
         gemma-3-270m gemma-3-270m-it gemma-3-1b-pt gemma-3-1b-it gemma-3-4b-pt gemma-3-4b-it
-        gemma-3-12b-pt gemma-3-12b-it gemma-3-27b-pt gemma-3-27b-it
+        gemma-3-12b-pt gemma-3-12b-it gemma-3-27b-pt gemma-3-27b-it gemma-4-E2B-it gemma-4-26B-A4B gemma-4-31B-it
         medgemma-4b-pt medgemma-4b-it medgemma-27b-it medgemma-27b-text-it""",
     "microsoft": """
         Phi-3-mini-4k-instruct Phi-3-mini-128k-instruct Phi-3-medium-4k-instruct Phi-3-medium-128k-instruct

@@ -25,7 +25,7 @@ NESTED = {
 }
 
 
-def raw(model_type, **fields):
+def raw(model_type, /, **fields):
     """The content of a config.json with these fields."""
     if model_type == "gemma3":
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION

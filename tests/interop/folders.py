@@ -28,7 +28,7 @@ def new_tokenizer() -> Tokenizer:
 def tiny_model(family: str, **changes: Any) -> CausalLM:
     """The family's tiny preset with two layers, or where there is none, its first test case, with these changes.
 
-    No parameter has its initial value.
+    No parameter has its initial value. The second layer has full attention: transformers generates with no other cache.
     """
     if not ARCHITECTURES[family].SIZES:
         sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
@@ -37,6 +37,10 @@ def tiny_model(family: str, **changes: Any) -> CausalLM:
         )
     else:
         raw, _ = read_preset_or_config(family, "tiny")
+        if "layer_types" in raw:
+            raw["layer_types"] = raw["layer_types"][:2]
+        if "linear_num_key_heads" in raw:
+            raw["full_attention_interval"] = 2
         model = ligermodels.create({**raw, "num_hidden_layers": 2, **changes})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

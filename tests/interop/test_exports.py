@@ -24,6 +24,13 @@ QUESTIONS = [
     {"question": "Tim has a red", "choices": ["ball", "big house", "tree."], "label": 0},
     {"question": "The dog\nand the", "choices": ["cat", "cats and the birds"], "label": 1},
 ]
+NOT_CAUSAL = (  # to transformers, which has these as models of images and text only
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
 VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_architectures.json").read_text())
 TASK = {
     "task": "offline",
@@ -101,7 +108,7 @@ def expected_scores(model):
 def test_lm_eval_scores_answers_as_the_model_does(exported, tmp_path, monkeypatch):
     model, folder = exported
     arguments = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
-    if model.hub_class == "Mistral3ForConditionalGeneration":  # no causal language model to transformers
+    if model.hub_class in NOT_CAUSAL:
         with pytest.raises(ValueError, match="Unrecognized configuration class"):
             scores(tmp_path, monkeypatch, "hf", model_args=arguments)
         return
