@@ -28,7 +28,7 @@ class Distill(Taught, SFT):
     def loss(self, model: CausalLM, batch: Batch, work: Work) -> Share:
         with self.teacher.read(batch) as teacher:
             options = {"teacher": teacher} | self.options(self.config.ce_weight)
-            found = model(**batch._asdict(), num_items_in_batch=work.counts.clamp_min(1), divergence=options)
+            found = model(**batch.arguments(), num_items_in_batch=work.counts.clamp_min(1), divergence=options)
         return Share(found.loss, divergence_sums(found.divergence, count_supervised(batch)))
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class Distill(Taught, SFT):
             stop_requested = start_stop_check(stop, self.world)
             with self.teacher.read(batch) as teacher:
                 options = {"teacher": teacher} | self.options(ce_weight=1.0)
-                found = model(**batch._asdict(), num_items_in_batch=1, divergence=options, skip_logits=True)
+                found = model(**batch.arguments(), num_items_in_batch=1, divergence=options, skip_logits=True)
             sums = divergence_sums(found.divergence, count_supervised(batch))
             totals = {name: totals.get(name, 0) + value.double() for name, value in sums.items()}
         values = distributed.total(torch.stack(list(totals.values()))).tolist()

@@ -6,7 +6,8 @@ RMS of a typical AdamW update, so that AdamW's learning rate and weight decay ca
 this equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw". torch's class does not handle packed or sharded
 parameters. This one orthogonalises each matrix separately, however it is stored: query, key and value, gate and up,
 every expert, and both factors of a low-rank update.
-Embeddings, head, norms, biases and routers are updated by AdamW.
+The blocks of a vision tower count as those of the decoder. All else is updated by AdamW: embeddings, head, the
+projector of images, norms, biases, routers, and the kernels of convolutions.
 
 Orthogonalisation needs the whole matrix, but FSDP2 shards it by rows. An all-to-all collects one whole matrix on each
 rank; the rank orthogonalises it, and a second all-to-all returns the rows to their ranks. Nothing is computed twice,
@@ -131,7 +132,7 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 def matrix_views(model: nn.Module) -> dict[nn.Parameter, SplitIntoViews]:
     """Returns the parameters that Muon updates, each with the function that splits it into its matrices.
 
-    These are all matrices inside the blocks, except the routers.
+    These are all matrices inside the blocks, of the vision tower too, except the routers and the convolutions' kernels.
     """
     return dict(itertools.chain.from_iterable(map(matrices_in, model.modules())))
 

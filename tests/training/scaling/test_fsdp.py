@@ -199,6 +199,10 @@ class Blocks(nn.Module):
         self.model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.lm_head = nn.Linear(4, 5, bias=False)
 
+    @property
+    def blocks(self):
+        return list(self.model.layers)
+
 
 def test_weights_tied_across_blocks_are_rejected_and_a_tied_head_is_allowed():
     model = Blocks()
