@@ -424,7 +424,7 @@ GEMMA4 = {
     "projection of the embedding unscaled": Sabotage(
         LAYER_INPUTS, " * embeddings.shape[-1] ** -0.5", "", "gemma4_text"
     ),
-    "per-layer inputs summed": Sabotage(LAYER_INPUTS, " * 2**-0.5", "", "gemma4_text"),
+    "per-layer inputs summed": Sabotage(LAYER_INPUTS, " * 2**-0.5", "", "gemma4_text-norm-eps"),
     "input of another layer": Sabotage(
         LAYER_INPUT_LAYER, "[:, :, self.index]", "[:, :, self.index - 1]", "gemma4_text"
     ),
