@@ -424,14 +424,17 @@ GEMMA4 = {
     "projection of the embedding unscaled": Sabotage(
         LAYER_INPUTS, " * embeddings.shape[-1] ** -0.5", "", "gemma4_text"
     ),
-    "per-layer inputs summed": Sabotage(LAYER_INPUTS, " * 2**-0.5", "", "gemma4_text"),
+    "per-layer inputs summed": Sabotage(LAYER_INPUTS, " * 2**-0.5", "", "gemma4_text-norm-eps"),
     "input of another layer": Sabotage(
         LAYER_INPUT_LAYER, "[:, :, self.index]", "[:, :, self.index - 1]", "gemma4_text"
     ),
     "layer_scalar on the branch alone": Sabotage(
-        LAYER_INPUT_LAYER, "residual * scalar", "residual", "gemma4_text-no-layer-inputs"
+        LAYER_INPUT_LAYER,
+        "(x + residual) * self.layer_scalar.to(x.dtype)",
+        "x * self.layer_scalar.to(x.dtype) + residual",
+        "gemma4_text-no-layer-inputs",
     ),
-    "layer_scalar ignored": Sabotage(LAYER_INPUT_LAYER, "x * scalar, residual * scalar", "x, residual", "gemma4_text"),
+    "layer_scalar ignored": Sabotage(LAYER_INPUT_LAYER, " * self.layer_scalar.to(x.dtype)", "", "gemma4_text"),
     "router reads what the experts read": Sabotage(
         f"{MOE}:MoE.forward", "if router.norms_input", "if False", "gemma4_text-moe"
     ),

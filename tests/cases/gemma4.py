@@ -60,6 +60,7 @@ CASES = {
             "default-rope": {"rope_parameters": None},
             "last-layer-forced": {"layer_types": [SLIDING, FULL, SLIDING, SLIDING, SLIDING, SLIDING]},
             "untied": {"tie_word_embeddings": False},
+            "norm-eps": {"rms_norm_eps": 0.1},  # beside it the scale of the layers' inputs shows
         },
     ),
     **family(GEMMA4, {}),
