@@ -59,13 +59,16 @@ def base(tmp_path_factory):
 
 
 LATENT = ("deepseek_v3", "glm4_moe_lite")
+DELTA_AND_ATTENTION = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss")
 
 
 @pytest.mark.parametrize(
     ("family", "targets"),
-    # PEFT 0.21 gives the experts of these adapters too, if dense layers have projections of the same names.
-    [(family, "all-linear") for family in FAMILIES if family not in ("glm4_moe", *LATENT)]
+    # PEFT 0.21 gives the experts of these adapters too, if dense layers or shared experts have projections of the same
+    # names.
+    [(family, "all-linear") for family in FAMILIES if family not in ("glm4_moe", "qwen3_next", *LATENT)]
+    + [("qwen3_next", DELTA_AND_ATTENTION)]
     + [(family, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]) for family in LATENT]
     + [(family, ["all-linear", "experts"]) for family in WITH_EXPERTS],
 )

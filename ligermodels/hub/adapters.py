@@ -34,8 +34,9 @@ def export_adapter(
     Raises InputError if the model has no LoRA.
     """
     base = BaseModel() if model.source is None else base_model(model.source)
-    # PEFT finds modules that were trained as a whole under the names that transformers has in memory: the last layout.
-    layout = adapter_layouts(model)[-1 if model.modules_to_save else 0]
+    # PEFT finds modules that were trained as a whole, and all those of models with images, under the names that
+    # transformers has in memory: the last layout.
+    layout = adapter_layouts(model)[-1 if model.modules_to_save or model.takes_images else 0]
     write_adapter(model, layout, folder, base, also, overwrite)
 
 
