@@ -3,6 +3,7 @@
 This is the only module that knows both the list of architectures and `download`. Remote code is never run.
 """
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -255,7 +256,7 @@ def read_preset_or_config(source: str | Path | dict[str, Any], size: str | None)
             raise HubError(f"{source}: has no presets; load a checkpoint, or pass a config.json")
         if size not in sizes:
             raise HubError(f"{source}: size {size!r} is not a preset{suggest(str(size), sizes)}")
-        return sizes[size], source
+        return copy.deepcopy(sizes[size]), source
     if size is not None:
         raise HubError(
             f"{source}: size {size!r} needs the name of an architecture{suggest(str(source), ARCHITECTURES)}"

@@ -120,9 +120,9 @@ def test_no_block_returns_a_view_because_fsdp_would_warn_about_it_on_every_rank(
     model = ligermodels.create(name, size="tiny")
     views = []
     for block in model.model.layers:
-        block.register_forward_hook(lambda _, inputs, out: views.extend(x._is_view() for x in out[:2]))
+        block.register_forward_hook(lambda _, inputs, out: views.extend(x._is_view() for x in out[:2] if x is not None))
     model(torch.zeros(1, 4, dtype=torch.int64))
-    assert len(views) == 2 * len(model.model.layers) and not any(views)
+    assert len(views) >= len(model.model.layers) and not any(views)
 
 
 def test_four_ranks_with_two_replicas_train_like_one_process(launcher, tmp_path, on_cpu):
