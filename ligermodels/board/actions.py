@@ -147,9 +147,7 @@ class Actions:
         most = body.get("max_new_tokens", 256)
         if type(most) is not int or not 1 <= most <= MAX_NEW_TOKENS:
             raise InputError(f"max_new_tokens is {most!r}; must be a whole number from 1 to {MAX_NEW_TOKENS:,}")
-        sampling = {
-            name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if body.get(name) is not None
-        }
+        sampling = {name: body[name] for name in SAMPLING if body.get(name) is not None}
         SamplingOptions(**sampling)
         question = {
             "folder": str(model.place.path), "step": model.step, "folders": [str(folder) for folder in self.folders],

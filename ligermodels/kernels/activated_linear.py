@@ -52,9 +52,10 @@ class _ActivatedLinear(Node):
         dx = activated = dlow = None
         if a is not None and (needs_x or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
-        if needs_x:
-            dactivated = input_gradient(dy, dense(weight, ctx.layout), dlow, a)
-            dx, activated = plain_backward_from_saved(dactivated, x, ctx.activation, reads_activated, ctx.inplace)
+        if needs_x:  # its gradient behind the activation is not bound to a name: the memory is freed before dW
+            dx, activated = plain_backward_from_saved(
+                input_gradient(dy, dense(weight, ctx.layout), dlow, a), x, ctx.activation, reads_activated, ctx.inplace
+            )
         elif reads_activated:
             activated = plain_activation_forward(x, ctx.activation)
         return (
