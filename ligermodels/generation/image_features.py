@@ -14,11 +14,13 @@ class ImageFeatures(NamedTuple):
     """values [N, H]: the features. places: int64 [N], of their tokens in the flattened batch, each once.
 
     deepstack: further features [N, H], the first of which are added behind the first block, and so on.
+    ahead: int64 [N], how many tokens behind it each of their tokens sees; None for none.
     """
 
     values: Tensor
     places: Tensor
     deepstack: tuple[Tensor, ...] = ()
+    ahead: Tensor | None = None
 
     def insert(self, embeddings: Tensor) -> Tensor:
         """Embeddings [B, T, H] with the features at their places. The host does not wait for the device."""
@@ -30,26 +32,47 @@ class ImageFeatures(NamedTuple):
         values = self.deepstack[block].to(hidden.dtype)
         return hidden.flatten(0, 1).index_add(0, self.places, values).unflatten(0, hidden.shape[:2])
 
+    def seen_ahead(self, shape: Sequence[int]) -> Tensor | None:
+        """`ahead` of all tokens of a batch of shape (B, T); None if no token sees one behind it."""
+        if self.ahead is None or not len(self.ahead):
+            return None
+        none = self.places.new_zeros(shape[0] * shape[1])
+        return none.index_copy(0, self.places, self.ahead).view(*shape)
+
 
 class PromptImages(NamedTuple):
     """The images of one prompt of T tokens.
 
-    features [N, H] and deepstack, see `ImageFeatures`, on the model's device. places: int64 [N], of their tokens in the
-    prompt, ascending, and rope_ids: int64 [3, T], both on the CPU. rope_offset: what positions behind the prompt are
-    ahead of the number of tokens.
+    features [N, H], deepstack and ahead: see `ImageFeatures`. places: int64 [N], of their tokens in the prompt,
+    ascending. rope_ids: int64 [3, T], None where positions for RoPE are those of the tokens. rope_offset: what
+    positions behind the prompt are ahead of the number of tokens. Integers are on the CPU, features on the model's
+    device.
     """
 
     features: Tensor
     places: Tensor
-    rope_ids: Tensor
-    rope_offset: int
+    rope_ids: Tensor | None = None
+    rope_offset: int = 0
     deepstack: tuple[Tensor, ...] = ()
+    ahead: Tensor | None = None
+
+    def last_cut(self, start: int, stop: int) -> int:
+        """The last place up to `stop` where the prompt can be cut: no token before it sees one behind it. The place
+        after the image that the token `start` begins, if there is no such place behind `start`."""
+        if self.ahead is None:
+            return stop
+        ends = self.places + self.ahead + 1  # of what each image token sees
+        across = (self.places < stop) & (ends > stop)
+        if not across.any():
+            return stop
+        cut = int(self.places[across].min())
+        return cut if cut > start else int(ends[across].max())
 
 
 def no_features(features: ImageFeatures) -> ImageFeatures:
     """The same for no token, which depends on the features all the same: their gradients are then zeros."""
     places = torch.empty(0, dtype=torch.int64, device=features.values.device)
-    return ImageFeatures(features.values[:0], places, tuple(values[:0] for values in features.deepstack))
+    return ImageFeatures(features.values[:0], places, tuple(values[:0] for values in features.deepstack))  # no `ahead`
 
 
 def features_of_pieces(
@@ -59,22 +82,27 @@ def features_of_pieces(
 
     images: of each piece's prompt. spans: the first and the last place of each piece in its prompt.
     """
-    values, places, deepstack, begin = [], [], [], 0
+    values, places, deepstack, ahead, begin = [], [], [], [], 0
     for prompt, (start, stop) in zip(images, spans, strict=True):
         if prompt is not None:
             first, last = torch.searchsorted(prompt.places, torch.tensor([start, stop])).tolist()
             values.append(prompt.features[first:last])
             deepstack.append([features[first:last] for features in prompt.deepstack])
             places.append(prompt.places[first:last] - start + begin)
+            ahead += [] if prompt.ahead is None else [prompt.ahead[first:last]]
         begin += stop - start
     added = tuple(torch.cat(features) for features in zip(*deepstack, strict=True))
-    return ImageFeatures(torch.cat(values), torch.cat(places).to(device), added)
+    seen = torch.cat(ahead).to(device) if ahead else None
+    return ImageFeatures(torch.cat(values), torch.cat(places).to(device), added, seen)
 
 
-def rope_of_pieces(images: Sequence[PromptImages | None], spans: Sequence[tuple[int, int]]) -> Tensor:
-    """The positions for RoPE of such a row, int64 [3, 1, N] on the CPU."""
+def rope_of_pieces(images: Sequence[PromptImages | None], spans: Sequence[tuple[int, int]]) -> Tensor | None:
+    """The positions for RoPE of such a row, int64 [3, 1, N] on the CPU; None where they are those of the tokens."""
+    given = [None if prompt is None else prompt.rope_ids for prompt in images]
+    if all(rope_ids is None for rope_ids in given):
+        return None
     pieces = (
-        torch.arange(start, stop).expand(3, -1) if prompt is None else prompt.rope_ids[:, start:stop]
-        for prompt, (start, stop) in zip(images, spans, strict=True)
+        torch.arange(start, stop).expand(3, -1) if rope_ids is None else rope_ids[:, start:stop]
+        for rope_ids, (start, stop) in zip(given, spans, strict=True)
     )
     return torch.cat(list(pieces), 1)[:, None]

@@ -152,9 +152,11 @@ class PrefillStep:
         views = [self.view_of_group(cache, group, pieces, device) for group in range(len(cache.groups))]
         self.layers = [views[group](layer) for layer, group in zip(cache.layers, cache.group_of, strict=True)]
         images, spans = [piece.images for piece in pieces], [(piece.start, piece.stop) for piece in pieces]
-        self.image_inputs = {} if not any(images) else {
-            "features": features_of_pieces(images, spans, device), "rope_ids": rope_of_pieces(images, spans).to(device),
-        }  # fmt: skip
+        self.image_inputs: dict[str, Any] = {}
+        if any(images):
+            self.image_inputs["features"] = features_of_pieces(images, spans, device)
+            rope_ids = rope_of_pieces(images, spans)
+            self.image_inputs |= {} if rope_ids is None else {"rope_ids": rope_ids.to(device)}
 
     def view_of_group(
         self, cache: PagedCache, index: int, pieces: Sequence[PromptPiece], device: torch.device

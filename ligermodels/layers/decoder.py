@@ -138,6 +138,7 @@ class Decoder(nn.Module):
         positions = Positions(
             position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding,
             layer_inputs=self.layer_inputs(input_ids, x),
+            ahead=None if features is None else features.seen_ahead(x.shape[:2]),
             read_later=KeysReadLater() if self.keys_are_shared else None,
         )  # fmt: skip
         residual, routers, states = None, [], []

@@ -36,6 +36,7 @@ class Positions:
     causal: bool = True
     padding: Tensor | None = None  # int64 [B], with a cache: how many places at the end of each row are no tokens
     layer_inputs: Tensor | None = None  # [B, T, layers, size], what each layer reads beside the residual stream
+    ahead: Tensor | None = None  # int64 [B, T], how many tokens behind it a token sees; None where all see none
     read_later: KeysReadLater | None = None  # None where no layer reads the keys of another
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
