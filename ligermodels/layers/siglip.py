@@ -84,10 +84,8 @@ class PictureLanguageModel(VisionLanguageModel):
         return patch_layout(grids, vision.spatial_merge_size, table=vision.table_side)
 
     def encode_images(self, images: Images) -> ImageFeatures:
-        features = super().encode_images(images)
-        count = self.config.vision.mm_tokens_per_image
-        ahead = torch.arange(count - 1, -1, -1, device=images.places.device)
-        return features._replace(ahead=ahead.repeat(len(images.places) // count))
+        ahead = seen_ahead(self.config.vision.mm_tokens_per_image, images.places)
+        return super().encode_images(images)._replace(ahead=ahead)
 
     @_disable_dynamo
     def prepare_images(
@@ -99,7 +97,7 @@ class PictureLanguageModel(VisionLanguageModel):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Images:
-        """As `VisionLanguageModel.prepare_images`. pixel_values: [pictures, channels, side, side], crops as pictures."""
+        """As `VisionLanguageModel.prepare_images`. pixel_values: [pictures, C, side, side], crops as pictures."""
         vision, side = self.config.vision, self.config.vision.image_size
         expected = [vision.in_channels, side, side]
         if pixel_values.ndim != 4 or list(pixel_values.shape[1:]) != expected:
@@ -119,6 +117,11 @@ class PictureLanguageModel(VisionLanguageModel):
         if len(pictures):
             raise InputError(f"pixel_values: {len(pictures)} pictures have no tokens in the text; remove them")
         return rows
+
+
+def seen_ahead(count: int, places: Tensor) -> Tensor:
+    """How many tokens behind it each token at `places` [N] sees, those of its picture of `count` tokens: int64 [N]."""
+    return torch.arange(count - 1, -1, -1, device=places.device).repeat(len(places) // count)
 
 
 def picture_patches(pixels: Tensor, patch: int, side: int) -> Tensor:
