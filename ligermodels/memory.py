@@ -34,6 +34,7 @@ from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttenti
 from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.layers.short_conv import ShortConv
+from ligermodels.layers.siglip import PooledProjector
 from ligermodels.weights.module import QuantisedModule, named_weights
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
@@ -358,7 +359,8 @@ def saved_by_normed_heads(attention: NormedHeadsAttention | ReadingAttention, si
 
 def saved_by_patch(model: CausalLM, size: int) -> int:
     """Bytes per patch outside of the blocks: of the patch embedding its input, of the projector its norm's input and
-    output, which fc1 reads, and fc1's output; the features, which insertion keeps."""
+    output, which fc1 reads, and fc1's output; the features, which insertion keeps. A projector that pools keeps what it
+    pools before and after its norm, the tower's own norm its input."""
     if not isinstance(model, VisionLanguageModel):
         return 0
     vision = model.config.vision
@@ -366,6 +368,10 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
     if not (is_trained(model.projector) or is_trained(model.visual)):
         return 0
     features = model.config.hidden_size * size // vision.patches_per_feature
+    if isinstance(model.projector, PooledProjector):
+        pooled = (2 * vision.hidden_size * size + FP32_BYTES) // vision.patches_per_feature
+        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
+        return embedding + normed + pooled + features
     return embedding + (1 + len(model.deepstack)) * (3 * vision.hidden_size * size + features)
 
 

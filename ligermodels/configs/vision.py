@@ -76,7 +76,8 @@ class SiglipConfig(VisionConfig):
     @classmethod
     def of_model(cls, raw: Mapping[str, Any]) -> Self:
         """mm_tokens_per_image is a field of the whole config.json."""
-        return cls.from_dict({name: raw[name] for name in ("mm_tokens_per_image",) if name in raw} | vision_fields(raw))
+        outer = {name: raw[name] for name in ("mm_tokens_per_image",) if name in raw}
+        return cls.from_dict({**outer, **vision_fields(raw)})
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:

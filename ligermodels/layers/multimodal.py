@@ -229,6 +229,16 @@ class VisionLanguageModel(CausalLM):
         layout = tree_map_only(Tensor, lambda x: x.to(device), layout)
         return self.encode_images(Images(pixels, layout, pixels.new_empty(0)))
 
+    @property
+    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a new processor must know: the fields of preprocessor_config.json, and of processor_config.json."""
+        vision = self.config.vision
+        image = {
+            "image_processor_type": self.image_processor_type, "patch_size": vision.patch_size,
+            "merge_size": vision.spatial_merge_size, "temporal_patch_size": vision.temporal_patch_size,
+        }  # fmt: skip
+        return image, {}
+
     def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
         """The layout of the patches of images with these grids, and the order of their squares in it."""
         return patch_layout(grids, self.config.vision.spatial_merge_size)

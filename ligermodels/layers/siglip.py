@@ -79,6 +79,13 @@ class PictureLanguageModel(VisionLanguageModel):
     def merger(self, config: SiglipConfig) -> PooledProjector:
         return PooledProjector(config, self.config.hidden_size)
 
+    @property
+    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        vision = self.config.vision
+        size = {"height": vision.image_size, "width": vision.image_size}
+        image = {"image_processor_type": self.image_processor_type, "size": size}
+        return image, {"image_seq_length": vision.mm_tokens_per_image}
+
     def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
         vision = self.config.vision
         return patch_layout(grids, vision.spatial_merge_size, table=vision.table_side)
@@ -92,12 +99,15 @@ class PictureLanguageModel(VisionLanguageModel):
         self,
         input_ids: Tensor,
         *,
-        pixel_values: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        **others: Any,
     ) -> Images:
         """As `VisionLanguageModel.prepare_images`. pixel_values: [pictures, C, side, side], crops as pictures."""
+        if pixel_values is None or others:
+            raise InputError(f"{', '.join(others) or 'images'}: the model takes pixel_values alone, of pictures")
         vision, side = self.config.vision, self.config.vision.image_size
         expected = [vision.in_channels, side, side]
         if pixel_values.ndim != 4 or list(pixel_values.shape[1:]) != expected:

@@ -1,5 +1,6 @@
 """A run on pictures: it trains, resumes on its data, and exports a folder from which questions are answered alike."""
 
+import pytest
 import torch
 
 import ligermodels
@@ -9,13 +10,14 @@ from ligermodels.training.data.embedded import shape_question
 from ligermodels.training.data.embedded_shapes import shape_conversations
 
 
-def test_shapes_train_and_export(tmp_path, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_shapes_train_and_export(family, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(embedded, "TRAINING_SHAPES", 24)
     monkeypatch.setattr(embedded, "VALIDATION_SHAPES", 4)
     monkeypatch.setattr(embedded, "VALIDATION_QUESTIONS", 2)
     config = TrainConfig(
-        model="qwen2_vl", data=("shapes",), steps=2, batch_size=2, sequence_length=128, eval_every=2,
+        model=family, data=("shapes",), steps=2, batch_size=2, sequence_length=128, eval_every=2,
         output=str(tmp_path / "run"),
     )  # fmt: skip
     result = train(config)

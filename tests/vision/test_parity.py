@@ -7,6 +7,7 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
+from ligermodels.generation import engine
 from ligermodels.generation.kv_cache import KVCache
 from tests.cases import CASES
 from tests.conftest import DEVICE
@@ -109,6 +110,17 @@ def test_greedy_generation_with_images_gives_the_tokens_of_the_reference(name, t
     together = model.generate(**batch, max_new_tokens=4, stop_tokens=())[:, -4:]
     apart = [model.generate(**row, max_new_tokens=4, stop_tokens=())[0, -4:] for row in rows_of(name, batch)]
     assert together.tolist() == [row.tolist() for row in apart]
+
+
+@pytest.mark.parametrize("count", [1, 6, 13])
+def test_pieces_of_a_prompt_cut_no_picture(count, monkeypatch):
+    """Tokens of a picture see those behind them. The window is shorter than a picture."""
+    model = ligermodels.create(CASES["gemma3-beyond-the-window"], device=DEVICE).double().eval()
+    row = batch_of("gemma3-beyond-the-window", [[4, A, 3, B, 5]])
+    prompts, images = [row.pop("input_ids")[0].tolist()], [row]
+    whole = ligermodels.generate(model, prompts, max_new_tokens=8, stop_tokens=(), images=images)
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", count)
+    assert ligermodels.generate(model, prompts, max_new_tokens=8, stop_tokens=(), images=images) == whole
 
 
 def rows_of(name, batch):
@@ -228,3 +240,24 @@ def test_images_that_do_not_fit_the_tokens_are_refused(fault):
     damage(batch)
     with pytest.raises(InputError, match=message):
         ligermodels.create(CASES["qwen2_vl"])(**batch)
+
+
+REFUSED_PICTURES = {
+    "another size": (lambda b: b.update(pixel_values=b["pixel_values"][..., 1:]), r"\[2, 3, 16, 15\]; must be \[pict"),
+    "grids": (
+        lambda b: b.update(image_grid_thw=torch.ones(2, 3)),
+        "image_grid_thw: the model takes pixel_values alone",
+    ),
+    "a picture too many": (lambda b: b.update(input_ids=b["input_ids"][:, :9]), "1 of 2 images and videos have no tok"),
+    "a cut picture": (lambda b: b.update(input_ids=b["input_ids"][:, :7]), "has 4 features, but only 3"),
+    "tokens without a picture": (lambda b: b.update(pixel_values=b["pixel_values"][:1]), "more tokens 97 than"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED_PICTURES)
+def test_pictures_that_do_not_fit_the_tokens_are_refused(fault):
+    damage, message = REFUSED_PICTURES[fault]
+    batch = batch_of("gemma3", [[4, A, 3, B]])
+    damage(batch)
+    with pytest.raises(InputError, match=message):
+        ligermodels.create(CASES["gemma3"])(**batch)

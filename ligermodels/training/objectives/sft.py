@@ -23,12 +23,7 @@ def new_images(model: CausalLM) -> NewImages | None:
     """What a model fixes about images; None for one that reads none."""
     if not isinstance(model, VisionLanguageModel):
         return None
-    vision = model.config.vision
-    settings = {
-        "image_processor_type": model.image_processor_type, "patch_size": vision.patch_size,
-        "merge_size": vision.spatial_merge_size, "temporal_patch_size": vision.temporal_patch_size,
-    }  # fmt: skip
-    return NewImages(model.config.image_token_id, settings)
+    return NewImages(model.config.image_token_id, *model.processor_settings)
 
 
 class SFT(Objective):
