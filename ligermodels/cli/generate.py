@@ -13,7 +13,7 @@ from typing import Any
 from ligermodels import hub
 from ligermodels.aliases import GENERATE_ALIASES, flag_of
 from ligermodels.cli.flags import UNUSABLE_INPUT, Commands, add_command, number, positive, whole_number
-from ligermodels.cli.generate_images import IMAGE_COMMAND, Prompt, PromptReader, message_content
+from ligermodels.cli.generate_images import IMAGE_COMMAND, PromptInputs, PromptReader, message_content
 from ligermodels.cli.parsing import (
     add_adapter,
     add_device,
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
     reader = PromptReader(folder, tokenizer)
     reader.check(args.image)
-    prompt = Prompt([])
+    prompt = PromptInputs([])
     if args.chat:  # raises errors of the template before the weights are loaded
         reader.of_messages(first_messages(args, "…", args.image))
     elif args.file is None:
@@ -184,7 +184,7 @@ def first_messages(args: argparse.Namespace, text: str, images: Sequence[str] = 
 
 
 def continue_prompt(
-    model: CausalLM, tokenizer: Tokenizer, prompt: Prompt, args: argparse.Namespace, sampling: Sampling,
+    model: CausalLM, tokenizer: Tokenizer, prompt: PromptInputs, args: argparse.Namespace, sampling: Sampling,
     caught: list[warnings.WarningMessage],
 ) -> None:  # fmt: skip
     """Prints the prompt and its continuation as it is generated; several samples when they have ended."""

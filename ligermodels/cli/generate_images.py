@@ -13,7 +13,7 @@ from ligermodels.tokenizer import Tokenizer
 IMAGE_COMMAND = "/image "  # begins a line that names an image of the next message
 
 
-class Prompt(NamedTuple):
+class PromptInputs(NamedTuple):
     """images: the pixel inputs, under the names of a model's arguments; None for none."""
 
     ids: list[int]
@@ -42,25 +42,25 @@ class PromptReader:
         for image in images:
             self.processor.prepare(image, image)
 
-    def of_text(self, text: str, images: Sequence[str]) -> Prompt:
+    def of_text(self, text: str, images: Sequence[str]) -> PromptInputs:
         """A text to continue; images that it has no placeholders for come before it."""
         if not images:
-            return Prompt(self.tokenizer.encode(text))
+            return PromptInputs(self.tokenizer.encode(text))
         placeholder = self.processor.placeholder
         if placeholder.printed not in text:
             text = placeholder.in_plain_text * len(images) + text
         return as_prompt(self.processor(text, images))
 
-    def of_messages(self, messages: list[dict[str, Any]]) -> Prompt:
+    def of_messages(self, messages: list[dict[str, Any]]) -> PromptInputs:
         """A conversation up to an answer. Messages with images have lists of parts."""
         if all(isinstance(message["content"], str) for message in messages):
-            return Prompt(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+            return PromptInputs(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
         return as_prompt(self.processor.apply_chat_template(messages, add_generation_prompt=True))
 
 
-def as_prompt(inputs: dict[str, Any]) -> Prompt:
+def as_prompt(inputs: dict[str, Any]) -> PromptInputs:
     pixels = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-    return Prompt(inputs["input_ids"][0].tolist(), pixels)
+    return PromptInputs(inputs["input_ids"][0].tolist(), pixels)
 
 
 def message_content(text: str, images: Sequence[str]) -> str | list[dict[str, str]]:
