@@ -23,6 +23,7 @@ from ligermodels.training.setting_values import (
     FINITE,
     FRACTION,
     FROM_0_TO_1,
+    IMAGE_TOKENS,
     LENGTH,
     NORM,
     NOT_NEGATIVE,
@@ -105,6 +106,9 @@ class TrainConfig:
     packing: bool = setting("data", True, "sequence packing with document masking", objectives=SUPERVISED)
     chat_template: str | None = setting("data", None, "the chat template that renders chats and is exported: a Jinja "
         f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own")
+    image_tokens: str | None = setting("data", None, "the most tokens of an image, or fewest:most; larger and smaller "
+        "images are resized", IMAGE_TOKENS, metavar="MOST", shown="1024, of models whose images have any size",
+        objectives=("sft",))
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
 
     epochs: float | None = setting("training", None, "passes over the data", ABOVE_ZERO,
@@ -122,6 +126,13 @@ class TrainConfig:
         "states", shown="that of the parameters")
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, 1/width; of preferences below a tenth of these")
+    train_parts: tuple[Literal["vision", "projector", "text"], ...] | None = setting("training", None, "parts of a "
+        "model with images that are trained; the others are frozen", shown="all; with LoRA its updates alone",
+        objectives=("sft",))
+    vision_learning_rate: float | None = setting("training", None, "peak learning rate of the vision tower", ABOVE_ZERO,
+        shown="--learning-rate", objectives=("sft",))
+    projector_learning_rate: float | None = setting("training", None, "peak learning rate of the projector",
+        ABOVE_ZERO, shown="--learning-rate", objectives=("sft",))
     schedule: Literal["cosine", "linear", "wsd"] = setting("training", "cosine", "wsd: warmup, stable, decay")
     warmup: int | None = setting("training", None, "steps of linear warmup", COUNT, shown="3 % of the steps; tiny: 30")
     weight_decay: float = setting("training", 0.1, "not applied to norms, biases and embeddings", NOT_NEGATIVE)

@@ -54,6 +54,11 @@ def refuse_contradictions(config: TrainConfig) -> None:
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if unused and not config.with_lora:
         raise InputError(f"{flag_of(unused[0])} goes with --lora-rank, which is missing")
+    if config.train_parts is not None and config.with_lora:
+        raise InputError(
+            "--train-parts is for training without LoRA, which trains its updates alone: choose them with "
+            "--lora-targets, as all-linear vision; leave --train-parts out"
+        )
     if not config.data and not is_family and config.objective in SUPERVISED:
         raise missing_data(config)
 

@@ -87,6 +87,12 @@ def schedule(config: TrainConfig, data: Data, hidden_size: int, world: World) ->
     }
 
 
+def image_tokens(data: Data) -> dict[str, Choice]:
+    """The limits of images, of a model whose images have any size."""
+    limits = None if data.processor is None else data.processor.images.token_range
+    return {} if limits is None else {"image_tokens": Choice("{}:{}".format(*limits), "other images are resized")}
+
+
 def length_reason(data: Data, length: int) -> str:
     return (
         "the longest document"

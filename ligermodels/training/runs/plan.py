@@ -33,6 +33,7 @@ from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.folder import CHECKPOINTS
+from ligermodels.training.runs.image_load import NO_IMAGES, ImageLoad
 from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator
 from ligermodels.training.scaling.fsdp import dp_shard_size
 from ligermodels.units import counted, memory_size
@@ -49,7 +50,8 @@ class Plan:
     tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of
     computation. attention: what computes it. checkpointed_blocks: blocks with activation checkpointing, of `blocks`.
     memory: of one rank. phases: peak bytes of a rank in each phase of the run. advice: warnings of the objective.
-    flops: per token. positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
+    flops: per token, those of the images among them. positions: the model's max_position_embeddings. checkpoint: bytes
+    of one checkpoint, about.
     """
 
     config: RunConfig
@@ -67,6 +69,7 @@ class Plan:
     dtype: torch.dtype
     attention: str
     flops: int
+    images: ImageLoad
     memory: TrainingMemory
     phases: Mapping[str, int]
     advice: Sequence[str]
@@ -141,6 +144,10 @@ class Plan:
         tokens = self.config.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
+        if self.images.tokens:
+            of_all = self.images.tokens / (self.rows * self.config.sequence_length)
+            share = f"{of_all:.0%} of the tokens of the rows, {self.images.flops / self.flops:.0%} of the FLOPs"
+            yield "images", f"{share}; at most {self.images.most_patches:,} patches in a row"
         if self.config.packing:
             yield "attention", self.attention
         checkpointed = (
@@ -273,11 +280,12 @@ def make_plan(
     checkpointed_blocks: int,
     memory: TrainingMemory,
     phases: Mapping[str, int],
+    images: ImageLoad = NO_IMAGES,
     advice: Sequence[str] = (),
 ) -> Plan:
     """The plan of a run.
 
-    model: with its LoRA, not sharded yet; it may be on the meta device.
+    images: what they add. model: with its LoRA, not sharded yet; it may be on the meta device.
     """
     trained = trained_parameters(model)
     states = memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
@@ -286,9 +294,8 @@ def make_plan(
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
-        flops_per_token(model, config.sequence_length), memory, phases, advice, checkpointed_blocks,
-        len(model.blocks),
-        model.config.max_position_embeddings, checkpoint,
+        round(flops_per_token(model, config.sequence_length) + images.flops), images, memory, phases, advice,
+        checkpointed_blocks, len(model.blocks), model.config.max_position_embeddings, checkpoint,
     )  # fmt: skip
 
 
@@ -328,16 +335,19 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_needs(
-    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int
-) -> MemoryEstimator:
+    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
+    row_patches: int = 0,
+) -> MemoryEstimator:  # fmt: skip
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    beside: bytes of a rank that stay beside the model. The result takes the micro-batch size as `batch_size`.
+    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. The result takes
+    the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
-    return functools.partial(
+    estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
         beside=beside,
     )  # fmt: skip
+    return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)

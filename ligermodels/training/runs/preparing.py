@@ -27,6 +27,8 @@ from ligermodels.training.reporting.loggers import check_logger_packages
 from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import refuse_contradictions, refuse_unused_profile
 from ligermodels.training.runs.defaults import TORCH_DTYPES, completed, precision, with_choices
+from ligermodels.training.runs.image_load import image_load
+from ligermodels.training.runs.model_parts import part_scales, train_parts
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
 from ligermodels.training.runs.publishing import check_hub_access
 from ligermodels.training.runs.resuming import refuse_finished, refuse_other_settings
@@ -93,6 +95,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
             targets=config.lora_targets, modules_to_save=modules_to_save(config), dtype=param_dtype,
         )  # fmt: skip
 
+    train_parts(model, config, compute_dtype)
+
     # The data, and the settings that depend on it.
     objective.open(pretrained, model, adapter)
     data = objective.data
@@ -106,8 +110,13 @@ def prepare(config: TrainConfig, world: World) -> Run:
 
     # The memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
-    build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
-    estimate = memory_needs(model, build(model), config, world, compute_dtype, objective.bytes_beside(model))
+    scales = part_scales(model, config)
+    build = partial(
+        build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay, part_scales=scales
+    )
+    images = image_load(model, data)
+    beside = objective.bytes_beside(model)
+    estimate = memory_needs(model, build(model), config, world, compute_dtype, beside, images.most_patches)
     micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     estimate = partial(estimate, batch_size=micro_batch_size)
     checkpointed_blocks = apply_activation_checkpointing(model, config.activation_checkpointing, world, estimate)
@@ -120,7 +129,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
         tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
         dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, memory=memory,
-        phases=objective.phases(memory), advice=objective.advice(),
+        phases=objective.phases(memory), images=images, advice=objective.advice(),
     )  # fmt: skip
     return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 
