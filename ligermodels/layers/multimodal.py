@@ -239,6 +239,14 @@ class VisionLanguageModel(CausalLM):
         }  # fmt: skip
         return image, {}
 
+    def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
+        """Random pixel inputs of one image a row, and the image tokens of each."""
+        vision, side = self.config.vision, self.config.vision.spatial_merge_size
+        grid = Grid(1, 2 * side, 3 * side)
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randn(rows * grid.patches, vision.pixels_per_patch, generator=generator)
+        return grid.merged(side).patches, {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid] * rows)}
+
     def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
         """The layout of the patches of images with these grids, and the order of their squares in it."""
         return patch_layout(grids, self.config.vision.spatial_merge_size)

@@ -86,6 +86,12 @@ class PictureLanguageModel(VisionLanguageModel):
         image = {"image_processor_type": self.image_processor_type, "size": size}
         return image, {"image_seq_length": vision.mm_tokens_per_image}
 
+    def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
+        vision = self.config.vision
+        shape = rows, vision.in_channels, vision.image_size, vision.image_size
+        pixels = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+        return vision.mm_tokens_per_image, {"pixel_values": pixels}
+
     def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
         vision = self.config.vision
         return patch_layout(grids, vision.spatial_merge_size, table=vision.table_side)

@@ -31,6 +31,7 @@ from ligermodels.training.data.embedded import (
     Question,
     random_tokens,
 )
+from ligermodels.training.data.embedded_shapes import shape_texts
 from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.hub_datasets import HUB_PREFIX, hub_cache_files
 from ligermodels.training.data.new_image_tokenizer import NewImages, train_image_tokenizer
@@ -234,11 +235,15 @@ class SourceReader:
         def fill(folder: Path) -> None:
             total = min(self.tokenizer_characters, total_bytes(files)) if names else None
             with ReadingProgress("Training a tokenizer", total) as progress:
-                texts = self.tokenizer_texts(names, progress) if names else vocabulary_texts()
+                texts = self.tokenizer_texts(names, progress) if names else self.embedded_texts()
                 self.save_new_tokenizer(progress.track(texts), size, folder)
 
         key = self.cache_key(files, hub=hub_names(names), fields=self.fields, new=repr(self.new_images))
         return Tokenizer.from_folder(cached_folder(key, fill))
+
+    def embedded_texts(self) -> Iterator[str]:
+        """What a tokenizer for embedded data is trained on."""
+        return vocabulary_texts() if self.new_images is None else itertools.chain(vocabulary_texts(), shape_texts())
 
     def save_new_tokenizer(self, texts: Iterable[str], size: int, folder: Path) -> None:
         if self.new_images is None:

@@ -15,7 +15,7 @@ from ligermodels.training.data.new_image_tokenizer import NewImages
 from ligermodels.training.objectives.objective import Objective, Share, Work
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.runs.defaults import Choice, image_tokens, schedule
+from ligermodels.training.runs.defaults import Choice, schedule, with_images
 from ligermodels.training.runs.stopping import Stop
 
 
@@ -39,7 +39,8 @@ class SFT(Objective):
         self.data = open_data(self.config, folder, model.config.vocab_size, positions, adapter, images, prepare)
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
-        return schedule(self.config, self.data, hidden_size, self.world) | image_tokens(self.data)
+        chosen = schedule(self.config, self.data, hidden_size, self.world)
+        return chosen | with_images(self.config, self.data, hidden_size)
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
