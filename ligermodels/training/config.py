@@ -125,7 +125,8 @@ class TrainConfig:
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
-        shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, 1/width; of preferences below a tenth of these")
+        shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences below a "
+        "tenth of these")
     train_parts: tuple[Literal["vision", "projector", "text"], ...] | None = setting("training", None, "parts of a "
         "model with images that are trained; the others are frozen", shown="all; with LoRA its updates alone",
         objectives=("sft",))
