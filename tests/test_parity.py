@@ -1,6 +1,7 @@
 """Every family and each of its switches against the reference implementation: logits, loss, SGD step, generation."""
 
 import copy
+import statistics
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.reference_model import hub_tensors as reference_hub_tensors
 LEARNING_RATE = 0.5
 # Our fp32 error, against the reference in fp64, may be this many times the reference's own: the order of sums differs.
 FP32_FACTOR = 4.0
+FEW_NUMBERS = 16  # the reference's error of fewer may be tiny by chance: they are allowed that of a typical tensor
 
 
 # Cases that together reach every kernel and every option of it; the other cases only change the kernels' inputs.
@@ -72,9 +74,13 @@ def check_parity(name, folder, device=DEVICE):
     buffers = {key: buffer.shape for key, buffer in model.stored_buffers().items()}
     untrained = {*model.kept, *(piece.tensor for piece in plan_pieces(buffers, model.export_rules()))}
     assert set(exact) - set(ours) - untrained <= {"lm_head.weight", "language_model.lm_head.weight"}
+    reference_errors = {what: relative_error(theirs[what], exact[what]) for what in ours}
+    typical = statistics.median(reference_errors.values())
     for what, value in ours.items():
-        error, allowed = relative_error(value, exact[what]), relative_error(theirs[what], exact[what])
-        allowed = max(FP32_FACTOR * allowed, FP32_FACTOR * torch.finfo(torch.float32).eps)
+        error, floor = relative_error(value, exact[what]), torch.finfo(torch.float32).eps
+        if value.numel() < FEW_NUMBERS:
+            floor = max(floor, typical)
+        allowed = FP32_FACTOR * max(reference_errors[what], floor)
         assert error <= allowed, f"{what}: error {error:.1e}, allowed {allowed:.1e}"
 
 

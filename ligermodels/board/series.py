@@ -25,7 +25,7 @@ BUCKETS = 16  # rows that a block keeps of each number
 MAX_NAMES, MAX_NAME_CHARACTERS = 128, 100  # of the numbers of a block
 MAX_TEXTS = 64  # of a block
 MAX_LINE_BYTES = 2**20  # a longer line is left out
-EXACT_BYTES = 2**20  # a view of fewer bytes is read from the file
+EXACT_BYTES = 2**20  # a view of fewer bytes is read from the file, if the rows that were kept are too few for it
 STEP, LOW, HIGH, MEAN, COUNT = range(5)
 NOTHING = np.empty((0, 5))
 NUMERIC = {float, int, type(None)}  # bool is none of them
@@ -165,7 +165,9 @@ class MetricSeries:
     def view(self, names: Iterable[str], first: float, last: float, points: int) -> dict[str, np.ndarray]:
         """Rows [R, 5] of each name with steps from `first` to `last`, at most `points` of them."""
         blocks = self.in_order(first, last)
-        if len(blocks) * self.block_bytes <= EXACT_BYTES:
+        # While a file is being read, its blocks are not read twice.
+        coarse = len(blocks) * BUCKETS < points and not self.pending
+        if coarse and len(blocks) * self.block_bytes <= EXACT_BYTES:
             records = [record for number, _ in blocks for record in self.records_of(number)]
             parts: list[RowsByName] = [columns_of(records)]
         else:

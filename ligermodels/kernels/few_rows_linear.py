@@ -105,7 +105,8 @@ def _launcher(
     activation: str | None, gate_multiplier: float, down_multiplier: float, nf4: bool, device: torch.device,
 ) -> tuple[Launcher, int]:  # fmt: skip
     """The launcher, and how many programs it takes."""
-    tile = columns_of_program(rows, columns, device)
+    # Dequantising takes the registers of one row more.
+    tile = columns_of_program(min(rows + nf4, MAX_ROWS), columns, device)
     launch = _linear_kernel.bind(
         NF4=nf4, ROWS=rows, DEPTH=depth, NORM=norm, ADD=add, SCALE=scale, BIAS=bias, ACTIVATION=activation,
         GATE_MULTIPLIER=gate_multiplier, DOWN_MULTIPLIER=down_multiplier, COLUMNS=tile, STEP=STEP_BYTES // itemsize,

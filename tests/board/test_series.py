@@ -61,6 +61,19 @@ def test_a_view_of_few_blocks_is_exact_again(tmp_path, small_blocks):
     assert rows[:, [STEP, MEAN]].tolist() == [[step, 100.0 / step] for step in range(3001, 3011)]
 
 
+def test_a_view_reads_no_block_again_while_others_wait_or_the_kept_rows_suffice(tmp_path, monkeypatch):
+    monkeypatch.setattr(series, "BLOCK_BYTES", 2048)
+    monkeypatch.setattr(MetricSeries, "records_of", lambda *_: pytest.fail("a block was read again"))
+    write(tmp_path / "m", 5000)
+    found = MetricSeries(Place(tmp_path, "m"))
+    found.update(4)
+    rows = found.view(["loss"], *EVER, 1000)["loss"]
+    assert rows[-1, STEP] > 4900 and 3 * series.BUCKETS < len(rows) <= 4 * series.BUCKETS
+    while found.update(10**6):
+        pass
+    assert len(found.view(["loss"], *EVER, 240)["loss"]) == 240
+
+
 def test_no_line_is_lost_or_counted_twice_wherever_blocks_end(tmp_path, monkeypatch):
     write(tmp_path / "m", 300)
     for size in (64, 65, 100, 1000):

@@ -123,6 +123,8 @@ class Op:
     # is no matrix product, or one is in place, which FLOP counters miss.
     products: tuple[float, ...] = ()
     has_gradients: bool = True
+    # Pairs (batch, length) that launch a further variant: with few rows, or with enough programs to fill the GPU.
+    more_variants: tuple[tuple[int, int], ...] = ()
 
     def case(self, batch: int = 2, length: int = 4, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> Case:
         return self.draw(batch, length, *self.small).to(dtype, device)
@@ -922,14 +924,17 @@ OPS = {
         has_gradients=False,
     ),
     "linears of few rows": Op(
-        draw=few_rows_linear_case, small=(33, 7), real=((896, 1152), (4096, 6144), (14336, 4096)), has_gradients=False
+        draw=few_rows_linear_case, small=(33, 7), real=((896, 1152), (4096, 6144), (14336, 4096)), has_gradients=False,
+        more_variants=((1, 1), (2, 1)),
     ),
     "few_rows_linear of a frozen weight": Op(
-        draw=few_rows_frozen_linear_case, small=(64, 7), real=((14336, 4096),), has_gradients=False
+        draw=few_rows_frozen_linear_case, small=(64, 7), real=((14336, 4096),), has_gradients=False,
+        more_variants=((1, 1), (2, 1)),
     ),
     "cache writes": Op(draw=cache_write_case, small=(5, 3, 20), real=HEADS, has_gradients=False),
     "decode_attention": Op(
-        draw=decode_attention_case, small=(6, 3, 20), real=(*HEADS, (14, 2, 64), (16, 1, 256)), has_gradients=False
+        draw=decode_attention_case, small=(6, 3, 20), real=(*HEADS, (14, 2, 64), (16, 1, 256)), has_gradients=False,
+        more_variants=((1, 1),),
     ),
     "decode_attention of one row, with a window and a softcap": Op(
         draw=partial(decode_attention_case, only_one=True, window=70, softcap=50.0), small=(6, 3, 20),
@@ -952,7 +957,8 @@ OPS = {
     ),
     "gather_keys": Op(draw=gather_keys_case, small=(3, 20), real=((8, 128), (4, 256))),
     "gated_delta_rule": Op(
-        draw=gated_delta_rule_case, small=(2, 20, 6, 12), real=((16, 128, 32, 128), (16, 128, 48, 128))
+        draw=gated_delta_rule_case, small=(2, 20, 6, 12), real=((16, 128, 32, 128), (16, 128, 48, 128)),
+        more_variants=((3, 16),),
     ),
     # So few programs that outputs have a kernel of their own.
     "gated_delta_rule of one head": Op(

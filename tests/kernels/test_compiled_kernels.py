@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import grouped_gemm
+from tests.conftest import BEYOND_INT32
 from tests.kernels.compiled_kernels import compiled_kernels
 from tests.kernels.ops import OPS, parametrize_ops, run_all_kernels
 
@@ -17,9 +18,11 @@ ROOT = Path(__file__).parents[2]
 KB = 1024
 SANITIZER = shutil.which("compute-sanitizer")
 LENGTHS = 64, 512  # some ops have other kernels for few rows
-# Bytes of stack a thread, at most. With Triton 3.7 one kernel for capability 90 (the backward of add_rms_norm at 16384
-# columns) and two for 86 have a stack; with Triton 3.6 no kernel for 90 has one. On a GPU no kernel may spill.
+# Bytes of stack a thread, at most: so much the assembler spills of its own accord, to fit one program more on a
+# multiprocessor. With Triton 3.7 one kernel for capability 90 (the backward of add_rms_norm at 16384 columns) and two
+# for 86 have a stack; with Triton 3.6 one for 90 (the cross-entropy of unaligned rows with class weights).
 MAX_STACK = 16
+REGISTER_BYTES = 4
 # On 86 products take their operands from registers: these keep more of a chunk than there are. Tiles are for 90.
 MAX_STACK_OF = {
     (86, "ligermodels.kernels.delta_chunks._prepare_kernel"): 160,
@@ -56,6 +59,7 @@ def step(op, batch, length, size):
 
 
 @pytest.mark.gpu
+@BEYOND_INT32
 @parametrize_ops(lambda op: op.real)
 def test_no_kernel_is_compiled_for_another_batch_or_length(op):
     check_that_no_variant_is_added(op)
@@ -70,6 +74,8 @@ def test_no_grouped_gemm_by_triton_is_compiled_for_another_batch_or_length(monke
 def check_that_no_variant_is_added(op):
     step(op, 2, 48, op.real[0])
     step(op, 2, 480, op.real[0])  # norms and linear_cross_entropy have other kernels for few rows
+    for batch, length in op.more_variants:
+        step(op, batch, length, op.real[0])
     known = {id(kernel) for _, kernel in compiled_kernels()}
     assert known
     for batch, length in [(1, 1), (2, 1), (1, 2), (3, 16), (1, 17), (3, 1000), (1, 4096)]:
@@ -79,6 +85,7 @@ def check_that_no_variant_is_added(op):
 
 
 @pytest.mark.gpu
+@BEYOND_INT32
 @pytest.mark.timeout(900)
 def test_no_kernel_spills_at_the_sizes_of_models():
     for name, op in OPS.items():
@@ -87,7 +94,7 @@ def test_no_kernel_spills_at_the_sizes_of_models():
                 run_all_kernels(name, op.draw(1, length, *size).to(torch.bfloat16))
     compiled = compiled_kernels()
     assert len(compiled) > len(OPS)
-    spilled = [f"{name} {kernel.n_spills}" for name, kernel in compiled if kernel.n_spills]
+    spilled = [f"{name} {kernel.n_spills}" for name, kernel in compiled if kernel.n_spills * REGISTER_BYTES > MAX_STACK]
     assert not spilled, "\n".join(spilled)
 
 

@@ -60,7 +60,8 @@ def test_padded_rows_give_the_results_of_unpadded_rows(name):
         torch.testing.assert_close(out.logits[row, place], each.logits[0], **EXACT)
     assert not out.logits[mask == 0].any()
     for got, expected in zip(gradients(model, out.loss), gradients(model, sum(e.loss for e in apart)), strict=True):
-        torch.testing.assert_close(got, expected, **EXACT)
+        assert (got is None) == (expected is None)
+        assert got is None or relative_error(got, expected) <= EXACT["rtol"]  # single numbers may cancel
 
 
 def test_labels_at_padding_are_ignored_and_a_mask_of_ones_changes_nothing():

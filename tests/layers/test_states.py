@@ -61,7 +61,11 @@ def test_changing_a_document_does_not_move_another_by_a_bit(name):
     assert not gradient[:, :9].any() and gradient[:, 9:].any()
     row[0, 4] = (row[0, 4] + 1) % 99
     after = model(row, cu_seqlens=cu_seqlens).logits
-    assert torch.equal(before[:, 9:], after[:, 9:]) and not torch.equal(before[:, 4:9], after[:, 4:9])
+    assert not torch.equal(before[:, 4:9], after[:, 4:9])
+    if getattr(model.config, "num_experts", 0):  # another token for an expert is another size of its matrix products
+        torch.testing.assert_close(after[:, 9:], before[:, 9:], **EXACT)
+    else:
+        assert torch.equal(before[:, 9:], after[:, 9:])
 
 
 @pytest.mark.parametrize("name", NAMES)
