@@ -128,7 +128,7 @@ def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     """Runs all comparisons. Each side is loaded once per dtype."""
     blueprint = models.build_on_meta(*models.select_architecture(read_config(folder), folder / CONFIG_FILE))
     names, ids = HubNames.of(blueprint), example_token_ids(folder, blueprint.config.vocab_size)
-    example = with_images(blueprint, ids).to(device)
+    example = example_of(blueprint, ids).to(device)
     prompt, first_images = example.ids[0, : example.prompt_length].tolist(), example.images_of_first_row
     truth_dtype = torch.float64 if fits_fp64(blueprint, device) else torch.float32
     truth: dict[str, Tensor] = {}
@@ -224,7 +224,7 @@ class Example:
         return {name: values[: len(values) // BATCH_ROWS] for name, values in self.images.items()}
 
 
-def with_images(model: CausalLM, ids: Tensor) -> Example:
+def example_of(model: CausalLM, ids: Tensor) -> Example:
     """The ids, behind an image in each row if the model takes images; none of them stands for an image elsewhere."""
     if not isinstance(model, VisionLanguageModel):
         return Example(ids)

@@ -15,7 +15,7 @@ from ligermodels.training.data.new_image_tokenizer import NewImages
 from ligermodels.training.objectives.objective import Objective, Share, Work
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.runs.defaults import Choice, schedule, with_images
+from ligermodels.training.runs.defaults import Choice, image_choices, schedule
 from ligermodels.training.runs.stopping import Stop
 
 
@@ -40,7 +40,7 @@ class SFT(Objective):
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         chosen = schedule(self.config, self.data, hidden_size, self.world)
-        return chosen | with_images(self.config, self.data, hidden_size)
+        return chosen | image_choices(self.config, self.data, hidden_size)
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)

@@ -87,7 +87,7 @@ def schedule(config: TrainConfig, data: Data, hidden_size: int, world: World) ->
     }
 
 
-def with_images(config: TrainConfig, data: Data, hidden_size: int) -> dict[str, Choice]:
+def image_choices(config: TrainConfig, data: Data, hidden_size: int) -> dict[str, Choice]:
     """What differs where the data have images: the rate of new weights, and the limits of images of any size."""
     if data.processor is None:
         return {}
