@@ -58,6 +58,12 @@ class OnPolicyDistill(Taught, GroupDistill):
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         super().open(folder, model, adapter)
+        text = next((part for part in self.data.training.groups.parts if part.longest_prompt == 1), None)
+        if self.kind == "distillation" and text is not None:
+            raise InputError(
+                f"{text.store.place(0)}: is a text without a prompt, and --on-policy {self.config.on_policy:g} samples "
+                "completions of prompts: give chats, or records with prompt and completion; or leave --on-policy out"
+            )
         self.longest_prompt = max(self.data.training.groups.longest_prompt, self.data.validation.groups.longest_prompt)
         positions = model.config.max_position_embeddings
         if self.longest_prompt + self.config.max_completion_length > positions:
