@@ -27,7 +27,9 @@ CHECKS = {
 }
 BREAKS = {
     "swapped sides": Sabotage(f"{LOSSES}.preference:Pairs.x", "self.beta *", "-self.beta *", "sum over pairs"),
-    "swapped sides without a reference": Sabotage(f"{LOSSES}.pairs:margins", "sides[:, 0] - sides[:, 1]", "sides[:, 1] - sides[:, 0]", "simpo"),
+    "swapped sides without a reference": Sabotage(
+        f"{LOSSES}.pairs:margins", "sides[:, 0] - sides[:, 1]", "sides[:, 1] - sides[:, 0]", "simpo"
+    ),
     "sum for mean": Sabotage(
         f"{LOSSES}.preference:Pairs.mean_delta", "self.lengths.clamp(min=1)", "1", "mean over tokens"
     ),
