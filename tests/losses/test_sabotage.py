@@ -33,7 +33,7 @@ BREAKS = {
     "sum for mean": Sabotage(
         f"{LOSSES}.preference:Pairs.mean_delta", "self.lengths.clamp(min=1)", "1", "mean over tokens"
     ),
-    "std with n": Sabotage(f"{LOSSES}.advantages:_std", "- 1", "- 0", "advantages"),
+    "std with n": Sabotage(f"{LOSSES}.advantages:_std", "keepdim=True) - 1", "keepdim=True)", "advantages"),
     "clip on the wrong sign": Sabotage(f"{LOSSES}.policy:_clipped", "torch.minimum", "torch.maximum", "policy"),
     "clip bounds exchanged": Sabotage(
         f"{LOSSES}.policy:_clipped", "1 - epsilon, high", "2 - high, 1 + epsilon", "policy"

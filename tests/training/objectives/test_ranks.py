@@ -6,32 +6,17 @@ import pytest
 
 from tests.training.launching import Launcher, records
 
-RUN = ("--model", "qwen2", "--data", "pairs.jsonl", "--steps", "3", "--eval-every", "9", "--max-length", "64",
-       "--learning-rate", "1e-3", "--warmup", "0", "--no-export", "--checkpoint-every", "2")  # fmt: skip
+RUN = ("--model", "qwen2", "--steps", "3", "--eval-every", "9", "--learning-rate", "1e-3", "--warmup", "0",
+       "--no-export", "--checkpoint-every", "2")  # fmt: skip
+PAIRS = ("--data", "pairs.jsonl", "--max-length", "64")
 KINDS = {
-    "precomputed": ("--objective", "dpo", "--pairs", "5", "--sequence-length", "32"),
-    "ema": ("--objective", "dpo", "--pairs", "5", "--reference", "ema:0.5/1"),
-    "kto": ("--objective", "kto", "--examples", "7", "--sequence-length", "32", "--lora-rank", "4"),
-    "grpo": (
-        "--objective",
-        "grpo",
-        "--prompts",
-        "3",
-        "--generations",
-        "4",
-        "--max-completion-length",
-        "6",
-        "--beta",
-        "0.1",
-        "--steps-per-generation",
-        "2",
-        "--data",
-        "prompts.jsonl",
-        "--reward",
-        "rewards.py:even",
-    ),
-    "model": ("--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
-}
+    "precomputed": (*PAIRS, "--objective", "dpo", "--pairs", "5", "--sequence-length", "32"),
+    "ema": (*PAIRS, "--objective", "dpo", "--pairs", "5", "--reference", "ema:0.5/1"),
+    "kto": (*PAIRS, "--objective", "kto", "--examples", "7", "--sequence-length", "32", "--lora-rank", "4"),
+    "grpo": ("--objective", "grpo", "--prompts", "3", "--generations", "4", "--max-completion-length", "6", "--beta",
+             "0.1", "--steps-per-generation", "2", "--data", "prompts.jsonl", "--reward", "rewards.py:even"),
+    "model": (*PAIRS, "--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
+}  # fmt: skip
 CLOCKS = ("tokens_per_second", "step_time", "time/sample", "time/reward", "time/score")
 
 
