@@ -56,7 +56,8 @@ BREAKS = {
     ),
     "mask off by one": Sabotage(LAY_OUT, "rows.append(places - 1)", "rows.append(places)", "rows"),
     "prompt supervised": Sabotage(
-        LAY_OUT, "np.arange(begin + document.context, end)", "np.arange(begin + document.context - 1, end)", "rows"
+        LAY_OUT, "places = places if document.supervised is None",
+        "places = np.append(places[0] - 1, places) if document.supervised is None", "rows",
     ),
 }  # fmt: skip
 
