@@ -48,8 +48,8 @@ def reset_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def random_ids(args: argparse.Namespace, length: int, generator: np.random.Generator) -> np.ndarray:
@@ -160,9 +160,9 @@ def trl_settings(args: argparse.Namespace, folder: str, sequences: int, checkpoi
     """Arguments of TRL's trainers: sequences of a micro-batch."""
     return {
         "output_dir": folder, "per_device_train_batch_size": sequences, "max_steps": WARM_UP + args.steps,
-        "learning_rate": RATE, "optim": "adamw_torch_fused" if device() == "cuda" else "adamw_torch",
+        "learning_rate": RATE, "optim": "adamw_torch_fused" if device().type == "cuda" else "adamw_torch",
         "logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-        "gradient_checkpointing": checkpointing, "bf16": device() == "cuda", "use_cpu": device() == "cpu",
+        "gradient_checkpointing": checkpointing, "bf16": device().type == "cuda", "use_cpu": device().type == "cpu",
     }  # fmt: skip
 
 

@@ -208,7 +208,7 @@ def test_bad_teachers_and_settings_without_effect_are_refused(folder):
 def test_texts_without_prompts_are_refused_where_a_student_samples(folder):
     folder, _ = folder
     (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    with pytest.raises(InputError, match=r"texts.jsonl:1: is a text without a prompt, and --on-policy 0.5 samples"):
+    with pytest.raises(InputError, match=r"texts.jsonl:1: is a text without a prompt, and --on-policy samples"):
         plan(on_policy(folder, on_policy=0.5, data=(str(folder / "texts.jsonl"),)))
 
 

@@ -8,6 +8,7 @@ the sampling, as there.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ class OnPolicyDistill(Taught, GroupDistill):
 
     def group_options(self, length: int, positions: int) -> GroupOptions:
         if self.kind == "distillation":
-            return super().group_options(length, positions)
+            return replace(super().group_options(length, positions), needs_prompts=True)
         longest = positions - self.config.max_completion_length
         if longest < 2:
             raise InputError(
@@ -58,12 +59,6 @@ class OnPolicyDistill(Taught, GroupDistill):
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         super().open(folder, model, adapter)
-        text = next((part for part in self.data.training.groups.parts if part.longest_prompt == 1), None)
-        if self.kind == "distillation" and text is not None:
-            raise InputError(
-                f"{text.store.place(0)}: is a text without a prompt, and --on-policy {self.config.on_policy:g} samples "
-                "completions of prompts: give chats, or records with prompt and completion; or leave --on-policy out"
-            )
         self.longest_prompt = max(self.data.training.groups.longest_prompt, self.data.validation.groups.longest_prompt)
         positions = model.config.max_position_embeddings
         if self.longest_prompt + self.config.max_completion_length > positions:
