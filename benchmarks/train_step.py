@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,11 @@ def measure(
         optimizer.zero_grad()
         return loss.detach()
 
+    return time_steps(step, steps, batch * length) | ({"attention": attention} if attention else {})
+
+
+def time_steps(step: Callable[[], torch.Tensor], steps: int, tokens: int) -> dict:
+    """What one row reports, after a warm-up of three steps; a step has so many tokens and returns its loss."""
     for _ in range(3):
         loss = step()
     torch.cuda.synchronize()
@@ -192,12 +198,20 @@ def measure(
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return {
-        "tokens_per_second": round(1e3 * batch * length / statistics.median(times)),
+        "tokens_per_second": round(1e3 * tokens / statistics.median(times)),
         "step_ms": round(statistics.median(times), 1),
         "spread_ms": round(max(times) - min(times), 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "loss": round(loss.item(), 4),
-    } | ({"attention": attention} if attention else {})
+    }
+
+
+def in_own_process(module: str, provider: str, checkpointing: str) -> dict:
+    """A row measured by `module`, which gets this process's arguments and --row; or its error."""
+    command = [sys.executable, "-m", module, *sys.argv[1:], "--row", provider, checkpointing]
+    result = subprocess.run(command, capture_output=True, text=True)
+    lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
+    return json.loads(lines[-1]) if result.returncode == 0 else {"error": lines[-1][:200]}
 
 
 def main() -> None:
@@ -221,14 +235,10 @@ def main() -> None:
         return
 
     rows = []
-    for checkpointing in args.activation_checkpointing:
-        for provider in args.providers:
-            command = [sys.executable, "-m", "benchmarks.train_step", *sys.argv[1:], "--row", provider, checkpointing]
-            result = subprocess.run(command, capture_output=True, text=True)
-            lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
-            row = json.loads(lines[-1]) if result.returncode == 0 else {"error": lines[-1][:200]}
-            rows.append({"provider": provider, "recompute": checkpointing} | row)
-            print(rows[-1], flush=True)
+    for checkpointing, provider in itertools.product(args.activation_checkpointing, args.providers):
+        row = in_own_process("benchmarks.train_step", provider, checkpointing)
+        rows.append({"provider": provider, "recompute": checkpointing} | row)
+        print(rows[-1], flush=True)
     settings = {"model": args.model, "batch": args.batch, "length": args.length, "supervised": args.supervised}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
     print(results.save(args.output, f"train-step-{args.model}-{args.batch}x{args.length}", report))

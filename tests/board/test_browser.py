@@ -161,6 +161,22 @@ def test_a_run_is_started_followed_stopped_and_resumed_by_clicks(window, board):
     assert window.run(growing) > seen
 
 
+def test_a_run_that_cannot_be_planned_is_started_without_a_plan(window, board):
+    """A model of the Hub: the board downloads nothing, the run does; here it is offline, and its refusal is shown."""
+    window.click("#tab-start")
+    window.type("[aria-label='find a setting']", " ")  # shows all again
+    window.type("#field-model", "nobody/nothing")
+    window.type("#field-data", "random")
+    window.until("return document.querySelector('#start-anyway:not([hidden])') !== null")
+    assert window.run("return document.querySelector('#start-run').disabled")
+    window.type("#run-name", "unplanned")
+    window.click("#start-anyway")
+    notices = "[...document.querySelectorAll('.notice:not(#refusal)')]"
+    window.until(f"return {notices}.some((x) => x.textContent.includes('nobody/nothing'))")
+    (log,) = (board.library.folders[0] / ".board").glob("unplanned.log")
+    assert "HF_HUB_OFFLINE is set" in log.read_text()
+
+
 def test_a_chat_answers_from_two_models_side_by_side(window, board):
     if "0:clicked" not in board.library.runs:
         pytest.fail("the run of the test before is missing")

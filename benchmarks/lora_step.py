@@ -1,0 +1,151 @@
+"""Whole LoRA training steps on one GPU: tokens/s and peak memory, with the frozen base in bf16 or in NF4 (QLoRA).
+
+    python -m benchmarks.lora_step --model llama-3-8b --batch 8 --length 2048
+
+Rank 16 on every linear of the blocks; adapters and AdamW states are in fp32 for ligermodels, in the dtype that PEFT
+chooses for the others. Random weights and tokens. Rows are measured as in `train_step`.
+"""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import results, timing
+from benchmarks.train_step import MODELS, hugging_face, in_own_process, time_steps
+
+RANK, ALPHA = 16, 32
+LORA_MODELS = MODELS | {
+    "llama-3-70b": MODELS["llama-3-8b"] | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+    "qwen3-30b-a3b": MODELS["qwen3-30b-a3b-8-layers"] | {"num_hidden_layers": 48},
+}  # fmt: skip
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def ligermodels_lora(raw: dict[str, Any], checkpointing: bool, base: str | None = None) -> nn.Module:
+    import ligermodels
+    from ligermodels.layers.quantised import FrozenWeights
+    from ligermodels.layers.quantising import quantise
+
+    model = ligermodels.create(raw, dtype=torch.bfloat16, device="meta")
+    if base is not None:
+        quantise(model, base)
+    model.to_empty(device="cuda")
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            nn.init.normal_(parameter.data, std=0.02)
+    for module in model.modules():
+        for weight in module.quantised_weights().values() if isinstance(module, FrozenWeights) else ():
+            dense = torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
+            weight.data.copy_(weight.layout.quantize(dense))
+    ligermodels.add_lora(model, rank=RANK, alpha=ALPHA, targets="all-linear", dtype=torch.float32)
+    if checkpointing:
+        model.checkpoint_activations()
+    return model.train()
+
+
+def ligermodels_qlora(raw: dict[str, Any], checkpointing: bool) -> nn.Module:
+    return ligermodels_lora(raw, checkpointing, "nf4")
+
+
+def peft_lora(raw: dict[str, Any], checkpointing: bool) -> nn.Module:
+    import peft
+
+    model = hugging_face(raw, checkpointing)
+    model.enable_input_require_grads()
+    return peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEARS))
+
+
+def peft_lora_liger(raw: dict[str, Any], checkpointing: bool) -> nn.Module:
+    import liger_kernel.transformers as patches
+
+    getattr(patches, f"apply_liger_kernel_to_{raw['model_type']}")()
+    return peft_lora(raw, checkpointing)
+
+
+def peft_qlora(raw: dict[str, Any], checkpointing: bool) -> nn.Module:
+    """A base in bitsandbytes' NF4 with double quantisation, as transformers would load it."""
+    import bitsandbytes
+    import peft
+
+    model = hugging_face(raw, checkpointing)
+    for name, linear in [*model.named_modules()]:
+        if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in LINEARS:
+            quantised = bitsandbytes.nn.Linear4bit(
+                linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=torch.bfloat16,
+                compress_statistics=True, quant_type="nf4", device="meta",
+            )  # fmt: skip
+            quantised.weight = bitsandbytes.nn.Params4bit(
+                linear.weight.data.cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4"
+            )
+            quantised.bias = linear.bias
+            model.set_submodule(name, quantised.cuda())
+    torch.cuda.empty_cache()
+    model = peft.prepare_model_for_kbit_training(
+        model, use_gradient_checkpointing=checkpointing, gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+    return peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEARS))
+
+
+PROVIDERS = {
+    "ligermodels, LoRA": ligermodels_lora,
+    "ligermodels, QLoRA": ligermodels_qlora,
+    "hugging face + peft, LoRA": peft_lora,
+    "hugging face + peft + liger, LoRA": peft_lora_liger,
+    "hugging face + peft + bitsandbytes, QLoRA": peft_qlora,
+}
+
+
+def measure(provider: str, model_name: str, batch: int, length: int, checkpointing: bool, steps: int) -> dict:
+    torch.manual_seed(0)
+    raw = LORA_MODELS[model_name]
+    model = PROVIDERS[provider](raw, checkpointing)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
+    labels = ids.masked_fill(torch.arange(length, device="cuda") == 0, -100)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16, enabled="hugging" in provider):
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return {"trained": sum(p.numel() for p in trained)} | time_steps(step, steps, batch * length)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=LORA_MODELS, default="llama-3-8b")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, after a warm-up of 3")
+    parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*PROVIDERS])
+    parser.add_argument("--activation-checkpointing", choices=("full", "none"), nargs="+", default=["full", "none"])
+    parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "CHECKPOINTING"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row:
+        provider, checkpointing = args.row
+        print(json.dumps(measure(provider, args.model, args.batch, args.length, checkpointing == "full", args.steps)))
+        return
+    rows = []
+    for checkpointing, provider in itertools.product(args.activation_checkpointing, args.providers):
+        row = in_own_process("benchmarks.lora_step", provider, checkpointing)
+        rows.append({"provider": provider, "recompute": checkpointing} | row)
+        print(rows[-1], flush=True)
+    settings = {"model": args.model, "batch": args.batch, "length": args.length}
+    report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
+    print(results.save(args.output, f"lora-step-{args.model}-{args.batch}x{args.length}", report))
+
+
+if __name__ == "__main__":
+    main()
