@@ -26,10 +26,10 @@ def inputs(pairs, length, hidden, vocab):
 
 
 def dpo(logprobs):
-    """The loss, from a function of (hidden, weight, targets) that returns log-probabilities. targets: [2 pairs, tokens]."""
+    """The loss, from a function of (hidden, weight, targets) that returns log-probabilities."""
 
     def loss(hidden, weight, targets, ref_hidden, ref_weight):
-        sequences, length = targets.shape
+        sequences, length = targets.shape  # [2 pairs, tokens]
         with torch.no_grad():
             reference = by_pair(logprobs(ref_hidden, ref_weight, targets.flatten()), sequences)
         policy = by_pair(logprobs(hidden, weight, targets.flatten()), sequences)
