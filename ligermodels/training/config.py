@@ -239,7 +239,9 @@ class TrainConfig:
         objectives=RL)
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = setting(
         "reinforcement", None, "weight by the ratio of the policy and the sampler", shown="no weight", objectives=RL)
-    sampler_clip: float = setting("reinforcement", 3.0, "bound of that ratio", ABOVE_ZERO, objectives=RL)
+    sampler_clip: float = setting("reinforcement", 3.0, "upper bound of that ratio", ABOVE_ZERO, objectives=RL)
+    sampler_clip_min: float | None = setting("reinforcement", None, "lower bound of that ratio", ABOVE_ZERO,
+        shown="no bound", objectives=RL)
     off_policy_threshold: float | None = setting("reinforcement", None, "leave out completions with a negative "
         "advantage whose mean log-probability fell by more than this", ABOVE_ZERO, shown="leave out none",
         objectives=RL)
@@ -247,6 +249,10 @@ class TrainConfig:
         "are trained on", POSITIVE_FRACTION, objectives=RL)
     entropy_coef: float = setting("reinforcement", 0.0, "weight of the entropy, which the loss then raises",
         NOT_NEGATIVE, objectives=RL)
+    entropy_target: float | None = setting("reinforcement", None, "adapt --entropy-coef by 0.005 a step, up where the "
+        "entropy is at most this", ABOVE_ZERO, shown="--entropy-coef stays", objectives=RL)
+    pass_at: int | None = setting("reinforcement", None, "validate also with this many sampled completions of each "
+        "held-out prompt, as pass@K", LENGTH, metavar="K", shown="greedy completions alone", objectives=RL)
     mask_truncated: bool = setting("reinforcement", False, "leave out completions that reached "
         "--max-completion-length", objectives=RL)
     keep_zero_spread: bool = setting("reinforcement", False, "keep prompts whose completions all got the same reward",

@@ -41,7 +41,7 @@ FLAGS = {
     **dict.fromkeys(("ld_alpha", "discopop_tau", "gamma", "alpha", "nll_weight", "desirable_weight")),
     **dict.fromkeys(("undesirable_weight", "reference", "center_rewards", "teacher", "temperature", "prompts")),
     **dict.fromkeys(("reward", "scale_rewards", "epsilon", "epsilon_high", "delta", "importance_sampling_level")),
-    **dict.fromkeys(("sampler_correction", "off_policy_threshold")),
+    **dict.fromkeys(("sampler_correction", "sampler_clip_min", "off_policy_threshold", "entropy_target", "pass_at")),
     "max_length": 1024, "too_long": "drop", "share_prompts": True, "wpo": False, "divergence": "forward_kl",
     "ce_weight": 0.0, "generations": 8, "max_completion_length": 512, "stop": (), "reward_timeout": 300.0,
     "reward_aggregation": "sum_then_normalize", "steps_per_generation": 1, "iterations": 1, "kl_correction": True,
