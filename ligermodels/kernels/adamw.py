@@ -46,7 +46,7 @@ def adamw_reference(
 
 
 @triton.jit
-def _bias_correction(log_beta, step):
+def bias_correction(log_beta, step):
     """1 - beta^step = -expm1(log_beta * step), exact to fp32: by Taylor series where the difference would cancel."""
     x = log_beta * step
     series = 1.0
@@ -73,8 +73,8 @@ def _update_kernel(
         grad *= 1.0 / tl.load(grad_scale_ptr)
     if GUARDED:
         mask = tl.where(tl.load(found_inf_ptr) == 1.0, False, mask)
-    step_size = lr / _bias_correction(log_beta1, step)
-    root_scale = tl.rsqrt(_bias_correction(log_beta2, step))
+    step_size = lr / bias_correction(log_beta1, step)
+    root_scale = tl.rsqrt(bias_correction(log_beta2, step))
     exp_avg += rate1 * (grad - exp_avg)
     exp_avg_sq += rate2 * (grad * grad - exp_avg_sq)
     param -= decay * param + step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
@@ -97,11 +97,12 @@ def _launch_(
         launch(
             cdiv(numel, ADAMW_TILE), param, grad, exp_avg, exp_avg_sq, step,
             step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
-            numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), float(eps),
+            numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log_of_beta(beta1),
+            log_of_beta(beta2), float(eps),
         )  # fmt: skip
 
 
-def _log(beta: float) -> float:
+def log_of_beta(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 

@@ -117,7 +117,7 @@ class TrainConfig:
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
         objectives=SUPERVISED)
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit needs torchao")
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit: moments in 8 bits")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,

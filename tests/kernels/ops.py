@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ligermodels.kernels.activated_linear import activated_linear, activated_linear_reference
 from ligermodels.kernels.adamw import adamw_, adamw_reference
+from ligermodels.kernels.adamw8bit import adamw8bit_, adamw8bit_reference, encode_reference
 from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.cache_write import CacheSlots, write_cache, write_cache_reference
 from ligermodels.kernels.causal_conv import causal_conv, causal_conv_reference
@@ -607,6 +608,29 @@ def adamw_case(batch, length, width) -> Case:
     return Case(ours, reference, tensors, [torch.tensor(3.0, device=DEVICE)])
 
 
+def adamw8bit_case(batch, length, width) -> Case:
+    """The moments are constants; of the results the codes are left to test_adamw8bit.py."""
+    hyperparameters = 1e-2, 0.9, 0.999, 1e-8, 0.1
+
+    @torch.no_grad()
+    def ours(param, grad, *states_and_step):
+        param, *states = (x.clone() for x in (param, *states_and_step[:-1]))
+        adamw8bit_(param, grad, *states, *hyperparameters, states_and_step[-1])
+        return param, states[1].to(param.dtype), states[3].to(param.dtype)
+
+    @torch.no_grad()
+    def reference(param, grad, *states_and_step):
+        *states, step = states_and_step
+        param, _, scale, _, scale_sq = adamw8bit_reference(param, grad, *states, *hyperparameters, step)
+        return param, scale.to(param.dtype), scale_sq.to(param.dtype)
+
+    shape, states = (batch, length, width), []
+    for x, signed in ((normal(*shape), True), (normal(*shape).square(), False)):
+        codes, scale = encode_reference(x.view(-1, 64), signed)
+        states += [codes.view(shape), scale.view(batch, length, width // 64)]
+    return Case(ours, reference, [normal(*shape), normal(*shape)], [*states, torch.tensor(3.0, device=DEVICE)])
+
+
 def decode_attention_case(batch, length, heads, kv_heads, head_size, only_one=False, **options) -> Case:
     """Each token is a row of its own, with a length of up to three blocks in a pool of five.
 
@@ -915,6 +939,9 @@ OPS = {
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
     "adamw": Op(draw=adamw_case, small=(33,), real=((4096,),), huge=(2**17 + 1, 2**14), has_gradients=False),
+    "adamw8bit": Op(
+        draw=adamw8bit_case, small=(192,), real=((4096,),), huge=(2**17 + 1, 2**14), has_gradients=False
+    ),
     "experts of few rows": Op(
         draw=few_rows_experts_case, small=(20, 11, 5, 3), real=((2048, 768, 128, 8), (4096, 14336, 8, 2)),
         has_gradients=False,

@@ -21,8 +21,8 @@ def build_optimizer(
     `set_learning_rate` sets it.
 
     name: one of OPTIMIZERS. state_dtype: dtype of the optimizer state; None for that of each parameter. weight_decay:
-    not applied to norms, biases and embeddings. Raises InputError if the name is unknown, adamw8bit is given a
-    state_dtype, or torchao is missing.
+    not applied to norms, biases and embeddings. Raises InputError if the name is unknown, or adamw8bit is given a
+    state_dtype.
     """
     decayed, not_decayed = decay_groups(model)
     groups: list[dict[str, Any]] = [
