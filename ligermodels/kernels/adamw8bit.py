@@ -21,6 +21,16 @@ from torch import Tensor
 from ligermodels.kernels.adamw import ADAMW_DTYPES, bias_correction, log_of_beta
 from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel
+from ligermodels.kernels.param_rounding import (
+    KAHAN,
+    STOCHASTIC,
+    check_rounding,
+    mode_of,
+    random_words,
+    round_param_reference,
+    round_stochastically,
+    round_to_nearest,
+)
 
 DECADES = 7  # from 1e-7 to 1
 BLOCKS_OF_KERNEL = (64, 128, 256)  # elements of a block
@@ -65,11 +75,17 @@ def adamw8bit_reference(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    compensation: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Returns the updated (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), of `adamw8bit_`."""
-    old = param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale
+    """Returns the updated (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), and the compensation."""
+    tensors = param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, compensation
+    old = tuple(x for x in tensors if x is not None)
     blocks = exp_avg_scale.numel()
+    if not blocks:
+        return old
     p, g = (widen(x).reshape(blocks, -1) for x in (param, grad))
+    if compensation is not None:
+        p = p + widen(compensation).reshape(blocks, -1)
     if grad_scale is not None:
         g = g / grad_scale
     m = decode_reference(exp_avg.reshape(blocks, -1), exp_avg_scale.reshape(-1, 1), True).to(g.dtype).lerp(g, 1 - beta1)
@@ -78,7 +94,9 @@ def adamw8bit_reference(
     count = step.double()
     corrections = [(1 - beta**count).to(p.dtype) for beta in (beta1, beta2)]
     p = p - lr * weight_decay * p - lr * (m / corrections[0]) / (v.sqrt() / corrections[1].sqrt() + eps)
-    new = p, *encode_reference(m, signed=True), *encode_reference(v, signed=False)
+    p, left_over = round_param_reference(p.view(param.shape), param.dtype, step, compensation, seed, stream, first)
+    updated = p, *encode_reference(m, signed=True), *encode_reference(v, signed=False), left_over
+    new = [x for x in updated if x is not None]
     shaped = tuple(x.reshape(before.shape).to(before.dtype) for x, before in zip(new, old, strict=True))
     if found_inf is not None:
         shaped = tuple(torch.where(found_inf == 1, *pair) for pair in zip(old, shaped, strict=True))
@@ -101,12 +119,12 @@ def _encode(x, thresholds_ptr, SIGNED: tl.constexpr):
     return below + (x >= tl.load(thresholds_ptr + below + 1)).to(tl.int32)
 
 
-@kernel()
+@kernel(do_not_specialize=["seed", "stream", "group"])
 def _update_kernel(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, values_ptr,
-    thresholds_ptr, step_ptr, grad_scale_ptr, found_inf_ptr,
-    blocks, lr, decay, rate1, rate2, log_beta1, log_beta2, eps,
-    SCALED: tl.constexpr, GUARDED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    thresholds_ptr, step_ptr, grad_scale_ptr, found_inf_ptr, compensation_ptr,
+    blocks, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, seed, stream, group,
+    SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program updates BLOCKS blocks. A skipped update masks its stores only, so that no load waits for the flag."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -120,6 +138,8 @@ def _update_kernel(
     scale1 = tl.load(exp_avg_scale_ptr + block, exists, other=0.0)
     scale2 = tl.load(exp_avg_sq_scale_ptr + block, exists, other=0.0)
     step = tl.load(step_ptr)
+    if ROUNDING == KAHAN:
+        param += tl.load(compensation_ptr + offset, mask, other=0.0).to(tl.float32)
     if SCALED:
         grad *= 1.0 / tl.load(grad_scale_ptr)
     if GUARDED:
@@ -132,6 +152,13 @@ def _update_kernel(
     step_size = lr / bias_correction(log_beta1, step)
     root_scale = tl.rsqrt(bias_correction(log_beta2, step))
     param -= decay * param + step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
+    if ROUNDING == STOCHASTIC:
+        groups = group + block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+        param = round_stochastically(param, tl.reshape(random_words(seed, groups, step, stream), [BLOCKS, BLOCK]))
+    elif ROUNDING == KAHAN:
+        rounded = round_to_nearest(param)
+        tl.store(compensation_ptr + offset, round_to_nearest(param - rounded).to(tl.bfloat16), mask)
+        param = rounded
     tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
     scale1 = tl.maximum(tl.max(tl.abs(exp_avg), 1), 1e-12)
     scale2 = tl.maximum(tl.max(exp_avg_sq, 1), 1e-12)
@@ -147,26 +174,28 @@ def _launch_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None,
+    compensation: Tensor | None, seed: int | None, stream: int, first: int,
 ) -> None:  # fmt: skip
     blocks = exp_avg_scale.numel()
     if blocks:
         block = param.numel() // blocks
         launch = _update_kernel.bind(
-            SCALED=grad_scale is not None, GUARDED=found_inf is not None, BLOCKS=TILE // block, BLOCK=block,
-            num_warps=WARPS,
+            SCALED=grad_scale is not None, GUARDED=found_inf is not None, ROUNDING=mode_of(compensation, seed),
+            BLOCKS=TILE // block, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
         launch(
             cdiv(blocks, TILE // block), param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale,
             *map_and_thresholds(param.device), step,
-            step if grad_scale is None else grad_scale, step if found_inf is None else found_inf, blocks,
+            step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
+            param if compensation is None else compensation, blocks,
             float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log_of_beta(beta1), log_of_beta(beta2),
-            float(eps),
+            float(eps), seed or 0, stream, first // 4,
         )  # fmt: skip
 
 
 def _fake_(
     param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, lr, beta1, beta2, eps, weight_decay, step,
-    grad_scale, found_inf,
+    grad_scale, found_inf, compensation, seed, stream, first,
 ):  # fmt: skip
     return None
 
@@ -174,7 +203,8 @@ def _fake_(
 adamw8bit_update_ = register_op(
     "adamw8bit_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq,"
     " Tensor(e!) exp_avg_sq_scale, float lr, float beta1, float beta2, float eps, float weight_decay, Tensor step,"
-    " Tensor? grad_scale, Tensor? found_inf) -> ()",
+    " Tensor? grad_scale, Tensor? found_inf,"
+    " Tensor(z!)? compensation, int? seed, int stream, int first) -> ()",
     _launch_,
     _fake_,
 )
@@ -184,13 +214,15 @@ def adamw8bit_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    compensation: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
 ) -> None:  # fmt: skip
     """One step of AdamW with moments in 8 bits, in place; call it under torch.no_grad.
 
     param, grad, exp_avg, exp_avg_sq: equal shapes; the moments are uint8 codes, with scales of 0 at the beginning.
     exp_avg_scale, exp_avg_sq_scale: fp32, one element a block, blocks in the order of the flattened parameter. The
     kernel runs if all are contiguous, param and grad no wider than fp32, and blocks have 64, 128 or 256 elements; the
-    reference otherwise. step, grad_scale, found_inf: as in `adamw_`.
+    reference otherwise. step, grad_scale, found_inf, compensation, seed, stream and first
+    as in `adamw_`; first is a multiple of 4.
     Raises ValueError if shapes differ or the scales do not divide the parameter into blocks.
     """
     tensors = param, grad, exp_avg, exp_avg_sq
@@ -204,13 +236,16 @@ def adamw8bit_(
         raise ValueError(f"adamw8bit_: {blocks} scales do not divide {numel} elements into blocks of equal size")
     if not numel:
         return
-    states = exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale
-    arguments = (param, grad, *states, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf)
-    fits = all(x.is_contiguous() for x in (grad, param, *states)) and {param.dtype, grad.dtype} <= {*ADAMW_DTYPES}
+    check_rounding("adamw8bit_", param, compensation, seed)
+    arguments = (
+        param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, lr, beta1, beta2, eps, weight_decay, step,
+        grad_scale, found_inf, compensation, seed, stream, first,
+    )  # fmt: skip
+    written = [x for x in (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, compensation) if x is not None]
+    fits = all(x.is_contiguous() for x in (grad, *written)) and {param.dtype, grad.dtype} <= {*ADAMW_DTYPES}
     if runs_kernels(param) and fits and numel // blocks in BLOCKS_OF_KERNEL:
         adamw8bit_update_(*arguments)
-        # Autograd does not see what the kernel writes.
-        torch.autograd.graph.increment_version((param, *states))
+        torch.autograd.graph.increment_version(written)  # autograd does not see what the kernel writes
     else:
-        for old, new in zip((param, *states), adamw8bit_reference(*arguments), strict=True):
+        for old, new in zip(written, adamw8bit_reference(*arguments), strict=True):
             old.copy_(new)

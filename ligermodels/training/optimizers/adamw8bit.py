@@ -27,7 +27,8 @@ MIN_QUANTIZED_SIZE = 4096  # elements of a parameter
 
 
 class AdamW8bit(AdamW):
-    """The state of a quantised parameter is step, exp_avg, exp_avg_sq, exp_avg_scale and exp_avg_sq_scale.
+    """The state of a quantised parameter is step, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, and AdamW's
+    compensation.
 
     exp_avg, exp_avg_sq: uint8 codes in the shape of the parameter. exp_avg_scale, exp_avg_sq_scale: fp32
     [rows, blocks per row].
@@ -40,7 +41,7 @@ class AdamW8bit(AdamW):
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(p, dtype=torch.uint8)
             state[f"{name}_scale"] = zero_scales(p)
-        return state
+        return state | self.new_compensation(p)
 
     def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         super().update([p for p in params if not is_quantized(p)], group)
@@ -49,11 +50,12 @@ class AdamW8bit(AdamW):
             return
         self.count_step([self.state_of(p)["step"] for p in quantized])
         beta1, beta2 = group["betas"]
+        scalars = {"beta1": beta1, "beta2": beta2} | {name: group[name] for name in ("lr", "eps", "weight_decay")}
         for p in quantized:
             assert p.grad is not None
+            states = {name: local_view(x) for name, x in self.state_of(p).items()}
             adamw8bit_(
-                local_view(p), local_view(p.grad), **{name: local_view(x) for name, x in self.state_of(p).items()},
-                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
+                local_view(p), local_view(p.grad), **states | self.rounding(p), **scalars,
                 grad_scale=self.grad_scale, found_inf=self.found_inf,
             )  # fmt: skip
 

@@ -86,6 +86,19 @@ def refuse_unfit_quantisation(config: TrainConfig) -> None:
         raise InputError(f"{given}: --float8 quantises the same linears for its products; leave one of them out")
 
 
+def refuse_unused_rounding(config: TrainConfig) -> None:
+    """Raises InputError if --param-rounding has no effect; the parameter dtype must be known by then."""
+    given = f"--param-rounding {config.param_rounding}"
+    if config.param_rounding == "nearest":
+        return
+    if config.param_dtype == "float32":
+        raise InputError(
+            f"{given}: is for parameters in bfloat16, but these are in float32: add --param-dtype bfloat16"
+        )
+    if config.optimizer == "muon":
+        raise InputError(f"{given}: --optimizer muon rounds to nearest; give --optimizer adamw or adamw8bit")
+
+
 def refuse_unused_profile(config: TrainConfig) -> None:
     """Raises InputError if the profiled step is none of the run's, as far as their number is known."""
     if config.profile and config.steps and config.profile > config.steps:

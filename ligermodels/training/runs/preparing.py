@@ -25,7 +25,11 @@ from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.loggers import check_logger_packages
 from ligermodels.training.runs.continuing import with_base_of_adapter
-from ligermodels.training.runs.contradictions import refuse_contradictions, refuse_unused_profile
+from ligermodels.training.runs.contradictions import (
+    refuse_contradictions,
+    refuse_unused_profile,
+    refuse_unused_rounding,
+)
 from ligermodels.training.runs.defaults import TORCH_DTYPES, completed, precision, with_choices
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
 from ligermodels.training.runs.publishing import check_hub_access
@@ -72,6 +76,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     # The model, without its weights yet. Frozen weights are stored in the compute dtype.
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
     config, chosen = with_choices(config, precision(config, world))
+    refuse_unused_rounding(config)
     objective.config = config  # with the choices that are made without the data
     # Whether fp32 products use tf32 is set in torch, for the process.
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
@@ -106,7 +111,14 @@ def prepare(config: TrainConfig, world: World) -> Run:
 
     # The memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
-    build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
+    build = partial(
+        build_optimizer,
+        name=config.optimizer,
+        state_dtype=states,
+        weight_decay=config.weight_decay,
+        param_rounding=config.param_rounding,
+        seed=config.seed,
+    )
     estimate = memory_needs(model, build(model), config, world, compute_dtype, objective.bytes_beside(model))
     micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     estimate = partial(estimate, batch_size=micro_batch_size)
