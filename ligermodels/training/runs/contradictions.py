@@ -43,6 +43,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
             f"--optimizer-state-dtype {config.optimizer_state_dtype}: the states of --optimizer adamw8bit have 8 bits; "
             "leave one of the two out"
         )
+    refuse_unused_rounding(config)
     if config.float8 and not config.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if config.quantize:
@@ -87,7 +88,7 @@ def refuse_unfit_quantisation(config: TrainConfig) -> None:
 
 
 def refuse_unused_rounding(config: TrainConfig) -> None:
-    """Raises InputError if --param-rounding has no effect; the parameter dtype must be known by then."""
+    """Raises InputError if --param-rounding has no effect, as far as the parameter dtype is known."""
     given = f"--param-rounding {config.param_rounding}"
     if config.param_rounding == "nearest":
         return
