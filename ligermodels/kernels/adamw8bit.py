@@ -82,7 +82,7 @@ def adamw8bit_reference(
     old = tuple(x for x in tensors if x is not None)
     blocks = exp_avg_scale.numel()
     if not blocks:
-        return old
+        return tuple(x.clone() for x in old)
     p, g = (widen(x).reshape(blocks, -1) for x in (param, grad))
     if compensation is not None:
         p = p + widen(compensation).reshape(blocks, -1)
