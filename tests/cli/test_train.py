@@ -183,7 +183,7 @@ def test_lora_targets_and_modules_to_save_are_separated_by_commas_or_spaces(give
         ),
         (
             ["--model", "qwen2", "--param-rounding", "kahan", "--param-dtype", "float32"],
-            ["--param-rounding kahan: parameters are in float32", "add --param-dtype bfloat16"],
+            ["--param-rounding kahan: is for parameters in bfloat16", "add --param-dtype bfloat16"],
         ),
         (
             ["--model", "qwen2", "--param-rounding", "kahan", "--optimizer", "muon", "--param-dtype", "bfloat16"],
