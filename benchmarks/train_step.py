@@ -3,10 +3,10 @@
     python -m benchmarks.train_step --model llama-3-8b --batch 8 --length 2048
     python -m benchmarks.train_step --supervised 0.2  # chats: the last fifth of each sequence is the answer
 
-Each provider runs in its own process on the same GPU. Weights and AdamW states are bf16 for all providers, weights and
-tokens are random, and the time is the median of the timed steps after a warm-up. A provider is a function from the
-content of a config.json to a model whose output has `.loss`. A provider that is not installed or fails is listed with
-its error.
+Each provider runs in its own process on the same GPU. Weights and AdamW states are bf16 for all providers, except for
+the one whose states have 8 bits. Weights and tokens are random, and the time is the median of the timed steps after a
+warm-up. A provider is a function from the content of a config.json to a model whose output has `.loss`. A provider that
+is not installed or fails is listed with its error.
 """
 
 import argparse
@@ -28,6 +28,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    },
+    "qwen2.5-32b": {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648,
+        "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768,
     },
     "llama-3.2-1b": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
@@ -125,6 +130,7 @@ def ligermodels_without_flash_attention_4(raw, checkpointing):
 
 
 OURS = "ligermodels and its AdamW"
+OURS_8BIT = f"{OURS} in 8 bits"
 PACKED = f"{OURS}, packed"  # every sequence is a document of one row, as `ligermodels train` gives them
 PACKED_BEFORE = f"{PACKED}, without flash-attn-4"
 PACKED_ROWS = f"{PACKED}, supervised rows"  # they alone meet the head, as in `ligermodels train` on chats
@@ -135,6 +141,7 @@ PROVIDERS = {
     "hugging face + liger, eager attention": liger_eager,
     "ligermodels": ligermodels,
     OURS: ligermodels,
+    OURS_8BIT: ligermodels,
     PACKED: ligermodels,
     PACKED_BEFORE: ligermodels_without_flash_attention_4,
     PACKED_ROWS: ligermodels,
@@ -146,8 +153,10 @@ def make_optimizer(provider: str, model):
     if not provider.startswith(OURS):
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     from ligermodels.training.optimizers.adamw import AdamW
+    from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 
-    return AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
+    make = AdamW8bit if provider == OURS_8BIT else AdamW
+    return make(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
 
 
 def measure(

@@ -51,6 +51,7 @@ SMALL = {
     "experts": (8, 16, 8, 4, 2),
     "biased_experts": (8, 16, 8, 4, 2),
     "adamw": (8, 16),
+    "adamw8bit": (8, 256),
 }
 ENVIRONMENT = {"date": "2026-01-02T03:04:05", "gpu": "a GPU", "driver": "1.2", "versions": {"torch": "2.11.0"}}
 TIMING = timing.Timing(ms=2.0, ms_20=1.9, ms_80=2.2, host_us=30.0, host_ahead=True)

@@ -121,7 +121,7 @@ class TrainConfig:
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
         objectives=SUPERVISED)
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit needs torchao")
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit: moments in 8 bits")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
@@ -142,6 +142,8 @@ class TrainConfig:
         shown="bfloat16 on a GPU, else float32; tiny: float32")
     param_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the trained parameters",
         shown="bfloat16 for --dtype bfloat16 on one process without LoRA, else float32")
+    param_rounding: Literal["nearest", "stochastic", "kahan"] = setting("training", "nearest", "of updated bfloat16 "
+        "parameters; stochastic: by the seed; kahan: with a compensation, 2 more bytes a parameter")
     float8: bool = setting("training", False, "float8 matrix products in the blocks, through torchao; needs --compile")
     activation_checkpointing: Literal["none", "auto", "full"] | None = setting("training", None, "blocks that keep "
         "only their inputs for the backward pass; auto: as few as fit into memory", shown="auto; tiny: none")

@@ -30,8 +30,9 @@ FLAGS = {
     "steps": None, "batch_size": None, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
     "learning_rate": None, "train_parts": None, "vision_learning_rate": None, "projector_learning_rate": None,
     "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
-    "dtype": None, "param_dtype": None, "float8": False, "activation_checkpointing": None, "compile": False,
-    "seed": 0, "deterministic": False, "lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0,
+    "dtype": None, "param_dtype": None, "param_rounding": "nearest", "float8": False,
+    "activation_checkpointing": None, "compile": False, "seed": 0,
+    "deterministic": False, "lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0,
     "lora_targets": ("all-linear",), "modules_to_save": (), "adapter": None, "quantize": None, "lora_export": None,
     "output": None, "resume": None, "allow_changes": False, "checkpoint_every": None,
     "checkpoint_minutes": 30.0, "keep_checkpoints": 2, "best_checkpoint": False, "early_stopping": None,
@@ -180,6 +181,14 @@ def test_lora_targets_and_modules_to_save_are_separated_by_commas_or_spaces(give
         (
             ["--model", "qwen2", "--data", "stories=0.5", "chats=0.5", "--validation-fraction", "0.1"],
             ["--validation-fraction is a part of files in --data", "leave it out"],
+        ),
+        (
+            ["--model", "qwen2", "--param-rounding", "kahan", "--param-dtype", "float32"],
+            ["--param-rounding kahan: is for parameters in bfloat16", "add --param-dtype bfloat16"],
+        ),
+        (
+            ["--model", "qwen2", "--param-rounding", "kahan", "--optimizer", "muon", "--param-dtype", "bfloat16"],
+            ["--param-rounding kahan: --optimizer muon rounds to nearest"],
         ),
         (
             ["--model", "qwen2", "--optimizer", "adamw8bit", "--optimizer-state-dtype", "bfloat16"],

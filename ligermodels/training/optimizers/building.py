@@ -20,14 +20,15 @@ RATE_SCALE = "rate_scale"  # key of a parameter group: its learning rate, as a m
 def build_optimizer(
     model: nn.Module, name: str = "adamw", *, state_dtype: torch.dtype | None = None, weight_decay: float = 0.1,
     part_scales: Mapping[str, float] | None = None,
+    param_rounding: str = "nearest", seed: int = 0,
 ) -> AdamW:  # fmt: skip
     """Builds the optimizer of a model's trainable parameters, sharded or not. The learning rate is 0 until
     `set_learning_rate` sets it.
 
     name: one of OPTIMIZERS. state_dtype: dtype of the optimizer state; None for that of each parameter. weight_decay:
     not applied to norms, biases and embeddings. part_scales: by part of a model with images, what `set_learning_rate`
-    multiplies its rate by. Raises InputError if the name is unknown, adamw8bit is given a
-    state_dtype, or torchao is missing.
+    multiplies its rate by. param_rounding, seed: as in `AdamW`. Raises InputError if the name is unknown, adamw8bit is
+    given a state_dtype, or muon another param_rounding than nearest.
     """
     scale_of = {
         id(parameter): scale
@@ -42,12 +43,16 @@ def build_optimizer(
     options: dict[str, Any] = {"lr": 0.0, "betas": BETAS, "weight_decay": weight_decay}
     match name:
         case "adamw":
-            return AdamW(groups, state_dtype=state_dtype, **options)
+            return AdamW(groups, state_dtype=state_dtype, param_rounding=param_rounding, seed=seed, **options)
         case "adamw8bit" if state_dtype is None:
-            return AdamW8bit(groups, **options)
+            return AdamW8bit(groups, param_rounding=param_rounding, seed=seed, **options)
         case "adamw8bit":
             raise InputError(
                 f"optimizer adamw8bit keeps its state in 8 bits, not in {state_dtype}; omit the state dtype"
+            )
+        case "muon" if param_rounding != "nearest":
+            raise InputError(
+                f"optimizer muon rounds parameters to nearest, not {param_rounding}: use adamw or adamw8bit"
             )
         case "muon":
             return Muon(groups, matrix_views(model), state_dtype=state_dtype, **options)

@@ -25,7 +25,11 @@ from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.loggers import check_logger_packages
 from ligermodels.training.runs.continuing import with_base_of_adapter
-from ligermodels.training.runs.contradictions import refuse_contradictions, refuse_unused_profile
+from ligermodels.training.runs.contradictions import (
+    refuse_contradictions,
+    refuse_unused_profile,
+    refuse_unused_rounding,
+)
 from ligermodels.training.runs.defaults import TORCH_DTYPES, completed, precision, with_choices
 from ligermodels.training.runs.image_load import image_load
 from ligermodels.training.runs.model_parts import part_scales, train_parts
@@ -74,6 +78,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     # The model, without its weights yet. Frozen weights are stored in the compute dtype.
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
     config, chosen = with_choices(config, precision(config, world))
+    refuse_unused_rounding(config)
     objective.config = config  # with the choices that are made without the data
     # Whether fp32 products use tf32 is set in torch, for the process.
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
@@ -110,9 +115,14 @@ def prepare(config: TrainConfig, world: World) -> Run:
 
     # The memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
-    scales = part_scales(model, config)
     build = partial(
-        build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay, part_scales=scales
+        build_optimizer,
+        name=config.optimizer,
+        state_dtype=states,
+        weight_decay=config.weight_decay,
+        part_scales=part_scales(model, config),
+        param_rounding=config.param_rounding,
+        seed=config.seed,
     )
     images = image_load(model, data)
     beside = objective.bytes_beside(model)
