@@ -18,7 +18,7 @@ from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache, LayerStates
 from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.layers.fused import add_then_norm, apply_linear
-from ligermodels.layers.kept_tensors import Size, keeping
+from ligermodels.layers.kept_tensors import ResultSize, keeping
 from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
@@ -37,14 +37,14 @@ class Block(nn.Module, ABC):
         self.mlp = mlp
         self.dropout = 0.0  # of both branches, before they join the residual stream
         self.activation_checkpointing = False
-        self.kept: frozenset[Size] = frozenset()  # what activation checkpointing keeps beside the input
+        self.kept: frozenset[ResultSize] = frozenset()  # what activation checkpointing keeps beside the input
 
     @property
     def mixer(self) -> Any:
         """The module that mixes the tokens; a wrapper of it, where a tool has put one in its place."""
         return self._modules[self.mixer_name]
 
-    def checkpoint_activations(self, kept: Collection[Size] = ()) -> None:
+    def checkpoint_activations(self, kept: Collection[ResultSize] = ()) -> None:
         """Saves only the block's input, and what is in `kept`, for backward, which recomputes the rest.
 
         kept: the sizes of `keepable_tensors`.

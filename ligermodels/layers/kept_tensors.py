@@ -32,13 +32,13 @@ WEIGHT_OF_PRODUCT = {aten.mm.default: 1, aten.addmm.default: 2, aten._scaled_mm.
 FP32_BYTES = 4
 ATTENTION = (0, 0)  # stands for attention's output and log-sum-exp where others have a product's size
 
-Size = tuple[int, int]  # inputs and outputs of a product, or ATTENTION
+ResultSize = tuple[int, int]  # inputs and outputs of a product, or ATTENTION
 
 
 class KeepableTensor(NamedTuple):
     """The output of an op of one block."""
 
-    size: Size
+    size: ResultSize
     elements: int  # per token
     statistics: int  # per token, fp32 elements beside them
     flops: float  # per token, to compute it
@@ -48,12 +48,12 @@ class KeepableTensor(NamedTuple):
         return self.elements * itemsize + self.statistics * FP32_BYTES
 
 
-def keeping(kept: Collection[Size]) -> partial:
+def keeping(kept: Collection[ResultSize]) -> partial:
     """The `context_fn` of a checkpoint that keeps these results."""
     return partial(create_selective_checkpoint_contexts, partial(policy, frozenset(kept)))
 
 
-def policy(kept: Collection[Size], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def policy(kept: Collection[ResultSize], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Whether the output of a call is kept."""
     size = None
     if op in ATTENTION_OPS:
