@@ -114,12 +114,27 @@ def liger_eager(raw, checkpointing):
 
 
 def ligermodels(raw, checkpointing):
+    """checkpointing: as --activation-checkpointing of `ligermodels train`, but auto."""
     import ligermodels
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
     if checkpointing:
-        model.checkpoint_activations()
+        model.checkpoint_activations(kept_tensors=None if checkpointing == "selective" else 0)
     return model
+
+
+def fill_memory(model, batch, length, gib):
+    """Applies --activation-checkpointing auto for `gib` GiB to a model; returns the estimate of the peak in GiB."""
+    from functools import partial
+
+    from ligermodels.memory import training_memory
+    from ligermodels.training.scaling.activation_checkpointing import least_checkpointing
+
+    estimate = partial(training_memory, model, batch, length, torch.bfloat16)
+    chosen = least_checkpointing(model, estimate, gib * 2**30)
+    model.checkpoint_activations(*chosen, length)
+    peak = estimate(checkpointed_blocks=chosen.blocks, kept_tensors=chosen.kept_tensors).peak
+    return {"blocks": chosen.blocks, "kept_tensors": chosen.kept_tensors, "planned_gib": round(peak / 2**30, 1)}
 
 
 def ligermodels_without_flash_attention_4(raw, checkpointing):
@@ -160,12 +175,14 @@ def make_optimizer(provider: str, model):
 
 
 def measure(
-    provider: str, model_name: str, batch: int, length: int, checkpointing: bool, steps: int, supervised: float
-) -> dict:
+    provider: str, model_name: str, batch: int, length: int, checkpointing: str, steps: int, supervised: float,
+    gib: float,
+) -> dict:  # fmt: skip
     """Measures one row. Runs in its own process, because Liger patches the classes of transformers in place."""
     torch.manual_seed(0)
     raw = MODELS[model_name]
-    model = PROVIDERS[provider](raw, checkpointing)
+    model = PROVIDERS[provider](raw, checkpointing if checkpointing in ("selective", "full") else None)
+    filled = fill_memory(model, batch, length, gib) if checkpointing == "auto" else {}
     attention = getattr(model.config, "_attn_implementation", None)
     optimizer = make_optimizer(provider, model)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
@@ -190,7 +207,7 @@ def measure(
         optimizer.zero_grad()
         return loss.detach()
 
-    return time_steps(step, steps, batch * length) | ({"attention": attention} if attention else {})
+    return time_steps(step, steps, batch * length) | filled | ({"attention": attention} if attention else {})
 
 
 def time_steps(step: Callable[[], torch.Tensor], steps: int, tokens: int) -> dict:
@@ -234,13 +251,16 @@ def main() -> None:
     parser.add_argument(
         "--providers", nargs="+", choices=PROVIDERS, default=[name for name in PROVIDERS if "eager" not in name]
     )
-    parser.add_argument("--activation-checkpointing", choices=("full", "none"), nargs="+", default=["full", "none"])
+    parser.add_argument(
+        "--activation-checkpointing", choices=("full", "selective", "auto", "none"), nargs="+", default=["full", "none"]
+    )
+    parser.add_argument("--memory", type=float, default=80.0, help="GiB that auto fills, of ligermodels' providers")
     parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "CHECKPOINTING"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         provider, checkpointing = args.row
-        shape = args.batch, args.length, checkpointing == "full", args.steps
-        print(json.dumps(measure(provider, args.model, *shape, args.supervised)))
+        shape = args.batch, args.length, checkpointing, args.steps
+        print(json.dumps(measure(provider, args.model, *shape, args.supervised, args.memory)))
         return
 
     rows = []

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.kernels.attention_mask import Mask, dense_mask
-from ligermodels.kernels.dispatch import autocast, is_traced, runs_kernels, widen
+from ligermodels.kernels.dispatch import autocast, can_be_read, is_traced, runs_kernels, widen
 from ligermodels.kernels.flash_attention import HEAD_DIMS, flash_attention, head_dims, runs_flash_attention
 from ligermodels.kernels.flash_attention_2 import MAX_FLASH_HEAD_DIM, flash_attention_2, runs_flash_attention_2
 from ligermodels.kernels.flex_attention import MIN_FLEX_HEAD_DIM, flex_attention
@@ -96,7 +96,7 @@ def attention(
         return plain_attention(q, k, v, scale, causal, dropout)
     if q.is_cuda and (sinks is None or runs_kernels(q)):
         return attention_on_gpu(q, k, v, sinks, scale, softcap, mask, dropout)
-    if cu_seqlens is not None and q.is_cpu and not is_traced((q, k, v)):
+    if cu_seqlens is not None and q.is_cpu and can_be_read(cu_seqlens):
         options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
         return attention_by_document(q, k, v, mask, dropout=dropout, **options)
     return dense_attention(q, k, v, sinks, scale, softcap, mask, None, dropout)

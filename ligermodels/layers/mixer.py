@@ -63,6 +63,7 @@ class Mixer(PackingModule, ABC):
     dropout: float = 0.0
     window: int | None = None
     source: int | None = None
+    num_heads: int
 
     @abstractmethod
     def forward(
@@ -85,6 +86,11 @@ class Mixer(PackingModule, ABC):
         return 0
 
     @property
+    def output_size(self) -> int:
+        """Elements of attention's output for a token, where `score_width` is not 0."""
+        return self.score_width // 2
+
+    @property
     def state_flops(self) -> int:
         """FLOPs of a token in forward that read and change states."""
         return 0
@@ -96,3 +102,9 @@ class Mixer(PackingModule, ABC):
     @abstractmethod
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         """What computes packed documents there, for reports."""
+
+
+def mean_attended_keys(length: int, window: int | None) -> float:
+    """Returns the average number of keys that a query of a row attends to, its own included."""
+    most = min(window or length, length)
+    return (most * (most + 1) / 2 + (length - most) * most) / length

@@ -145,8 +145,9 @@ class TrainConfig:
     param_rounding: Literal["nearest", "stochastic", "kahan"] = setting("training", "nearest", "of updated bfloat16 "
         "parameters; stochastic: by the seed; kahan: with a compensation, 2 more bytes a parameter")
     float8: bool = setting("training", False, "float8 matrix products in the blocks, through torchao; needs --compile")
-    activation_checkpointing: Literal["none", "auto", "full"] | None = setting("training", None, "blocks that keep "
-        "only their inputs for the backward pass; auto: as few as fit into memory", shown="auto; tiny: none")
+    activation_checkpointing: Literal["none", "auto", "selective", "full"] | None = setting("training", None, "full: "
+        "blocks keep only their inputs for the backward pass; selective: attention and the products around it too; "
+        "auto: as little of it as memory demands", shown="auto; tiny: none")
     compile: bool = setting("training", False, "torch.compile each block")
     seed: int = setting("training", 0, "seed of new weights, data order and dropout", SEED)
     deterministic: bool = setting("training", False, "the same bits in every run on the same devices; slower attention")
@@ -358,7 +359,7 @@ class RunConfig(TrainConfig):
     warmup: int
     dtype: Literal["float32", "tf32", "bfloat16"]
     param_dtype: Literal["float32", "bfloat16"]
-    activation_checkpointing: Literal["none", "auto", "full"]
+    activation_checkpointing: Literal["none", "auto", "selective", "full"]
     eval_every: int
 
     @property

@@ -49,9 +49,9 @@ class Plan:
     once. lengths: of the training documents; None for groups. micro_batch_size: sequences per forward pass of a rank.
     tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of
     computation. attention: what computes it. checkpointed_blocks: blocks with activation checkpointing, of `blocks`.
-    memory: of one rank. phases: peak bytes of a rank in each phase of the run. advice: warnings of the objective.
-    flops: per token, those of the images among them. positions: the model's max_position_embeddings. checkpoint: bytes
-    of one checkpoint, about.
+    kept_tensors: results that these keep. memory: of one rank. phases: peak bytes of a rank in each phase of the run.
+    advice: warnings of the objective. flops: per token, those of the images among them. positions: the model's
+    max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
     config: RunConfig
@@ -77,6 +77,7 @@ class Plan:
     blocks: int
     positions: int
     checkpoint: int
+    kept_tensors: int
 
     @property
     def accumulated(self) -> int:
@@ -153,6 +154,7 @@ class Plan:
         checkpointed = (
             f", {self.checkpointed_blocks} of {self.blocks} blocks checkpointed" if self.checkpointed_blocks else ""
         )
+        checkpointed += f" with {self.kept_tensors} results kept" if self.kept_tensors else ""
         yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{checkpointed}"
         for part, size in self.memory.parts.items():
             if size:
@@ -278,6 +280,7 @@ def make_plan(
     chosen: Sequence[str],
     dtype: torch.dtype,
     checkpointed_blocks: int,
+    kept_tensors: int,
     memory: TrainingMemory,
     phases: Mapping[str, int],
     images: ImageLoad = NO_IMAGES,
@@ -295,7 +298,7 @@ def make_plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
         round(flops_per_token(model, config.sequence_length) + images.flops), images, memory, phases, advice,
-        checkpointed_blocks, len(model.blocks), model.config.max_position_embeddings, checkpoint,
+        checkpointed_blocks, len(model.blocks), model.config.max_position_embeddings, checkpoint, kept_tensors,
     )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     refuse_unused_profile(config)
     refuse_finished(config)
 
-    # The memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
+    # The memory that a step needs. Activation checkpointing takes as many blocks and results as memory demands.
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
     build = partial(
         build_optimizer,
@@ -129,7 +129,10 @@ def prepare(config: TrainConfig, world: World) -> Run:
     estimate = memory_needs(model, build(model), config, world, compute_dtype, beside, images.most_patches)
     micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     estimate = partial(estimate, batch_size=micro_batch_size)
-    checkpointed_blocks = apply_activation_checkpointing(model, config.activation_checkpointing, world, estimate)
+    checkpointed_blocks, kept_tensors = apply_activation_checkpointing(
+        model, config.activation_checkpointing, world, estimate, config.sequence_length
+    )
+    estimate = partial(estimate, kept_tensors=kept_tensors)
     reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
     estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
     memory = estimate(checkpointed_blocks=checkpointed_blocks)
@@ -138,7 +141,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
         tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
-        dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, memory=memory,
+        dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
         phases=objective.phases(memory), images=images, advice=objective.advice(),
     )  # fmt: skip
     return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
