@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.generation.cache import LatentHeads
+from ligermodels.generation.cross_features import CrossPrompt, EarlierImages
 from ligermodels.generation.image_features import PromptImages, features_of_pieces, rope_of_pieces
 from ligermodels.generation.paged_cache import (
     PAGE_SIZE,
@@ -37,7 +38,7 @@ class PromptPiece:
     start: int
     length: int
     tables: Tables
-    images: PromptImages | None = None
+    images: PromptImages | CrossPrompt | None = None
 
     @property
     def stop(self) -> int:
@@ -125,6 +126,17 @@ class PrefillStates:
     def store(self, number: int, states: Tensor) -> None:
         self.layer.store(number, self.pages, states)
 
+    def earlier_images(self) -> None:
+        """A prefill is given all images of its prompts."""
+
+    def keep_images(self, images: EarlierImages) -> None:
+        for number, states in enumerate(images):
+            self.layer.store(number, self.pages, states)
+
+    def pass_images_by(self) -> None:
+        if self.layer.states:  # the pages may have had images
+            self.layer.store(2, self.pages, torch.zeros_like(self.pages))
+
 
 class PrefillStep:
     """The cache as a model sees it in a prefill, and the other arguments of its forward.
@@ -152,9 +164,11 @@ class PrefillStep:
         views = [self.view_of_group(cache, group, pieces, device) for group in range(len(cache.groups))]
         self.layers = [views[group](layer) for layer, group in zip(cache.layers, cache.group_of, strict=True)]
         images, spans = [piece.images for piece in pieces], [(piece.start, piece.stop) for piece in pieces]
-        self.image_inputs = {} if not any(images) else {
-            "features": features_of_pieces(images, spans, device), "rope_ids": rope_of_pieces(images, spans).to(device),
-        }  # fmt: skip
+        self.image_inputs: dict[str, Any] = {}
+        if any(images):
+            self.image_inputs["features"] = features_of_pieces(images, spans, device)
+            rope_ids = rope_of_pieces(images, spans)
+            self.image_inputs |= {} if rope_ids is None else {"rope_ids": rope_ids.to(device)}
 
     def view_of_group(
         self, cache: PagedCache, index: int, pieces: Sequence[PromptPiece], device: torch.device

@@ -16,6 +16,7 @@ from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import Cache, Kept, PerToken
+from ligermodels.generation.cross_features import CrossFeatures
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.image_features import ImageFeatures
 from ligermodels.generation.sampling import Sampling
@@ -94,7 +95,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: AnyConfig, layers: list[Block]) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.embedded_tokens, config.hidden_size, padding_idx=config.pad_token_id)
         self.embedding_scale = config.embedding_scale
         self.layers = nn.ModuleList(layers)
         self.norm = hidden_norm(config)
@@ -117,7 +118,7 @@ class Decoder(nn.Module):
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
         shared_keys: SharedKeys | None = None,
-        features: ImageFeatures | None = None,
+        features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> DecoderOutput:
@@ -138,6 +139,7 @@ class Decoder(nn.Module):
         positions = Positions(
             position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding,
             layer_inputs=self.layer_inputs(input_ids, x),
+            cross=features if isinstance(features, CrossFeatures) else None,
             read_later=KeysReadLater() if self.keys_are_shared else None,
         )  # fmt: skip
         residual, routers, states = None, [], []
@@ -296,7 +298,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         rows: Tensor | None = None,
         logprobs: Mapping[str, Any] | None = None,
         divergence: Mapping[str, Any] | None = None,
-        features: ImageFeatures | None = None,
+        features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
@@ -419,7 +421,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
         shared_keys: SharedKeys | None = None,
-        features: ImageFeatures | None = None,
+        features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
     ) -> Decoded:
         """Runs the decoder on a batch. Arguments as those of `forward`."""
