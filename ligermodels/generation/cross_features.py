@@ -49,10 +49,6 @@ class CrossFeatures(NamedTuple):
     counts: Tensor
     sees: Tensor
 
-    @property
-    def deepstack(self) -> tuple[Tensor, ...]:
-        return ()
-
     def insert(self, embeddings: Tensor) -> Tensor:
         """The embeddings as they are: images enter by cross-attention."""
         return embeddings

@@ -100,8 +100,8 @@ class CrossAttention(Mixer):
         k, v = kv.unflatten(-1, (2, self.num_key_value_heads, self.head_dim)).unbind(2)  # [R, N, Hkv, D]
         k = self.k_norm(k)
         if cache is not None:
-            last = (x[cross.last].flatten(1, 2) for x in (k, v))  # [rows, tiles N, Hkv, D]
-            cache.keep_images(EarlierImages(*last, cross.counts * k.shape[1]))
+            keys, values = (x[cross.last].flatten(1, 2) for x in (k, v))  # [rows, tiles N, Hkv, D]
+            cache.keep_images(EarlierImages(keys, values, cross.counts * k.shape[1]))
         k, v = (x[cross.tiles].flatten(0, 1)[None] for x in (k, v))
         tokens = q.shape[0] * q.shape[1]
         out = attention(

@@ -151,7 +151,7 @@ class Decoder(nn.Module):
             x, residual, router_logits = layer(x, residual, positions, layer_cache)
             if router_logits is not None:
                 routers.append(router_logits)
-            if features is not None and index < len(features.deepstack):
+            if isinstance(features, ImageFeatures) and index < len(features.deepstack):
                 x, residual = features.add(index, x + residual), None
         if cache is not None:
             cache.advance(x.shape[1] if padding is None else x.shape[1] - padding)

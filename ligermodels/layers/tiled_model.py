@@ -107,7 +107,9 @@ class TiledVisionLanguageModel(ImageParts):
         if pixel_values is not None:
             if images is not None or input_ids is None:
                 raise ValueError("forward: pixel_values need input_ids, without images")
-            given = {name: inputs.get(name) for name in ("attention_mask", "position_ids", "cu_seqlens")}
+            given: dict[str, Any] = {
+                name: inputs.get(name) for name in ("attention_mask", "position_ids", "cu_seqlens")
+            }
             images = self.prepare_images(input_ids, **given, **pixels).to(input_ids.device)
         elif pixels:
             raise InputError(f"images: {', '.join(pixels)} without pixel_values; pass both")

@@ -43,7 +43,10 @@ def tile_layout(counts: Sequence[int], config: MllamaVisionConfig) -> TileLayout
     """counts: of the tiles of each image."""
     rows, most, own = config.rows_per_tile, config.max_num_tiles, config.tokens_per_tile
     size = most * rows
-    orders, lengths, lengths_k, copies, places = [], [], [], [], []
+    orders, places = [], []
+    lengths: list[int] = []
+    lengths_k: list[int] = []
+    copies: list[int] = []
     for number, count in enumerate(counts):
         belongs = (torch.arange(size) % rows < own) & (torch.arange(size) < count * rows)
         orders.append(number * size + torch.cat([belongs.nonzero()[:, 0], (~belongs).nonzero()[:, 0]]))
