@@ -115,7 +115,7 @@ class TiledVisionLanguageModel(ImageParts):
             raise InputError(f"images: {', '.join(pixels)} without pixel_values; pass both")
         if images is not None:
             inputs["features"] = images.seen._replace(values=self.encode_tiles(images))
-        elif "features" not in inputs and is_sharded(self) and any(map(is_trained, (self.visual, self.projector))):
+        elif "features" not in inputs and inputs.get("cache") is None and is_sharded(self):
             inputs["features"] = self.unseen_image()
         if labels is not None:  # the image token has no row of the head
             labels = labels.masked_fill(labels >= self.config.vocab_size, UNSUPERVISED)

@@ -1,6 +1,7 @@
 """Llama 3.2 Vision with images against the reference implementation, its caches, packing, and breaks of the code."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation.kv_cache import KVCache
+from ligermodels.training import TrainConfig, train
 from tests.cases import CASES
 from tests.conftest import DEVICE
+from tests.images.folders import QWEN_TEMPLATE, TOKENS, picture, write_folder
 from tests.kernels.error_budget import relative_error
 from tests.reference_model import KeepFp64, save_reference
 from tests.reference_model import hub_tensors as reference_hub_tensors
@@ -192,6 +195,54 @@ def test_packed_documents_with_images_give_loss_and_gradients_of_separate_runs()
     apart = run(copy.deepcopy(model), rows)
     for one, other in zip(together, apart, strict=True):
         assert relative_error(one, other) < 1e-10
+
+
+TEMPLATE = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image|>")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_run_on_images_trains_all_parts_and_exports(packing, tmp_path, monkeypatch):
+    """The image token has an embedding and no row of the head. Records with one image, two and none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(TOKENS, "Mllama", ["<bos>", "<pad>", "<|image|>"])
+    raw = CASES["mllama"] | {"image_token_index": 258}
+    raw["text_config"] = raw["text_config"] | {"vocab_size": 258, "max_position_embeddings": 256}
+    model = ligermodels.create(raw)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gate_attn", "gate_ffn", ".gate")):
+                parameter.fill_(0.5)
+    ligermodels.export(model, tmp_path / "model")
+    write_folder(tmp_path / "model", "Mllama", {"size": {"height": 6, "width": 6}}, {}, TEMPLATE)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    before = ligermodels.load(tmp_path / "model")
+    for number, size in enumerate([(6, 6), (5, 12), (12, 12)]):
+        picture(*size, seed=number).save(tmp_path / f"{number}.png")
+    records = [[0], [1, 2], [], [2], [0, 1], [1]]
+    with open(tmp_path / "data.jsonl", "w") as file:
+        for record in records:
+            parts = [{"type": "image", "path": f"{number}.png"} for number in record]
+            user = {"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}
+            file.write(json.dumps({"messages": [user, {"role": "assistant", "content": "red"}]}) + "\n")
+    config = TrainConfig(
+        model=str(tmp_path / "model"), data=(str(tmp_path / "data.jsonl"),), steps=2, batch_size=2, packing=packing,
+        sequence_length=192, output=str(tmp_path / "run"), learning_rate=1e-2,
+    )  # fmt: skip
+    result = train(config)
+    losses = [record["loss"] for record in result.metrics if "loss" in record]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    trained = ligermodels.load(result.exported)
+    same = {n for (n, p), q in zip(before.named_parameters(), trained.parameters(), strict=True) if torch.equal(p, q)}
+    assert not same
+    processor = ligermodels.load_processor(result.exported)
+    messages = [{"role": "user", "content": [{"type": "image", "path": str(tmp_path / "1.png")}]}]
+    inputs = processor.apply_chat_template(messages, add_generation_prompt=True)
+    with torch.no_grad():
+        assert torch.equal(result.model.eval()(**inputs).logits, trained(**inputs).logits)
+    new = ligermodels.generate(trained, [inputs["input_ids"][0].tolist()], images=[
+        {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+    ], max_new_tokens=3, repetition_penalty=1.2, stop_tokens=())  # fmt: skip
+    assert len(new[0]) == 3
 
 
 REFUSED = {
