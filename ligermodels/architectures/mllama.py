@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.mllama import MllamaConfig, MllamaVisionConfig
+from ligermodels.configs.mllama import MllamaConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.cross_attention import CrossAttention, CrossAttentionLayer
@@ -45,9 +45,7 @@ class Mllama(TiledVisionLanguageModel):
     def layer(self, config: MllamaConfig, index: int) -> DecoderLayer:
         if index not in config.cross_attention_layers:
             return DecoderLayer(config, Attention(config), GatedMLP(config))
-        vision = MllamaVisionConfig.of_model(config.raw)
-        attention = CrossAttention(config, vision.max_num_tiles * vision.tokens_per_tile)
-        return CrossAttentionLayer(config, attention, GatedMLP(config))
+        return CrossAttentionLayer(config, CrossAttention(config, config.states_per_image), GatedMLP(config))
 
     def weight_rules(self) -> tuple[Rule, ...]:
         text = Rename("language_model.model", "model", self.text_rules())

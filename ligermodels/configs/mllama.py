@@ -86,6 +86,12 @@ class MllamaConfig(MultimodalConfig):
     def embedded_tokens(self) -> int:
         return self.vocab_size + UNPREDICTED_TOKENS
 
+    @property
+    def states_per_image(self) -> int:
+        """The most that cross-attention reads of an image."""
+        vision = MllamaVisionConfig.of_model(self.raw)
+        return vision.max_num_tiles * vision.tokens_per_tile
+
     def validate(self) -> None:
         super().validate()
         if self.tie_word_embeddings:
